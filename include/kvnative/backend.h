@@ -1,0 +1,91 @@
+/* Contract 2: what moves bytes. A backend says what it can do, takes batches of descriptors, and
+ * answers poll, wait and abort for each. Wrappers (fault, delay, bandwidth, trace) have the same
+ * vtable and hold an inner backend, so every failure can be had on any machine.
+ *
+ * Rules:
+ * - No call holds the GIL or allocates per descriptor.
+ * - `submit` copies the three column pointers, not the columns: they outlive the request.
+ * - After `wait` returned an outcome, or `abort` returned, the backend touches no byte of the
+ *   batch any more.
+ * - What cannot be honoured is refused by `submit` with a reason in the report; nothing is ignored. */
+#ifndef KVNATIVE_BACKEND_H
+#define KVNATIVE_BACKEND_H
+
+#include "kvnative/descriptor.h"
+#include "kvnative/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum kvn_direction {
+    KVN_HOST_TO_HOST = 1 << 0,
+    KVN_HOST_TO_DEVICE = 1 << 1,
+    KVN_DEVICE_TO_HOST = 1 << 2,
+    KVN_DEVICE_TO_DEVICE = 1 << 3,
+    KVN_PEER_GET = 1 << 4, /* source addresses are the peer's */
+    KVN_PEER_PUT = 1 << 5  /* destination addresses are the peer's */
+} kvn_direction;
+
+typedef struct kvn_capabilities {
+    uint64_t max_batch;  /* descriptors in one submit */
+    uint64_t max_nbytes; /* bytes of one descriptor */
+    uint32_t directions; /* kvn_direction, or-ed */
+    uint32_t asynchronous;
+} kvn_capabilities;
+
+/* Half-open range of descriptor indices. */
+typedef struct kvn_span {
+    uint64_t first;
+    uint64_t last;
+} kvn_span;
+
+#define KVN_NO_DESCRIPTOR UINT64_MAX
+#define KVN_MAX_SPANS 66 /* a piece per thread, and the tail nobody claimed */
+
+/* What is known about a request. Spans are ascending and disjoint; a descriptor in none of them is
+ * confirmed. While KVN_PENDING only `bytes_done` is meaningful. */
+typedef struct kvn_report {
+    int32_t status;
+    int32_t code;            /* errno, aclError, HcclResult: as the system gave it */
+    uint64_t failed;         /* first descriptor known to have failed, or KVN_NO_DESCRIPTOR */
+    uint64_t bytes_done;
+    uint32_t num_unconfirmed;
+    uint32_t reserved;
+    kvn_span unconfirmed[KVN_MAX_SPANS];
+    char message[256];       /* "" when status is KVN_OK or KVN_PENDING */
+} kvn_report;
+
+typedef struct kvn_backend kvn_backend;
+typedef struct kvn_request kvn_request; /* one submitted batch; each backend has its own */
+
+/* Deadlines are absolute CLOCK_MONOTONIC nanoseconds; KVN_FOREVER never passes. */
+#define KVN_FOREVER INT64_MAX
+
+typedef struct kvn_backend_vtable {
+    const char *name;
+    void (*capabilities)(const kvn_backend *self, kvn_capabilities *out);
+    /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
+     * NULL and `report` says why. Small batches may be complete on return. */
+    int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);
+    /* KVN_PENDING or the outcome; never blocks. */
+    int (*poll)(kvn_backend *self, kvn_request *request, kvn_report *report);
+    /* As poll, but blocks until the outcome or the deadline; the caller's thread may help.
+     * Returning KVN_PENDING means that the deadline passed and the request is still in flight. */
+    int (*wait)(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report);
+    /* Stops promptly and returns when no byte is touched any more. Idempotent; `why` is the
+     * status to report for what was still open (KVN_TIMEOUT or KVN_CANCELLED). */
+    int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
+    void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */
+    const char *(*last_error)(const kvn_backend *self);       /* "" when there was none */
+    void (*destroy)(kvn_backend *self);                       /* no request is left */
+} kvn_backend_vtable;
+
+struct kvn_backend {
+    const kvn_backend_vtable *vtable;
+};
+
+#ifdef __cplusplus
+}
+#endif
+#endif

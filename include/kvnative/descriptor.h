@@ -1,0 +1,43 @@
+/* The two layouts of a descriptor array. A third is one row in kvnative/src/lower.c.
+ * Addresses are uint64_t as in ACL and HCCL records; sizes are bytes. */
+#ifndef KVNATIVE_DESCRIPTOR_H
+#define KVNATIVE_DESCRIPTOR_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Columns: the form of aclrtMemcpyBatch (void **dsts, void **srcs, size_t *sizes), and of every
+ * backend here. The three arrays belong to whoever made them. */
+typedef struct kvn_columns {
+    const uint64_t *dst;
+    const uint64_t *src;
+    const uint64_t *nbytes;
+    size_t count;
+} kvn_columns;
+
+/* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */
+typedef struct kvn_one_sided {
+    uint64_t local;
+    uint64_t remote;
+    uint64_t count;
+    int32_t data_type;
+    uint32_t reserved;
+} kvn_one_sided;
+
+#define KVN_HCCL_UINT8 7
+
+#ifndef __cplusplus
+_Static_assert(sizeof(kvn_one_sided) == 32, "HcclOneSideOpDesc is 32 bytes");
+_Static_assert(offsetof(kvn_one_sided, remote) == 8, "remoteAddr at 8");
+_Static_assert(offsetof(kvn_one_sided, count) == 16, "count at 16");
+_Static_assert(offsetof(kvn_one_sided, data_type) == 24, "dataType at 24");
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,26 @@
+/* Outcomes of the native layer. kvplan/engine/outcome.py maps them to LLMStatusCode. */
+#ifndef KVNATIVE_STATUS_H
+#define KVNATIVE_STATUS_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum kvn_status {
+    KVN_OK = 0,
+    KVN_PENDING = 1,      /* in flight: not an outcome */
+    KVN_TIMEOUT = -1,     /* the deadline passed; the rest was abandoned */
+    KVN_CANCELLED = -2,   /* the caller gave up; the rest was abandoned */
+    KVN_INVALID = -3,     /* an argument that can never work */
+    KVN_NO_MEMORY = -4,   /* this process is out of memory */
+    KVN_PEER_GONE = -5,   /* the other process has exited */
+    KVN_DENIED = -6,      /* the system refuses access to the other process */
+    KVN_UNMAPPED = -7,    /* a range is not (or no longer) mapped or not writable */
+    KVN_UNSUPPORTED = -8, /* this backend or system cannot do that */
+    KVN_FAILED = -9       /* anything else: `code` and `message` say what */
+} kvn_status;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
