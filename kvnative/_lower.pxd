@@ -8,7 +8,7 @@ from kvnative._lower_c cimport kvn_columns, kvn_layout
 cdef class Descriptors:
     """A descriptor array. A consumer wraps its use in hold() and release(): between the two the
     array cannot be lowered into again, so what a task reads never changes under it."""
-    # The buffer that this object allocated and frees; `rows` points into nothing else.
+    # This object allocates and frees the buffer; every address handed out points into it.
     cdef void *buffer
     cdef size_t capacity             # bytes of buffer
     cdef const kvn_layout *layout_row
@@ -16,6 +16,10 @@ cdef class Descriptors:
     cdef uint64_t num_bytes          # sum of nbytes
     cdef int64_t leases              # readers, or KVN_BEING_WRITTEN; see lease.h
 
+    # For messages: who uses the array.
+    cdef str users(self)
+    # Room for nbytes; the caller is the writer.
+    cdef int reserve(self, size_t nbytes) except -1
     # BufferError while the array is being written.
     cdef int hold(self) except -1
     # Ends one hold(); any thread, no GIL needed.

@@ -12,6 +12,13 @@ cdef extern from "kvnative/descriptor.h" nogil:
 cdef extern from "lower.h" nogil:
     enum:
         KVN_MAX_WORDS
+    ctypedef enum kvn_word:
+        KVN_DST
+        KVN_SRC
+        KVN_LOCAL
+        KVN_REMOTE
+        KVN_NBYTES
+        KVN_CONSTANT
     ctypedef enum kvn_form:
         KVN_COLUMNS
         KVN_ROWS
@@ -20,6 +27,8 @@ cdef extern from "lower.h" nogil:
         const char *row_format
         kvn_form form
         uint32_t num_words
+        kvn_word words[4]  # KVN_MAX_WORDS
+        uint64_t constant
     ctypedef struct kvn_recipe:
         const uint64_t *src_offsets
         const uint64_t *dst_offsets
@@ -31,12 +40,18 @@ cdef extern from "lower.h" nogil:
     ctypedef enum kvn_side:
         KVN_LOCAL_DST
         KVN_LOCAL_SRC
+    ctypedef enum kvn_argument:
+        KVN_ARG_NBYTES
+        KVN_ARG_SRC_OFFSETS
+        KVN_ARG_DST_OFFSETS
+        KVN_ARG_SRC_BASES
+        KVN_ARG_DST_BASES
+        KVN_NUM_ARGUMENTS
     ctypedef struct kvn_refusal:
-        const char *argument
+        kvn_argument argument
         size_t index
         uint64_t value
-        uint64_t low
-        uint64_t high
+        uint64_t most
     const kvn_layout *kvn_layout_at(size_t index)
     const kvn_layout *kvn_layout_named(const char *name)
     size_t kvn_column_stride(size_t count)
