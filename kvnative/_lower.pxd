@@ -1,0 +1,28 @@
+# What other Cython modules may see of lowering: cimport this, nothing else of _lower.
+from libc.stdint cimport int64_t, uint64_t
+from libc.stddef cimport size_t
+
+from kvnative._lower_c cimport kvn_columns, kvn_layout
+
+
+cdef class Descriptors:
+    """A descriptor array. A consumer wraps its use in hold() and release(): between the two the
+    array cannot be lowered into again, so what a task reads never changes under it."""
+    # This object allocates and frees the buffer; every address handed out points into it.
+    cdef void *buffer
+    cdef size_t capacity             # bytes of buffer
+    cdef const kvn_layout *layout_row
+    cdef size_t num_descriptors
+    cdef uint64_t num_bytes          # sum of nbytes
+    cdef int64_t leases              # readers, or KVN_BEING_WRITTEN; see lease.h
+
+    # For messages: who uses the array.
+    cdef str users(self)
+    # Room for nbytes; the caller is the writer.
+    cdef int reserve(self, size_t nbytes) except -1
+    # BufferError while the array is being written.
+    cdef int hold(self) except -1
+    # Ends one hold(); any thread, no GIL needed.
+    cdef void release(self) noexcept nogil
+    # The columns, valid while held. ValueError where the layout is not "columns".
+    cdef kvn_columns columns(self) except *

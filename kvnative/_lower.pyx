@@ -1,0 +1,406 @@
+"""Lowering: segments and base addresses become the descriptor array that a backend takes."""
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_FORMAT, PyBUF_FULL_RO, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
+from libc.stddef cimport size_t
+from libc.stdint cimport UINT64_MAX, uint64_t
+
+from kvnative._lower_c cimport *
+
+import numpy
+
+__all__ = ["LAYOUTS", "Descriptors", "lower"]
+
+
+cdef tuple layout_names():
+    cdef list names = []
+    cdef const kvn_layout *layout = kvn_layout_at(0)
+    while layout is not NULL:
+        names.append(layout.name.decode())
+        layout = kvn_layout_at(len(names))
+    return tuple(names)
+
+
+LAYOUTS = layout_names()
+
+
+cdef const kvn_layout *layout_named(object name) except NULL:
+    cdef const kvn_layout *layout = NULL
+    cdef bytes encoded
+    if isinstance(name, str):
+        encoded = name.encode()
+        layout = kvn_layout_named(encoded)
+    if layout is NULL:
+        raise ValueError(f"layout = {name!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
+    return layout
+
+
+cdef bint is_native_uint64(const Py_buffer *column) noexcept:
+    cdef const char *letter = column.format
+    if letter is NULL or column.itemsize != 8:
+        return False
+    if letter[0] in (c"@", c"="):
+        letter += 1
+    return letter[0] in (c"L", c"Q") and letter[1] == 0
+
+
+# By hand, not as a typed memoryview: messages name the argument, and it costs a third.
+cdef int acquire(Py_buffer *column, object source, str name) except -1:
+    """Take `source` as a column of uint64; on success the caller releases it."""
+    try:
+        PyObject_GetBuffer(source, column, PyBUF_FULL_RO)
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(f"{name}: expected a column of uint64, got {type(source).__name__}"
+                        f" ({error})") from None
+    try:
+        if not is_native_uint64(column):
+            item = "B" if column.format is NULL else column.format.decode()
+            raise TypeError(f"{name}: expected uint64 in native byte order, got items of"
+                            f" {column.itemsize} bytes and format {item!r}")
+        if column.ndim != 1:
+            raise ValueError(f"{name}: expected 1 dimension, got {column.ndim}")
+        if column.shape[0] > 1 and column.strides[0] != 8:
+            raise ValueError(f"{name}: expected contiguous items, 8 bytes apart,"
+                             f" got items {column.strides[0]} bytes apart")
+    except BaseException:
+        PyBuffer_Release(column)
+        raise
+    return 0
+
+
+# The arguments of lower() and of from_columns() under the names that their caller knows.
+cdef enum:
+    NBYTES = KVN_ARG_NBYTES
+    SRC_OFFSETS = KVN_ARG_SRC_OFFSETS
+    DST_OFFSETS = KVN_ARG_DST_OFFSETS
+    SRC_BASES = KVN_ARG_SRC_BASES
+    DST_BASES = KVN_ARG_DST_BASES
+    NUM_ARGUMENTS = KVN_NUM_ARGUMENTS
+
+cdef tuple LOWER_NAMES = ("nbytes", "src_offsets", "dst_offsets", "src_bases", "dst_bases")
+cdef tuple COLUMN_NAMES = ("nbytes", "src", "dst", "src_bases", "dst_bases")
+
+
+cdef int same_length(Py_buffer *columns, int first, int other, tuple names) except -1:
+    if columns[first].shape[0] != columns[other].shape[0]:
+        raise ValueError(f"{names[other]}: expected {columns[first].shape[0]} items, as in"
+                         f" {names[first]}, got {columns[other].shape[0]}")
+    return 0
+
+
+cdef int refuse(const kvn_refusal *refusal, tuple names) except -1:
+    cdef str item = f"{names[<int>refusal.argument]}[{refusal.index}] = {refusal.value}"
+    if refusal.argument == KVN_ARG_NBYTES and refusal.value == 0:
+        raise ValueError(f"{item}: expected at least 1 byte")
+    what = "the total of bytes" if refusal.argument == KVN_ARG_NBYTES else "the end of a range"
+    raise OverflowError(f"{item}: expected at most {refusal.most}, or {what} passes 2**64 - 1")
+
+
+cdef Descriptors lower_sources(tuple sources, tuple names, const kvn_layout *layout,
+                               kvn_side local, Descriptors out):
+    """`sources` by kvn_argument."""
+    cdef Py_buffer columns[NUM_ARGUMENTS]
+    cdef kvn_recipe recipe
+    cdef int held = 0
+    try:
+        while held < NUM_ARGUMENTS:
+            acquire(&columns[held], sources[held], names[held])
+            held += 1
+        same_length(columns, NBYTES, SRC_OFFSETS, names)
+        same_length(columns, NBYTES, DST_OFFSETS, names)
+        same_length(columns, SRC_BASES, DST_BASES, names)
+        recipe.nbytes = <const uint64_t *>columns[NBYTES].buf
+        recipe.src_offsets = <const uint64_t *>columns[SRC_OFFSETS].buf
+        recipe.dst_offsets = <const uint64_t *>columns[DST_OFFSETS].buf
+        recipe.num_segments = columns[NBYTES].shape[0]
+        recipe.src_bases = <const uint64_t *>columns[SRC_BASES].buf
+        recipe.dst_bases = <const uint64_t *>columns[DST_BASES].buf
+        recipe.num_pairs = columns[SRC_BASES].shape[0]
+        return lower_recipe(&recipe, names, layout, local, out)
+    finally:
+        while held > 0:
+            held -= 1
+            PyBuffer_Release(&columns[held])
+
+
+cdef Descriptors lower_recipe(const kvn_recipe *recipe, tuple names, const kvn_layout *layout,
+                              kvn_side local, Descriptors out):
+    cdef kvn_refusal refusal
+    cdef uint64_t total_nbytes = 0
+    cdef size_t array_nbytes = 0
+    cdef int refused
+    if kvn_lower_nbytes(layout, recipe.num_pairs, recipe.num_segments, &array_nbytes) != 0:
+        raise OverflowError(f"{recipe.num_pairs} tensor pairs x {recipe.num_segments} segments:"
+                            f" an array in layout {layout.name.decode()!r} passes 2**63 - 1 bytes")
+    with nogil:
+        refused = kvn_lower_check(recipe, &total_nbytes, &refusal)
+    if refused:
+        refuse(&refusal, names)
+    if out is None:
+        out = Descriptors.__new__(Descriptors)
+    if kvn_lease_write(&out.leases) != 0:
+        raise BufferError(f"out: {out!r} is in use by {out.users()}")
+    try:
+        out.reserve(array_nbytes)
+        out.layout_row = layout
+        out.num_descriptors = recipe.num_pairs * recipe.num_segments
+        out.num_bytes = total_nbytes
+        with nogil:
+            kvn_lower(recipe, layout, local, out.buffer)
+    finally:
+        kvn_lease_written(&out.leases)
+    return out
+
+
+def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, layout="columns", local="dst",
+          Descriptors out=None):
+    """Write the descriptors of every segment of every tensor pair, pair by pair.
+
+    Descriptor ``pair * n + segment`` moves ``nbytes[segment]`` bytes from ``src_bases[pair] +
+    src_offsets[segment]`` to ``dst_bases[pair] + dst_offsets[segment]``.
+
+    Args:
+        src_offsets, dst_offsets, nbytes: contiguous uint64 columns of n segments, in bytes;
+            every nbytes is at least 1.
+        src_bases, dst_bases: contiguous uint64 columns of P addresses, one per tensor pair.
+        layout: one of ``LAYOUTS``.
+        local: "dst" or "src", the side that a layout with local and remote addresses calls local.
+        out: descriptors to write into; their buffer is reused, and grows at least twofold.
+
+    Returns:
+        ``out``, or new descriptors: P * n of them.
+
+    Raises:
+        TypeError: a column is not uint64 in native byte order.
+        ValueError: a column is not contiguous, two lengths differ, an nbytes is 0, or an option
+            is unknown.
+        OverflowError: the end of a range, the total of bytes or the size of the array.
+        BufferError: ``out`` is in use, by a NumPy view or by a task in flight.
+        MemoryError: no memory for the array; ``out`` keeps what it had.
+    """
+    cdef kvn_side side
+    if local == "dst":
+        side = KVN_LOCAL_DST
+    elif local == "src":
+        side = KVN_LOCAL_SRC
+    else:
+        raise ValueError(f"local = {local!r}: expected 'dst' or 'src'")
+    return lower_sources((nbytes, src_offsets, dst_offsets, src_bases, dst_bases), LOWER_NAMES,
+                         layout_named(layout), side, out)
+
+
+@cython.final
+@cython.no_gc  # its owner refers to no Python object, so no cycle can pass through the pair
+cdef class View:
+    """One column, or the rows, of a descriptor array: read-only, for NumPy to see without a copy.
+
+    While it lives, the array is held: neither freed nor lowered into again.
+    """
+    # The owner of the memory at `start`, held until __dealloc__.
+    cdef Descriptors owner
+    cdef const void *start
+    cdef const char *item_format
+    cdef Py_ssize_t count
+    cdef Py_ssize_t item_nbytes
+
+    def __init__(self):
+        raise TypeError("a View comes from Descriptors")
+
+    @staticmethod
+    cdef object array(Descriptors owner, const void *start, const char *item_format,
+                      size_t item_nbytes):
+        """The NumPy array over the items at `start`, one per descriptor."""
+        cdef View view = View.__new__(View)
+        owner.hold()
+        view.owner = owner
+        view.start = start
+        view.item_format = item_format
+        view.count = owner.num_descriptors
+        view.item_nbytes = item_nbytes
+        return numpy.asarray(view)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if flags & PyBUF_WRITABLE:
+            raise BufferError("descriptors are read-only")
+        buffer.buf = <void *>self.start
+        buffer.obj = self
+        buffer.len = self.count * self.item_nbytes
+        buffer.itemsize = self.item_nbytes
+        buffer.readonly = 1
+        buffer.ndim = 1
+        buffer.format = <char *>self.item_format if flags & PyBUF_FORMAT else NULL
+        buffer.shape = &self.count
+        buffer.strides = &self.item_nbytes
+        buffer.suboffsets = NULL
+        buffer.internal = NULL
+
+    def __dealloc__(self):
+        if self.owner is not None:
+            self.owner.release()
+
+
+@cython.final
+cdef class Descriptors:
+    """A descriptor array for a backend. It comes from lower(), from_columns() or from_array(),
+    never from an address; ``len()`` is its number of descriptors.
+
+    Its views are read-only NumPy arrays over its own memory; while one lives, or while a task
+    reads the array, it cannot be the ``out`` of lower().
+    """
+
+    def __init__(self):
+        raise TypeError("Descriptors come from lower(), from_columns() or from_array()")
+
+    def __cinit__(self):
+        self.layout_row = kvn_layout_at(0)
+
+    def __dealloc__(self):
+        kvn_descriptors_free(self.buffer)
+
+    @staticmethod
+    def from_columns(dst, src, nbytes):
+        """Copy the caller's own descriptors into layout "columns".
+
+        Args:
+            dst, src: contiguous uint64 columns of addresses.
+            nbytes: contiguous uint64 column of sizes in bytes, each at least 1.
+
+        Raises:
+            TypeError, ValueError, OverflowError: as lower().
+        """
+        # One tensor pair at address 0: offsets are addresses.
+        base = numpy.zeros(1, dtype=numpy.uint64)
+        return lower_sources((nbytes, src, dst, base, base), COLUMN_NAMES, kvn_layout_at(0),
+                             KVN_LOCAL_DST, None)
+
+    @staticmethod
+    def from_array(array, layout="columns"):
+        """Copy the caller's own descriptors from a structured array, one row each.
+
+        Args:
+            array: of exactly the fields of ``layout``: names, order, offsets and formats. For
+                "columns" dst, src, nbytes; for "hccl" local, remote, count, data_type, reserved.
+            layout: one of ``LAYOUTS``; also the layout of the result.
+
+        Raises:
+            TypeError: another dtype; fields are matched by name, so two swapped ones are refused.
+            ValueError: a field that kvplan always sets to one value (data_type: bytes) has another.
+            ValueError, OverflowError: as lower().
+        """
+        cdef const kvn_layout *row = layout_named(layout)
+        cdef uint32_t word
+        expected = row_dtype(row)
+        if not isinstance(array, numpy.ndarray) or array.dtype != expected:
+            raise TypeError(f"array: expected a NumPy array of dtype {expected}, got"
+                            f" {getattr(array, 'dtype', type(array).__name__)}")
+        if array.ndim != 1:
+            raise ValueError(f"array: expected 1 dimension, got {array.ndim}")
+        words = numpy.ascontiguousarray(array).view(numpy.uint64).reshape(-1, row.num_words)
+        sources = {}
+        for word in range(row.num_words):
+            if row.words[word] == KVN_CONSTANT:
+                wrong = numpy.flatnonzero(words[:, word] != row.constant)
+                if wrong.size:
+                    raise ValueError(f"array[{wrong[0]}] = {array[wrong[0]]}: expected word {word}"
+                                     f" (8 bytes at {8 * word}) to be {row.constant}")
+            else:
+                sources[<int>row.words[word]] = numpy.ascontiguousarray(words[:, word])
+        dst = sources.get(<int>KVN_DST, sources.get(<int>KVN_LOCAL))
+        src = sources.get(<int>KVN_SRC, sources.get(<int>KVN_REMOTE))
+        base = numpy.zeros(1, dtype=numpy.uint64)
+        return lower_sources((sources[<int>KVN_NBYTES], src, dst, base, base), COLUMN_NAMES, row,
+                             KVN_LOCAL_DST, None)
+
+    @property
+    def layout(self):
+        """One of ``LAYOUTS``."""
+        return self.layout_row.name.decode()
+
+    @property
+    def count(self):
+        """Number of descriptors."""
+        return self.num_descriptors
+
+    @property
+    def total_nbytes(self):
+        """Bytes that all descriptors move together."""
+        return self.num_bytes
+
+    @property
+    def dst(self):
+        """Destination addresses: (count,) read-only uint64. ValueError where there are only rows."""
+        return View.array(self, self.columns().dst, b"Q", sizeof(uint64_t))
+
+    @property
+    def src(self):
+        """Source addresses: (count,) read-only uint64. ValueError where there are only rows."""
+        return View.array(self, self.columns().src, b"Q", sizeof(uint64_t))
+
+    @property
+    def nbytes(self):
+        """Sizes in bytes: (count,) read-only uint64. ValueError where there are only rows."""
+        return View.array(self, self.columns().nbytes, b"Q", sizeof(uint64_t))
+
+    @property
+    def rows(self):
+        """The rows: (count,) read-only, structured. ValueError where there are only columns."""
+        if self.layout_row.form != KVN_ROWS:
+            raise ValueError(f"layout = {self.layout!r}: expected one of rows, such as 'hccl'")
+        return View.array(self, self.buffer, self.layout_row.row_format,
+                          self.layout_row.num_words * sizeof(uint64_t))
+
+    def __len__(self):
+        return self.num_descriptors
+
+    def __repr__(self):
+        return (f"<Descriptors {self.layout!r}: {self.num_descriptors} of"
+                f" {self.num_bytes} bytes together>")
+
+    cdef str users(self):
+        cdef int64_t leases = kvn_lease_count(&self.leases)
+        return "lower() itself" if leases < 0 else f"{leases} views or tasks in flight"
+
+    cdef int reserve(self, size_t nbytes) except -1:
+        cdef size_t capacity = self.capacity
+        cdef void *buffer
+        if self.buffer is not NULL and nbytes <= capacity:
+            return 0
+        # Twice the old size, so that a growing series of plans allocates rarely.
+        capacity = max(nbytes, 2 * capacity)
+        buffer = kvn_descriptors_alloc(capacity)
+        if buffer is NULL:
+            raise MemoryError(f"no memory for {capacity} bytes of descriptors")
+        kvn_descriptors_free(self.buffer)
+        self.buffer = buffer
+        self.capacity = capacity
+        return 0
+
+    cdef int hold(self) except -1:
+        if kvn_lease_read(&self.leases) != 0:
+            raise BufferError(f"{self!r} is being written by lower()")
+        return 0
+
+    cdef void release(self) noexcept nogil:
+        kvn_lease_done(&self.leases)
+
+    cdef kvn_columns columns(self) except *:
+        cdef kvn_columns columns
+        cdef size_t stride = kvn_column_stride(self.num_descriptors)
+        if self.layout_row != kvn_layout_at(0):
+            raise ValueError(f"layout = {self.layout!r}: expected 'columns'")
+        columns.dst = <const uint64_t *>self.buffer
+        columns.src = <const uint64_t *>(<char *>self.buffer + stride)
+        columns.nbytes = <const uint64_t *>(<char *>self.buffer + 2 * stride)
+        columns.count = self.num_descriptors
+        return columns
+
+
+cdef object row_dtype(const kvn_layout *layout):
+    """The dtype of one row, as NumPy reads the layout's own format."""
+    cdef Descriptors none = Descriptors.__new__(Descriptors)
+    none.reserve(1)
+    none.layout_row = layout
+    return View.array(none, none.buffer, layout.row_format,
+                      layout.num_words * sizeof(uint64_t)).dtype

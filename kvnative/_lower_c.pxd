@@ -1,0 +1,71 @@
+# Declarations of kvnative/src/lower.h and lease.h, as C has them.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stddef cimport size_t
+
+cdef extern from "kvnative/descriptor.h" nogil:
+    ctypedef struct kvn_columns:
+        const uint64_t *dst
+        const uint64_t *src
+        const uint64_t *nbytes
+        size_t count
+
+cdef extern from "lower.h" nogil:
+    enum:
+        KVN_MAX_WORDS
+    ctypedef enum kvn_word:
+        KVN_DST
+        KVN_SRC
+        KVN_LOCAL
+        KVN_REMOTE
+        KVN_NBYTES
+        KVN_CONSTANT
+    ctypedef enum kvn_form:
+        KVN_COLUMNS
+        KVN_ROWS
+    ctypedef struct kvn_layout:
+        const char *name
+        const char *row_format
+        kvn_form form
+        uint32_t num_words
+        kvn_word words[4]  # KVN_MAX_WORDS
+        uint64_t constant
+    ctypedef struct kvn_recipe:
+        const uint64_t *src_offsets
+        const uint64_t *dst_offsets
+        const uint64_t *nbytes
+        size_t num_segments
+        const uint64_t *src_bases
+        const uint64_t *dst_bases
+        size_t num_pairs
+    ctypedef enum kvn_side:
+        KVN_LOCAL_DST
+        KVN_LOCAL_SRC
+    ctypedef enum kvn_argument:
+        KVN_ARG_NBYTES
+        KVN_ARG_SRC_OFFSETS
+        KVN_ARG_DST_OFFSETS
+        KVN_ARG_SRC_BASES
+        KVN_ARG_DST_BASES
+        KVN_NUM_ARGUMENTS
+    ctypedef struct kvn_refusal:
+        kvn_argument argument
+        size_t index
+        uint64_t value
+        uint64_t most
+    const kvn_layout *kvn_layout_at(size_t index)
+    const kvn_layout *kvn_layout_named(const char *name)
+    size_t kvn_column_stride(size_t count)
+    int kvn_lower_nbytes(const kvn_layout *layout, size_t num_pairs, size_t num_segments, size_t *nbytes)
+    int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal)
+    void kvn_lower(const kvn_recipe *recipe, const kvn_layout *layout, kvn_side local, void *out)
+    void *kvn_descriptors_alloc(size_t nbytes)
+    void kvn_descriptors_free(void *buffer)
+
+cdef extern from "lease.h" nogil:
+    enum:
+        KVN_BEING_WRITTEN
+    int kvn_lease_read(int64_t *leases)
+    void kvn_lease_done(int64_t *leases)
+    int kvn_lease_write(int64_t *leases)
+    void kvn_lease_written(int64_t *leases)
+    int64_t kvn_lease_count(const int64_t *leases)
