@@ -35,6 +35,9 @@ from kvplan.types import (
     RemoteCache,
 )
 
+if TYPE_CHECKING:
+    from kvplan.engine import HostMemory, Transfers, TransferTask, execute, submit
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "CacheKeyByIdAndIndex",
     "Coalesce",
     "DataType",
+    "HostMemory",
     "KvCacheExtParam",
     "LLMException",
     "LLMStatusCode",
@@ -53,6 +57,9 @@ __all__ = [
     "Placement",
     "Plan",
     "RemoteCache",
+    "TransferTask",
+    "Transfers",
+    "execute",
     "plan_copy_blocks",
     "plan_copy_cache",
     "plan_pull_blocks",
@@ -60,4 +67,17 @@ __all__ = [
     "plan_push_blocks",
     "plan_push_cache",
     "plan_swap_blocks",
+    "submit",
 ]
+
+_NATIVE = {"HostMemory", "TransferTask", "Transfers", "execute", "submit"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NATIVE:
+        return getattr(import_module("kvplan.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -40,7 +40,14 @@ def _change(old: str, new: str) -> str:
 
 
 def _options(old: Plan, new: Plan) -> Iterator[str]:
-    for name in ("operation", "kind", "coalesce", "tensors_per_layer", "src_tensors", "dst_tensors"):
+    for name in (
+        "operation",
+        "kind",
+        "coalesce",
+        "tensors_per_layer",
+        "src_tensors",
+        "dst_tensors",
+    ):
         a, b = getattr(old, name), getattr(new, name)
         if a != b:
             yield f"{name}: {a} -> {b}"
@@ -99,7 +106,10 @@ def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
             [
                 part
                 for plan in (old, new)
-                for part in (plan.segments.dst_offsets, plan.segments.dst_offsets + plan.segments.nbytes)
+                for part in (
+                    plan.segments.dst_offsets,
+                    plan.segments.dst_offsets + plan.segments.nbytes,
+                )
             ]
         )
     )
@@ -113,9 +123,9 @@ def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
     )
 
 
-def _sources(plan: Plan, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[
-    tuple[int], np.dtype[np.int64]
-]:
+def _sources(
+    plan: Plan, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Source offset of each destination offset in `starts`; -1 where the plan does not write."""
     segments = plan.segments
     order = np.argsort(segments.dst_offsets)
@@ -126,5 +136,3 @@ def _sources(plan: Plan, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]) ->
     holder = np.searchsorted(dst, at, side="right") - 1
     inside = (holder >= 0) & (at < dst[holder] + nbytes[holder])
     return np.where(inside, src[holder] + at - dst[holder], -1)
-
-

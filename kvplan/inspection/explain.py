@@ -58,8 +58,12 @@ def _ends(layers: range) -> tuple[int, int]:
 
 
 def _header(plan: Plan) -> list[str]:
-    ends = " -> ".join(name or word for name, word in ((plan.src.name, "src"), (plan.dst.name, "dst")))
-    src, dst = (f"{first}..{last}" for first, last in map(_ends, (plan.src_layers, plan.dst_layers)))
+    ends = " -> ".join(
+        name or word for name, word in ((plan.src.name, "src"), (plan.dst.name, "dst"))
+    )
+    src, dst = (
+        f"{first}..{last}" for first, last in map(_ends, (plan.src_layers, plan.dst_layers))
+    )
     slices = plan.num_slices * plan.num_tensor_pairs
     merged = slices - plan.num_descriptors
     return [
@@ -78,14 +82,18 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
         src_rows, dst_rows = plan.rows(index)
         slices = -(-nbytes // min(plan.src.stride, plan.dst.stride))
         # Where the one before ended is where this one would have had to begin.
-        breaks = [
-            f"{name} {end // side.stride} -> {start // side.stride}"
-            for name, side, end, start in (
-                ("src", plan.src, before[0] - 1, src),
-                ("dst", plan.dst, before[1] - 1, dst),
-            )
-            if end + 1 != start
-        ] if before else []
+        breaks = (
+            [
+                f"{name} {end // side.stride} -> {start // side.stride}"
+                for name, side, end, start in (
+                    ("src", plan.src, before[0] - 1, src),
+                    ("dst", plan.dst, before[1] - 1, dst),
+                )
+                if end + 1 != start
+            ]
+            if before
+            else []
+        )
         why = f"not adjacent ({', '.join(breaks)})" if breaks else ""
         rows.append(
             _Row(
@@ -115,7 +123,9 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
         if row.why_alone:
             note = f"{note or 'alone'}: {row.why_alone}"
         size = nbytes_text(row.nbytes)
-        segments.append(f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<8} {note}".rstrip())
+        segments.append(
+            f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<8} {note}".rstrip()
+        )
     if hidden := len(plan.segments) - len(rows):
         segments.append(f"... {plural(hidden, 'more segment')}")
 

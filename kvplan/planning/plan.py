@@ -156,9 +156,7 @@ class Plan:
             raise invalid(f"layers={layers} must be a non-empty part, of step 1, of {own}")
         t = self.tensors_per_layer
         part = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
-        return replace(
-            self, src_tensors=self.src_tensors[part], dst_tensors=self.dst_tensors[part]
-        )
+        return replace(self, src_tensors=self.src_tensors[part], dst_tensors=self.dst_tensors[part])
 
     def origin(self, descriptor: int) -> Origin:
         """Return where a descriptor came from; computed, not stored.

@@ -189,7 +189,9 @@ def plan_copy_blocks(
                 f"block {int(clash[0])} is both read and written by this copy inside one cache; "
                 "the result would depend on the order: copy in two steps"
             )
-    return _block_to_block("copy_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce)
+    return _block_to_block(
+        "copy_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
+    )
 
 
 def plan_swap_blocks(
@@ -221,7 +223,9 @@ def plan_swap_blocks(
     src_table = block_indices("src_to_dst (source)", list(src_to_dst), source)
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
-    return _block_to_block("swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce)
+    return _block_to_block(
+        "swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
+    )
 
 
 def _slot_to_slot(

@@ -24,9 +24,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "src_tensors": [plan.src_tensors.start, plan.src_tensors.stop],
         "dst_tensors": [plan.dst_tensors.start, plan.dst_tensors.stop],
         "tensors_per_layer": plan.tensors_per_layer,
-        "segments": {
-            name: getattr(plan.segments, name).tolist() for name in Segments.columns()
-        },
+        "segments": {name: getattr(plan.segments, name).tolist() for name in Segments.columns()},
         "num_slices": plan.num_slices,
         "coalesce": plan.coalesce.value,
     }

@@ -39,13 +39,13 @@ class Segments:
         columns = [np.array(c, dtype=np.uint64) for c in (src_offsets, dst_offsets, nbytes)]
         if any(column.shape != (columns[0].size,) for column in columns):
             shapes = [column.shape for column in columns]
-            raise ValueError(f"columns of shapes {shapes} must be one-dimensional and of one length")
+            raise ValueError(
+                f"columns of shapes {shapes} must be one-dimensional and of one length"
+            )
         self._own(*columns)
 
     def _own(self, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> None:
-        for name, column in zip(
-            self.columns(), (src_offsets, dst_offsets, nbytes), strict=True
-        ):
+        for name, column in zip(self.columns(), (src_offsets, dst_offsets, nbytes), strict=True):
             column.flags.writeable = False
             object.__setattr__(self, name, column)
 
