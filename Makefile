@@ -45,7 +45,7 @@ sanitize: .venv/dev ## the native and transport tests under AddressSanitizer and
 	cd $(CHECKED) && $(SANITIZE) \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-	  $(CURDIR)/$(BIN)/pytest tests/native tests/transport tests/project/test_native_build.py
+	  $(CURDIR)/$(BIN)/pytest --capture=sys tests/native tests/transport tests/project/test_native_build.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
