@@ -47,8 +47,8 @@ def writable_state(library: Path) -> Iterator[tuple[str, str]]:
     source = ""
     for line in symbols(library, "-t").splitlines():
         match line.split():
-            case [*_, "df", "*ABS*", _, file]:
-                source = file  # the local symbols of this file follow
+            case [_, "l", "df", "*ABS*", _, *name]:
+                source = "".join(name)  # its static symbols follow; no name: the hidden ones of all
             case [_, "l", "O", ".data" | ".bss", _, *_, name] if not source.startswith(
                 ("_", "crt")
             ):
