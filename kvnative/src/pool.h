@@ -14,60 +14,9 @@
 #ifndef KVNATIVE_POOL_H
 #define KVNATIVE_POOL_H
 
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdbool.h>
-
-#include "kvnative/backend.h"
+#include "job.h"
 
 #define KVN_MAX_THREADS 64 /* one span per thread, one tail here and one in the executor */
-#define KVN_PIECE_MIN (64u << 10)
-#define KVN_PIECE_MAX (1u << 20)
-
-typedef struct kvn_pool kvn_pool;
-
-/* A part of a batch: descriptors [first, last), beginning `skip` bytes into the first and
- * `nbytes` long in all; the last descriptor goes on in the next piece if bytes of it are left. */
-typedef struct kvn_piece {
-    uint64_t first;
-    uint64_t last;
-    uint64_t skip;
-    uint64_t nbytes;
-} kvn_piece;
-
-/* Why a piece stopped: descriptors [first, failed) of it are moved, [failed, last) are not. */
-typedef struct kvn_fault {
-    int32_t code;        /* errno and the like; 0 when there is none */
-    uint64_t failed;     /* index in the batch; preset to the piece's first */
-    uint64_t bytes_done; /* bytes of the piece that were moved before the fault; preset to 0 */
-    char message[256];
-} kvn_fault;
-
-/* Moves one piece, on any thread. Returns KVN_OK, or a failure status having filled `fault`. */
-typedef int (*kvn_move)(void *context, const kvn_columns *batch, const kvn_piece *piece,
-                        kvn_fault *fault);
-
-/* What is being moved. Embed it in a request; it must stay in place until released. The fields are
- * pool.c's, under the pool's mutex unless said otherwise. */
-typedef struct kvn_job {
-    kvn_columns batch;
-    kvn_move move;
-    void *context;
-    uint64_t max_descriptors; /* of one piece */
-    kvn_pool *pool;           /* NULL: moved by kvn_job_run */
-    struct kvn_job *next;     /* in the pool's queue of jobs with unclaimed descriptors */
-    struct kvn_job *previous;
-    pthread_cond_t changed;    /* finished */
-    uint64_t cursor;           /* first descriptor not wholly claimed */
-    uint64_t cursor_skip;      /* bytes of it that are claimed */
-    uint64_t unclaimed;        /* bytes */
-    uint32_t in_motion;        /* pieces claimed and not yet back */
-    uint32_t waiters;
-    bool queued;
-    atomic_bool finished;        /* read without the mutex by poll */
-    atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll */
-    kvn_report report;           /* the outcome; stable once finished */
-} kvn_job;
 
 /* `threads` in [1, KVN_MAX_THREADS]. NULL with errno set (EINVAL, ENOMEM, EAGAIN) on failure. */
 kvn_pool *kvn_pool_create(unsigned threads);
@@ -77,15 +26,6 @@ void kvn_pool_destroy(kvn_pool *pool);
 /* False in a forked child of the process that made the pool. */
 bool kvn_pool_is_ours(const kvn_pool *pool);
 
-/* `context` is passed to `move`; `max_descriptors` >= 1 limits one piece (IOV_MAX, say). The
- * columns must outlive the outcome. */
-void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
-                  uint64_t max_descriptors);
-/* Total bytes of a batch; false if they do not fit in 64 bits. */
-bool kvn_columns_total(const kvn_columns *batch, uint64_t *total);
-
-/* Moves all of it on the calling thread, without the pool; finished on return. */
-void kvn_job_run(kvn_job *job, uint64_t total);
 /* Queues the job and wakes a worker. KVN_OK, or KVN_INVALID in a forked child. */
 int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *report);
 /* As in the backend vtable. wait and abort may be called by several threads at once. */

@@ -15,6 +15,7 @@ typedef struct kvn_pooled {
     kvn_capabilities capabilities;
     pthread_mutex_t error_mutex;
     char error[256];          /* message of the latest failed request */
+    char error_shown[256];    /* the copy of it that last_error returns */
 } kvn_pooled;
 
 int kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_pool *pool,
