@@ -76,6 +76,7 @@ static void claim(kvn_job *job, uint64_t target, kvn_piece *piece)
     }
     piece->last = skip > (index == piece->first ? piece->skip : 0) ? index + 1 : index;
     piece->nbytes = taken;
+    piece->batch_nbytes = job->total;
     job->cursor = index;
     job->cursor_skip = skip;
     job->unclaimed -= taken;

@@ -22,6 +22,7 @@ typedef struct kvn_piece {
     uint64_t last;
     uint64_t skip;
     uint64_t nbytes;
+    uint64_t batch_nbytes; /* of the whole batch: what passes through the caches in all */
 } kvn_piece;
 
 /* Why a piece stopped: descriptors [first, failed) of it are moved, [failed, last) are not. */
