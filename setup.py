@@ -64,7 +64,7 @@ strict_flags = ["-fPIC", "-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
 
 include_dirs = ["include", "kvnative/src"]
 c_sources = sorted(map(str, Path("kvnative/src").glob("*.c")))
-c_headers = sorted(map(str, [*Path("include").rglob("*.h"), *Path("kvnative/src").glob("*.h")]))
+headers = sorted(map(str, [*Path("include").rglob("*.h"), *Path("kvnative/src").glob("*.h")]))
 macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)]
 abi_macros = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
 
@@ -74,7 +74,7 @@ modules = [
         [str(source)],
         include_dirs=include_dirs,
         define_macros=[*macros, *abi_macros],
-        depends=[*c_sources, *c_headers],  # relinks when the archive changes
+        depends=[*c_sources, *headers, "setup.py"],  # relinks when the archive changes
         extra_compile_args=common_flags,
         extra_link_args=["-pthread", *sanitizer],
         py_limited_api=LIMITED_API,
@@ -106,7 +106,7 @@ setup(
             "kvn",
             {
                 "sources": c_sources,
-                "obj_deps": {"": c_headers},
+                "obj_deps": {"": [*headers, "setup.py"]},
                 "include_dirs": include_dirs,
                 "macros": macros,
                 "cflags": [*common_flags, *strict_flags],

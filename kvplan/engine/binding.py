@@ -1,0 +1,113 @@
+"""Binding: a plan's sides meet addresses, and what no plan can know is checked."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._lower import Descriptors, lower
+from kvplan.engine.memory import Addresses, TensorMemory
+from kvplan.planning.layout import Side
+from kvplan.planning.plan import Plan
+from kvplan.status import invalid
+
+
+def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -> Descriptors:
+    """Return the descriptors of `plan` between two memories.
+
+    Args:
+        one_space: both sides' addresses are of this process, so they can be compared.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
+            ranges of it overlap so that the result would depend on the order of the copies.
+    """
+    _check_fits("src", plan.src, src)
+    _check_fits("dst", plan.dst, dst)
+    if not dst.writable:
+        raise invalid("dst is read-only")
+    src_bases = _of_tensors(src.addresses, plan.src_tensors)
+    dst_bases = _of_tensors(dst.addresses, plan.dst_tensors)
+    segments = plan.segments
+    descriptors = lower(
+        segments.src_offsets,
+        segments.dst_offsets,
+        segments.nbytes,
+        src_bases,
+        dst_bases,
+        local="dst" if plan.local == "dst" else "src",
+    )
+    if _may_overlap(plan, src_bases, dst_bases, one_space):
+        _check_order_free(plan, descriptors, one_space)
+    return descriptors
+
+
+def _of_tensors(addresses: Addresses, tensors: range) -> Addresses:
+    return np.ascontiguousarray(addresses[tensors.start : tensors.stop])
+
+
+def _check_fits(name: str, side: Side, memory: TensorMemory) -> None:
+    if len(memory.addresses) != side.num_tensors:
+        raise invalid(
+            f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
+        )
+    short = np.flatnonzero(memory.nbytes < np.uint64(side.tensor_nbytes))
+    if len(short):
+        raise invalid(
+            f"{name} tensor {int(short[0])} has {int(memory.nbytes[short[0]])} bytes; the plan "
+            f"needs {side.tensor_nbytes}"
+        )
+
+
+def _may_overlap(plan: Plan, src: Addresses, dst: Addresses, one_space: bool) -> bool:
+    """Whether the extents of two tensors overlap: cheap, and almost always the end of it."""
+    starts, sizes = dst, np.full(len(dst), plan.dst.tensor_nbytes, dtype=np.uint64)
+    if one_space:
+        # A tensor read twice is fine, so equal sources count once.
+        sources = np.unique(src)
+        starts = np.concatenate((dst, sources))
+        sizes = np.concatenate(
+            (sizes, np.full(len(sources), plan.src.tensor_nbytes, dtype=np.uint64))
+        )
+    order = np.argsort(starts)
+    ends = starts[order] + sizes[order]
+    return bool(np.any(ends[:-1] > starts[order][1:]))
+
+
+def _check_order_free(plan: Plan, descriptors: Descriptors, one_space: bool) -> None:
+    """Refuse descriptors whose result would depend on their order. Expanded: rare and exact."""
+    src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
+    order = np.argsort(dst)
+    starts, ends = dst[order], dst[order] + nbytes[order]
+    clash = np.flatnonzero(ends[:-1] > starts[1:])
+    if len(clash):
+        first, second = sorted(int(order[clash[0] + i]) for i in (0, 1))
+        raise invalid(
+            f"dst tensors overlap in memory: {plan.origin(first)} and {plan.origin(second)} write "
+            "the same bytes"
+        )
+    if not one_space:
+        return
+    # A copy onto itself changes nothing, so it neither spoils a reader nor is spoilt.
+    moves = src[order] != dst[order]
+    starts, ends, writers = starts[moves], ends[moves], order[moves]
+    if not len(starts):
+        return
+    reader = _first_overlapped(src, src + nbytes, starts, ends)
+    if reader is not None:
+        writer = int(writers[np.searchsorted(ends, src[reader], side="right")])
+        raise invalid(
+            f"src and dst overlap in memory: {plan.origin(writer)} writes what "
+            f"{plan.origin(reader)} reads; the result would depend on the order"
+        )
+
+
+def _first_overlapped(
+    starts: Addresses, ends: Addresses, written_starts: Addresses, written_ends: Addresses
+) -> int | None:
+    """Index of the first range that overlaps one of the sorted, disjoint written ranges."""
+    after = np.searchsorted(written_ends, starts, side="right")
+    inside: NDArray[np.bool_] = after < len(written_starts)
+    inside[inside] = written_starts[after[inside]] < ends[inside]
+    found = np.flatnonzero(inside)
+    return int(found[0]) if len(found) else None

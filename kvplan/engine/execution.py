@@ -1,0 +1,138 @@
+"""Executing plans: bind, lower, submit, and hand back a task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from types import TracebackType
+from typing import Self
+from weakref import WeakKeyDictionary
+
+from kvnative._executor import Backend, Executor, ThreadPool, host_backend
+from kvnative._lower import Descriptors
+from kvplan.engine.binding import bind
+from kvplan.engine.memory import Direction, HostMemory, Memory, TensorMemory, as_memory
+from kvplan.engine.outcome import outcome
+from kvplan.engine.task import TransferTask
+from kvplan.planning.plan import Plan
+from kvplan.status import invalid
+from kvplan.validation import check_type
+
+
+class Transfers:
+    """A thread pool, and the executors that submit plans over it.
+
+    Args:
+        threads: copying threads; None for the number of usable cores.
+        wrap: called with each backend, returns the one to use: a place for the wrappers of
+            `kvnative._executor` (faults, delays, limits, traces).
+    """
+
+    def __init__(
+        self, threads: int | None = None, wrap: Callable[[Backend], Backend] | None = None
+    ) -> None:
+        self._pool = ThreadPool(threads)
+        self._wrap = wrap or (lambda backend: backend)
+        self._host = Executor(self._wrap(host_backend(self._pool)))
+        self._peers: WeakKeyDictionary[TensorMemory, dict[Direction, Executor | None]] = (
+            WeakKeyDictionary()
+        )
+
+    @property
+    def threads(self) -> int:
+        """Number of copying threads."""
+        return self._pool.threads
+
+    def submit(self, plan: Plan, src: Memory, dst: Memory) -> TransferTask:
+        """Start `plan` from `src` to `dst` and return at once (small transfers: done).
+
+        Args:
+            src, dst: TensorMemory, a `Cache` with addresses, or a sequence of arrays.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID if memory and plan do not fit; the memory's own status
+                if it is no longer valid. Nothing was copied then.
+        """
+        executor, descriptors, memories = self._prepare(plan, src, dst)
+        task = executor.submit(descriptors, keep=(plan, *memories))
+        return TransferTask(plan, task, memories)
+
+    def execute(
+        self, plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None
+    ) -> None:
+        """Submit `plan` and wait, the calling thread copying too.
+
+        Arguments and errors as for `submit` and `TransferTask.wait`.
+        """
+        executor, descriptors, memories = self._prepare(plan, src, dst)
+        report = executor.run(descriptors, timeout_ms, keep=(plan, *memories))
+        error = outcome(plan, report, memories)
+        if error is not None:
+            raise error
+
+    def _prepare(
+        self, plan: Plan, src: Memory, dst: Memory
+    ) -> tuple[Executor, Descriptors, tuple[TensorMemory, TensorMemory]]:
+        check_type("plan", plan, Plan)
+        source, target = as_memory("src", src), as_memory("dst", dst)
+        source.check()
+        target.check()
+        getter, putter = self._peer(source, "get"), self._peer(target, "put")
+        if getter is not None and putter is not None:
+            raise invalid(
+                "src and dst are both memory of other processes; one of them must be this one's"
+            )
+        peer = getter or putter
+        descriptors = bind(plan, source, target, one_space=peer is None)
+        return peer or self._host, descriptors, (source, target)
+
+    def _peer(self, memory: TensorMemory, direction: Direction) -> Executor | None:
+        """The executor that reaches another process's memory; None for this one's."""
+        if isinstance(memory, HostMemory):
+            return None
+        executors = self._peers.setdefault(memory, {})
+        if direction not in executors:
+            backend = memory.backend(self._pool, direction)
+            executors[direction] = None if backend is None else Executor(self._wrap(backend))
+        return executors[direction]
+
+    def close(self) -> None:
+        """Cancel what is in flight and stop the threads; idempotent."""
+        for executors in self._peers.values():
+            for executor in executors.values():
+                if executor is not None:
+                    executor.close()
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def default_transfers() -> Transfers:
+    """Return this process's own `Transfers`, made when first asked for (a forked child's: anew)."""
+    return _transfers_of(os.getpid())
+
+
+@cache
+def _transfers_of(_pid: int) -> Transfers:
+    return Transfers()
+
+
+def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:
+    """`Transfers.submit` of the process's own transfers."""
+    return default_transfers().submit(plan, src, dst)
+
+
+def execute(plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
+    """`Transfers.execute` of the process's own transfers."""
+    default_transfers().execute(plan, src, dst, timeout_ms)

@@ -1,0 +1,173 @@
+"""The memory of a cache: an address for each tensor, checked, and whatever keeps it alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._host import check_memory
+from kvplan.status import invalid
+from kvplan.types import Cache, CacheDesc
+
+if TYPE_CHECKING:
+    from kvnative._executor import Backend, ThreadPool
+
+Direction = Literal["get", "put"]
+Addresses = NDArray[np.uint64]
+
+
+@runtime_checkable
+class TensorMemory(Protocol):
+    """Memory that a plan's side can be bound to.
+
+    Attributes:
+        addresses: shape (num_tensors,), as the backend reaches them.
+        nbytes: shape (num_tensors,), bytes that may be used from each address on.
+        writable: whether it can be a destination.
+    """
+
+    @property
+    def addresses(self) -> Addresses: ...
+    @property
+    def nbytes(self) -> NDArray[np.uint64]: ...
+    @property
+    def writable(self) -> bool: ...
+
+    def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
+        """Return the backend that reaches this memory; None: plain memory of this process."""
+
+    def check(self) -> None:
+        """Raise LLMException if the memory is no longer what was registered.
+
+        Called before a transfer is submitted and again after its bytes have moved.
+        """
+
+
+class HostMemory:
+    """Memory of this process: arrays, or addresses that were checked to be mapped."""
+
+    def __init__(
+        self, addresses: Addresses, nbytes: NDArray[np.uint64], *, writable: bool, owner: object
+    ) -> None:
+        for column in (addresses, nbytes):
+            column.flags.writeable = False
+        self.addresses = addresses
+        self.nbytes = nbytes
+        self.writable = writable
+        # The arrays behind the addresses; None where the caller only gave numbers.
+        self._owner = owner
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[Any]) -> HostMemory:
+        """Return the memory of `arrays`: NumPy, or anything with the buffer protocol or DLPack.
+
+        They are held, and so live as long as this object and every transfer that uses it.
+
+        Raises:
+            TypeError: an element that is no array.
+            LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, or empty.
+        """
+        held = [_as_array(position, array) for position, array in enumerate(arrays)]
+        return cls(
+            np.array([a.__array_interface__["data"][0] for a in held], dtype=np.uint64),
+            np.array([a.nbytes for a in held], dtype=np.uint64),
+            writable=all(a.flags.writeable for a in held),
+            owner=(held, tuple(arrays)),
+        )
+
+    @classmethod
+    def from_addresses(
+        cls,
+        desc: CacheDesc,
+        addresses: Sequence[int],
+        *,
+        writable: bool = True,
+        owner: object = None,
+    ) -> HostMemory:
+        """Return the memory at `addresses`, one for each tensor of `desc`.
+
+        Each range is checked to be mapped, readable and (if `writable`) writable; again before
+        every transfer if no `owner` vouches that it stays so.
+
+        Raises:
+            TypeError, ValueError: an address that is no uint64.
+            LLMException: LLM_PARAM_INVALID for another number of addresses, or a range that is not
+                mapped so; names the address and the hole.
+        """
+        cache = Cache(desc, tensor_addrs=tuple(addresses))
+        if not cache.tensor_addrs:
+            raise invalid(f"addresses is empty; num_tensors={desc.num_tensors} are needed")
+        memory = cls(
+            np.array(cache.tensor_addrs, dtype=np.uint64),
+            np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64),
+            writable=writable,
+            owner=owner,
+        )
+        memory._check_mapped()
+        return memory
+
+    def backend(self, pool: ThreadPool, direction: Direction) -> None:
+        """Return None: plain memory, copied by the host backend."""
+
+    def check(self) -> None:
+        """Check raw addresses again; arrays are held, so they cannot have gone."""
+        if self._owner is None:
+            self._check_mapped()
+
+    def _check_mapped(self) -> None:
+        for position, (address, nbytes) in enumerate(
+            zip(self.addresses.tolist(), self.nbytes.tolist(), strict=True)
+        ):
+            try:
+                check_memory(address, nbytes, self.writable)
+            except ValueError as error:
+                raise invalid(f"tensor {position}: {error}") from None
+
+    def __repr__(self) -> str:
+        return f"<HostMemory {len(self.addresses)} tensors, {int(self.nbytes.sum())} bytes>"
+
+
+Memory = TensorMemory | Cache | Sequence[Any]
+"""What a transfer takes for a side: memory, a `Cache` with addresses, or a sequence of arrays."""
+
+
+def as_memory(name: str, memory: Memory) -> TensorMemory:
+    """Return `memory` as TensorMemory.
+
+    Raises:
+        TypeError: neither memory, nor a Cache, nor a sequence of arrays; names the argument.
+    """
+    if isinstance(memory, Cache):
+        return HostMemory.from_addresses(memory.cache_desc, memory.tensor_addrs)
+    if isinstance(memory, Sequence) and not isinstance(memory, str | bytes):
+        return HostMemory.from_arrays(memory)
+    if isinstance(memory, TensorMemory):
+        return memory
+    raise TypeError(
+        f"{name} must be TensorMemory, a Cache or a sequence of arrays (one for each tensor), not "
+        f"{type(memory).__name__}"
+    )
+
+
+def _as_array(position: int, given: Any) -> NDArray[Any]:
+    if isinstance(given, np.ndarray):
+        array = given
+    elif hasattr(given, "__dlpack__"):
+        array = np.from_dlpack(given)
+    else:
+        try:
+            array = np.asarray(memoryview(given))
+        except TypeError:
+            raise TypeError(
+                f"arrays[{position}] must be an array (NumPy, buffer protocol or DLPack), not "
+                f"{type(given).__name__}"
+            ) from None
+    if not array.flags.c_contiguous or array.nbytes == 0:
+        raise invalid(
+            f"arrays[{position}] of shape {array.shape} and strides {array.strides} must be "
+            "C-contiguous and not empty"
+        )
+    return array

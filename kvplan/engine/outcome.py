@@ -1,0 +1,61 @@
+"""Native outcomes as exceptions of the interface."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvnative import _executor as native
+from kvplan.inspection.units import plural
+from kvplan.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from kvplan.engine.memory import TensorMemory
+    from kvplan.planning.plan import Plan
+
+_CODES = {
+    native.KVN_TIMEOUT: LLMStatusCode.LLM_TIMEOUT,
+    native.KVN_CANCELLED: LLMStatusCode.LLM_FAILED,
+    native.KVN_INVALID: LLMStatusCode.LLM_PARAM_INVALID,
+    native.KVN_NO_MEMORY: LLMStatusCode.LLM_OUT_OF_MEMORY,
+    native.KVN_PEER_GONE: LLMStatusCode.LLM_LINK_FAILED,
+    native.KVN_DENIED: LLMStatusCode.LLM_LINK_FAILED,
+    native.KVN_UNMAPPED: LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    native.KVN_UNSUPPORTED: LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    native.KVN_FAILED: LLMStatusCode.LLM_FAILED,
+}
+
+
+def outcome(
+    plan: Plan, report: native.Report, memories: tuple[TensorMemory, TensorMemory]
+) -> LLMException | None:
+    """Return what went wrong, or None if every byte arrived where and whence the plan says."""
+    if report.status != native.KVN_OK:
+        return _failure(plan, report)
+    try:
+        for memory in memories:
+            memory.check()
+    except LLMException as error:
+        # The copy went through, but what was copied is not what was registered.
+        return LLMException(
+            f"{plan.operation} {plan.kind}: {error.args[0]}; no descriptor is confirmed",
+            status_code=error.status_code,
+            unconfirmed=((0, plan.num_descriptors),),
+        )
+    return None
+
+
+def _failure(plan: Plan, report: native.Report) -> LLMException:
+    origin = None if report.failed is None else plan.origin(report.failed)
+    open_descriptors = sum(last - first for first, last in report.unconfirmed)
+    parts = [f"{plan.operation} {plan.kind}: {report.message}"]
+    if report.failed is not None:
+        parts.append(f"descriptor {report.failed} ({origin})")
+    parts.append(
+        f"{plural(open_descriptors, 'descriptor')} of {plan.num_descriptors:,} not confirmed"
+    )
+    return LLMException(
+        "; ".join(parts),
+        status_code=_CODES.get(report.status, LLMStatusCode.LLM_FAILED),
+        origin=origin,
+        unconfirmed=report.unconfirmed,
+    )

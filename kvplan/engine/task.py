@@ -1,0 +1,88 @@
+"""A transfer in flight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvplan.engine.outcome import outcome
+from kvplan.inspection.units import nbytes_text
+from kvplan.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from kvnative._executor import Task
+    from kvplan.engine.memory import TensorMemory
+    from kvplan.planning.plan import Plan
+
+
+class TransferTask:
+    """The handle of a submitted plan.
+
+    The plan, its descriptors and both memories live until the outcome, whether or not the handle
+    does. Dropping the handle does not stop the transfer; `cancel` does.
+    """
+
+    def __init__(self, plan: Plan, task: Task, memories: tuple[TensorMemory, TensorMemory]) -> None:
+        self.plan = plan
+        self._task = task
+        self._memories = memories
+        self._error: LLMException | None = None
+        self._checked = False
+
+    @property
+    def done(self) -> bool:
+        """Whether there is an outcome, good or bad; never blocks."""
+        return self._task.done
+
+    def wait(self, timeout_ms: float | None = None) -> None:
+        """Wait until every byte has arrived.
+
+        Args:
+            timeout_ms: milliseconds, >= 0; None waits for ever. When they pass, the transfer is
+                stopped: it does not go on behind the caller's back.
+
+        Raises:
+            ValueError: timeout_ms < 0 or not a number.
+            LLMException: LLM_TIMEOUT when the time passed; the status of the failure otherwise.
+                `unconfirmed` says which descriptors may not have arrived, `origin` what failed.
+        """
+        self._task.wait(timeout_ms)
+        self._conclude()
+
+    def cancel(self) -> None:
+        """Stop the transfer; when this returns, no byte is touched any more.
+
+        A finished transfer stays as it is; waiting for a cancelled one raises LLM_FAILED.
+        """
+        self._task.cancel()
+
+    def _conclude(self) -> None:
+        if not self._checked:
+            self._checked = True
+            self._error = outcome(self.plan, self._task.report, self._memories)
+        if self._error is not None:
+            raise self._error
+
+    def explain(self) -> str:
+        """Return how far each layer came, as text: confirmed descriptors, and what failed."""
+        if not self._task.done:
+            return f"{self.plan!r} in flight"
+        error = None
+        try:
+            self._conclude()
+        except LLMException as raised:
+            error = raised
+        lines = []
+        first = 0
+        for layer in self.plan.layers:
+            last = first + len(layer.tensors) * len(self.plan.segments)
+            spans = error.unconfirmed if error else ()
+            missing = sum(max(0, min(last, b) - max(first, a)) for a, b in spans)
+            size = nbytes_text(len(layer.tensors) * self.plan.nbytes_per_tensor)
+            confirmed = last - first - missing
+            lines.append(f"layer {layer.src_layer}  {confirmed}/{last - first} desc  {size}")
+            first = last
+        lines.append(str(error) if error else LLMStatusCode.LLM_SUCCESS.name)
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<TransferTask {'done' if self.done else 'in flight'}: {self.plan!r}>"

@@ -1,0 +1,1 @@
+"""Plans as text for people: explain and diff. Reads plans; makes none, moves nothing."""

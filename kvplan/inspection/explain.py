@@ -1,0 +1,196 @@
+"""Explain a plan as a tree or as a table. Offsets are relative: stable in tests, safe in logs."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from kvplan.inspection.units import nbytes_text, plural, span
+from kvplan.status import invalid
+
+if TYPE_CHECKING:
+    from kvplan.planning.plan import Plan
+
+Format = Literal["tree", "table"]
+
+DEFAULT_LIMIT = 16
+"""Rows shown of a list before the rest is only counted."""
+
+
+class _Row(NamedTuple):
+    """A segment, as it is written."""
+
+    src: str
+    dst: str
+    nbytes: int
+    slices: int
+    why_alone: str
+
+
+def one_line(plan: Plan) -> str:
+    """`<Plan push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB>`."""
+    src, dst = _ends(plan.src_layers), _ends(plan.dst_layers)
+    layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
+    return (
+        f"<Plan {plan.operation} {plan.kind} {layers} x {plural(plan.num_slices, plan.dst.row)}: "
+        f"{plan.num_descriptors} desc, {nbytes_text(plan.nbytes)}>"
+    )
+
+
+def explain(plan: Plan, format: Format, limit: int | None) -> str:  # noqa: A002
+    """Return `plan` as text; at most `limit` rows of each list (None: all).
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise invalid(f"limit={limit} must be None or >= 1")
+    match format:
+        case "tree":
+            return "\n".join([*_header(plan), *_tree(plan, limit)])
+        case "table":
+            return "\n".join(_table(plan, limit))
+    raise invalid(f"format={format!r} must be one of {get_args(Format)}")
+
+
+def _ends(layers: range) -> tuple[int, int]:
+    return layers[0], layers[-1]
+
+
+def _header(plan: Plan) -> list[str]:
+    ends = " -> ".join(
+        name or word for name, word in ((plan.src.name, "src"), (plan.dst.name, "dst"))
+    )
+    src, dst = (
+        f"{first}..{last}" for first, last in map(_ends, (plan.src_layers, plan.dst_layers))
+    )
+    slices = plan.num_slices * plan.num_tensor_pairs
+    merged = slices - plan.num_descriptors
+    return [
+        f"{plan.operation}  {plan.kind}   {ends}   plan {plan.fingerprint[:6]}",
+        f"  layers {src} -> {dst} | tensors/layer {plan.tensors_per_layer} | "
+        f"{plural(plan.num_slices, plan.dst.row)} x {nbytes_text(plan.dst.stride)}",
+        f"  {plural(slices, 'slice')} -> {plural(plan.num_descriptors, 'descriptor')} "
+        f"({merged:,} merged) | {nbytes_text(plan.nbytes)}",
+    ]
+
+
+def _rows(plan: Plan, limit: int | None) -> list[_Row]:
+    rows: list[_Row] = []
+    before: tuple[int, int] | None = None
+    for index, (src, dst, nbytes) in enumerate(islice(plan.segments, limit)):
+        src_rows, dst_rows = plan.rows(index)
+        slices = -(-nbytes // min(plan.src.stride, plan.dst.stride))
+        # Where the one before ended is where this one would have had to begin.
+        breaks = (
+            [
+                f"{name} {end // side.stride} -> {start // side.stride}"
+                for name, side, end, start in (
+                    ("src", plan.src, before[0] - 1, src),
+                    ("dst", plan.dst, before[1] - 1, dst),
+                )
+                if end + 1 != start
+            ]
+            if before
+            else []
+        )
+        why = f"not adjacent ({', '.join(breaks)})" if breaks else ""
+        rows.append(
+            _Row(
+                _place(src_rows, src, plan.src.stride),
+                _place(dst_rows, dst, plan.dst.stride),
+                nbytes,
+                slices,
+                why,
+            )
+        )
+        before = src + nbytes, dst + nbytes
+    return rows
+
+
+def _place(rows: tuple[int, int], offset: int, stride: int) -> str:
+    """Rows, and how far into the first one where that is not its beginning."""
+    inside = offset % stride
+    return span(rows) + (f"+{inside:#x}" if inside else "")
+
+
+def _tree(plan: Plan, limit: int | None) -> list[str]:
+    rows = _rows(plan, limit)
+    src_width, dst_width = (max(len(row[side]) for row in rows) for side in (0, 1))
+    segments = []
+    for row in rows:
+        note = f"merged {row.slices}" if row.slices > 1 else ""
+        if row.why_alone:
+            note = f"{note or 'alone'}: {row.why_alone}"
+        size = nbytes_text(row.nbytes)
+        segments.append(
+            f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<8} {note}".rstrip()
+        )
+    if hidden := len(plan.segments) - len(rows):
+        segments.append(f"... {plural(hidden, 'more segment')}")
+
+    lines: list[str] = []
+    layers = plan.layers
+    shown = layers if limit is None else layers[:limit]
+    position = 0
+    for number, layer in enumerate(shown):
+        last_layer = number == len(layers) - 1
+        branch, trunk = ("`--", "    ") if last_layer else ("|--", "|   ")
+        descriptors = len(layer.tensors) * len(plan.segments)
+        lines.append(
+            f"{branch} layer {layer.src_layer} -> {layer.dst_layer}   "
+            f"desc [{position}:{position + descriptors})   "
+            f"{nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)}"
+        )
+        position += descriptors
+        for index, (src, dst) in enumerate(layer.tensors):
+            last = index == len(layer.tensors) - 1
+            name = f"{'`--' if last else '|--'} tensor {src} -> {dst}"
+            if number or index:
+                lines.append(f"{trunk}{name}   same {plan.dst.row}s")
+                continue
+            lines.append(f"{trunk}{name}   {segments[0]}")
+            under = (" " if last else "|").ljust(len(name))
+            lines.extend(f"{trunk}{under}   {text}" for text in segments[1:])
+    if hidden := len(layers) - len(shown):
+        lines.append(f"`-- ... {plural(hidden, 'more layer')}, same {plan.dst.row}s")
+    return lines
+
+
+def _table(plan: Plan, limit: int | None) -> list[str]:
+    sides = ("dst", "src") if plan.local == "dst" else ("src", "dst")
+    heads = sides if plan.local == "both" else ("local", "remote")
+    table = [("#", "layer", "tensor", f"{plan.dst.row}s", *heads, "nbytes")]
+    shown = plan.num_descriptors if limit is None else min(limit, plan.num_descriptors)
+    rows = _rows(plan, min(shown, len(plan.segments)))
+    for index in range(shown):
+        origin = plan.origin(index)
+        segment = index % len(plan.segments)
+        row = rows[segment]
+        places = {
+            "src": f"t{origin.src_tensor}+{int(plan.segments.src_offsets[segment]):#x}",
+            "dst": f"t{origin.dst_tensor}+{int(plan.segments.dst_offsets[segment]):#x}",
+        }
+        table.append(
+            (
+                str(index),
+                f"{origin.src_layer}>{origin.dst_layer}",
+                f"{origin.src_tensor}>{origin.dst_tensor}",
+                f"{row.src}>{row.dst}",
+                places[sides[0]],
+                places[sides[1]],
+                str(row.nbytes),
+            )
+        )
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    left = (False, False, False, False, True, True, False)
+    lines = [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(cells, widths, left, strict=True)
+        ).rstrip()
+        for cells in table
+    ]
+    if hidden := plan.num_descriptors - shown:
+        lines.append(f"... {plural(hidden, 'more descriptor')}")
+    return lines

@@ -1,0 +1,71 @@
+"""Block tables: from what callers pass to checked arrays of block indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.planning.layout import Side
+from kvplan.status import invalid
+
+Blocks = Sequence[int] | NDArray[np.integer]
+Indices = NDArray[np.int64]
+
+
+def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
+    """Return `blocks` as int64 indices, each in [0, cache.count).
+
+    Raises:
+        TypeError: not a one-dimensional sequence of integers (a bool or a float is none).
+        LLMException: LLM_PARAM_INVALID, empty or an index out of range; names its position.
+    """
+    if isinstance(blocks, np.ndarray):
+        table = blocks
+    else:
+        if isinstance(blocks, str | bytes) or not isinstance(blocks, Sequence):
+            raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
+        # NumPy would take True for 1 and, beside an int, silently.
+        if bool in set(map(type, blocks)):
+            raise TypeError(f"{name} must hold int, not bool")
+        try:
+            table = np.array(blocks)
+        except (ValueError, OverflowError) as error:
+            raise TypeError(f"{name} must be a flat sequence of int: {error}") from None
+    if table.ndim != 1:
+        raise TypeError(f"{name} must be one-dimensional, not of shape {table.shape}")
+    if table.size == 0:
+        raise invalid(f"{name} is empty; at least one block is needed")
+    if table.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, not {table.dtype}")
+    if int(table.min()) < 0 or int(table.max()) >= cache.count:
+        position = int(np.flatnonzero((table < 0) | (table >= cache.count))[0])
+        raise invalid(
+            f"{name}[{position}]={int(table[position])} is out of range [0, {cache.count})"
+        )
+    return table.astype(np.int64, copy=False)
+
+
+def check_distinct(name: str, table: Indices, cache: Side) -> None:
+    """Refuse a block that is named twice: which of its writes would win is not defined.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID naming the block and both positions.
+    """
+    if cache.count <= 64 * table.size:
+        # A bitmap is several times faster than sorting while it is not much larger than the table.
+        seen = np.zeros(cache.count, dtype=np.bool_)
+        seen[table] = True
+        distinct = int(np.count_nonzero(seen))
+    else:
+        distinct = len(np.unique(table))
+    if distinct == table.size:
+        return
+    order = np.argsort(table, kind="stable")
+    repeat = int(np.flatnonzero(table[order][1:] == table[order][:-1])[0])
+    first, second = int(order[repeat]), int(order[repeat + 1])
+    raise invalid(
+        f"{name}[{second}]={int(table[second])} is already {name}[{first}]; destination blocks "
+        f"must be distinct"
+    )

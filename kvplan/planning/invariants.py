@@ -1,0 +1,64 @@
+"""Contract 1, checked: every byte in bounds on both sides, no destination byte written twice."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvplan.planning.layout import Side
+from kvplan.planning.plan import Plan
+from kvplan.planning.segments import Column, Segments
+from kvplan.status import invalid
+
+
+def check_invariants(plan: Plan) -> None:
+    """Check a plan that was not made by the planner (read from a file, or built by hand).
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID naming the first segment or tensor that breaks a rule.
+    """
+    segments = plan.segments
+    if len(segments) == 0 or not segments.nbytes.all():
+        raise invalid("segments: a plan has at least one, and none of 0 bytes")
+    for name, side, offsets, tensors in (
+        ("src", plan.src, segments.src_offsets, plan.src_tensors),
+        ("dst", plan.dst, segments.dst_offsets, plan.dst_tensors),
+    ):
+        _check_bounds(name, side, offsets, segments.nbytes)
+        if not tensors or tensors.step != 1 or tensors.start < 0 or tensors.stop > side.num_tensors:
+            raise invalid(
+                f"{name}_tensors={tensors} must be a non-empty range of step 1 in "
+                f"[0, {side.num_tensors})"
+            )
+    if len(plan.src_tensors) != len(plan.dst_tensors):
+        raise invalid(
+            f"src_tensors={plan.src_tensors} and dst_tensors={plan.dst_tensors} must be of equal "
+            "length"
+        )
+    if (overlap := first_overlap(segments)) is not None:
+        raise invalid(
+            f"segments {overlap[0]} and {overlap[1]} write the same destination bytes, from "
+            f"dst offset {int(segments.dst_offsets[overlap[1]])}"
+        )
+
+
+def first_overlap(segments: Segments) -> tuple[int, int] | None:
+    """Return two segments that write one destination byte, or None."""
+    order = np.argsort(segments.dst_offsets, kind="stable")
+    starts = segments.dst_offsets[order]
+    ends = starts + segments.nbytes[order]
+    clashes = np.flatnonzero(ends[:-1] > starts[1:])
+    if not len(clashes):
+        return None
+    return int(order[clashes[0]]), int(order[clashes[0] + 1])
+
+
+def _check_bounds(name: str, side: Side, offsets: Column, nbytes: Column) -> None:
+    limit = np.uint64(side.tensor_nbytes)
+    # Written so that no sum can wrap around.
+    outside = np.flatnonzero((nbytes > limit) | (offsets > limit - np.minimum(nbytes, limit)))
+    if len(outside):
+        i = int(outside[0])
+        raise invalid(
+            f"segment {i}: {name} bytes [{int(offsets[i])}, {int(offsets[i]) + int(nbytes[i])}) "
+            f"are outside the tensor's [0, {side.tensor_nbytes})"
+        )

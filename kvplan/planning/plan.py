@@ -1,0 +1,246 @@
+"""The Plan: an immutable, symbolic recipe for a transfer.
+
+A plan holds the tensor pairs and one segment table that every pair shares; its size grows with
+layers + segments, not with layers x segments. It knows no address and imports nothing that could
+move a byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from kvplan.inspection.diff import diff
+from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
+from kvplan.inspection.units import span
+from kvplan.planning.layout import Side
+from kvplan.planning.segments import Coalesce, Segments
+from kvplan.status import invalid
+from kvplan.validation import check_index, check_type
+
+SCHEMA_VERSION = 1
+
+Operation = Literal[
+    "pull_cache",
+    "pull_blocks",
+    "push_cache",
+    "push_blocks",
+    "copy_cache",
+    "copy_blocks",
+    "swap_blocks",
+]
+Kind = Literal["C2C", "C2B", "B2B"]
+
+
+class LayerPair(NamedTuple):
+    """A source layer, the layer it goes to, and their tensor pairs (src, dst)."""
+
+    src_layer: int
+    dst_layer: int
+    tensors: tuple[tuple[int, int], ...]
+
+
+class Origin(NamedTuple):
+    """Where a descriptor came from: layers, tensors, and first and last row on each side."""
+
+    src_layer: int
+    dst_layer: int
+    src_tensor: int
+    dst_tensor: int
+    src_rows: tuple[int, int]
+    dst_rows: tuple[int, int]
+    src_row: str
+    dst_row: str
+
+    def __str__(self) -> str:
+        src, dst = (span(rows) for rows in (self.src_rows, self.dst_rows))
+        words = self.src_row if self.src_row == self.dst_row else f"{self.src_row}>{self.dst_row}"
+        return (
+            f"layer {self.src_layer}>{self.dst_layer} tensor {self.src_tensor}>{self.dst_tensor} "
+            f"{words} {src}>{dst}"
+        )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Plan:
+    """What to copy, symbolically. Made by the `plan_*` functions; read with `explain`.
+
+    Descriptor i is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by
+    layer, tensor by tensor, segment by segment.
+
+    Attributes:
+        operation: the call that it plans, e.g. "push_blocks".
+        kind: C2C, C2B or B2B.
+        src, dst: the two sides; all offsets are relative to a tensor's base address.
+        src_tensors, dst_tensors: the tensor pairs; two ranges of equal length.
+        tensors_per_layer: how many consecutive tensors are one layer.
+        segments: (src offset, dst offset, nbytes) in bytes, shared by all tensor pairs.
+        num_slices: slices of one tensor before coalescing.
+        coalesce: how slices became segments.
+    """
+
+    operation: Operation
+    kind: Kind
+    src: Side
+    dst: Side
+    src_tensors: range
+    dst_tensors: range
+    tensors_per_layer: int
+    segments: Segments
+    num_slices: int
+    coalesce: Coalesce
+
+    @property
+    def local(self) -> Literal["src", "dst", "both"]:
+        """Which side is this process's own: a pull writes it, a push reads it."""
+        verb = self.operation.partition("_")[0]
+        return "dst" if verb == "pull" else "src" if verb == "push" else "both"
+
+    @property
+    def num_tensor_pairs(self) -> int:
+        """Number of tensor pairs."""
+        return len(self.src_tensors)
+
+    @property
+    def num_descriptors(self) -> int:
+        """Descriptors that lowering will make."""
+        return self.num_tensor_pairs * len(self.segments)
+
+    @property
+    def nbytes_per_tensor(self) -> int:
+        """Bytes copied from one tensor to its pair."""
+        return int(self.segments.nbytes.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes copied in all."""
+        return self.num_tensor_pairs * self.nbytes_per_tensor
+
+    @property
+    def src_layers(self) -> range:
+        """Source layers, in order."""
+        return self._layers_of(self.src_tensors)
+
+    @property
+    def dst_layers(self) -> range:
+        """Destination layers, in order; `dst_layers[i]` receives `src_layers[i]`."""
+        return self._layers_of(self.dst_tensors)
+
+    def _layers_of(self, tensors: range) -> range:
+        t = self.tensors_per_layer
+        return range(tensors.start // t, -(-tensors.stop // t))
+
+    @property
+    def layers(self) -> tuple[LayerPair, ...]:
+        """The layers with their tensor pairs, in order."""
+        pairs = list(zip(self.src_tensors, self.dst_tensors, strict=True))
+        t = self.tensors_per_layer
+        return tuple(
+            LayerPair(src, dst, tuple(pairs[i * t : (i + 1) * t]))
+            for i, (src, dst) in enumerate(zip(self.src_layers, self.dst_layers, strict=True))
+        )
+
+    def for_layers(self, layers: range) -> Plan:
+        """Return the part of this plan that copies the source layers in `layers` (step 1).
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID if a layer is not one of this plan's source layers.
+        """
+        check_type("layers", layers, range)
+        own = self.src_layers
+        if layers.step != 1 or not layers or layers.start < own.start or layers.stop > own.stop:
+            raise invalid(f"layers={layers} must be a non-empty part, of step 1, of {own}")
+        t = self.tensors_per_layer
+        part = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
+        return replace(self, src_tensors=self.src_tensors[part], dst_tensors=self.dst_tensors[part])
+
+    def origin(self, descriptor: int) -> Origin:
+        """Return where a descriptor came from; computed, not stored.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID if there is no such descriptor.
+        """
+        check_index("descriptor", descriptor, self.num_descriptors)
+        pair, row = divmod(descriptor, len(self.segments))
+        src_rows, dst_rows = self.rows(row)
+        return Origin(
+            self.src_layers[pair // self.tensors_per_layer],
+            self.dst_layers[pair // self.tensors_per_layer],
+            self.src_tensors[pair],
+            self.dst_tensors[pair],
+            src_rows,
+            dst_rows,
+            self.src.row,
+            self.dst.row,
+        )
+
+    def rows(self, segment: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """First and last row of a segment, on the src and on the dst side."""
+        src, dst, nbytes = (int(getattr(self.segments, c)[segment]) for c in Segments.columns())
+        return (
+            (src // self.src.stride, (src + nbytes - 1) // self.src.stride),
+            (dst // self.dst.stride, (dst + nbytes - 1) // self.dst.stride),
+        )
+
+    def explain(self, format: Format = "tree", limit: int | None = DEFAULT_LIMIT) -> str:  # noqa: A002
+        """Return the plan as text for people: "tree" or "table"; offsets, no addresses.
+
+        Args:
+            limit: rows of each list that are shown before the rest is only counted; None for all.
+        """
+        return explain(self, format, limit)
+
+    def diff(self, other: Plan) -> str:
+        """Return how `other` differs, as text that ends in a verdict."""
+        return diff(self, other)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""
+        from kvplan.planning.schema import to_dict  # it builds plans: not at the top
+
+        return to_dict(self)
+
+    @staticmethod
+    def from_dict(document: dict[str, Any]) -> Plan:
+        """Return the plan that `to_dict` wrote.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID for another schema version, or a document that is no
+                plan (naming the field).
+        """
+        from kvplan.planning.schema import from_dict
+
+        return from_dict(document)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of schema version, options and segments; equal for equal plans."""
+        digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, *self._scalars()]).encode())
+        for name in Segments.columns():
+            digest.update(getattr(self.segments, name).astype("<u8", copy=False))
+        return digest.hexdigest()
+
+    def _scalars(self) -> Iterator[Any]:
+        """Everything that makes two plans different, but the segments and the names."""
+        yield from (self.operation, self.kind, self.coalesce, self.num_slices)
+        yield from (self.tensors_per_layer, self.num_tensor_pairs)
+        yield from (self.src_tensors.start, self.dst_tensors.start)
+        for s in (self.src, self.dst):
+            yield from (s.num_tensors, s.count, s.stride, s.paged, s.placement)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self.segments == other.segments and all(
+            a == b for a, b in zip(self._scalars(), other._scalars(), strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return one_line(self)

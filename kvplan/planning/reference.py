@@ -1,0 +1,47 @@
+"""The oracle: what a plan means, executed by NumPy, one segment at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.planning.plan import Plan
+from kvplan.status import invalid
+
+
+def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
+    """Copy what `plan` says from `src` to `dst`: one C-contiguous array for each tensor.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
+            contiguity, writability).
+    """
+    src_bytes = _as_bytes("src", src, plan.src.num_tensors, plan.src.tensor_nbytes)
+    dst_bytes = _as_bytes("dst", dst, plan.dst.num_tensors, plan.dst.tensor_nbytes)
+    for src_tensor, dst_tensor in zip(plan.src_tensors, plan.dst_tensors, strict=True):
+        if not dst_bytes[dst_tensor].flags.writeable:
+            raise invalid(f"dst[{dst_tensor}] is read-only")
+        for src_offset, dst_offset, nbytes in plan.segments:
+            dst_bytes[dst_tensor][dst_offset : dst_offset + nbytes] = src_bytes[src_tensor][
+                src_offset : src_offset + nbytes
+            ]
+
+
+def _as_bytes(
+    name: str, arrays: Sequence[NDArray[Any]], num_tensors: int, nbytes: int
+) -> list[NDArray[np.uint8]]:
+    if len(arrays) != num_tensors:
+        raise invalid(f"{name} has {len(arrays)} arrays; the plan needs {num_tensors}")
+    views = []
+    for position, array in enumerate(arrays):
+        if array.nbytes != nbytes or not array.flags.c_contiguous:
+            raise invalid(
+                f"{name}[{position}] has {array.nbytes} bytes"
+                f"{'' if array.flags.c_contiguous else ', not contiguous'}; the plan needs "
+                f"{nbytes} contiguous bytes"
+            )
+        views.append(array.reshape(-1).view(np.uint8))
+    return views

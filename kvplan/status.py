@@ -1,0 +1,79 @@
+"""Status codes of the LLM-DataDist interface, and the one exception that carries them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvplan.planning.plan import Origin
+
+
+class LLMStatusCode(IntEnum):
+    """Outcome of an operation; names and values are those of the reference (section 4)."""
+
+    LLM_SUCCESS = 0
+    LLM_FAILED = 0xFFFFFFFF
+    LLM_WAIT_PROCESS_TIMEOUT = 0x5010B001
+    LLM_KV_CACHE_NOT_EXIST = 0x5010B002
+    LLM_REPEAT_REQUEST = 0x5010B003
+    LLM_REQUEST_ALREADY_COMPLETED = 0x5010B004
+    LLM_PARAM_INVALID = 0x5010B005
+    LLM_ENGINE_FINALIZED = 0x5010B006
+    LLM_NOT_YET_LINK = 0x5010B007
+    LLM_ALREADY_LINK = 0x5010B008
+    LLM_LINK_FAILED = 0x5010B009
+    LLM_UNLINK_FAILED = 0x5010B00A
+    LLM_NOTIFY_PROMPT_UNLINK_FAILED = 0x5010B00B
+    LLM_CLUSTER_NUM_EXCEED_LIMIT = 0x5010B00C
+    LLM_PROCESSING_LINK = 0x5010B00D
+    LLM_DEVICE_OUT_OF_MEMORY = 0x5010B00E
+    LLM_PREFIX_ALREADY_EXIST = 0x5010B00F
+    LLM_PREFIX_NOT_EXIST = 0x5010B010
+    LLM_SEQ_LENOVERLIMIT = 0x5010B011
+    LLM_NO_FREE_BLOCK = 0x5010B012
+    LLM_BLOCKS_OUT_OF_MEMORY = 0x5010B013
+    LLM_EXIST_LINK = 0x5010B018
+    LLM_FEATURE_NOT_ENABLED = 0x5010B019
+    LLM_TIMEOUT = 0x5010B01A
+    LLM_LINK_BUSY = 0x5010B01B
+    LLM_OUT_OF_MEMORY = 0x5010B01C
+    LLM_DEVICE_MEM_ERROR = 507053
+    LLM_SUSPECT_REMOTE_ERROR = 507057
+    LLM_UNKNOWN_ERROR = -1
+
+    def __str__(self) -> str:
+        return f"LLMStatusCode.{self.name}"
+
+
+class LLMException(RuntimeError):
+    """An operation that was refused or failed.
+
+    Attributes:
+        status_code: why, as a code of the reference. Unlike the reference, whose default is
+            LLM_SUCCESS, the default here is LLM_FAILED: an exception is never a success.
+        origin: the (layer, tensor, block span) of the plan that failed first, where known.
+        unconfirmed: half-open spans of descriptor indices whose bytes are not known to have
+            arrived; empty when nothing was submitted.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status_code: LLMStatusCode = LLMStatusCode.LLM_FAILED,
+        origin: Origin | None = None,
+        unconfirmed: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+        self.origin = origin
+        self.unconfirmed = unconfirmed
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} ({self.status_code.name})"
+
+
+def invalid(message: str) -> LLMException:
+    """The refusal of an argument: LLM_PARAM_INVALID with a message that says what is allowed."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_PARAM_INVALID)

@@ -1,0 +1,296 @@
+"""The values that callers describe caches and transfers with: frozen, typed, without behaviour.
+
+Names, fields and defaults are those of the reference's C++ and Python interface.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvplan.status import invalid
+from kvplan.validation import INT64_MAX, UINT32_MAX, UINT64_MAX, check_type, check_width
+
+NO_ID = UINT64_MAX
+"""The reference's mark for "no request id" and "no prefix id"."""
+
+MAX_DIMS = 32
+DEFAULT_TENSORS_PER_LAYER = 2
+
+
+class LlmRole(IntEnum):
+    """What a cluster does; it labels the engine and has no influence on a transfer."""
+
+    PROMPT = 1
+    DECODER = 2
+    MIX = 3
+
+    def __str__(self) -> str:
+        return f"LlmRole.{self.name}"
+
+
+class Placement(IntEnum):
+    """Where a cache lives."""
+
+    HOST = 0
+    DEVICE = 1
+
+    def __str__(self) -> str:
+        return f"Placement.{self.name}"
+
+
+class DataType(IntEnum):
+    """Element types, with the reference's numbers; `bits` is the width of one element."""
+
+    DT_FLOAT = 0
+    DT_FLOAT16 = 1
+    DT_INT8 = 2
+    DT_INT32 = 3
+    DT_UINT8 = 4
+    DT_INT16 = 6
+    DT_UINT16 = 7
+    DT_UINT32 = 8
+    DT_INT64 = 9
+    DT_UINT64 = 10
+    DT_DOUBLE = 11
+    DT_BOOL = 12
+    DT_STRING = 13
+    DT_DUAL_SUB_INT8 = 14
+    DT_DUAL_SUB_UINT8 = 15
+    DT_COMPLEX64 = 16
+    DT_COMPLEX128 = 17
+    DT_QINT8 = 18
+    DT_QINT16 = 19
+    DT_QINT32 = 20
+    DT_QUINT8 = 21
+    DT_QUINT16 = 22
+    DT_RESOURCE = 23
+    DT_STRING_REF = 24
+    DT_DUAL = 25
+    DT_VARIANT = 26
+    DT_BF16 = 27
+    DT_UNDEFINED = 28
+    DT_INT4 = 29
+    DT_UINT1 = 30
+    DT_INT2 = 31
+    DT_UINT2 = 32
+    DT_COMPLEX32 = 33
+    DT_HIFLOAT8 = 34
+    DT_FLOAT8_E5M2 = 35
+    DT_FLOAT8_E4M3FN = 36
+    DT_FLOAT8_E8M0 = 37
+    DT_FLOAT6_E3M2 = 38
+    DT_FLOAT6_E2M3 = 39
+    DT_FLOAT4_E2M1 = 40
+    DT_FLOAT4_E1M2 = 41
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element; sub-byte types are packed.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID for a type whose elements have no fixed width in
+                memory (strings, resources, DT_UNDEFINED), which no copy of bytes can carry.
+        """
+        if (bits := _BITS.get(self)) is None:
+            raise invalid(f"data_type={self.name} has no fixed width; a KV cache needs one")
+        return bits
+
+    def __str__(self) -> str:
+        return f"DataType.{self.name}"
+
+
+_BITS: dict[int, int] = {
+    data_type: bits
+    for bits, names in {
+        1: "UINT1",
+        2: "INT2 UINT2",
+        4: "INT4 FLOAT4_E2M1 FLOAT4_E1M2",
+        6: "FLOAT6_E3M2 FLOAT6_E2M3",
+        8: "INT8 UINT8 BOOL DUAL_SUB_INT8 DUAL_SUB_UINT8 QINT8 QUINT8 HIFLOAT8 FLOAT8_E5M2 "
+        "FLOAT8_E4M3FN FLOAT8_E8M0",
+        16: "FLOAT16 BF16 INT16 UINT16 QINT16 QUINT16",
+        32: "FLOAT INT32 UINT32 QINT32 COMPLEX32",
+        64: "DOUBLE INT64 UINT64 COMPLEX64",
+        128: "COMPLEX128",
+    }.items()
+    for data_type in (DataType[f"DT_{name}"] for name in names.split())
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDesc:
+    """The shape of a cache: `num_tensors` tensors of equal `shape` and `data_type`.
+
+    `shape[batch_dim_index]` counts slots (contiguous cache) or blocks (paged cache); what follows
+    is one row. Dimensions before it must be 1: a row is then contiguous.
+
+    Raises:
+        TypeError: a field of another type.
+        ValueError: num_tensors outside uint32, or a dimension outside [1, 2**63).
+        LLMException: LLM_PARAM_INVALID for an empty or too long shape, an index outside it, a row
+            that is not contiguous or not whole bytes, or tensors too large to address.
+    """
+
+    num_tensors: int
+    shape: tuple[int, ...]
+    data_type: DataType
+    placement: Placement = Placement.DEVICE
+    batch_dim_index: int = 0
+    seq_len_dim_index: int = -1
+    kv_tensor_format: str | None = None
+
+    def __post_init__(self) -> None:
+        check_width("num_tensors", self.num_tensors, 0, UINT32_MAX)
+        if self.num_tensors == 0:
+            raise invalid("num_tensors=0 is out of range [1, 2**32)")
+        if not isinstance(self.shape, tuple | list):
+            raise TypeError(f"shape={self.shape!r} must be a tuple or list of int")
+        # A list is what half of the callers write; a frozen value holds a tuple.
+        object.__setattr__(self, "shape", tuple(self.shape))
+        for dim, length in enumerate(self.shape):
+            check_width(f"shape[{dim}]", length, 1, INT64_MAX)
+        check_type("data_type", self.data_type, DataType)
+        check_type("placement", self.placement, Placement)
+        dims = len(self.shape)
+        if not 1 <= dims <= MAX_DIMS:
+            raise invalid(f"shape={self.shape} has {dims} dimensions; allowed are [1, {MAX_DIMS}]")
+        if not 0 <= check_type("batch_dim_index", self.batch_dim_index, int) < dims:
+            raise invalid(f"batch_dim_index={self.batch_dim_index} is out of range [0, {dims})")
+        if not -1 <= check_type("seq_len_dim_index", self.seq_len_dim_index, int) < dims:
+            raise invalid(
+                f"seq_len_dim_index={self.seq_len_dim_index} must be -1 or in range [0, {dims})"
+            )
+        if any(length != 1 for length in self.shape[: self.batch_dim_index]):
+            raise invalid(
+                f"batch_dim_index={self.batch_dim_index} of shape={self.shape}: a row would not be "
+                "contiguous; every dimension before it must be 1"
+            )
+        if self.row_bits % 8:
+            raise invalid(
+                f"shape={self.shape} of {self.data_type.name}: a row of {self.row_bits} bits is "
+                "not whole bytes"
+            )
+        if self.tensor_nbytes > INT64_MAX:
+            raise invalid(
+                f"shape={self.shape} of {self.data_type.name}: {self.tensor_nbytes} bytes a tensor "
+                f"is out of range [1, {INT64_MAX}]"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Number of slots (contiguous) or blocks (paged)."""
+        return self.shape[self.batch_dim_index]
+
+    @property
+    def row_bits(self) -> int:
+        """Bits of one slot or block."""
+        return math.prod(self.shape[self.batch_dim_index + 1 :]) * self.data_type.bits
+
+    @property
+    def stride(self) -> int:
+        """Bytes of one slot or block, and the distance from one to the next."""
+        return self.row_bits // 8
+
+    @property
+    def tensor_nbytes(self) -> int:
+        """Bytes of one tensor."""
+        return self.batch_size * self.stride
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.num_tensors * self.tensor_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """Names a slot by the request (or the prefix) whose KV it holds."""
+
+    cluster_id: int
+    req_id: int = NO_ID
+    model_id: int = 0
+    prefix_id: int = NO_ID
+
+    def __post_init__(self) -> None:
+        for name in ("cluster_id", "req_id", "model_id", "prefix_id"):
+            check_width(name, getattr(self, name), 0, UINT64_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCacheKey:
+    """Names the paged cache of a model in a cluster."""
+
+    cluster_id: int
+    model_id: int = 0
+
+    def __post_init__(self) -> None:
+        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
+        check_width("model_id", self.model_id, 0, UINT64_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeyByIdAndIndex:
+    """Names a slot by cache id and batch index."""
+
+    cluster_id: int
+    cache_id: int
+    batch_index: int = 0
+
+    def __post_init__(self) -> None:
+        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
+        check_width("cache_id", self.cache_id, -(2**63), INT64_MAX)
+        check_width("batch_index", self.batch_index, 0, UINT32_MAX)
+
+
+class CacheIndex(CacheKeyByIdAndIndex):
+    """The C++ interface's name for the same: which slot of which cache of which cluster."""
+
+    __slots__ = ()
+
+
+AnyCacheKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A cache of this process: its id (-1: none), description, and an address for each tensor."""
+
+    cache_desc: CacheDesc
+    cache_id: int = -1
+    tensor_addrs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_type("cache_desc", self.cache_desc, CacheDesc)
+        check_width("cache_id", self.cache_id, -1, INT64_MAX)
+        object.__setattr__(self, "tensor_addrs", tuple(self.tensor_addrs))
+        for position, address in enumerate(self.tensor_addrs):
+            check_width(f"tensor_addrs[{position}]", address, 1, UINT64_MAX)
+        if self.tensor_addrs and len(self.tensor_addrs) != self.cache_desc.num_tensors:
+            raise invalid(
+                f"tensor_addrs has {len(self.tensor_addrs)} addresses; "
+                f"num_tensors={self.cache_desc.num_tensors} are needed"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCache:
+    """A cache of another cluster, as its owner describes it; `key` is how we address it."""
+
+    key: AnyCacheKey
+    cache_desc: CacheDesc
+
+
+LayerRange = range | tuple[int, int] | None
+"""Layers: a Python `range` of step 1, the C++ pair (first, last) inclusive, or None or (-1, -1)
+for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheExtParam:
+    """Which layers go where. A layer is `tensor_num_per_layer` consecutive tensors (K, V)."""
+
+    src_layer_range: LayerRange = None
+    dst_layer_range: LayerRange = None
+    tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER

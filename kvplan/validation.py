@@ -1,0 +1,50 @@
+"""Checks of arguments; each refusal names the argument, its value and the allowed range."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from kvplan.status import invalid
+
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+INT64_MAX = 2**63 - 1
+
+_T = TypeVar("_T")
+
+
+def check_type(name: str, value: object, expected: type[_T]) -> _T:
+    """Return `value` if it is an `expected`; a bool is never taken for an int.
+
+    Raises:
+        TypeError: otherwise.
+    """
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise TypeError(f"{name}={value!r} must be {expected.__name__}, not {type(value).__name__}")
+    return value
+
+
+def check_width(name: str, value: object, low: int, high: int) -> int:
+    """Return `value` if it is an int that fits the reference's field [low, high].
+
+    Raises:
+        TypeError: not an int.
+        ValueError: outside the field.
+    """
+    number = check_type(name, value, int)
+    if not low <= number <= high:
+        raise ValueError(f"{name}={number} is out of range [{low}, {high}]")
+    return number
+
+
+def check_index(name: str, value: object, size: int) -> int:
+    """Return `value` if it is an index in [0, size).
+
+    Raises:
+        TypeError: not an int.
+        LLMException: LLM_PARAM_INVALID, out of range.
+    """
+    number = check_type(name, value, int)
+    if not 0 <= number < size:
+        raise invalid(f"{name}={number} is out of range [0, {size})")
+    return number

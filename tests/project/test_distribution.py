@@ -1,0 +1,96 @@
+"""The sdist and the wheel: complete, and working where nothing else of the project is."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILT_SECONDS = 300  # fetches the build's requirements and compiles everything
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel built from that sdist, not from the tree."""
+    out = tmp_path_factory.mktemp("dist")
+    run([sys.executable, "-m", "build", "--outdir", out, ROOT])
+    return out
+
+
+@pytest.fixture(scope="module")
+def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new virtual environment that has the wheel."""
+    environment = tmp_path_factory.mktemp("clean") / "venv"
+    run([sys.executable, "-m", "venv", "--without-pip", environment])
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run([*pip, "install", "--quiet", one(dist, "*.whl")])
+    return python
+
+
+def run(command: list[str | Path], cwd: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def one(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def tree(pattern: str) -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)}
+
+
+@pytest.mark.timeout(BUILT_SECONDS)
+def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> None:
+    wheel = one(dist, "*.whl")
+    assert "-cp311-abi3-linux" in wheel.name
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"kvnative/{name}" for name in tree("include/kvnative/*.h")}
+    expected |= {"kvplan/py.typed", "kvnative/py.typed"}
+    expected |= tree("kvplan/**/*.py") | tree("kvnative/*.py[id]") | tree("kvnative/*.pxd")
+    expected |= tree("kvnative/src/*.h")
+    expected |= {f"kvnative/{path.stem}.abi3.so" for path in ROOT.glob("kvnative/*.pyx")}
+    assert expected - names == set()
+    packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert packages == {"kvplan", "kvnative"}
+    assert [name for name in names if name.endswith((".c", ".pyx"))] == []
+
+
+@pytest.mark.timeout(BUILT_SECONDS)
+def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
+    with tarfile.open(one(dist, "*.tar.gz")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {"LICENSE", "Makefile", "README.md", "setup.py", "requirements/constraints.txt"}
+    sources |= tree("kvnative/*.pyx") | tree("kvnative/src/*.[ch]") | tree("tests/**/*.py")
+    assert sources - names == set()
+    assert [name for name in names if name.startswith("build/") or name.endswith(".so")] == []
+
+
+@pytest.mark.timeout(BUILT_SECONDS)
+def test_the_clean_installation_imports_every_module(python: Path, tmp_path: Path) -> None:
+    modules = [f"kvnative.{path.stem}" for path in ROOT.glob("kvnative/*.pyx")]
+    imports = "; ".join(f"import {name}" for name in [*modules, "kvplan", "kvplan.planning"])
+    where = run([python, "-W", "error", "-c", f"{imports}; print(kvplan.__file__)"], cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(python.parents[1])
+
+
+@pytest.mark.timeout(BUILT_SECONDS)
+def test_a_backend_can_be_written_against_the_installed_headers(
+    python: Path, tmp_path: Path
+) -> None:
+    include = run([python, "-c", "import kvnative; print(kvnative.get_include())"], cwd=tmp_path)
+    source = tmp_path / "backend.c"
+    source.write_text(
+        '#include "kvnative/backend.h"\n'
+        'static const kvn_backend_vtable vtable = {.name = "mine"};\n'
+        "kvn_backend backend = {&vtable};\n"
+    )
+    strict = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    includes = f"-I{include.strip()}"
+    run(["gcc", *strict, "-Wno-missing-field-initializers", includes, "-c", source], cwd=tmp_path)

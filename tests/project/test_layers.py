@@ -1,0 +1,45 @@
+"""What import-linter cannot see: Cython's imports, and what an import really loads."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_importing_kvplan_does_not_load_the_native_layer() -> None:
+    assert python("import sys, kvplan; print('kvnative' in sys.modules)") == "False"
+
+
+def test_plans_are_made_and_read_where_the_native_layer_cannot_be_imported() -> None:
+    imported = python(
+        "import sys; sys.modules['kvnative'] = None  # as if it were not installed\n"
+        "import importlib, pkgutil, kvplan.planning, kvplan.inspection\n"
+        "for room in (kvplan.planning, kvplan.inspection):\n"
+        "    for module in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+        "print(*sys.modules)"
+    ).split()
+    assert {"kvplan.planning.plan", "kvplan.types", "kvplan.status"} <= set(imported)
+    assert not {"zmq", "socket", "multiprocessing"} & set(imported)
+
+
+def test_the_native_layer_knows_nothing_of_kvplan() -> None:
+    sources = [path for kind in ("py", "pyx", "pxd", "pyi") for path in native_files(kind)]
+    upward = re.compile(r"^\s*(from|import|cimport)\s+kvplan\b", re.MULTILINE)
+    assert [path.name for path in sources if upward.search(path.read_text())] == []
+
+
+def native_files(kind: str) -> list[Path]:
+    found = sorted((ROOT / "kvnative").glob(f"*.{kind}"))
+    assert found, f"no kvnative/*.{kind}: the search is wrong"
+    return found
