@@ -10,6 +10,9 @@
 #include "mapping.h"
 #include "pooled.h"
 
+/* Smaller batches are moved by the caller at once: a worker wakes up later than that takes. */
+#define INLINE_NBYTES (128u << 10)
+
 typedef struct process_backend {
     kvn_pooled pooled;
     int pid;
@@ -69,7 +72,7 @@ static int whose(const process_backend *self, const ranges *ranges, char *messag
     const uint64_t local = (uintptr_t)ranges->local->iov_base, nbytes = ranges->local->iov_len;
     kvn_refusal refusal;
     if (kvn_mapping_check(local, nbytes, !self->is_put, KVN_MAPS_AUTO, &refusal) != KVN_OK)
-        snprintf(message, room, "local memory: %s", refusal.message);
+        snprintf(message, room, "local memory: %.*s", (int)room - 16, refusal.message);
     else
         snprintf(message, room,
                  "remote memory: address 0x%" PRIx64 " of process %d is not mapped or not %s",
@@ -156,6 +159,7 @@ int kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction, kvn_bac
     self->pid = pid;
     self->is_put = direction == KVN_PEER_PUT;
     self->pooled.max_descriptors = IOV_MAX;
+    self->pooled.inline_nbytes = INLINE_NBYTES;
     self->pooled.capabilities.directions = direction;
     *out = &self->pooled.base;
     return KVN_OK;
