@@ -1,4 +1,4 @@
-"""Memory of this host: arenas that a peer can map, the board that says what is registered, checks."""
+"""Memory of this host: arenas that a peer can map, the board of registrations, checks."""
 
 cimport cython
 from cpython.buffer cimport (

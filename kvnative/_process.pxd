@@ -1,6 +1,7 @@
 from libc.stdint cimport uint64_t
 
 from kvnative._host cimport kvn_refusal
+from kvnative._native cimport kvn_backend, kvn_pool
 
 
 cdef extern from "board.h" nogil:
@@ -24,3 +25,7 @@ cdef extern from "peer.h" nogil:
     int kvn_peer_check(const kvn_peer *peer, kvn_refusal *refusal)
     int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_refusal *refusal)
     void kvn_peer_close(kvn_peer *peer)
+
+
+cdef extern from "process.h" nogil:
+    kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)

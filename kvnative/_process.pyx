@@ -3,9 +3,27 @@
 cimport cython
 from libc.stdint cimport uint64_t
 
+from kvnative._executor cimport Backend, ThreadPool
 from kvnative._host cimport check, kvn_refusal, unsigned
+from kvnative._native cimport KVN_PEER_GET, KVN_PEER_PUT
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "process_backend"]
+
+cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
+
+
+def process_backend(ThreadPool pool not None, int pid, str direction):
+    """Moves bytes between this process and process `pid` with process_vm_readv and writev.
+
+    With direction "get" source addresses are the other process's, with "put" destinations. It goes
+    by the pid alone: hold the process by a `Peer`, and check that before and after each transfer.
+    ValueError for another direction or an impossible pid; MemoryError.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+    if pid < 1:
+        raise ValueError(f"pid is {pid}; it must be at least 1")
+    return Backend.adopt(kvn_process_create(pool.pool, pid, DIRECTIONS[direction]), pool, "process backend")
 
 
 @cython.final
@@ -32,6 +50,7 @@ cdef class Peer:
             raise ValueError("the peer is closed")
         return 0
 
+    @cython.critical_section
     def attach(self, int board_fd, inode, num_slots):
         """Maps the peer's registration board, read-only.
 
@@ -43,6 +62,7 @@ cdef class Peer:
         self.check_open()
         check(kvn_peer_attach(&self.peer, board_fd, number, slots, &refusal), &refusal)
 
+    @cython.critical_section
     def check(self, const uint64_t[::1] slots, const uint64_t[::1] generations):
         """Index of the first slot that no longer has its generation, or -1 when all have.
 
@@ -60,6 +80,7 @@ cdef class Peer:
         check(kvn_peer_check(&self.peer, &refusal), &refusal)
         return stale if stale < count else -1
 
+    @cython.critical_section
     def probe(self, address):
         """Reads one byte at `address` of the peer by process_vm_readv.
 
@@ -79,6 +100,7 @@ cdef class Peer:
     def closed(self):
         return self.peer.pidfd < 0
 
+    @cython.critical_section
     def close(self):
         """Lets go of the process; idempotent."""
         kvn_peer_close(&self.peer)

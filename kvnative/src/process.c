@@ -144,23 +144,25 @@ static void destroy(kvn_backend *base)
 
 static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("process", destroy);
 
-int kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction, kvn_backend **out)
+kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction)
 {
-    *out = NULL;
-    if (pid < 1 || (direction != KVN_PEER_GET && direction != KVN_PEER_PUT))
-        return KVN_INVALID;
+    if (pid < 1 || (direction != KVN_PEER_GET && direction != KVN_PEER_PUT)) {
+        errno = EINVAL;
+        return NULL;
+    }
     process_backend *self = calloc(1, sizeof *self);
     if (!self)
-        return KVN_NO_MEMORY;
-    if (kvn_pooled_init(&self->pooled, &vtable, pool, move) != 0) {
+        return NULL;
+    const int error = kvn_pooled_init(&self->pooled, &vtable, pool, move);
+    if (error) {
         free(self);
-        return KVN_NO_MEMORY;
+        errno = error;
+        return NULL;
     }
     self->pid = pid;
     self->is_put = direction == KVN_PEER_PUT;
     self->pooled.max_descriptors = IOV_MAX;
     self->pooled.inline_nbytes = INLINE_NBYTES;
     self->pooled.capabilities.directions = direction;
-    *out = &self->pooled.base;
-    return KVN_OK;
+    return &self->pooled.base;
 }
