@@ -1,0 +1,2 @@
+from benchmarks.table import Topic
+TOPIC = Topic()
