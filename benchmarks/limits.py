@@ -9,11 +9,13 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 Columns = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 """dst, src, nbytes: one item for each descriptor."""

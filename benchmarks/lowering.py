@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._lower import Descriptors, lower
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TOPIC = Topic()
 PAIRS, SEGMENTS = 122, 8192  # 61 layers x 2 tensors

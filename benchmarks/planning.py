@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.table import Row, Run, Topic, timed
 from kvplan.planning import Plan, plan_pull_blocks
 from kvplan.types import CacheDesc, DataType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TOPIC = Topic()
 TENSORS_PER_LAYER = 2
