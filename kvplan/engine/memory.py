@@ -30,11 +30,16 @@ class TensorMemory(Protocol):
     """
 
     @property
-    def addresses(self) -> Addresses: ...
+    def addresses(self) -> Addresses:
+        """See above."""
+
     @property
-    def nbytes(self) -> NDArray[np.uint64]: ...
+    def nbytes(self) -> NDArray[np.uint64]:
+        """See above."""
+
     @property
-    def writable(self) -> bool: ...
+    def writable(self) -> bool:
+        """See above."""
 
     def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
         """Return the backend that reaches this memory; None: plain memory of this process."""
