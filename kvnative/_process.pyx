@@ -4,8 +4,8 @@ cimport cython
 from libc.stdint cimport uint64_t
 
 from kvnative._executor cimport Backend, ThreadPool
-from kvnative._host cimport check, kvn_refusal, unsigned
-from kvnative._native cimport KVN_PEER_GET, KVN_PEER_PUT
+from kvnative._host cimport check, kvn_failure, unsigned
+from kvnative._native cimport kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
 
 __all__ = ["Peer", "process_backend"]
 
@@ -23,7 +23,8 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
         raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
     if pid < 1:
         raise ValueError(f"pid is {pid}; it must be at least 1")
-    return Backend.adopt(kvn_process_create(pool.pool, pid, DIRECTIONS[direction]), pool, "process backend")
+    cdef kvn_backend *backend = kvn_process_create(pool.pool, pid, DIRECTIONS[direction])
+    return Backend.adopt(backend, pool, "process backend")
 
 
 @cython.final
@@ -40,10 +41,10 @@ cdef class Peer:
         self.peer.pidfd = self.peer.proc = -1
 
     def __init__(self, int pid):
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         if self.peer.pidfd >= 0:
             raise TypeError("a peer is held once")
-        check(kvn_peer_open(pid, &self.peer, &refusal), &refusal)
+        check(kvn_peer_open(pid, &self.peer, &failure), &failure)
 
     cdef int check_open(self) except -1:
         if self.peer.pidfd < 0:
@@ -58,9 +59,9 @@ cdef class Peer:
         PermissionError when the system refuses access; ValueError when it is no board.
         """
         cdef uint64_t number = unsigned("inode", inode), slots = unsigned("num_slots", num_slots)
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         self.check_open()
-        check(kvn_peer_attach(&self.peer, board_fd, number, slots, &refusal), &refusal)
+        check(kvn_peer_attach(&self.peer, board_fd, number, slots, &failure), &failure)
 
     @cython.critical_section
     def check(self, const uint64_t[::1] slots, const uint64_t[::1] generations):
@@ -70,14 +71,13 @@ cdef class Peer:
         before the call was read while it lived and had those generations.
         """
         cdef uint64_t count = slots.shape[0], stale = 0
-        cdef kvn_refusal refusal
-        cdef int status
+        cdef kvn_failure failure
         self.check_open()
         if slots.shape[0] != generations.shape[0]:
             raise ValueError(f"{slots.shape[0]} slots, but {generations.shape[0]} generations")
         if count:
             stale = kvn_board_first_stale(&self.peer.board, &slots[0], &generations[0], count)
-        check(kvn_peer_check(&self.peer, &refusal), &refusal)
+        check(kvn_peer_check(&self.peer, &failure), &failure)
         return stale if stale < count else -1
 
     @cython.critical_section
@@ -88,9 +88,9 @@ cdef class Peer:
         when the peer has exited, ValueError when the address is not mapped there.
         """
         cdef uint64_t where = unsigned("address", address)
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         self.check_open()
-        check(kvn_peer_probe(&self.peer, where, &refusal), &refusal)
+        check(kvn_peer_probe(&self.peer, where, &failure), &failure)
 
     @property
     def pid(self):

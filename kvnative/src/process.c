@@ -70,9 +70,9 @@ static void advance(const kvn_columns *batch, progress *at, uint64_t nbytes)
 static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
 {
     const uint64_t local = (uintptr_t)ranges->local->iov_base, nbytes = ranges->local->iov_len;
-    kvn_refusal refusal;
-    if (kvn_mapping_check(local, nbytes, !self->is_put, KVN_MAPS_AUTO, &refusal) != KVN_OK)
-        snprintf(message, room, "local memory: %.*s", (int)room - 16, refusal.message);
+    kvn_failure failure;
+    if (kvn_mapping_check(local, nbytes, !self->is_put, KVN_MAPS_AUTO, &failure) != KVN_OK)
+        snprintf(message, room, "local memory: %.*s", (int)room - 16, failure.message);
     else
         snprintf(message, room,
                  "remote memory: address 0x%" PRIx64 " of process %d is not mapped or not %s",

@@ -207,12 +207,8 @@ class Link:
                     if self._prefault:
                         arena.populate()
                 except (OSError, ValueError, MemoryError) as error:
-                    self.check_ranges(
-                        [it], *_columns([it])
-                    )  # the true reason, if it is one of these
-                    raise self._refusal(
-                        error, f"has an arena {it} that cannot be mapped"
-                    ) from error
+                    self._check_range(it)
+                    raise self._refusal(error, f"has {it}, which cannot be mapped") from error
                 self._arenas[key] = arena
         return it, arena
 
@@ -221,10 +217,9 @@ class Link:
         try:
             self._peer.probe(it.address)
         except ValueError as error:
-            self.check_ranges([it], *_columns([it]))
-            raise _not_exist(
-                f"peer {self._metadata.identity.pid} has unmapped {it}: {error}"
-            ) from error
+            self._check_range(it)
+            pid = self._metadata.identity.pid
+            raise _not_exist(f"peer {pid} has unmapped {it}: {error}") from error
         except OSError as error:
             raise self._refusal(error, f"has {it}, which cannot be read") from error
         self._can_reach_registered = True

@@ -154,8 +154,10 @@ class TestImportRefuses:
 
     def test_another_memfd(self) -> None:
         with Arena(PAGE) as arena:
-            with Arena(PAGE) as other, pytest.raises(ValueError, match="inode differs"):
+            other = Arena(PAGE)
+            with pytest.raises(ValueError, match="inode differs"):
                 imported(arena.fd, PAGE, other.inode)
+            other.close()
 
     def test_a_pipe_without_waiting_for_its_other_end(self) -> None:
         ends = os.pipe()
