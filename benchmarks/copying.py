@@ -8,11 +8,11 @@ from functools import partial
 from typing import cast
 
 import numpy as np
-from kvnative._executor import Executor, ThreadPool, host_backend
 from numpy.typing import NDArray
 
 from benchmarks.limits import COPIES, Columns, Team, repeat_seconds
 from benchmarks.table import Row, Run, Topic, timed
+from kvnative._executor import Executor, ThreadPool, host_backend
 from kvnative._lower import Descriptors, lower
 from kvplan.planning import plan_pull_blocks
 from kvplan.types import CacheDesc, DataType
@@ -117,14 +117,12 @@ def execute(executor: Executor, descriptors: Descriptors) -> None:
 
 
 def check_moved(descriptors: Descriptors, source: int, target: Pool) -> None:
-    """The first words of 1,000 descriptors are what `Pool.fill` put at the other end.
+    """Assert that the first words of 1,000 descriptors are what `Pool.fill` put at their sources.
 
     Args:
-        source: address, as the descriptors see it, of a filled pool.
-        target: holds the destinations.
-
-    Raises:
-        AssertionError: another word.
+        descriptors: what was executed.
+        source: address of the filled pool, as the descriptors give it.
+        target: the pool of their destinations.
     """
     sample = np.random.default_rng(0).integers(0, len(descriptors), 1000)
     expected = (descriptors.src[sample] - np.uint64(source)) // np.uint64(8)
