@@ -8,6 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] include/kvnative/*.h)
 
+TREE := setup.py pyproject.toml include kvplan kvnative tests
+
 # pip reads these: what CI installs is pinned in one file, for the isolated builds too.
 export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -23,7 +25,7 @@ test: lint types unit sanitize ## every check
 lint: .venv/dev ## style, and the layers that no import may cross
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/cython-lint kvnative
+	PATH=$(BIN):$$PATH cython-lint kvnative
 	$(BIN)/lint-imports
 
 types: .venv/dev ## mypy --strict, and the stubs against the built modules
@@ -33,15 +35,17 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
 	KVPLAN_WERROR=1 $(BIN)/pytest
 
-# The tree is copied so that the tests, and the processes they start, can only find the checked build.
-# Leaks are not looked for: CPython's own, at exit, drown any of ours.
+# The checked build has a copy of the tree for itself, so that the tests and the processes that they
+# start find no other. Leaks are not looked for: CPython's own, at exit, drown any of ours.
+CHECKED := build/sanitized
+sanitize: export KVPLAN_WERROR := 1
+sanitize: export KVPLAN_SANITIZE := address,undefined
 sanitize: .venv/dev ## the native and transport tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	KVPLAN_WERROR=1 KVPLAN_SANITIZE=address,undefined $(BIN)/python -W ignore setup.py -q build --build-lib build/sanitized
-	cp -r pyproject.toml tests build/sanitized/
-	cd build/sanitized && KVPLAN_SANITIZE=address,undefined PYTHONMALLOC=malloc \
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(CURDIR)/$(BIN)/pytest tests/native tests/transport tests/project/test_native_build.py
+	mkdir -p $(CHECKED) && cd $(CHECKED) && rm -rf $(TREE) && cp -a $(TREE:%=$(CURDIR)/%) .
+	cd $(CHECKED) && $(CURDIR)/$(BIN)/python -W ignore setup.py -q build_ext --inplace
+	cd $(CHECKED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	  $(CURDIR)/$(BIN)/pytest tests/native tests/transport tests/project/test_native_build.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
