@@ -1,12 +1,11 @@
 """Lowering: segments and base addresses become the descriptor array that a backend takes."""
 
 cimport cython
-from cpython.buffer cimport (
-    PyBUF_FORMAT, PyBUF_FULL_RO, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
-)
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release
 from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, uint64_t
 
+from kvnative._crossing cimport acquire_uint64
 from kvnative._lower_c cimport *
 
 import numpy
@@ -35,39 +34,6 @@ cdef const kvn_layout *layout_named(object name) except NULL:
     if layout is NULL:
         raise ValueError(f"layout = {name!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
     return layout
-
-
-cdef bint is_native_uint64(const Py_buffer *column) noexcept:
-    cdef const char *letter = column.format
-    if letter is NULL or column.itemsize != 8:
-        return False
-    if letter[0] in (c"@", c"="):
-        letter += 1
-    return letter[0] in (c"L", c"Q") and letter[1] == 0
-
-
-# By hand, not as a typed memoryview: messages name the argument, and it costs a third.
-cdef int acquire(Py_buffer *column, object source, str name) except -1:
-    """Take `source` as a column of uint64; on success the caller releases it."""
-    try:
-        PyObject_GetBuffer(source, column, PyBUF_FULL_RO)
-    except (TypeError, ValueError, BufferError) as error:
-        raise TypeError(f"{name}: expected a column of uint64, got {type(source).__name__}"
-                        f" ({error})") from None
-    try:
-        if not is_native_uint64(column):
-            item = "B" if column.format is NULL else column.format.decode()
-            raise TypeError(f"{name}: expected uint64 in native byte order, got items of"
-                            f" {column.itemsize} bytes and format {item!r}")
-        if column.ndim != 1:
-            raise ValueError(f"{name}: expected 1 dimension, got {column.ndim}")
-        if column.shape[0] > 1 and column.strides[0] != 8:
-            raise ValueError(f"{name}: expected contiguous items, 8 bytes apart,"
-                             f" got items {column.strides[0]} bytes apart")
-    except BaseException:
-        PyBuffer_Release(column)
-        raise
-    return 0
 
 
 # The arguments of lower() and of from_columns() under the names that their caller knows.
@@ -106,7 +72,7 @@ cdef Descriptors lower_sources(tuple sources, tuple names, const kvn_layout *lay
     cdef int held = 0
     try:
         while held < NUM_ARGUMENTS:
-            acquire(&columns[held], sources[held], names[held])
+            acquire_uint64(&columns[held], sources[held], names[held])
             held += 1
         same_length(columns, NBYTES, SRC_OFFSETS, names)
         same_length(columns, NBYTES, DST_OFFSETS, names)
@@ -193,7 +159,7 @@ def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, layout="column
 
 @cython.final
 @cython.no_gc  # its owner refers to no Python object, so no cycle can pass through the pair
-cdef class View:
+cdef class _View:
     """One column, or the rows, of a descriptor array: read-only, for NumPy to see without a copy.
 
     While it lives, the array is held: neither freed nor lowered into again.
@@ -205,14 +171,11 @@ cdef class View:
     cdef Py_ssize_t count
     cdef Py_ssize_t item_nbytes
 
-    def __init__(self):
-        raise TypeError("a View comes from Descriptors")
-
     @staticmethod
     cdef object array(Descriptors owner, const void *start, const char *item_format,
                       size_t item_nbytes):
         """The NumPy array over the items at `start`, one per descriptor."""
-        cdef View view = View.__new__(View)
+        cdef _View view = _View.__new__(_View)
         owner.hold()
         view.owner = owner
         view.start = start
@@ -222,8 +185,8 @@ cdef class View:
         return numpy.asarray(view)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        if flags & PyBUF_WRITABLE:
-            raise BufferError("descriptors are read-only")
+        if flags & PyBUF_WRITABLE or self.owner is None:
+            raise BufferError("descriptors are read-only, and only their owner makes views")
         buffer.buf = <void *>self.start
         buffer.obj = self
         buffer.len = self.count * self.item_nbytes
@@ -243,15 +206,12 @@ cdef class View:
 
 @cython.final
 cdef class Descriptors:
-    """A descriptor array for a backend. It comes from lower(), from_columns() or from_array(),
-    never from an address; ``len()`` is its number of descriptors.
+    """A descriptor array for a backend, filled by lower(), from_columns() or from_array() and
+    empty when new; ``len()`` is its number of descriptors.
 
     Its views are read-only NumPy arrays over its own memory; while one lives, or while a task
     reads the array, it cannot be the ``out`` of lower().
     """
-
-    def __init__(self):
-        raise TypeError("Descriptors come from lower(), from_columns() or from_array()")
 
     def __cinit__(self):
         self.layout_row = kvn_layout_at(0)
@@ -331,32 +291,32 @@ cdef class Descriptors:
     @property
     def dst(self):
         """Destination addresses: (count,) read-only uint64. ValueError where there are only rows."""
-        return View.array(self, self.columns().dst, b"Q", sizeof(uint64_t))
+        return _View.array(self, self.columns().dst, b"Q", sizeof(uint64_t))
 
     @property
     def src(self):
         """Source addresses: (count,) read-only uint64. ValueError where there are only rows."""
-        return View.array(self, self.columns().src, b"Q", sizeof(uint64_t))
+        return _View.array(self, self.columns().src, b"Q", sizeof(uint64_t))
 
     @property
     def nbytes(self):
         """Sizes in bytes: (count,) read-only uint64. ValueError where there are only rows."""
-        return View.array(self, self.columns().nbytes, b"Q", sizeof(uint64_t))
+        return _View.array(self, self.columns().nbytes, b"Q", sizeof(uint64_t))
 
     @property
     def rows(self):
         """The rows: (count,) read-only, structured. ValueError where there are only columns."""
         if self.layout_row.form != KVN_ROWS:
             raise ValueError(f"layout = {self.layout!r}: expected one of rows, such as 'hccl'")
-        return View.array(self, self.buffer, self.layout_row.row_format,
+        return _View.array(self, self.buffer, self.layout_row.row_format,
                           self.layout_row.num_words * sizeof(uint64_t))
 
     def __len__(self):
         return self.num_descriptors
 
     def __repr__(self):
-        return (f"<Descriptors {self.layout!r}: {self.num_descriptors} of"
-                f" {self.num_bytes} bytes together>")
+        return (f"<Descriptors {self.layout!r}: {self.num_descriptors} descriptors,"
+                f" {self.num_bytes} bytes>")
 
     cdef str users(self):
         cdef int64_t leases = kvn_lease_count(&self.leases)
@@ -402,5 +362,5 @@ cdef object row_dtype(const kvn_layout *layout):
     cdef Descriptors none = Descriptors.__new__(Descriptors)
     none.reserve(1)
     none.layout_row = layout
-    return View.array(none, none.buffer, layout.row_format,
+    return _View.array(none, none.buffer, layout.row_format,
                       layout.num_words * sizeof(uint64_t)).dtype

@@ -1,0 +1,54 @@
+from libc.stdint cimport uint64_t
+
+
+cdef extern from "refusal.h" nogil:
+    ctypedef struct kvn_refusal:
+        int status
+        int code
+        const char *message
+
+
+cdef extern from "mapping.h" nogil:
+    ctypedef enum kvn_maps_source:
+        KVN_MAPS_AUTO
+        KVN_MAPS_QUERY
+        KVN_MAPS_TEXT
+
+    int kvn_mapping_check(
+        uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source, kvn_refusal *refusal
+    )
+
+
+cdef extern from "arena.h" nogil:
+    ctypedef struct kvn_arena:
+        void *address
+        uint64_t nbytes
+        uint64_t inode
+        int fd
+        int writable
+
+    int kvn_arena_create(
+        const char *name, uint64_t nbytes, int exclusive, kvn_arena *out, kvn_refusal *refusal
+    )
+    int kvn_arena_import(
+        int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out, kvn_refusal *refusal
+    )
+    int kvn_arena_populate(const kvn_arena *arena, kvn_refusal *refusal)
+    void kvn_arena_close(kvn_arena *arena)
+
+
+cdef extern from "board.h" nogil:
+    ctypedef struct kvn_board:
+        kvn_arena memory
+        uint64_t num_slots
+
+    int kvn_board_create(uint64_t num_slots, kvn_board *out, kvn_refusal *refusal)
+    void kvn_board_close(kvn_board *board)
+    int kvn_board_take(kvn_board *board, uint64_t *slot, uint64_t *generation, kvn_refusal *refusal)
+    int kvn_board_release(kvn_board *board, uint64_t slot, uint64_t generation, kvn_refusal *refusal)
+
+
+# Raises what `refusal` says: ValueError, MemoryError, or the OSError of its errno.
+cdef int check(int status, const kvn_refusal *refusal) except -1
+# `value` as 64 bits; the error names the argument.
+cdef uint64_t unsigned(str name, value) except? 0xBAD

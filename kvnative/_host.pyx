@@ -1,0 +1,278 @@
+"""Memory of this host: arenas that a peer can map, the board that says what is registered, checks."""
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_ANY_CONTIGUOUS,
+    PyBUF_WRITABLE,
+    PyBuffer_FillInfo,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
+)
+from libc.stdint cimport uint64_t, uintptr_t
+
+__all__ = ["Arena", "Board", "Pin", "check_memory"]
+
+cdef extern from "kvnative/status.h" nogil:
+    int KVN_OK, KVN_INVALID, KVN_UNMAPPED, KVN_NO_MEMORY
+
+MAPS_SOURCES = {"auto": KVN_MAPS_AUTO, "query": KVN_MAPS_QUERY, "text": KVN_MAPS_TEXT}
+
+
+cdef int check(int status, const kvn_refusal *refusal) except -1:
+    if status == KVN_OK:
+        return 0
+    message = refusal.message.decode("utf-8", "replace")
+    if status == KVN_INVALID or status == KVN_UNMAPPED:
+        raise ValueError(message)
+    if status == KVN_NO_MEMORY:
+        raise MemoryError(message)
+    raise OSError(refusal.code, message)
+
+
+cdef uint64_t unsigned(str name, value) except? 0xBAD:
+    if not 0 <= value < 1 << 64:
+        raise ValueError(f"{name} is {value}; it must be in [0, 2**64)")
+    return value
+
+
+def check_memory(address, nbytes, bint writable=False, *, str via="auto"):
+    """Raises ValueError unless [address, address + nbytes) of this process is mapped memory.
+
+    Every byte must be readable, and writable if asked. The kernel is asked; nothing is
+    dereferenced, so a wrong address is an error and never a crash. `via` chooses how: "query"
+    (PROCMAP_QUERY, Linux 6.11), "text" (/proc/self/maps), or "auto": the first that there is.
+    OSError where /proc cannot be asked.
+    """
+    if via not in MAPS_SOURCES:
+        raise ValueError(f"via is {via!r}; it must be one of {', '.join(MAPS_SOURCES)}")
+    cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+    cdef kvn_maps_source source = MAPS_SOURCES[via]
+    cdef kvn_refusal refusal
+    cdef int status
+    with nogil:
+        status = kvn_mapping_check(start, size, writable, source, &refusal)
+    check(status, &refusal)
+
+
+@cython.final
+cdef class Arena:
+    """Zeroed memory of `nbytes` bytes in a sealed memfd, which a peer on this host can map.
+
+    Supports the buffer protocol: `memoryview(arena)` and `numpy.frombuffer(arena, dtype)` view it
+    without copying, and keep it open. `prefault` makes all of it present at once (MemoryError where
+    that is too much); otherwise pages come at first use, each at the price of a fault. `name` shows
+    in /proc/<pid>/maps. ValueError for a size that cannot be, MemoryError, OSError.
+    """
+
+    cdef kvn_arena arena
+    cdef Py_ssize_t exports  # live buffers; the mapping must outlive them
+
+    def __cinit__(self):
+        self.arena.fd = -1
+
+    def __init__(self, nbytes, *, bint prefault=False, str name="kvplan"):
+        if self.arena.address is not NULL:
+            raise TypeError("an arena is made once")
+        cdef uint64_t size = unsigned("nbytes", nbytes)
+        cdef bytes label = name.encode()
+        cdef kvn_refusal refusal
+        if len(label) > 240 or b"\0" in label:
+            raise ValueError(f"name is {name!r}; it must have at most 240 bytes, and no NUL")
+        check(kvn_arena_create(label, size, 0, &self.arena, &refusal), &refusal)
+        if prefault:
+            self.populate()
+
+    @staticmethod
+    def of_peer(int pid, int fd, inode, nbytes, *, bint writable):
+        """Maps the arena that is descriptor `fd` of process `pid`, with just this inode and size.
+
+        ValueError where it is another file, or not sealed against a change of size: then it could
+        shrink under a copy. PermissionError, ProcessLookupError, OSError: as the system says.
+        """
+        cdef Arena self = Arena.__new__(Arena)
+        cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("inode", inode)
+        cdef kvn_refusal refusal
+        check(kvn_arena_import(pid, fd, number, size, writable, &self.arena, &refusal), &refusal)
+        return self
+
+    def populate(self):
+        """Makes every page present, and mapped here, now. MemoryError where there is too little."""
+        cdef kvn_refusal refusal
+        cdef int status
+        with memoryview(self):  # nobody closes it meanwhile
+            with nogil:
+                status = kvn_arena_populate(&self.arena, &refusal)
+        check(status, &refusal)
+
+    cdef int check_open(self) except -1:
+        if self.arena.address is NULL:
+            raise ValueError("the arena is closed")
+        return 0
+
+    @property
+    def address(self):
+        """Of the first byte, in this process. ValueError when closed."""
+        self.check_open()
+        return <uintptr_t>self.arena.address
+
+    @property
+    def nbytes(self):
+        return self.arena.nbytes
+
+    @property
+    def inode(self):
+        """The memfd's: the same in every process that maps the arena."""
+        return self.arena.inode
+
+    @property
+    def fd(self):
+        """The memfd, by which peers find the arena; -1 for a peer's arena. ValueError when closed."""
+        self.check_open()
+        return self.arena.fd
+
+    @property
+    def writable(self):
+        return bool(self.arena.writable)
+
+    @property
+    def closed(self):
+        return self.arena.address is NULL
+
+    def close(self):
+        """Unmaps the memory. BufferError while a buffer is exported; closing twice is fine."""
+        with cython.critical_section(self):
+            if self.exports:
+                raise BufferError(f"the arena has {self.exports} exported buffer(s), so it cannot be closed")
+            kvn_arena_close(&self.arena)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        with cython.critical_section(self):
+            self.check_open()
+            PyBuffer_FillInfo(
+                buffer, self, self.arena.address, <Py_ssize_t>self.arena.nbytes, not self.arena.writable, flags
+            )
+            self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        with cython.critical_section(self):
+            self.exports -= 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __dealloc__(self):
+        kvn_arena_close(&self.arena)
+
+    def __repr__(self):
+        if self.closed:
+            return f"<Arena of {self.nbytes} bytes, closed>"
+        return f"<Arena of {self.nbytes} bytes at {self.address:#x}{'' if self.writable else ', read-only'}>"
+
+
+@cython.final
+cdef class Pin:
+    """Holds the contiguous buffer of `exporter` (NumPy array, bytearray, Arena...) where it is.
+
+    While it is held, its exporter can neither move, resize nor free it. `address`, `nbytes` and
+    `writable` say what it is. BufferError where it is not contiguous, or `writable` is asked for
+    and it is not; TypeError for what has no buffer.
+    """
+
+    cdef Py_buffer buffer
+    cdef bint held
+    cdef readonly object address
+    cdef readonly object nbytes
+    cdef readonly bint writable
+
+    def __init__(self, exporter, *, bint writable=False):
+        if self.held:
+            raise TypeError("a pin is made once")
+        PyObject_GetBuffer(exporter, &self.buffer, PyBUF_ANY_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0))
+        self.held = True
+        self.address = <uintptr_t>self.buffer.buf
+        self.nbytes = self.buffer.len
+        self.writable = not self.buffer.readonly
+
+    def release(self):
+        """Lets go; idempotent."""
+        with cython.critical_section(self):
+            if self.held:
+                self.held = False
+                PyBuffer_Release(&self.buffer)
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.buffer)
+
+
+@cython.final
+cdef class Board:
+    """The registration board that this process shows to its peers: `num_slots` generations.
+
+    `take` before a range is told to a peer, `release` before the memory is freed: from then on no
+    peer reports a success for it. One thread at a time takes or releases.
+    """
+
+    cdef kvn_board board
+
+    def __cinit__(self):
+        self.board.memory.fd = -1
+
+    def __init__(self, num_slots=65536):
+        if self.board.memory.address is not NULL:
+            raise TypeError("a board is made once")
+        cdef uint64_t slots = unsigned("num_slots", num_slots)
+        cdef kvn_refusal refusal
+        check(kvn_board_create(slots, &self.board, &refusal), &refusal)
+
+    cdef int check_open(self) except -1:
+        if self.board.memory.address is NULL:
+            raise ValueError("the board is closed")
+        return 0
+
+    def take(self):
+        """(slot, generation) of a new registration. MemoryError when all slots are taken."""
+        cdef uint64_t slot, generation
+        cdef kvn_refusal refusal
+        self.check_open()
+        check(kvn_board_take(&self.board, &slot, &generation, &refusal), &refusal)
+        return slot, generation
+
+    def release(self, slot, generation):
+        """Ends a registration. ValueError when it is not the slot's present one."""
+        cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
+        cdef kvn_refusal refusal
+        self.check_open()
+        check(kvn_board_release(&self.board, number, expected, &refusal), &refusal)
+
+    @property
+    def fd(self):
+        self.check_open()
+        return self.board.memory.fd
+
+    @property
+    def inode(self):
+        return self.board.memory.inode
+
+    @property
+    def address(self):
+        self.check_open()
+        return <uintptr_t>self.board.memory.address
+
+    @property
+    def num_slots(self):
+        return self.board.num_slots
+
+    @property
+    def closed(self):
+        return self.board.memory.address is NULL
+
+    def close(self):
+        """Takes the board down; idempotent. Peers then find nothing under its descriptor."""
+        kvn_board_close(&self.board)
+
+    def __dealloc__(self):
+        kvn_board_close(&self.board)

@@ -1,0 +1,43 @@
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["LAYOUTS", "Descriptors", "lower"]
+
+LAYOUTS: tuple[str, ...]
+
+@final
+class Descriptors:
+    @staticmethod
+    def from_columns(
+        dst: NDArray[np.uint64], src: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+    ) -> Descriptors: ...
+    @staticmethod
+    def from_array(array: NDArray[np.void], layout: str = "columns") -> Descriptors: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def total_nbytes(self) -> int: ...
+    @property
+    def dst(self) -> NDArray[np.uint64]: ...
+    @property
+    def src(self) -> NDArray[np.uint64]: ...
+    @property
+    def nbytes(self) -> NDArray[np.uint64]: ...
+    @property
+    def rows(self) -> NDArray[np.void]: ...
+    def __len__(self) -> int: ...
+
+def lower(
+    src_offsets: NDArray[np.uint64],
+    dst_offsets: NDArray[np.uint64],
+    nbytes: NDArray[np.uint64],
+    src_bases: NDArray[np.uint64],
+    dst_bases: NDArray[np.uint64],
+    layout: str = "columns",
+    local: Literal["dst", "src"] = "dst",
+    out: Descriptors | None = None,
+) -> Descriptors: ...

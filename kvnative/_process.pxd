@@ -1,0 +1,26 @@
+from libc.stdint cimport uint64_t
+
+from kvnative._host cimport kvn_refusal
+
+
+cdef extern from "board.h" nogil:
+    ctypedef struct kvn_board:
+        pass
+
+    uint64_t kvn_board_first_stale(
+        const kvn_board *board, const uint64_t *slots, const uint64_t *generations, uint64_t count
+    )
+
+
+cdef extern from "peer.h" nogil:
+    ctypedef struct kvn_peer:
+        int pid
+        int pidfd
+        int proc
+        kvn_board board
+
+    int kvn_peer_open(int pid, kvn_peer *out, kvn_refusal *refusal)
+    int kvn_peer_attach(kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots, kvn_refusal *refusal)
+    int kvn_peer_check(const kvn_peer *peer, kvn_refusal *refusal)
+    int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_refusal *refusal)
+    void kvn_peer_close(kvn_peer *peer)

@@ -1,0 +1,115 @@
+#include "peer.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static int gone(const kvn_peer *peer, kvn_refusal *refusal)
+{
+    return kvn_refuse(refusal, KVN_PEER_GONE, ESRCH, "process %d has exited", peer->pid);
+}
+
+static int has_exited(const kvn_peer *peer)
+{
+    struct pollfd exit = {.fd = peer->pidfd, .events = POLLIN};
+    return poll(&exit, 1, 0) != 0; /* readable once it is dead, reaped or not */
+}
+
+int kvn_peer_open(int pid, kvn_peer *out, kvn_refusal *refusal)
+{
+    char path[32];
+    *out = (kvn_peer){.pid = pid, .pidfd = -1, .proc = -1, .board.memory.fd = -1};
+    if (pid < 1)
+        return kvn_refuse(refusal, KVN_INVALID, 0, "pid is %d; it must be at least 1", pid);
+    out->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+    if (out->pidfd < 0) {
+        if (errno == ESRCH)
+            return gone(out, refusal);
+        return kvn_refuse(refusal, errno == ENOSYS ? KVN_UNSUPPORTED : KVN_FAILED, errno,
+                          "pidfd_open of process %d: %s", pid, strerror(errno));
+    }
+    snprintf(path, sizeof path, "/proc/%d", pid);
+    out->proc = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    const int error = errno;
+    /* Only now is it sure that the directory is that of the process that the pidfd holds. */
+    const int dead = has_exited(out);
+    if (!dead && out->proc >= 0)
+        return KVN_OK;
+    kvn_peer_close(out);
+    if (dead)
+        return gone(out, refusal);
+    return kvn_refuse(refusal, KVN_DENIED, error, "%s of a living process cannot be opened: %s",
+                      path,
+                      error == ENOENT ? "/proc hides it (mount option hidepid)" : strerror(error));
+}
+
+static int refuse_exec(const kvn_peer *peer, kvn_refusal *refusal)
+{
+    return kvn_refuse(refusal, KVN_PEER_GONE, ESRCH,
+                      "process %d has closed its transport, or executes another program by now",
+                      peer->pid);
+}
+
+int kvn_peer_attach(kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots,
+                    kvn_refusal *refusal)
+{
+    peer->board_fd = board_fd;
+    int status = kvn_board_import(peer->pid, board_fd, inode, num_slots, &peer->board, refusal);
+    if (has_exited(peer))
+        status = gone(peer, refusal);
+    /* No such descriptor, or another file under its number: the board was closed, or exec closed
+     * it. */
+    else if (status != KVN_OK && refusal->code == ENOENT)
+        status = refuse_exec(peer, refusal);
+    return status;
+}
+
+int kvn_peer_check(const kvn_peer *peer, kvn_refusal *refusal)
+{
+    char name[32];
+    struct stat facts;
+    snprintf(name, sizeof name, "fd/%d", peer->board_fd);
+    const int error = fstatat(peer->proc, name, &facts, 0) ? errno : 0;
+    /* Asked last: a process that is alive now was so when its directory was read. */
+    if (has_exited(peer))
+        return gone(peer, refusal);
+    if (error == EACCES || error == EPERM)
+        return kvn_refuse(refusal, KVN_DENIED, error, "/proc/%d/%s: %s", peer->pid, name,
+                          strerror(error));
+    if (error || (uint64_t)facts.st_ino != peer->board.memory.inode)
+        return refuse_exec(peer, refusal);
+    return KVN_OK;
+}
+
+int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_refusal *refusal)
+{
+    char byte;
+    struct iovec local = {&byte, 1}, remote = {(void *)(uintptr_t)address, 1};
+    if (process_vm_readv(peer->pid, &local, 1, &remote, 1, 0) == 1)
+        return KVN_OK;
+    const int error = errno;
+    if (error == ESRCH)
+        return gone(peer, refusal);
+    const int status = error == EPERM    ? KVN_DENIED
+                       : error == ENOSYS ? KVN_UNSUPPORTED
+                                         : KVN_UNMAPPED;
+    return kvn_refuse(refusal, status, error,
+                      "process_vm_readv of address 0x%" PRIx64 " in process %d: %s", address,
+                      peer->pid, strerror(error));
+}
+
+void kvn_peer_close(kvn_peer *peer)
+{
+    kvn_board_close(&peer->board);
+    if (peer->proc >= 0)
+        close(peer->proc);
+    if (peer->pidfd >= 0)
+        close(peer->pidfd);
+    peer->proc = peer->pidfd = -1;
+}

@@ -1,0 +1,363 @@
+#include "pool.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "report.h"
+
+/* How long a waiter looks for the last pieces of its job before it sleeps: about one small piece.
+ * Sleeping and being woken costs as much (measured: docs/adr/0002-copy-strategies.md). */
+#define SPIN_NS 20000
+
+struct kvn_pool {
+    pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
+    pthread_cond_t work;
+    kvn_job *head; /* jobs with unclaimed descriptors, in the order in which they are served */
+    kvn_job *tail;
+    unsigned threads;
+    unsigned started;
+    unsigned moving; /* pieces in motion; never more than `threads` */
+    unsigned idle;   /* workers asleep that nobody has woken */
+    unsigned waking; /* workers woken that have not arrived */
+    bool stopping;
+    pid_t pid;
+    pthread_t workers[];
+};
+
+/* ---- the queue ---- */
+
+static void unqueue(kvn_pool *pool, kvn_job *job)
+{
+    if (!job->queued)
+        return;
+    if (job->previous)
+        job->previous->next = job->next;
+    else
+        pool->head = job->next;
+    if (job->next)
+        job->next->previous = job->previous;
+    else
+        pool->tail = job->previous;
+    job->next = job->previous = NULL;
+    job->queued = false;
+}
+
+static void queue_last(kvn_pool *pool, kvn_job *job)
+{
+    job->previous = pool->tail;
+    job->next = NULL;
+    if (pool->tail)
+        pool->tail->next = job;
+    else
+        pool->head = job;
+    pool->tail = job;
+    job->queued = true;
+}
+
+static void queue_first(kvn_pool *pool, kvn_job *job)
+{
+    if (pool->head == job)
+        return;
+    unqueue(pool, job);
+    job->next = pool->head;
+    if (pool->head)
+        pool->head->previous = job;
+    else
+        pool->tail = job;
+    pool->head = job;
+    job->queued = true;
+}
+
+/* One at a time: who is woken wakes the next, so submitting costs one wake-up however many threads. */
+static void wake_worker(kvn_pool *pool)
+{
+    if (pool->head && pool->idle > 0 && pool->moving + pool->waking < pool->threads) {
+        pool->idle--;
+        pool->waking++;
+        pthread_cond_signal(&pool->work);
+    }
+}
+
+/* ---- pieces ---- */
+
+static void finish(kvn_job *job)
+{
+    kvn_job_finish(job);
+    if (job->waiters > 0)
+        pthread_cond_broadcast(&job->changed);
+}
+
+/* Claims and moves one piece on this thread; with the mutex held, which it gives up meanwhile. */
+static void work_on(kvn_pool *pool, kvn_job *job)
+{
+    kvn_piece piece;
+    kvn_fault fault;
+    int status;
+
+    kvn_job_claim(job, pool->threads, &piece);
+    if (!kvn_job_has_unclaimed(job))
+        unqueue(pool, job);
+    job->in_motion++;
+    pool->moving++;
+    wake_worker(pool);
+    pthread_mutex_unlock(&pool->mutex);
+
+    status = kvn_job_move(job, &piece, &fault);
+
+    pthread_mutex_lock(&pool->mutex);
+    pool->moving--;
+    job->in_motion--;
+    if (status != KVN_OK) {
+        kvn_job_fail(job, &piece, status, &fault);
+        unqueue(pool, job);
+    }
+    if (job->in_motion == 0 && !kvn_job_has_unclaimed(job))
+        finish(job);
+}
+
+static void *worker_main(void *argument)
+{
+    kvn_pool *pool = argument;
+
+    pthread_mutex_lock(&pool->mutex);
+    while (!pool->stopping) {
+        if (pool->head && pool->moving < pool->threads) {
+            work_on(pool, pool->head);
+            continue;
+        }
+        pool->idle++;
+        pthread_cond_wait(&pool->work, &pool->mutex);
+        if (pool->waking > 0)
+            pool->waking--;
+        else
+            pool->idle--; /* woken by nobody */
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return NULL;
+}
+
+/* ---- the pool ---- */
+
+/* Signals are for the threads of the program, not for the workers. */
+static int start_workers(kvn_pool *pool)
+{
+    sigset_t all, before;
+    int error = 0;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool->started < pool->threads && error == 0) {
+        error = pthread_create(&pool->workers[pool->started], NULL, worker_main, pool);
+        if (error == 0) {
+            char name[16];
+            snprintf(name, sizeof name, "kvn-pool-%u", pool->started % 1000);
+            pthread_setname_np(pool->workers[pool->started++], name);
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+kvn_pool *kvn_pool_create(unsigned threads)
+{
+    kvn_pool *pool;
+    int error;
+
+    if (threads < 1 || threads > KVN_MAX_THREADS) {
+        errno = EINVAL;
+        return NULL;
+    }
+    pool = calloc(1, sizeof *pool + threads * sizeof(pthread_t));
+    if (!pool)
+        return NULL;
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pool->threads = threads;
+    pool->pid = getpid();
+    error = start_workers(pool);
+    if (error) {
+        kvn_pool_destroy(pool);
+        errno = error;
+        return NULL;
+    }
+    return pool;
+}
+
+unsigned kvn_pool_threads(const kvn_pool *pool) { return pool->threads; }
+
+bool kvn_pool_is_ours(const kvn_pool *pool) { return pool->pid == getpid(); }
+
+void kvn_pool_destroy(kvn_pool *pool)
+{
+    if (!pool || !kvn_pool_is_ours(pool))
+        return; /* a forked child has no workers, and may have inherited a locked mutex */
+    pthread_mutex_lock(&pool->mutex);
+    pool->stopping = true;
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+    for (unsigned i = 0; i < pool->started; i++)
+        pthread_join(pool->workers[i], NULL);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->mutex);
+    free(pool);
+}
+
+/* ---- jobs ---- */
+
+static int refuse_foreign(const kvn_job *job, const kvn_pool *pool, kvn_report *report)
+{
+    return kvn_report_refuse(report, job->batch.count, KVN_INVALID, 0,
+                             "the thread pool belongs to process %d and its threads do not exist "
+                             "in process %d, forked from it: make a new pool and executor there",
+                             (int)pool->pid, (int)getpid());
+}
+
+int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *report)
+{
+    pthread_condattr_t attributes;
+
+    if (!kvn_pool_is_ours(pool))
+        return refuse_foreign(job, pool, report);
+    if (job->batch.count == 0) {
+        kvn_job_run(job, 0);
+        return KVN_OK;
+    }
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&job->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    job->pool = pool;
+    kvn_job_start(job, total);
+    pthread_mutex_lock(&pool->mutex);
+    queue_last(pool, job);
+    wake_worker(pool);
+    pthread_mutex_unlock(&pool->mutex);
+    return KVN_OK;
+}
+
+static int pending(const kvn_job *job, kvn_report *report)
+{
+    kvn_report_begin(report);
+    report->bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);
+    return KVN_PENDING;
+}
+
+static int outcome(const kvn_job *job, kvn_report *report)
+{
+    kvn_report_copy(report, &job->report);
+    return report->status;
+}
+
+int kvn_job_poll(kvn_job *job, kvn_report *report)
+{
+    return kvn_job_is_finished(job) ? outcome(job, report) : pending(job, report);
+}
+
+/* The job is all claimed: the last pieces are a few microseconds from done. */
+static void spin_until_finished(const kvn_job *job)
+{
+    int64_t until = kvn_now_ns() + SPIN_NS;
+
+    while (!kvn_job_is_finished(job) && kvn_now_ns() < until) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+}
+
+/* False when the deadline has passed. */
+static bool sleep_until(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
+{
+    struct timespec deadline;
+    int error;
+
+    job->waiters++;
+    if (deadline_ns == KVN_FOREVER) {
+        error = pthread_cond_wait(&job->changed, &pool->mutex);
+    } else {
+        kvn_timespec(deadline_ns, &deadline);
+        error = pthread_cond_timedwait(&job->changed, &pool->mutex, &deadline);
+    }
+    job->waiters--;
+    return error != ETIMEDOUT;
+}
+
+/* Works on the job while there is a place; then sleeps. With the mutex held. */
+static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
+{
+    bool spun = false;
+
+    while (!kvn_job_is_finished(job)) {
+        if (deadline_ns != KVN_FOREVER && kvn_now_ns() >= deadline_ns)
+            break;
+        if (kvn_job_has_unclaimed(job) && pool->moving < pool->threads) {
+            work_on(pool, job);
+        } else if (!kvn_job_has_unclaimed(job) && !spun) {
+            spun = true;
+            wake_worker(pool); /* for other jobs: this thread's place is free */
+            pthread_mutex_unlock(&pool->mutex);
+            spin_until_finished(job);
+            pthread_mutex_lock(&pool->mutex);
+        } else {
+            if (job->queued)
+                queue_first(pool, job);
+            wake_worker(pool);
+            if (!sleep_until(pool, job, deadline_ns))
+                break;
+        }
+    }
+    wake_worker(pool);
+}
+
+int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report)
+{
+    kvn_pool *pool = job->pool;
+
+    if (kvn_job_is_finished(job))
+        return outcome(job, report);
+    if (!kvn_pool_is_ours(pool))
+        return refuse_foreign(job, pool, report);
+    pthread_mutex_lock(&pool->mutex);
+    help(pool, job, deadline_ns);
+    pthread_mutex_unlock(&pool->mutex);
+    return kvn_job_poll(job, report);
+}
+
+int kvn_job_abort(kvn_job *job, int why, kvn_report *report)
+{
+    kvn_pool *pool = job->pool;
+
+    if (kvn_job_is_finished(job))
+        return outcome(job, report);
+    if (!kvn_pool_is_ours(pool))
+        return refuse_foreign(job, pool, report);
+    pthread_mutex_lock(&pool->mutex);
+    if (kvn_job_has_unclaimed(job)) {
+        job->report.status = why;
+        kvn_job_abandon(job);
+        unqueue(pool, job);
+        if (job->in_motion == 0)
+            finish(job);
+    }
+    while (!kvn_job_is_finished(job))
+        sleep_until(pool, job, KVN_FOREVER);
+    pthread_mutex_unlock(&pool->mutex);
+    return outcome(job, report);
+}
+
+void kvn_job_release(kvn_job *job)
+{
+    kvn_pool *pool = job->pool;
+
+    if (!pool || !kvn_pool_is_ours(pool))
+        return;
+    /* Who finished the job may still hold the mutex; after this nobody looks at the job. */
+    pthread_mutex_lock(&pool->mutex);
+    pthread_mutex_unlock(&pool->mutex);
+    pthread_cond_destroy(&job->changed);
+}

@@ -1,0 +1,166 @@
+#include "process.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+
+#include "mapping.h"
+#include "pooled.h"
+
+/* Smaller batches are moved by the caller at once: a worker wakes up later than that takes. */
+#define INLINE_NBYTES (128u << 10)
+
+typedef struct process_backend {
+    kvn_pooled pooled;
+    int pid;
+    int is_put;
+} process_backend;
+
+/* Where a piece has got to. */
+typedef struct progress {
+    uint64_t index; /* descriptor */
+    uint64_t skip;  /* bytes of it that are done */
+    uint64_t left;  /* bytes of the piece */
+} progress;
+
+typedef struct ranges {
+    struct iovec local[IOV_MAX];
+    struct iovec remote[IOV_MAX];
+    unsigned long count;
+} ranges;
+
+static void gather(const process_backend *self, const kvn_columns *batch, progress at,
+                   unsigned long limit, ranges *out)
+{
+    const uint64_t *locals = self->is_put ? batch->src : batch->dst;
+    const uint64_t *remotes = self->is_put ? batch->dst : batch->src;
+    for (out->count = 0; at.left && out->count < limit; out->count++) {
+        uint64_t nbytes = batch->nbytes[at.index] - at.skip;
+        if (nbytes > at.left)
+            nbytes = at.left;
+        out->local[out->count] =
+            (struct iovec){(void *)(uintptr_t)(locals[at.index] + at.skip), nbytes};
+        out->remote[out->count] =
+            (struct iovec){(void *)(uintptr_t)(remotes[at.index] + at.skip), nbytes};
+        at = (progress){at.index + 1, 0, at.left - nbytes};
+    }
+}
+
+static ssize_t transfer(const process_backend *self, const ranges *ranges)
+{
+    return (self->is_put ? process_vm_writev : process_vm_readv)(
+        self->pid, ranges->local, ranges->count, ranges->remote, ranges->count, 0);
+}
+
+static void advance(const kvn_columns *batch, progress *at, uint64_t nbytes)
+{
+    at->left -= nbytes;
+    while (at->left && nbytes >= batch->nbytes[at->index] - at->skip) {
+        nbytes -= batch->nbytes[at->index] - at->skip;
+        at->index++;
+        at->skip = 0;
+    }
+    at->skip += nbytes;
+}
+
+/* The kernel does not say whose address was wrong. Ours can be looked up; else it was theirs. */
+static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
+{
+    const uint64_t local = (uintptr_t)ranges->local->iov_base, nbytes = ranges->local->iov_len;
+    kvn_refusal refusal;
+    if (kvn_mapping_check(local, nbytes, !self->is_put, KVN_MAPS_AUTO, &refusal) != KVN_OK)
+        snprintf(message, room, "local memory: %.*s", (int)room - 16, refusal.message);
+    else
+        snprintf(message, room,
+                 "remote memory: address 0x%" PRIx64 " of process %d is not mapped or not %s",
+                 (uint64_t)(uintptr_t)ranges->remote->iov_base, self->pid,
+                 self->is_put ? "writable" : "readable");
+    return KVN_UNMAPPED;
+}
+
+/* Says why the single range of descriptor `index` failed at its very first byte. */
+static int diagnose(const process_backend *self, const ranges *ranges, int error, uint64_t index,
+                    kvn_fault *fault)
+{
+    const char *call = self->is_put ? "process_vm_writev" : "process_vm_readv";
+    char *message = fault->message;
+    size_t room = sizeof fault->message;
+    const int prefix = snprintf(message, room, "descriptor %" PRIu64 ": ", index);
+    message += prefix;
+    room -= (size_t)prefix;
+    fault->code = error;
+    switch (error) {
+    case ESRCH: snprintf(message, room, "process %d has exited", self->pid); return KVN_PEER_GONE;
+    case EPERM:
+        snprintf(message, room, "%s is refused for process %d", call, self->pid);
+        return KVN_DENIED;
+    case ENOSYS:
+        snprintf(message, room, "this system has no %s, or a sandbox hides it", call);
+        return KVN_UNSUPPORTED;
+    case EFAULT: return whose(self, ranges, message, room);
+    default:
+        snprintf(message, room, "%s of process %d: %s", call, self->pid, strerror(error));
+        return error == ENOMEM ? KVN_NO_MEMORY : KVN_FAILED;
+    }
+}
+
+static int move(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
+{
+    const process_backend *self = context;
+    progress at = {piece->first, piece->skip, piece->nbytes};
+    unsigned long limit = IOV_MAX;
+    ranges ranges;
+    advance(batch, &at, 0); /* past empty descriptors */
+    while (at.left) {
+        gather(self, batch, at, limit, &ranges);
+        const ssize_t moved = transfer(self, &ranges);
+        if (moved > 0) {
+            /* If it was less: the next call starts at the byte in doubt, and gets its errno. */
+            advance(batch, &at, (uint64_t)moved);
+            continue;
+        }
+        const int error = moved < 0 ? errno : EFAULT;
+        /* The kernel refuses a whole call for one impossible address in it. */
+        if (ranges.count > 1 && (error == EFAULT || error == EINVAL)) {
+            limit = 1;
+            continue;
+        }
+        fault->failed = at.index;
+        fault->bytes_done = piece->nbytes - at.left;
+        return diagnose(self, &ranges, error, batch->first + at.index, fault);
+    }
+    return KVN_OK;
+}
+
+static void destroy(kvn_backend *base)
+{
+    process_backend *self = (process_backend *)base;
+    kvn_pooled_fini(&self->pooled);
+    free(self);
+}
+
+static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("process", destroy);
+
+int kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction, kvn_backend **out)
+{
+    *out = NULL;
+    if (pid < 1 || (direction != KVN_PEER_GET && direction != KVN_PEER_PUT))
+        return KVN_INVALID;
+    process_backend *self = calloc(1, sizeof *self);
+    if (!self)
+        return KVN_NO_MEMORY;
+    if (kvn_pooled_init(&self->pooled, &vtable, pool, move) != 0) {
+        free(self);
+        return KVN_NO_MEMORY;
+    }
+    self->pid = pid;
+    self->is_put = direction == KVN_PEER_PUT;
+    self->pooled.max_descriptors = IOV_MAX;
+    self->pooled.inline_nbytes = INLINE_NBYTES;
+    self->pooled.capabilities.directions = direction;
+    *out = &self->pooled.base;
+    return KVN_OK;
+}

@@ -1,0 +1,1 @@
+"""How the memory of another process is reached, one file for each way."""

@@ -1,0 +1,153 @@
+"""Which process a peer is, and whether it can be reached from here at all.
+
+A pid is not an identity: it is reused, and means another process in another namespace or on another
+host. What is compared here is enough to never take one process for another.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvnative._process import Peer
+from kvplan.status import LLMException, LLMStatusCode
+
+
+def link_failed(message: str) -> LLMException:
+    """The peer cannot be reached, or no longer: LLM_LINK_FAILED."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process of this host, from its start to its end.
+
+    Attributes:
+        boot_id: of the running kernel; differs on every host and after every boot.
+        pid: in its PID namespace.
+        start_time: in clock ticks since boot.
+        pid_namespace: inode of the PID namespace.
+        user_namespace: inode of the user namespace.
+    """
+
+    boot_id: str
+    pid: int
+    start_time: int
+    pid_namespace: int
+    user_namespace: int
+
+    @classmethod
+    def of_self(cls) -> Identity:
+        """The identity of this process.
+
+        Raises:
+            OSError: /proc is not mounted or cannot be read.
+        """
+        return cls(
+            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            pid=os.getpid(),
+            start_time=start_time("self"),
+            pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
+            user_namespace=Path("/proc/self/ns/user").stat().st_ino,
+        )
+
+
+def start_time(pid: int | str) -> int:
+    """When process `pid` started, in clock ticks since boot."""
+    # The name in parentheses may itself hold spaces and parentheses.
+    after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+    return int(after_name.split()[19])
+
+
+def hold(peer: Identity) -> Peer:
+    """Take hold of the process that `peer` names, so that it cannot be mistaken from here on.
+
+    Raises:
+        LLMException: LLM_LINK_FAILED: it runs on another host, in another PID namespace, has
+            exited (its pid may be another's by now), or is hidden from this process.
+    """
+    here = Identity.of_self()
+    if peer.boot_id != here.boot_id:
+        raise link_failed(
+            f"peer {peer.pid} runs on another host, or before its last boot: boot id "
+            f"{peer.boot_id}, here {here.boot_id}; memory is reached on one host only"
+        )
+    if peer.pid_namespace != here.pid_namespace:
+        raise link_failed(
+            f"peer {peer.pid} is in another PID namespace ({peer.pid_namespace}, here "
+            f"{here.pid_namespace}); run both in one, as with `docker run --pid=container:<name>` "
+            "or `shareProcessNamespace: true` in a pod"
+        )
+    if os.readlink("/proc/self") != str(here.pid):
+        raise link_failed(
+            "the /proc mounted here belongs to another PID namespace, so no peer can be looked up; "
+            "mount it anew, as with `unshare --mount-proc`"
+        )
+    try:
+        process = Peer(peer.pid)
+        # Read while the pidfd holds the process: a later one of this pid cannot slip in.
+        started = start_time(peer.pid)
+    except OSError as error:
+        raise link_failed(f"peer {peer.pid} cannot be reached: {error.strerror}") from error
+    if started != peer.start_time:
+        process.close()
+        raise link_failed(
+            f"peer {peer.pid} has exited, and its pid is another process's by now: started at "
+            f"{started} ticks after boot, the peer at {peer.start_time}"
+        )
+    return process
+
+
+def advice(peer: Identity) -> str:
+    """What to allow so that the system lets this process reach `peer`: one sentence a cause."""
+    try:
+        theirs, ours = _status(peer.pid), _status("self")
+        dumpable_owner = Path(f"/proc/{peer.pid}").stat().st_uid
+    except OSError as error:
+        return f"why cannot be read ({error.strerror})"
+    causes = []
+    their_uids, our_uid = theirs["Uid"].split()[:3], str(os.geteuid())
+    if set(their_uids) != {our_uid}:
+        causes.append(
+            f"the peer runs as uid {their_uids[0]}, this process as {our_uid}: run both as one "
+            "user, or give this process CAP_SYS_PTRACE"
+        )
+    elif str(dumpable_owner) != our_uid:
+        causes.append(
+            "the peer is not dumpable: it must not clear PR_SET_DUMPABLE, nor be started from a "
+            "file with privileges or without read permission"
+        )
+    if peer.user_namespace != Path("/proc/self/ns/user").stat().st_ino:
+        causes.append("the peer is in another user namespace: run both in one")
+    if int(theirs["CapPrm"], 16) & ~int(ours["CapPrm"], 16):
+        causes.append("the peer holds capabilities that this process lacks: give both the same")
+    scope = _ptrace_scope()
+    if scope:
+        causes.append(
+            f"kernel.yama.ptrace_scope is {scope}: "
+            + (
+                "make the peer's LocalTransport with permit_any_peer=True, set it to 0, or give "
+                "this process CAP_SYS_PTRACE"
+                if scope == 1
+                else "set it to 0 or 1 (3 lasts until the next boot), or use arenas"
+            )
+        )
+    if theirs["Seccomp"] != "0" or ours["Seccomp"] != "0":
+        causes.append(
+            "a seccomp filter is active: let it pass process_vm_readv and process_vm_writev, as "
+            "with `docker run --cap-add=SYS_PTRACE`"
+        )
+    return "; ".join(causes) or "a security module refuses it: see its log"
+
+
+def _status(pid: int | str) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _ptrace_scope() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except OSError:  # no Yama in this kernel
+        return 0

@@ -1,0 +1,349 @@
+"""Lowering against NumPy's broadcasting, and everything that it must refuse."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvnative._lower import LAYOUTS, Descriptors, lower
+
+Column = NDArray[np.uint64]
+Recipe = dict[str, Any]  # keyword arguments of lower(), mostly columns
+COLUMNS_DTYPE = np.dtype([("dst", "u8"), ("src", "u8"), ("nbytes", "u8")])
+HCCL_DTYPE = np.dtype(
+    [("local", "u8"), ("remote", "u8"), ("count", "u8"), ("data_type", "i4"), ("reserved", "u4")]
+)
+HCCL_UINT8 = 7
+TOP = 2**64 - 1
+
+
+def u64(*values: int) -> Column:
+    return np.array(values, dtype=np.uint64)
+
+
+# Two segments of three tensor pairs: what most tests below vary by one argument.
+RECIPE: Recipe = {
+    "src_offsets": u64(0, 64),
+    "dst_offsets": u64(128, 32),
+    "nbytes": u64(16, 8),
+    "src_bases": u64(1000, 2000, 3000),
+    "dst_bases": u64(70000, 80000, 90000),
+}
+
+
+def lower_with(**changed: Any) -> Descriptors:
+    return lower(**{**RECIPE, **changed})
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Recipes of 0 to 9 pairs x 0 to 70 segments that use the whole range of addresses."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    pairs, segments = draw(st.integers(0, 9)), draw(st.integers(0, 70))
+    high = draw(st.sampled_from([2**10, 2**40, 2**62]))
+
+    def column(length: int, low: int, top: int) -> Column:
+        return rng.integers(low, top, size=length, dtype=np.uint64, endpoint=True)
+
+    return {
+        "src_offsets": column(segments, 0, high),
+        "dst_offsets": column(segments, 0, high),
+        "nbytes": column(segments, 1, min(high, 2**52)),
+        "src_bases": column(pairs, 0, 2**63),
+        "dst_bases": column(pairs, 0, 2**63),
+    }
+
+
+def expected_columns(recipe: Recipe) -> tuple[Column, Column, Column]:
+    dst = recipe["dst_bases"][:, None] + recipe["dst_offsets"]
+    src = recipe["src_bases"][:, None] + recipe["src_offsets"]
+    return dst.ravel(), src.ravel(), np.tile(recipe["nbytes"], len(recipe["src_bases"]))
+
+
+@given(recipes())
+def test_columns_are_numpys_broadcast(recipe: Recipe) -> None:
+    dst, src, nbytes = expected_columns(recipe)
+    descriptors = lower(**recipe)
+    np.testing.assert_array_equal(descriptors.dst, dst)
+    np.testing.assert_array_equal(descriptors.src, src)
+    np.testing.assert_array_equal(descriptors.nbytes, nbytes)
+    assert len(descriptors) == descriptors.count == len(dst)
+    assert descriptors.total_nbytes == int(nbytes.sum())
+    assert descriptors.layout == "columns"
+
+
+@given(recipes(), st.sampled_from(["dst", "src"]))
+def test_hccl_rows_are_numpys_broadcast(recipe: Recipe, local: str) -> None:
+    dst, src, nbytes = expected_columns(recipe)
+    expected = np.zeros(len(dst), dtype=HCCL_DTYPE)
+    expected["local"], expected["remote"] = (dst, src) if local == "dst" else (src, dst)
+    expected["count"] = nbytes
+    expected["data_type"] = HCCL_UINT8
+    descriptors = lower(**recipe, layout="hccl", local=local)
+    assert descriptors.rows.dtype == HCCL_DTYPE
+    np.testing.assert_array_equal(descriptors.rows, expected)
+    assert descriptors.total_nbytes == int(nbytes.sum())
+
+
+@given(st.lists(recipes(), max_size=5), st.sampled_from(LAYOUTS))
+def test_a_reused_buffer_gives_the_same(recipe_list: list[Recipe], layout: str) -> None:
+    out = Descriptors()
+    for recipe in recipe_list:
+        assert lower(**recipe, layout=layout, out=out) is out
+        fresh = lower(**recipe, layout=layout)
+        if layout == "hccl":
+            np.testing.assert_array_equal(out.rows, fresh.rows)
+        else:
+            for name in ("dst", "src", "nbytes"):
+                np.testing.assert_array_equal(getattr(out, name), getattr(fresh, name))
+
+
+@given(recipes())
+def test_the_callers_own_descriptors_are_copied(recipe: Recipe) -> None:
+    dst, src, nbytes = expected_columns(recipe)
+    records = np.zeros(len(dst), dtype=COLUMNS_DTYPE)
+    records["dst"], records["src"], records["nbytes"] = dst, src, nbytes
+    for descriptors in (
+        Descriptors.from_columns(dst, src, nbytes),
+        Descriptors.from_array(records),
+    ):
+        np.testing.assert_array_equal(descriptors.dst, dst)
+        np.testing.assert_array_equal(descriptors.src, src)
+        np.testing.assert_array_equal(descriptors.nbytes, nbytes)
+    rows = lower(**recipe, layout="hccl").rows
+    np.testing.assert_array_equal(Descriptors.from_array(rows, "hccl").rows, rows)
+
+
+def test_columns_start_on_cache_lines() -> None:
+    descriptors = lower_with()
+    for column in (descriptors.dst, descriptors.src, descriptors.nbytes):
+        assert column.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_to_lower(layout: str) -> None:
+    none = u64()
+    descriptors = lower_with(src_offsets=none, dst_offsets=none, nbytes=none, layout=layout)
+    assert (len(descriptors), descriptors.total_nbytes) == (0, 0)
+    assert len(lower_with(src_bases=none, dst_bases=none, layout=layout)) == 0
+
+
+def test_new_descriptors_are_empty() -> None:
+    assert (len(Descriptors()), len(Descriptors().dst)) == (0, 0)
+
+
+# --- what crosses from Python -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", RECIPE)
+def test_only_native_contiguous_uint64_crosses(argument: str) -> None:
+    column = RECIPE[argument]
+    for wrong in (
+        column.astype(np.int64),
+        column.astype(np.uint32),
+        column.astype(np.float64),
+        column.astype(">u8"),
+        column.view("V8"),
+        column.tolist(),
+        None,
+    ):
+        with pytest.raises(TypeError, match=f"^{argument}: expected"):
+            lower_with(**{argument: wrong})
+    for wrong in (np.repeat(column, 2)[::2], column[::-1], column[None], np.uint64(1)):
+        with pytest.raises((TypeError, ValueError), match=f"^{argument}: expected"):
+            lower_with(**{argument: wrong})
+
+
+def test_lengths_must_agree() -> None:
+    with pytest.raises(ValueError, match="^dst_offsets: expected 2 items, as in nbytes, got 1$"):
+        lower_with(dst_offsets=u64(0))
+    with pytest.raises(ValueError, match="^dst_bases: expected 3 items, as in src_bases, got 2$"):
+        lower_with(dst_bases=u64(0, 1))
+
+
+def test_options_are_known() -> None:
+    with pytest.raises(ValueError, match="^layout = 'rows': expected one of 'columns', 'hccl'$"):
+        lower_with(layout="rows")
+    with pytest.raises(ValueError, match="^local = 'remote': expected 'dst' or 'src'$"):
+        lower_with(local="remote")
+
+
+def swapped(dtype: np.dtype[np.void], first: str, second: str) -> np.dtype[np.void]:
+    """`dtype` with the names of two fields exchanged: same types, same sizes, same offsets."""
+    names = {first: second, second: first}
+    return np.dtype([(names.get(name, name), dtype[name]) for name in dtype.names or ()])
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("columns", swapped(COLUMNS_DTYPE, "dst", "src")),
+        ("hccl", swapped(HCCL_DTYPE, "local", "remote")),
+        ("hccl", COLUMNS_DTYPE),
+        ("columns", HCCL_DTYPE),
+        ("hccl", HCCL_DTYPE.newbyteorder(">")),
+        ("columns", np.dtype([("dst", "u8"), ("src", "u8"), ("nbytes", "i8")])),
+        ("columns", np.dtype([("dst", "u8"), ("src", "u8"), ("nbytes", "u8"), ("tag", "u8")])),
+        ("columns", np.dtype("u8")),
+    ],
+)
+def test_records_are_matched_by_field_name(layout: str, dtype: np.dtype[Any]) -> None:
+    with pytest.raises(TypeError, match="^array: expected a NumPy array of dtype .*, got "):
+        Descriptors.from_array(np.ones(2, dtype=dtype), layout)
+
+
+def test_records_move_bytes() -> None:
+    rows = lower_with(layout="hccl").rows.copy()
+    rows[2]["data_type"] = 4
+    with pytest.raises(ValueError, match=r"^array\[2\] = .*: expected word 3 .* to be 7$"):
+        Descriptors.from_array(rows, "hccl")
+    rows[2]["data_type"], rows[1]["reserved"] = HCCL_UINT8, 1
+    with pytest.raises(ValueError, match=r"^array\[1\] = "):
+        Descriptors.from_array(rows, "hccl")
+
+
+def test_strided_records_are_copied_as_they_read() -> None:
+    records = np.array([(1, 2, 3), (4, 5, 6), (7, 8, 9)], dtype=COLUMNS_DTYPE)
+    assert Descriptors.from_array(records[::-2]).src.tolist() == [8, 2]
+
+
+# --- overflow ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"nbytes": u64(16, 0)}, "nbytes[1] = 0: expected at least 1 byte"),
+        (
+            {"src_offsets": u64(0, TOP - 7)},
+            f"src_offsets[1] = {TOP - 7}: expected at most {TOP - 8}, or the end of a range",
+        ),
+        (
+            {"dst_bases": u64(0, TOP - 143, 5)},
+            f"dst_bases[1] = {TOP - 143}: expected at most {TOP - 144}, or the end of a range",
+        ),
+        (
+            {"nbytes": u64(2**62, 2**62)},
+            f"nbytes[1] = {2**62}: expected at most {TOP // 3 - 2**62}, or the total of bytes",
+        ),
+    ],
+)
+def test_overflow_names_the_item(changed: dict[str, Column], message: str) -> None:
+    with pytest.raises((OverflowError, ValueError)) as refusal:
+        lower_with(**changed)
+    assert str(refusal.value).startswith(message)
+
+
+def test_the_last_byte_of_the_address_space_is_in_range() -> None:
+    lowered = lower(u64(8), u64(0), u64(16), u64(TOP - 24), u64(TOP - 16))
+    assert (lowered.src.tolist(), lowered.dst.tolist()) == ([TOP - 16], [TOP - 16])
+    assert len(lower_with(nbytes=u64(TOP // 3 - 1000, 999), src_bases=u64(0, 0, 0))) == 6
+
+
+def test_the_array_itself_must_be_addressable() -> None:
+    # Zero pages that nothing touches: the size is refused before any value is read.
+    many = np.zeros(700_000_000, dtype=np.uint64)
+    with pytest.raises(OverflowError, match="^700000000 tensor pairs x 700000000 segments: "):
+        lower(many, many, many, many, many)
+
+
+# --- ownership --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dst", "src", "nbytes"])
+def test_views_are_read_only_and_not_copies(name: str) -> None:
+    descriptors = lower_with()
+    column = getattr(descriptors, name)
+    assert not column.flags.writeable and not column.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        column[0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        column.flags.writeable = True
+    assert column.ctypes.data == getattr(descriptors, name).ctypes.data
+
+
+def test_a_view_keeps_its_memory() -> None:
+    column = lower_with().dst
+    row = lower_with(layout="hccl").rows[1:]
+    gc.collect()
+    others = [lower_with() for _ in range(100)]
+    assert column.tolist() == expected_columns(RECIPE)[0].tolist()
+    assert row["local"].tolist() == column[1:].tolist()
+    assert len(others) == 100
+
+
+@pytest.mark.parametrize("part", [lambda column: column, lambda column: column[2:4]])
+def test_what_a_view_shows_never_changes(part: Callable[[Column], Column]) -> None:
+    out = lower_with()
+    view = part(out.src)
+    before = view.tolist()
+    with pytest.raises(BufferError, match="^out: .* is in use by 1 views or tasks in flight$"):
+        lower_with(src_bases=u64(5, 6, 7), out=out)
+    assert view.tolist() == before
+    del view
+    lower_with(src_bases=u64(5, 6, 7), out=out)
+    assert out.src.tolist() == [5, 69, 6, 70, 7, 71]
+
+
+def test_a_refused_recipe_leaves_out_as_it_was() -> None:
+    out = lower_with()
+    with pytest.raises(OverflowError):
+        lower_with(dst_bases=u64(0, 0, TOP), out=out)
+    assert out.dst.tolist() == expected_columns(RECIPE)[0].tolist()
+    lower_with(out=out)
+
+
+def test_a_large_enough_buffer_is_reused() -> None:
+    hundred = u64(*range(1, 101))
+    out = lower(hundred, hundred, hundred, u64(0), u64(0))
+    address = out.dst.ctypes.data
+    for layout in LAYOUTS:
+        lower_with(layout=layout, out=out)
+        assert (out.rows if layout == "hccl" else out.dst).ctypes.data == address
+
+
+def test_the_layout_of_a_view_is_the_arrays() -> None:
+    with pytest.raises(ValueError, match="^layout = 'hccl': expected 'columns'$"):
+        _ = lower_with(layout="hccl").dst
+    with pytest.raises(ValueError, match="^layout = 'columns': expected one of rows"):
+        _ = lower_with().rows
+
+
+def test_other_threads_run_while_lowering() -> None:
+    """The kernel releases the GIL: another thread sees `out` mid-write and is refused.
+
+    With the GIL held from the start of the write to its end nobody could ever see that state.
+    """
+    give_up = time.monotonic() + 60
+    segments = np.arange(1, 2_001, dtype=np.uint64)
+    bases = np.zeros(2_000, dtype=np.uint64)
+    out = lower(segments, segments, segments, bases, bases)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            try:
+                lower(segments, segments, segments, bases, bases, out=out)
+            except BufferError:
+                continue  # this thread's turn came while the other one held a view
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        refusal = ""
+        while "is being written" not in refusal:
+            assert time.monotonic() < give_up, "the writer never let go of the GIL"
+            try:
+                assert len(out.dst) == 4_000_000
+            except BufferError as error:
+                refusal = str(error)
+    finally:
+        stop.set()
+        writer.join()
