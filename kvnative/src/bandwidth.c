@@ -12,6 +12,7 @@
 #include "wrappers.h"
 
 #define SLICE_SECONDS 0.002 /* of the limit; also what an abort may have to wait for */
+#define MOST_NS 1000000000000000 /* of one slice: eleven days, far from overflow */
 #define TICK_NS 2000000     /* how often a driver inside the inner backend looks for an abort */
 
 typedef struct bandwidth {
@@ -71,12 +72,14 @@ static void cut_slice(const bandwidth *self, bandwidth_request *request)
 static void schedule_slice(bandwidth *self, bandwidth_request *request)
 {
     int64_t now = kvn_now_ns();
+    double nanoseconds;
 
     cut_slice(self, request);
+    nanoseconds = (double)request->slice_nbytes / self->bytes_per_second * 1e9;
     pthread_mutex_lock(&self->mutex);
     if (self->free_ns < now)
         self->free_ns = now;
-    self->free_ns += (int64_t)((double)request->slice_nbytes / self->bytes_per_second * 1e9);
+    self->free_ns += nanoseconds < MOST_NS ? (int64_t)nanoseconds : MOST_NS;
     request->due_ns = self->free_ns;
     pthread_mutex_unlock(&self->mutex);
 }

@@ -1,0 +1,89 @@
+# Declarations of include/kvnative/*.h and of the sources behind _executor, as C has them.
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from kvnative._lower_c cimport kvn_columns
+
+cdef extern from "kvnative/status.h" nogil:
+    enum:
+        KVN_OK
+        KVN_PENDING
+        KVN_TIMEOUT
+        KVN_CANCELLED
+        KVN_INVALID
+        KVN_NO_MEMORY
+        KVN_PEER_GONE
+        KVN_DENIED
+        KVN_UNMAPPED
+        KVN_UNSUPPORTED
+        KVN_FAILED
+
+cdef extern from "kvnative/backend.h" nogil:
+    enum:
+        KVN_HOST_TO_HOST
+        KVN_HOST_TO_DEVICE
+        KVN_DEVICE_TO_HOST
+        KVN_DEVICE_TO_DEVICE
+        KVN_PEER_GET
+        KVN_PEER_PUT
+    const int64_t KVN_FOREVER
+    const uint64_t KVN_NO_DESCRIPTOR
+    ctypedef struct kvn_capabilities:
+        uint64_t max_batch
+        uint64_t max_nbytes
+        uint32_t directions
+        uint32_t asynchronous
+    ctypedef struct kvn_span:
+        uint64_t first
+        uint64_t last
+    ctypedef struct kvn_report:
+        int32_t status
+        int32_t code
+        uint64_t failed
+        uint64_t bytes_done
+        uint32_t num_unconfirmed
+        kvn_span unconfirmed[66]  # KVN_MAX_SPANS
+        char message[256]
+    ctypedef struct kvn_backend:
+        const kvn_backend_vtable *vtable
+    ctypedef struct kvn_backend_vtable:
+        const char *name
+        void (*capabilities)(const kvn_backend *self, kvn_capabilities *out) noexcept
+        const char *(*last_error)(const kvn_backend *self) noexcept
+        void (*destroy)(kvn_backend *self) noexcept
+
+cdef extern from "pool.h" nogil:
+    enum:
+        KVN_MAX_THREADS
+    ctypedef struct kvn_pool:
+        pass
+    kvn_pool *kvn_pool_create(unsigned threads)
+    unsigned kvn_pool_threads(const kvn_pool *pool)
+    bint kvn_pool_is_ours(const kvn_pool *pool)
+    void kvn_pool_destroy(kvn_pool *pool)
+
+cdef extern from "host.h" nogil:
+    ctypedef enum kvn_strategy:
+        KVN_NUM_STRATEGIES
+    const char *kvn_strategy_name(kvn_strategy strategy)
+    kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
+
+cdef extern from "wrappers.h" nogil:
+    kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code)
+    kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
+    kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
+    kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch, uint64_t max_nbytes)
+    kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
+
+cdef extern from "executor.h" nogil:
+    ctypedef struct kvn_task:
+        pass
+    int kvn_task_submit(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
+    int kvn_task_poll(kvn_task *task)
+    int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
+    int kvn_task_abort(kvn_task *task, int why)
+    int kvn_task_report(kvn_task *task, kvn_report *report)
+    void kvn_task_release(kvn_task *task)
+
+cdef extern from "report.h" nogil:
+    int64_t kvn_now_ns()
+    uint64_t kvn_report_unconfirmed(const kvn_report *report)
