@@ -74,13 +74,10 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     Raises:
         WorkerFailed: a process failed. DemoFailed: all worked, but the outcome is not as it must be.
     """
-    # Imported here by name only; each runs in a process of its own.
-    from . import decode, monolithic, prefill
-
     settings = Settings(options.prompt, options.max_tokens, options.block_size, weights_path())
     console.title("Prefill reads the prompt; decode has no prompt, only an empty cache")
-    prefiller = workers.start("prefill", prefill.run, settings)
-    decoder = workers.start("decode", decode.run, settings)
+    prefiller = workers.start("prefill", f"{__package__}.prefill", settings)
+    decoder = workers.start("decode", f"{__package__}.decode", settings)
     handover: Handover = workers.answer(prefiller)
 
     decoder.send(handover)
@@ -93,7 +90,7 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     console.lines(speed_text(moved))
 
     console.title("The same model alone: monolithic")
-    alone: Generated = workers.answer(workers.start("monolithic", monolithic.run, settings))
+    alone: Generated = workers.answer(workers.start("monolithic", f"{__package__}.monolithic", settings))
     console.lines(speed_text(alone))
     console.lines("\n" + check_identical(moved, alone))
 

@@ -17,6 +17,8 @@ from .weights import ModelFile
 from .workers import Channel
 
 TRANSFER_TIMEOUT_MS = 10_000
+EXPLAINED_ROWS = 6
+"""Segments, and layers, that `explain` shows before it counts the rest."""
 
 
 def run(channel: Channel, settings: Settings) -> None:
@@ -57,7 +59,7 @@ def run(channel: Channel, settings: Settings) -> None:
                 transfer_seconds = time.perf_counter() - started
                 channel.answer(
                     Arrival(
-                        explanation=pulled.explain(),
+                        explanation=pulled.explain(limit=EXPLAINED_ROWS),
                         difference=plan.diff(pulled),
                         nbytes=pulled.nbytes,
                         num_slices=pulled.num_slices * pulled.num_tensor_pairs,

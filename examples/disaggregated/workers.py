@@ -13,7 +13,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
@@ -69,17 +71,18 @@ class Channel:
         return self._connection.recv()
 
 
-def _work(run: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]) -> None:
-    """What a worker process does: `run`, and tell how it failed if it did."""
+def _work(module: str, connection: Connection, arguments: tuple[Any, ...]) -> None:
+    """What a worker process does: the module's `run`, and tell how it failed if it did."""
     # Ctrl-C reaches every process of the terminal; the demo alone decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run(Channel(connection), *arguments)
+        import_module(module).run(Channel(connection), *arguments)
     except (EOFError, BrokenPipeError):
         sys.exit(1)  # the demo is gone: there is nobody to tell
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        connection.send(Failure(reason, traceback.format_exc()))
+        with suppress(OSError):
+            connection.send(Failure(reason, traceback.format_exc()))
         sys.exit(1)
 
 
@@ -92,19 +95,12 @@ class Worker:
     connection: Connection
 
     def send(self, value: Any) -> None:
-        try:
+        # If it is gone, that and its last words are told by whoever waits for its answer.
+        with suppress(OSError):
             self.connection.send(value)
-        except OSError:
-            # It is gone. What it said before that is told by whoever waits for its answer.
-            self.process.join(1)
 
-    def end(self) -> WorkerFailed:
-        self.process.join(1)
-        code = self.process.exitcode
-        how = "closed its pipe" if code is None else f"exited with status {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        return WorkerFailed(f"{self.name} (pid {self.process.pid}) {how} before it was done")
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.process.pid})"
 
 
 class Workers:
@@ -127,12 +123,12 @@ class Workers:
         self._timeout = timeout
         self._workers: list[Worker] = []
 
-    def start(self, name: str, run: Callable[..., None], *arguments: Any) -> Worker:
-        """Start `run(channel, *arguments)` in a new process; nothing is inherited from this one."""
+    def start(self, name: str, module: str, *arguments: Any) -> Worker:
+        """Start `run(channel, *arguments)` of `module` in a new process that inherits nothing."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_work, args=(run, theirs, arguments), name=name, daemon=True
+            target=_work, args=(module, theirs, arguments), name=name, daemon=True
         )
         process.start()
         theirs.close()  # so that a dead worker reads as end of file
@@ -149,12 +145,14 @@ class Workers:
         """
         while True:
             connections: dict[Any, Worker] = {it.connection: it for it in self._workers}
+            if worker.connection not in connections:
+                raise WorkerFailed(f"{worker} ended without an answer")
             # A closed pipe is ready too, so that a death is seen at once, after the last words.
             ready = wait(list(connections), self._timeout)
             if not ready:
                 raise WorkerFailed(
                     f"no word from any process for {self._timeout:g} seconds, waiting for "
-                    f"{worker.name} (pid {worker.process.pid}); --timeout sets the limit"
+                    f"{worker}; --timeout sets the limit"
                 )
             for connection in ready:
                 other = connections[connection]
@@ -165,8 +163,9 @@ class Workers:
     def _next_message(self, worker: Worker) -> Answer | None:
         try:
             message = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise worker.end() from None
+        except (EOFError, OSError):
+            self._ended(worker)
+            return None
         match message:
             case Answer():
                 return message
@@ -175,10 +174,25 @@ class Workers:
             case Piece(text):
                 self._on_piece(text)
             case Failure(reason, trace):
-                raise WorkerFailed(
-                    f"{worker.name} (pid {worker.process.pid}) failed: {reason}\n\n{trace}"
-                )
+                raise WorkerFailed(f"{worker} failed: {reason}\n\n{trace}")
         return None
+
+    def _ended(self, worker: Worker) -> None:
+        """Forget a worker whose work is done.
+
+        Raises:
+            WorkerFailed: it ended otherwise.
+        """
+        worker.process.join(self._timeout)
+        code = worker.process.exitcode
+        if code is None:
+            raise WorkerFailed(f"{worker} closed its pipe, but runs on")
+        if code < 0:
+            raise WorkerFailed(f"{worker} was killed by {signal.Signals(-code).name}")
+        if code > 0:
+            raise WorkerFailed(f"{worker} exited with status {code}")
+        worker.connection.close()
+        self._workers.remove(worker)
 
     def stop(self, grace: float = 2.0) -> None:
         """Stop every worker that still runs, the stubborn ones too."""
@@ -194,11 +208,10 @@ class Workers:
         self._workers.clear()
 
     def __enter__(self) -> Self:
-        # BLAS reads this when a worker loads it. More threads than this gain nothing at this size,
-        # and the same number everywhere keeps the sums, and so the token ids, the same.
-        threads = str(min(4, len(os.sched_getaffinity(0))))
+        # BLAS reads these when a worker loads it. Several of its threads wait for each other by
+        # spinning: on a busy machine that makes this model ten times slower, not twice as fast.
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ.setdefault(name, threads)
+            os.environ.setdefault(name, "1")
         return self
 
     def __exit__(
