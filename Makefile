@@ -38,14 +38,14 @@ unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the 
 # The checked build has a copy of the tree for itself, so that the tests and the processes that they
 # start find no other. Leaks are not looked for: CPython's own, at exit, drown any of ours.
 CHECKED := build/sanitized
-sanitize: export KVPLAN_WERROR := 1
-sanitize: export KVPLAN_SANITIZE := address,undefined
+SANITIZE := KVPLAN_SANITIZE=address,undefined
 sanitize: .venv/dev ## the native and transport tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	mkdir -p $(CHECKED) && cd $(CHECKED) && rm -rf $(TREE) && cp -a $(TREE:%=$(CURDIR)/%) .
-	cd $(CHECKED) && $(CURDIR)/$(BIN)/python -W ignore setup.py -q build_ext --inplace
-	cd $(CHECKED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	cd $(CHECKED) && $(SANITIZE) $(CURDIR)/$(BIN)/python -W ignore setup.py -q build_ext --inplace
+	cd $(CHECKED) && $(SANITIZE) \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-	  $(CURDIR)/$(BIN)/pytest tests/native tests/transport tests/project/test_native_build.py
+	  $(CURDIR)/$(BIN)/pytest --capture=sys tests/native tests/transport tests/project/test_native_build.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
 	$(BIN)/python -m benchmarks

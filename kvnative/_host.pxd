@@ -1,8 +1,8 @@
 from libc.stdint cimport uint64_t
 
 
-cdef extern from "refusal.h" nogil:
-    ctypedef struct kvn_refusal:
+cdef extern from "failure.h" nogil:
+    ctypedef struct kvn_failure:
         int status
         int code
         const char *message
@@ -15,7 +15,8 @@ cdef extern from "mapping.h" nogil:
         KVN_MAPS_TEXT
 
     int kvn_mapping_check(
-        uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source, kvn_refusal *refusal
+        uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
+        kvn_failure *failure
     )
 
 
@@ -28,12 +29,13 @@ cdef extern from "arena.h" nogil:
         int writable
 
     int kvn_arena_create(
-        const char *name, uint64_t nbytes, int exclusive, kvn_arena *out, kvn_refusal *refusal
+        const char *name, uint64_t nbytes, int exclusive, kvn_arena *out, kvn_failure *failure
     )
     int kvn_arena_import(
-        int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out, kvn_refusal *refusal
+        int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
+        kvn_failure *failure
     )
-    int kvn_arena_populate(const kvn_arena *arena, kvn_refusal *refusal)
+    int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
     void kvn_arena_close(kvn_arena *arena)
 
 
@@ -42,13 +44,17 @@ cdef extern from "board.h" nogil:
         kvn_arena memory
         uint64_t num_slots
 
-    int kvn_board_create(uint64_t num_slots, kvn_board *out, kvn_refusal *refusal)
+    int kvn_board_create(uint64_t num_slots, kvn_board *out, kvn_failure *failure)
     void kvn_board_close(kvn_board *board)
-    int kvn_board_take(kvn_board *board, uint64_t *slot, uint64_t *generation, kvn_refusal *refusal)
-    int kvn_board_release(kvn_board *board, uint64_t slot, uint64_t generation, kvn_refusal *refusal)
+    int kvn_board_take(
+        kvn_board *board, uint64_t *slot, uint64_t *generation, kvn_failure *failure
+    )
+    int kvn_board_release(
+        kvn_board *board, uint64_t slot, uint64_t generation, kvn_failure *failure
+    )
 
 
-# Raises what `refusal` says: ValueError, MemoryError, or the OSError of its errno.
-cdef int check(int status, const kvn_refusal *refusal) except -1
+# Raises what `failure` says: ValueError, MemoryError, or the OSError of its errno.
+cdef int check(int status, const kvn_failure *failure) except -1
 # `value` as 64 bits; the error names the argument.
 cdef uint64_t unsigned(str name, value) except? 0xBAD

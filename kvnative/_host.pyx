@@ -1,4 +1,4 @@
-"""Memory of this host: arenas that a peer can map, the board that says what is registered, checks."""
+"""Memory of this host: arenas that a peer can map, the board of registrations, checks."""
 
 cimport cython
 from cpython.buffer cimport (
@@ -18,15 +18,15 @@ cdef extern from "kvnative/status.h" nogil:
 MAPS_SOURCES = {"auto": KVN_MAPS_AUTO, "query": KVN_MAPS_QUERY, "text": KVN_MAPS_TEXT}
 
 
-cdef int check(int status, const kvn_refusal *refusal) except -1:
+cdef int check(int status, const kvn_failure *failure) except -1:
     if status == KVN_OK:
         return 0
-    message = refusal.message.decode("utf-8", "replace")
+    message = failure.message.decode("utf-8", "replace")
     if status == KVN_INVALID or status == KVN_UNMAPPED:
         raise ValueError(message)
     if status == KVN_NO_MEMORY:
         raise MemoryError(message)
-    raise OSError(refusal.code, message)
+    raise OSError(failure.code, message)
 
 
 cdef uint64_t unsigned(str name, value) except? 0xBAD:
@@ -47,11 +47,11 @@ def check_memory(address, nbytes, bint writable=False, *, str via="auto"):
         raise ValueError(f"via is {via!r}; it must be one of {', '.join(MAPS_SOURCES)}")
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef kvn_maps_source source = MAPS_SOURCES[via]
-    cdef kvn_refusal refusal
+    cdef kvn_failure failure
     cdef int status
     with nogil:
-        status = kvn_mapping_check(start, size, writable, source, &refusal)
-    check(status, &refusal)
+        status = kvn_mapping_check(start, size, writable, source, &failure)
+    check(status, &failure)
 
 
 @cython.final
@@ -75,10 +75,10 @@ cdef class Arena:
             raise TypeError("an arena is made once")
         cdef uint64_t size = unsigned("nbytes", nbytes)
         cdef bytes label = name.encode()
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         if len(label) > 240 or b"\0" in label:
             raise ValueError(f"name is {name!r}; it must have at most 240 bytes, and no NUL")
-        check(kvn_arena_create(label, size, 0, &self.arena, &refusal), &refusal)
+        check(kvn_arena_create(label, size, 0, &self.arena, &failure), &failure)
         if prefault:
             self.populate()
 
@@ -91,18 +91,18 @@ cdef class Arena:
         """
         cdef Arena self = Arena.__new__(Arena)
         cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("inode", inode)
-        cdef kvn_refusal refusal
-        check(kvn_arena_import(pid, fd, number, size, writable, &self.arena, &refusal), &refusal)
+        cdef kvn_failure failure
+        check(kvn_arena_import(pid, fd, number, size, writable, &self.arena, &failure), &failure)
         return self
 
     def populate(self):
         """Makes every page present, and mapped here, now. MemoryError where there is too little."""
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         cdef int status
         with memoryview(self):  # nobody closes it meanwhile
             with nogil:
-                status = kvn_arena_populate(&self.arena, &refusal)
-        check(status, &refusal)
+                status = kvn_arena_populate(&self.arena, &failure)
+        check(status, &failure)
 
     cdef int check_open(self) except -1:
         if self.arena.address is NULL:
@@ -126,7 +126,7 @@ cdef class Arena:
 
     @property
     def fd(self):
-        """The memfd, by which peers find the arena; -1 for a peer's arena. ValueError when closed."""
+        """The memfd, by which peers find it; -1 for a peer's arena. ValueError when closed."""
         self.check_open()
         return self.arena.fd
 
@@ -142,14 +142,17 @@ cdef class Arena:
         """Unmaps the memory. BufferError while a buffer is exported; closing twice is fine."""
         with cython.critical_section(self):
             if self.exports:
-                raise BufferError(f"the arena has {self.exports} exported buffer(s), so it cannot be closed")
+                raise BufferError(
+                    f"the arena has {self.exports} exported buffer(s), so it cannot be closed"
+                )
             kvn_arena_close(&self.arena)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         with cython.critical_section(self):
             self.check_open()
             PyBuffer_FillInfo(
-                buffer, self, self.arena.address, <Py_ssize_t>self.arena.nbytes, not self.arena.writable, flags
+                buffer, self, self.arena.address, <Py_ssize_t>self.arena.nbytes,
+                not self.arena.writable, flags
             )
             self.exports += 1
 
@@ -169,7 +172,8 @@ cdef class Arena:
     def __repr__(self):
         if self.closed:
             return f"<Arena of {self.nbytes} bytes, closed>"
-        return f"<Arena of {self.nbytes} bytes at {self.address:#x}{'' if self.writable else ', read-only'}>"
+        access = "" if self.writable else ", read-only"
+        return f"<Arena of {self.nbytes} bytes at {self.address:#x}{access}>"
 
 
 @cython.final
@@ -190,7 +194,9 @@ cdef class Pin:
     def __init__(self, exporter, *, bint writable=False):
         if self.held:
             raise TypeError("a pin is made once")
-        PyObject_GetBuffer(exporter, &self.buffer, PyBUF_ANY_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0))
+        PyObject_GetBuffer(
+            exporter, &self.buffer, PyBUF_ANY_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0)
+        )
         self.held = True
         self.address = <uintptr_t>self.buffer.buf
         self.nbytes = self.buffer.len
@@ -225,8 +231,8 @@ cdef class Board:
         if self.board.memory.address is not NULL:
             raise TypeError("a board is made once")
         cdef uint64_t slots = unsigned("num_slots", num_slots)
-        cdef kvn_refusal refusal
-        check(kvn_board_create(slots, &self.board, &refusal), &refusal)
+        cdef kvn_failure failure
+        check(kvn_board_create(slots, &self.board, &failure), &failure)
 
     cdef int check_open(self) except -1:
         if self.board.memory.address is NULL:
@@ -236,17 +242,17 @@ cdef class Board:
     def take(self):
         """(slot, generation) of a new registration. MemoryError when all slots are taken."""
         cdef uint64_t slot, generation
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         self.check_open()
-        check(kvn_board_take(&self.board, &slot, &generation, &refusal), &refusal)
+        check(kvn_board_take(&self.board, &slot, &generation, &failure), &failure)
         return slot, generation
 
     def release(self, slot, generation):
         """Ends a registration. ValueError when it is not the slot's present one."""
         cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         self.check_open()
-        check(kvn_board_release(&self.board, number, expected, &refusal), &refusal)
+        check(kvn_board_release(&self.board, number, expected, &failure), &failure)
 
     @property
     def fd(self):

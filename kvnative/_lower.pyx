@@ -354,6 +354,7 @@ cdef class Descriptors:
         columns.src = <const uint64_t *>(<char *>self.buffer + stride)
         columns.nbytes = <const uint64_t *>(<char *>self.buffer + 2 * stride)
         columns.count = self.num_descriptors
+        columns.first = 0
         return columns
 
 

@@ -8,6 +8,7 @@ cdef extern from "kvnative/descriptor.h" nogil:
         const uint64_t *src
         const uint64_t *nbytes
         size_t count
+        uint64_t first
 
 cdef extern from "lower.h" nogil:
     enum:

@@ -1,6 +1,7 @@
 from libc.stdint cimport uint64_t
 
-from kvnative._host cimport kvn_refusal
+from kvnative._host cimport kvn_failure
+from kvnative._native cimport kvn_backend, kvn_pool
 
 
 cdef extern from "board.h" nogil:
@@ -19,8 +20,14 @@ cdef extern from "peer.h" nogil:
         int proc
         kvn_board board
 
-    int kvn_peer_open(int pid, kvn_peer *out, kvn_refusal *refusal)
-    int kvn_peer_attach(kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots, kvn_refusal *refusal)
-    int kvn_peer_check(const kvn_peer *peer, kvn_refusal *refusal)
-    int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_refusal *refusal)
+    int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
+    int kvn_peer_attach(
+        kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots, kvn_failure *failure
+    )
+    int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
+    int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
     void kvn_peer_close(kvn_peer *peer)
+
+
+cdef extern from "process.h" nogil:
+    kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)

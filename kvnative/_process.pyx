@@ -3,9 +3,28 @@
 cimport cython
 from libc.stdint cimport uint64_t
 
-from kvnative._host cimport check, kvn_refusal, unsigned
+from kvnative._executor cimport Backend, ThreadPool
+from kvnative._host cimport check, kvn_failure, unsigned
+from kvnative._native cimport kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "process_backend"]
+
+cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
+
+
+def process_backend(ThreadPool pool not None, int pid, str direction):
+    """Moves bytes between this process and process `pid` with process_vm_readv and writev.
+
+    With direction "get" source addresses are the other process's, with "put" destinations. It goes
+    by the pid alone: hold the process by a `Peer`, and check that before and after each transfer.
+    ValueError for another direction or an impossible pid; MemoryError.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+    if pid < 1:
+        raise ValueError(f"pid is {pid}; it must be at least 1")
+    cdef kvn_backend *backend = kvn_process_create(pool.pool, pid, DIRECTIONS[direction])
+    return Backend.adopt(backend, pool, "process backend")
 
 
 @cython.final
@@ -22,16 +41,17 @@ cdef class Peer:
         self.peer.pidfd = self.peer.proc = -1
 
     def __init__(self, int pid):
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         if self.peer.pidfd >= 0:
             raise TypeError("a peer is held once")
-        check(kvn_peer_open(pid, &self.peer, &refusal), &refusal)
+        check(kvn_peer_open(pid, &self.peer, &failure), &failure)
 
     cdef int check_open(self) except -1:
         if self.peer.pidfd < 0:
             raise ValueError("the peer is closed")
         return 0
 
+    @cython.critical_section
     def attach(self, int board_fd, inode, num_slots):
         """Maps the peer's registration board, read-only.
 
@@ -39,10 +59,11 @@ cdef class Peer:
         PermissionError when the system refuses access; ValueError when it is no board.
         """
         cdef uint64_t number = unsigned("inode", inode), slots = unsigned("num_slots", num_slots)
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         self.check_open()
-        check(kvn_peer_attach(&self.peer, board_fd, number, slots, &refusal), &refusal)
+        check(kvn_peer_attach(&self.peer, board_fd, number, slots, &failure), &failure)
 
+    @cython.critical_section
     def check(self, const uint64_t[::1] slots, const uint64_t[::1] generations):
         """Index of the first slot that no longer has its generation, or -1 when all have.
 
@@ -50,16 +71,16 @@ cdef class Peer:
         before the call was read while it lived and had those generations.
         """
         cdef uint64_t count = slots.shape[0], stale = 0
-        cdef kvn_refusal refusal
-        cdef int status
+        cdef kvn_failure failure
         self.check_open()
         if slots.shape[0] != generations.shape[0]:
             raise ValueError(f"{slots.shape[0]} slots, but {generations.shape[0]} generations")
         if count:
             stale = kvn_board_first_stale(&self.peer.board, &slots[0], &generations[0], count)
-        check(kvn_peer_check(&self.peer, &refusal), &refusal)
+        check(kvn_peer_check(&self.peer, &failure), &failure)
         return stale if stale < count else -1
 
+    @cython.critical_section
     def probe(self, address):
         """Reads one byte at `address` of the peer by process_vm_readv.
 
@@ -67,9 +88,9 @@ cdef class Peer:
         when the peer has exited, ValueError when the address is not mapped there.
         """
         cdef uint64_t where = unsigned("address", address)
-        cdef kvn_refusal refusal
+        cdef kvn_failure failure
         self.check_open()
-        check(kvn_peer_probe(&self.peer, where, &refusal), &refusal)
+        check(kvn_peer_probe(&self.peer, where, &failure), &failure)
 
     @property
     def pid(self):
@@ -79,6 +100,7 @@ cdef class Peer:
     def closed(self):
         return self.peer.pidfd < 0
 
+    @cython.critical_section
     def close(self):
         """Lets go of the process; idempotent."""
         kvn_peer_close(&self.peer)

@@ -33,16 +33,16 @@ static int status_of(int error)
     }
 }
 
-static int map(kvn_arena *arena, kvn_refusal *refusal)
+static int map(kvn_arena *arena, kvn_failure *failure)
 {
     const int protection = PROT_READ | (arena->writable ? PROT_WRITE : 0);
     arena->address =
         mmap(NULL, arena->nbytes, protection, MAP_SHARED | MAP_NORESERVE, arena->fd, 0);
     if (arena->address == MAP_FAILED) {
         arena->address = NULL;
-        return kvn_refuse(refusal, status_of(errno), errno,
-                          "mapping an arena of %" PRIu64 " bytes: %s", arena->nbytes,
-                          strerror(errno));
+        return kvn_fail(failure, status_of(errno), errno,
+                        "mapping an arena of %" PRIu64 " bytes: %s", arena->nbytes,
+                        strerror(errno));
     }
     /* Only a hint; it counts where the administrator set shmem_enabled to advise. */
     (void)madvise(arena->address, arena->nbytes, MADV_HUGEPAGE);
@@ -57,23 +57,22 @@ static int create_memfd(const char *name)
 }
 
 int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena *out,
-                     kvn_refusal *refusal)
+                     kvn_failure *failure)
 {
     struct stat facts;
     *out = (kvn_arena){.nbytes = nbytes, .fd = -1, .writable = 1};
     if (nbytes == 0 || nbytes > INT64_MAX)
-        return kvn_refuse(refusal, KVN_INVALID, 0,
-                          "nbytes is %" PRIu64 "; it must be in [1, %" PRId64 "]", nbytes,
-                          INT64_MAX);
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "nbytes is %" PRIu64 "; it must be in [1, %" PRId64 "]", nbytes, INT64_MAX);
     out->fd = create_memfd(name);
     int failed =
         out->fd < 0 || ftruncate(out->fd, (off_t)nbytes) != 0 || fstat(out->fd, &facts) != 0;
     if (failed) {
-        kvn_refuse(refusal, status_of(errno), errno, "creating an arena of %" PRIu64 " bytes: %s",
-                   nbytes, strerror(errno));
+        kvn_fail(failure, status_of(errno), errno, "creating an arena of %" PRIu64 " bytes: %s",
+                 nbytes, strerror(errno));
     } else {
         out->inode = facts.st_ino;
-        failed = map(out, refusal) != KVN_OK;
+        failed = map(out, failure) != KVN_OK;
     }
     /* After the mapping, since this seal refuses later ones. Kernels before 5.1 lack it; there the
      * peers' good manners must do, as they map what they only read read-only. */
@@ -81,13 +80,13 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
         (void)fcntl(out->fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
     if (!failed && fcntl(out->fd, F_ADD_SEALS, FIXED_SIZE) != 0) {
         failed = 1;
-        kvn_refuse(refusal, KVN_FAILED, errno, "sealing an arena of %" PRIu64 " bytes: %s", nbytes,
-                   strerror(errno));
+        kvn_fail(failure, KVN_FAILED, errno, "sealing an arena of %" PRIu64 " bytes: %s", nbytes,
+                 strerror(errno));
     }
     if (!failed)
         return KVN_OK;
     kvn_arena_close(out);
-    return refusal->status;
+    return failure->status;
 }
 
 /* NULL, or what about this file is not as the peer said. */
@@ -108,7 +107,7 @@ static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes)
 }
 
 int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
-                     kvn_refusal *refusal)
+                     kvn_failure *failure)
 {
     char path[64];
     *out = (kvn_arena){.nbytes = nbytes, .inode = inode, .fd = -1, .writable = writable};
@@ -116,14 +115,14 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
     /* Looked at before it is opened: what the number names may be a pipe or a device by now. */
     const int looked_at = open(path, O_PATH | O_CLOEXEC);
     if (looked_at < 0)
-        return kvn_refuse(refusal, status_of(errno), errno, "%s cannot be opened: %s", path,
-                          strerror(errno));
+        return kvn_fail(failure, status_of(errno), errno, "%s cannot be opened: %s", path,
+                        strerror(errno));
     const char *flaw = mismatch(looked_at, inode, nbytes);
     if (flaw) {
         close(looked_at);
-        return kvn_refuse(refusal, KVN_INVALID, 0,
-                          "%s is not the memfd of inode %" PRIu64 ", %" PRIu64 " bytes: %s", path,
-                          inode, nbytes, flaw);
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "%s is not the memfd of inode %" PRIu64 ", %" PRIu64 " bytes: %s", path,
+                        inode, nbytes, flaw);
     }
     char again[64];
     snprintf(again, sizeof again, "/proc/self/fd/%d", looked_at);
@@ -131,32 +130,32 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
     const int error = errno;
     close(looked_at);
     if (out->fd < 0)
-        return kvn_refuse(refusal, status_of(error), error, "%s cannot be opened: %s", path,
-                          strerror(error));
+        return kvn_fail(failure, status_of(error), error, "%s cannot be opened: %s", path,
+                        strerror(error));
     const int seals = fcntl(out->fd, F_GET_SEALS);
     if (seals < 0 || (seals & FIXED_SIZE) != FIXED_SIZE)
-        kvn_refuse(refusal, KVN_INVALID, 0,
-                   "%s is not sealed: its seals are 0x%x, and 0x%x (no shrinking, no growing, no "
-                   "more seals) is needed",
-                   path, (unsigned)(seals < 0 ? 0 : seals), (unsigned)FIXED_SIZE);
+        kvn_fail(failure, KVN_INVALID, 0,
+                 "%s is not sealed: its seals are 0x%x, and 0x%x (no shrinking, no growing, no "
+                 "more seals) is needed",
+                 path, (unsigned)(seals < 0 ? 0 : seals), (unsigned)FIXED_SIZE);
     /* The size is looked at once more: before the seals were known it could still change. */
     else if ((flaw = mismatch(out->fd, inode, nbytes)))
-        kvn_refuse(refusal, KVN_INVALID, 0, "%s: %s", path, flaw);
+        kvn_fail(failure, KVN_INVALID, 0, "%s: %s", path, flaw);
     else
-        map(out, refusal);
+        map(out, failure);
     close(out->fd); /* the mapping alone keeps the memory */
     out->fd = -1;
-    return out->address ? KVN_OK : refusal->status;
+    return out->address ? KVN_OK : failure->status;
 }
 
-int kvn_arena_populate(const kvn_arena *arena, kvn_refusal *refusal)
+int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
 {
     const int advice = arena->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
     if (madvise(arena->address, arena->nbytes, advice) == 0 || errno == EINVAL)
         return KVN_OK; /* EINVAL: < 5.14 */
-    return kvn_refuse(refusal, status_of(errno), errno,
-                      "making %" PRIu64 " bytes of an arena present: %s", arena->nbytes,
-                      strerror(errno));
+    return kvn_fail(failure, status_of(errno), errno,
+                    "making %" PRIu64 " bytes of an arena present: %s", arena->nbytes,
+                    strerror(errno));
 }
 
 void kvn_arena_close(kvn_arena *arena)

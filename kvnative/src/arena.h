@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#include "refusal.h"
+#include "failure.h"
 
 typedef struct kvn_arena {
     void *address;   /* NULL when closed */
@@ -18,15 +18,15 @@ typedef struct kvn_arena {
 /* New zeroed memory. `name` shows in /proc/<pid>/maps. `exclusive`: nobody but this process may
  * ever map it writable. KVN_INVALID, KVN_NO_MEMORY or KVN_FAILED otherwise. */
 int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena *out,
-                     kvn_refusal *refusal);
+                     kvn_failure *failure);
 
 /* Maps the arena that descriptor `fd` of process `pid` is. Refuses (KVN_INVALID) what is not a
  * sealed memfd of just this inode and size. KVN_DENIED, KVN_PEER_GONE: as the system says. */
 int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
-                     kvn_refusal *refusal);
+                     kvn_failure *failure);
 
 /* Makes every page present now (page tables too), instead of one fault a page at first use. */
-int kvn_arena_populate(const kvn_arena *arena, kvn_refusal *refusal);
+int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure);
 
 void kvn_arena_close(kvn_arena *arena); /* idempotent */
 

@@ -17,16 +17,16 @@ typedef struct kvn_board {
     uint64_t next; /* where the owner looks for a free slot first */
 } kvn_board;
 
-int kvn_board_create(uint64_t num_slots, kvn_board *out, kvn_refusal *refusal);
+int kvn_board_create(uint64_t num_slots, kvn_board *out, kvn_failure *failure);
 int kvn_board_import(int pid, int fd, uint64_t inode, uint64_t num_slots, kvn_board *out,
-                     kvn_refusal *refusal);
+                     kvn_failure *failure);
 void kvn_board_close(kvn_board *board); /* the owner releases every slot first */
 
 /* The owner's side. KVN_NO_MEMORY when every slot is taken; KVN_INVALID when the slot is not held
  * with that generation. After release returned, no peer reports a success for the range any more.
  */
-int kvn_board_take(kvn_board *board, uint64_t *slot, uint64_t *generation, kvn_refusal *refusal);
-int kvn_board_release(kvn_board *board, uint64_t slot, uint64_t generation, kvn_refusal *refusal);
+int kvn_board_take(kvn_board *board, uint64_t *slot, uint64_t *generation, kvn_failure *failure);
+int kvn_board_release(kvn_board *board, uint64_t slot, uint64_t generation, kvn_failure *failure);
 
 /* The peer's side: index of the first slot whose generation is another one by now, or `count`.
  * A slot out of range counts as such. Everything read before the call was read under the

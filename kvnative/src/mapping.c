@@ -128,21 +128,21 @@ static int is_present(uint64_t address)
 }
 
 int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
-                      kvn_refusal *refusal)
+                      kvn_failure *failure)
 {
     if (nbytes == 0)
-        return kvn_refuse(refusal, KVN_INVALID, 0,
-                          "nbytes is 0 at address 0x%" PRIx64 "; it must be at least 1", address);
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "nbytes is 0 at address 0x%" PRIx64 "; it must be at least 1", address);
     if (address + nbytes < address)
-        return kvn_refuse(refusal, KVN_INVALID, 0,
-                          "address 0x%" PRIx64 " + nbytes %" PRIu64
-                          " is past the end of the address space",
-                          address, nbytes);
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "address 0x%" PRIx64 " + nbytes %" PRIu64
+                        " is past the end of the address space",
+                        address, nbytes);
     walk walk;
     int error = open_walk(&walk, source);
     if (error)
-        return kvn_refuse(refusal, KVN_UNSUPPORTED, error, "/proc/self/maps cannot be %s",
-                          error == ENOTTY ? "queried by this kernel" : "opened: is /proc mounted?");
+        return kvn_fail(failure, KVN_UNSUPPORTED, error, "/proc/self/maps cannot be %s",
+                        error == ENOTTY ? "queried by this kernel" : "opened: is /proc mounted?");
 
     const uint64_t end = address + nbytes;
     int status = KVN_OK;
@@ -161,10 +161,10 @@ int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_
         else if (!is_present(at) || !is_present(stop - 1))
             flaw = "mapped, but not all of it can be reached (a file mapping past the file's end?)";
         if (flaw)
-            status = kvn_refuse(refusal, KVN_UNMAPPED, EFAULT,
-                                "address 0x%" PRIx64 ", nbytes %" PRIu64 ": 0x%" PRIx64
-                                "-0x%" PRIx64 " is %s",
-                                address, nbytes, at, hole_end, flaw);
+            status = kvn_fail(failure, KVN_UNMAPPED, EFAULT,
+                              "address 0x%" PRIx64 ", nbytes %" PRIu64 ": 0x%" PRIx64 "-0x%" PRIx64
+                              " is %s",
+                              address, nbytes, at, hole_end, flaw);
     }
     close_walk(&walk);
     return status;

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "refusal.h"
+#include "failure.h"
 
 typedef enum kvn_maps_source {
     KVN_MAPS_AUTO,  /* the query where the kernel has it, else the text */
@@ -15,8 +15,8 @@ typedef enum kvn_maps_source {
 /* KVN_OK when every byte of [address, address + nbytes) of this process is mapped and readable,
  * and writable if asked, and the first and last byte of each mapping can be had (a file mapping
  * past its file's end cannot). KVN_INVALID: an empty range or one past the address space.
- * KVN_UNMAPPED: `refusal` names the range and its first hole. Takes no lock and no memory. */
+ * KVN_UNMAPPED: `failure` names the range and its first hole. Takes no lock and no memory. */
 int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
-                      kvn_refusal *refusal);
+                      kvn_failure *failure);
 
 #endif

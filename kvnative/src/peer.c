@@ -10,9 +10,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static int gone(const kvn_peer *peer, kvn_refusal *refusal)
+static int gone(const kvn_peer *peer, kvn_failure *failure)
 {
-    return kvn_refuse(refusal, KVN_PEER_GONE, ESRCH, "process %d has exited", peer->pid);
+    return kvn_fail(failure, KVN_PEER_GONE, ESRCH, "process %d has exited", peer->pid);
 }
 
 static int has_exited(const kvn_peer *peer)
@@ -21,18 +21,18 @@ static int has_exited(const kvn_peer *peer)
     return poll(&exit, 1, 0) != 0; /* readable once it is dead, reaped or not */
 }
 
-int kvn_peer_open(int pid, kvn_peer *out, kvn_refusal *refusal)
+int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
 {
     char path[32];
     *out = (kvn_peer){.pid = pid, .pidfd = -1, .proc = -1, .board.memory.fd = -1};
     if (pid < 1)
-        return kvn_refuse(refusal, KVN_INVALID, 0, "pid is %d; it must be at least 1", pid);
+        return kvn_fail(failure, KVN_INVALID, 0, "pid is %d; it must be at least 1", pid);
     out->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
     if (out->pidfd < 0) {
         if (errno == ESRCH)
-            return gone(out, refusal);
-        return kvn_refuse(refusal, errno == ENOSYS ? KVN_UNSUPPORTED : KVN_FAILED, errno,
-                          "pidfd_open of process %d: %s", pid, strerror(errno));
+            return gone(out, failure);
+        return kvn_fail(failure, errno == ENOSYS ? KVN_UNSUPPORTED : KVN_FAILED, errno,
+                        "pidfd_open of process %d: %s", pid, strerror(errno));
     }
     snprintf(path, sizeof path, "/proc/%d", pid);
     out->proc = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
@@ -43,34 +43,33 @@ int kvn_peer_open(int pid, kvn_peer *out, kvn_refusal *refusal)
         return KVN_OK;
     kvn_peer_close(out);
     if (dead)
-        return gone(out, refusal);
-    return kvn_refuse(refusal, KVN_DENIED, error, "%s of a living process cannot be opened: %s",
-                      path,
-                      error == ENOENT ? "/proc hides it (mount option hidepid)" : strerror(error));
+        return gone(out, failure);
+    return kvn_fail(failure, KVN_DENIED, error, "%s of a living process cannot be opened: %s", path,
+                    error == ENOENT ? "/proc hides it (mount option hidepid)" : strerror(error));
 }
 
-static int refuse_exec(const kvn_peer *peer, kvn_refusal *refusal)
+static int refuse_exec(const kvn_peer *peer, kvn_failure *failure)
 {
-    return kvn_refuse(refusal, KVN_PEER_GONE, ESRCH,
-                      "process %d has closed its transport, or executes another program by now",
-                      peer->pid);
+    return kvn_fail(failure, KVN_PEER_GONE, ESRCH,
+                    "process %d has closed its transport, or executes another program by now",
+                    peer->pid);
 }
 
 int kvn_peer_attach(kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots,
-                    kvn_refusal *refusal)
+                    kvn_failure *failure)
 {
     peer->board_fd = board_fd;
-    int status = kvn_board_import(peer->pid, board_fd, inode, num_slots, &peer->board, refusal);
+    int status = kvn_board_import(peer->pid, board_fd, inode, num_slots, &peer->board, failure);
     if (has_exited(peer))
-        status = gone(peer, refusal);
+        status = gone(peer, failure);
     /* No such descriptor, or another file under its number: the board was closed, or exec closed
      * it. */
-    else if (status != KVN_OK && refusal->code == ENOENT)
-        status = refuse_exec(peer, refusal);
+    else if (status != KVN_OK && failure->code == ENOENT)
+        status = refuse_exec(peer, failure);
     return status;
 }
 
-int kvn_peer_check(const kvn_peer *peer, kvn_refusal *refusal)
+int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
 {
     char name[32];
     struct stat facts;
@@ -78,16 +77,16 @@ int kvn_peer_check(const kvn_peer *peer, kvn_refusal *refusal)
     const int error = fstatat(peer->proc, name, &facts, 0) ? errno : 0;
     /* Asked last: a process that is alive now was so when its directory was read. */
     if (has_exited(peer))
-        return gone(peer, refusal);
+        return gone(peer, failure);
     if (error == EACCES || error == EPERM)
-        return kvn_refuse(refusal, KVN_DENIED, error, "/proc/%d/%s: %s", peer->pid, name,
-                          strerror(error));
+        return kvn_fail(failure, KVN_DENIED, error, "/proc/%d/%s: %s", peer->pid, name,
+                        strerror(error));
     if (error || (uint64_t)facts.st_ino != peer->board.memory.inode)
-        return refuse_exec(peer, refusal);
+        return refuse_exec(peer, failure);
     return KVN_OK;
 }
 
-int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_refusal *refusal)
+int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
 {
     char byte;
     struct iovec local = {&byte, 1}, remote = {(void *)(uintptr_t)address, 1};
@@ -95,13 +94,13 @@ int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_refusal *refusal)
         return KVN_OK;
     const int error = errno;
     if (error == ESRCH)
-        return gone(peer, refusal);
+        return gone(peer, failure);
     const int status = error == EPERM    ? KVN_DENIED
                        : error == ENOSYS ? KVN_UNSUPPORTED
                                          : KVN_UNMAPPED;
-    return kvn_refuse(refusal, status, error,
-                      "process_vm_readv of address 0x%" PRIx64 " in process %d: %s", address,
-                      peer->pid, strerror(error));
+    return kvn_fail(failure, status, error,
+                    "process_vm_readv of address 0x%" PRIx64 " in process %d: %s", address,
+                    peer->pid, strerror(error));
 }
 
 void kvn_peer_close(kvn_peer *peer)

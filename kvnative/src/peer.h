@@ -15,16 +15,16 @@ typedef struct kvn_peer {
 
 /* Takes hold of the process; nothing of its memory is looked at yet. The caller compares the start
  * time that /proc shows with the expected one, and only then attaches the board. */
-int kvn_peer_open(int pid, kvn_peer *out, kvn_refusal *refusal);
+int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure);
 int kvn_peer_attach(kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots,
-                    kvn_refusal *refusal);
+                    kvn_failure *failure);
 
 /* KVN_OK while the process lives and still runs the program that made the board;
  * KVN_PEER_GONE or KVN_DENIED otherwise. A few microseconds. */
-int kvn_peer_check(const kvn_peer *peer, kvn_refusal *refusal);
+int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 
 /* KVN_OK when the system lets this process reach `address` of the peer by process_vm_readv. */
-int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_refusal *refusal);
+int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure);
 
 void kvn_peer_close(kvn_peer *peer); /* idempotent */
 

@@ -70,9 +70,9 @@ static void advance(const kvn_columns *batch, progress *at, uint64_t nbytes)
 static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
 {
     const uint64_t local = (uintptr_t)ranges->local->iov_base, nbytes = ranges->local->iov_len;
-    kvn_refusal refusal;
-    if (kvn_mapping_check(local, nbytes, !self->is_put, KVN_MAPS_AUTO, &refusal) != KVN_OK)
-        snprintf(message, room, "local memory: %.*s", (int)room - 16, refusal.message);
+    kvn_failure failure;
+    if (kvn_mapping_check(local, nbytes, !self->is_put, KVN_MAPS_AUTO, &failure) != KVN_OK)
+        snprintf(message, room, "local memory: %.*s", (int)room - 16, failure.message);
     else
         snprintf(message, room,
                  "remote memory: address 0x%" PRIx64 " of process %d is not mapped or not %s",
@@ -144,23 +144,25 @@ static void destroy(kvn_backend *base)
 
 static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("process", destroy);
 
-int kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction, kvn_backend **out)
+kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction)
 {
-    *out = NULL;
-    if (pid < 1 || (direction != KVN_PEER_GET && direction != KVN_PEER_PUT))
-        return KVN_INVALID;
+    if (pid < 1 || (direction != KVN_PEER_GET && direction != KVN_PEER_PUT)) {
+        errno = EINVAL;
+        return NULL;
+    }
     process_backend *self = calloc(1, sizeof *self);
     if (!self)
-        return KVN_NO_MEMORY;
-    if (kvn_pooled_init(&self->pooled, &vtable, pool, move) != 0) {
+        return NULL;
+    const int error = kvn_pooled_init(&self->pooled, &vtable, pool, move);
+    if (error) {
         free(self);
-        return KVN_NO_MEMORY;
+        errno = error;
+        return NULL;
     }
     self->pid = pid;
     self->is_put = direction == KVN_PEER_PUT;
     self->pooled.max_descriptors = IOV_MAX;
     self->pooled.inline_nbytes = INLINE_NBYTES;
     self->pooled.capabilities.directions = direction;
-    *out = &self->pooled.base;
-    return KVN_OK;
+    return &self->pooled.base;
 }

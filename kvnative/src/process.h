@@ -6,8 +6,8 @@
 #include "pool.h"
 
 /* `direction`: KVN_PEER_GET (source addresses are the peer's) or KVN_PEER_PUT. The pool outlives
- * the backend. KVN_OK, KVN_INVALID or KVN_NO_MEMORY. A descriptor that fails is reported with
+ * the backend. NULL with errno set (EINVAL, ENOMEM) on failure. A failed descriptor is reported as
  * KVN_PEER_GONE, KVN_DENIED, KVN_UNMAPPED (the message says whose side) or KVN_UNSUPPORTED. */
-int kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction, kvn_backend **out);
+kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction);
 
 #endif

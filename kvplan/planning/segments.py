@@ -19,7 +19,7 @@ class Coalesce(StrEnum):
     CALLER_ORDER = "caller"
     """Merge neighbours in the caller's block order."""
     SORTED = "sorted"
-    """Sort by source offset first: finds runs in descending or shuffled block tables too."""
+    """Sort by source, then destination offset: finds runs in descending or shuffled tables too."""
 
 
 class Segments:
@@ -94,9 +94,15 @@ def coalesce(slices: Segments, how: Coalesce) -> Segments:
     if how is Coalesce.NONE or len(slices) < 2:
         return slices
     src, dst, nbytes = slices.src_offsets, slices.dst_offsets, slices.nbytes
-    if how is Coalesce.SORTED and not bool(np.all(src[1:] >= src[:-1])):
-        order = np.argsort(src)  # not stable: four times faster, and no order is promised
-        src, dst, nbytes = src[order], dst[order], nbytes[order]
+    if how is Coalesce.SORTED and not bool(np.all(src[1:] > src[:-1])):
+        order = np.argsort(src)  # not stable, which is four times faster
+        ordered = src[order]
+        if not bool(np.all(ordered[1:] > ordered[:-1])):
+            # Equal keys: how that sort leaves them differs from machine to machine, and so would
+            # the fingerprint.
+            order = np.lexsort((dst, src))
+            ordered = src[order]
+        src, dst, nbytes = ordered, dst[order], nbytes[order]
     src_ends = src + nbytes
     # The law of merging: a segment goes on where both sides go on.
     adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])

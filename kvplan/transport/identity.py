@@ -79,7 +79,7 @@ def hold(peer: Identity) -> Peer:
             f"{here.pid_namespace}); run both in one, as with `docker run --pid=container:<name>` "
             "or `shareProcessNamespace: true` in a pod"
         )
-    if os.readlink("/proc/self") != str(here.pid):
+    if Path("/proc/self").readlink().name != str(here.pid):
         raise link_failed(
             "the /proc mounted here belongs to another PID namespace, so no peer can be looked up; "
             "mount it anew, as with `unshare --mount-proc`"

@@ -81,7 +81,11 @@ class Link:
             self._arenas = {key: arena for key, arena in self._arenas.items() if key in offered}
 
     def memory(
-        self, addresses: Sequence[int] | Column, nbytes: int | Sequence[int] | Column, *, writable: bool = False
+        self,
+        addresses: Sequence[int] | Column,
+        nbytes: int | Sequence[int] | Column,
+        *,
+        writable: bool = False,
     ) -> PeerMemory:
         """The peer's tensors, for use as the remote side of a transfer.
 
@@ -158,9 +162,7 @@ class Link:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _locate(
-        self, starts: Column, sizes: Column, *, writable: bool
-    ) -> list[Range]:
+    def _locate(self, starts: Column, sizes: Column, *, writable: bool) -> list[Range]:
         """The registered range that each tensor lies in; an arena where there is a choice."""
         ranges = sorted(self._metadata.ranges, key=lambda it: it.arena is None)
         firsts = np.array([it.address for it in ranges], dtype=np.uint64)
@@ -205,8 +207,8 @@ class Link:
                     if self._prefault:
                         arena.populate()
                 except (OSError, ValueError, MemoryError) as error:
-                    self.check_ranges([it], *_columns([it]))  # the true reason, if it is one of these
-                    raise self._refusal(error, f"has an arena {it} that cannot be mapped") from error
+                    self._check_range(it)
+                    raise self._refusal(error, f"has {it}, which cannot be mapped") from error
                 self._arenas[key] = arena
         return it, arena
 
@@ -215,11 +217,16 @@ class Link:
         try:
             self._peer.probe(it.address)
         except ValueError as error:
-            self.check_ranges([it], *_columns([it]))
-            raise _not_exist(f"peer {self._metadata.identity.pid} has unmapped {it}: {error}") from error
+            self._check_range(it)
+            pid = self._metadata.identity.pid
+            raise _not_exist(f"peer {pid} has unmapped {it}: {error}") from error
         except OSError as error:
-            raise self._refusal(error, f"has registered memory {it} that cannot be read") from error
+            raise self._refusal(error, f"has {it}, which cannot be read") from error
         self._can_reach_registered = True
+
+    def _check_range(self, it: Range) -> None:
+        """Raise the true reason why the range cannot be had, if it is one of `check_ranges`."""
+        self.check_ranges([it], *_columns([it]))
 
     def _refusal(self, error: Exception, what: str) -> LLMException:
         identity = self._metadata.identity

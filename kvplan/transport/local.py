@@ -51,8 +51,8 @@ class LocalTransport:
     """What this process lets its peers on this host reach, and its links to them.
 
     A peer needs `metadata()`, and the system's leave: the same user, or CAP_SYS_PTRACE. Under
-    Yama (`kernel.yama.ptrace_scope=1`, as on Ubuntu) that is not enough for registered memory:
-    `permit_any_peer=True` lets every process of this user trace this one. Arenas need no such leave.
+    Yama (`kernel.yama.ptrace_scope=1`, as on Ubuntu) that is not enough for registered memory, and
+    `permit_any_peer=True` lets every process of this user trace this one. Arenas do not need that.
 
     Close it (or leave its `with` block) before the memory goes. In a forked child it is of no use:
     make another there.
@@ -87,9 +87,7 @@ class LocalTransport:
             self._arenas[arena] = self._add(Pin(arena), arena.address, nbytes, True, arena)
         return arena
 
-    def register(
-        self, memory: Buffer | tuple[int, int], *, writable: bool = True
-    ) -> Registration:
+    def register(self, memory: Buffer | tuple[int, int], *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Args:
@@ -129,7 +127,9 @@ class LocalTransport:
         """
         self._check_process()
         if not isinstance(memory, Registration | Arena):
-            raise TypeError(f"memory must be a Registration or an Arena, not {type(memory).__name__}")
+            raise TypeError(
+                f"memory is a {type(memory).__name__}; it must be a Registration or an Arena"
+            )
         with self._mutex:
             it = self._arenas.pop(memory, None) if isinstance(memory, Arena) else memory
             if it is not None and self._registrations.get(it.range.slot) is it:

@@ -7,8 +7,8 @@ outside, though, so nothing in it is believed before it is checked.
 from __future__ import annotations
 
 import json
-import reprlib
 from dataclasses import asdict, dataclass
+from reprlib import repr as show  # short, however long or deep the value is
 from typing import Any, Final
 
 from kvplan.status import LLMException, invalid
@@ -23,7 +23,12 @@ _INT31 = (0, 2**31 - 1)
 _SIZE = (1, 2**63 - 1)
 _BOOT_ID_LENGTH = 36
 
-_IDENTITY = {"pid": (1, 2**22), "start_time": _UINT64, "pid_namespace": _UINT64, "user_namespace": _UINT64}
+_IDENTITY = {
+    "pid": (1, 2**22),
+    "start_time": _UINT64,
+    "pid_namespace": _UINT64,
+    "user_namespace": _UINT64,
+}
 _BOARD = {"fd": _INT31, "inode": _UINT64, "num_slots": (1, 2**24)}
 _RANGE = {"address": (1, 2**64 - 1), "nbytes": _SIZE, "slot": _INT31, "generation": _UINT64}
 _ARENA = {"fd": _INT31, "inode": _UINT64}
@@ -99,16 +104,18 @@ class Metadata:
         fields = _object("", document, {"schema", "schema_version", "identity", "board", "ranges"})
         if fields["schema"] != SCHEMA or fields["schema_version"] != SCHEMA_VERSION:
             raise _bad(
-                f"is of schema {reprlib.repr(fields['schema'])} version {reprlib.repr(fields['schema_version'])}; "
+                f"is of schema {show(fields['schema'])} version {show(fields['schema_version'])}; "
                 f"this kvplan reads {SCHEMA!r} version {SCHEMA_VERSION}"
             )
         identity = _object("identity", fields["identity"], {"boot_id", *_IDENTITY})
         boot_id = identity["boot_id"]
         if not isinstance(boot_id, str) or len(boot_id) != _BOOT_ID_LENGTH:
-            raise _bad(f"identity.boot_id is {reprlib.repr(boot_id)}; it must be a UUID of 36 characters")
-        board = BoardRef(**_numbers("board", _object("board", fields["board"], set(_BOARD)), _BOARD))
+            raise _bad(f"identity.boot_id is {show(boot_id)}; it must be a UUID of 36 characters")
+        board = BoardRef(
+            **_numbers("board", _object("board", fields["board"], set(_BOARD)), _BOARD)
+        )
         if not isinstance(fields["ranges"], list):
-            raise _bad(f"ranges is {reprlib.repr(fields['ranges'])}; it must be a list")
+            raise _bad(f"ranges is {show(fields['ranges'])}; it must be a list")
         return cls(
             Identity(boot_id=boot_id, **_numbers("identity", identity, _IDENTITY)),
             board,
@@ -120,9 +127,11 @@ def _range(path: str, value: object, board: BoardRef) -> Range:
     fields = _object(path, value, {"writable", "arena", *_RANGE})
     numbers = _numbers(path, fields, _RANGE)
     if not isinstance(fields["writable"], bool):
-        raise _bad(f"{path}.writable is {reprlib.repr(fields['writable'])}; it must be true or false")
+        raise _bad(f"{path}.writable is {show(fields['writable'])}; it must be true or false")
     if numbers["address"] + numbers["nbytes"] > 2**64:
-        raise _bad(f"{path} ends past 2**64: address {numbers['address']} + nbytes {numbers['nbytes']}")
+        raise _bad(
+            f"{path} ends past 2**64: address {numbers['address']} + nbytes {numbers['nbytes']}"
+        )
     if numbers["slot"] >= board.num_slots:
         raise _bad(f"{path}.slot is {numbers['slot']}; the board has {board.num_slots} slots")
     arena = None
@@ -137,7 +146,7 @@ def _object(path: str, value: object, names: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != names:
         found = sorted(value) if isinstance(value, dict) else value
         raise _bad(
-            f"{path or 'document'} is {reprlib.repr(found)}; it must be an object with just the fields "
+            f"{path or 'document'} is {show(found)}; it must be an object with just the fields "
             + ", ".join(sorted(names))
         )
     return value
@@ -149,7 +158,9 @@ def _numbers(
     for name, (low, high) in bounds.items():
         value = fields[name]
         if type(value) is not int or not low <= value <= high:
-            raise _bad(f"{path}.{name} is {reprlib.repr(value)}; it must be a whole number in [{low}, {high}]")
+            raise _bad(
+                f"{path}.{name} is {show(value)}; it must be a whole number in [{low}, {high}]"
+            )
     return {name: fields[name] for name in bounds}
 
 

@@ -1,0 +1,1 @@
+"""What kvplan costs, each figure beside its limit measured in the same run: `make bench`."""

@@ -1,0 +1,61 @@
+"""`python -m benchmarks`: one table, and the same rows as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import copying, lowering, peers_memory, planning
+from benchmarks.table import Row, Run, format_table
+
+TOPICS = (planning.TOPIC, lowering.TOPIC, copying.TOPIC, peers_memory.TOPIC)
+ROWS = {name: measure for topic in TOPICS for name, measure in topic.items()}
+"""In the order of the table. A new topic is one more file, and its name above."""
+
+JSON_LINES = Path(__file__).parents[1] / "build/bench.jsonl"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure kvplan; every figure stands beside its limit, taken in the same run.",
+        epilog=f"Rows: {', '.join(ROWS)}. Also written, as JSON lines, to build/{JSON_LINES.name}.",
+    )
+    parser.add_argument("--only", metavar="NAME", action="append", help="this row (repeatable)")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parsed = parser.parse_args()
+    unknown = sorted(set(parsed.only or ()) - set(ROWS))
+    if unknown:
+        parser.error(f"--only {unknown[0]}: expected one of {', '.join(ROWS)}")
+    return parsed
+
+
+def measure(names: list[str], quick: bool) -> list[Row]:
+    """Measure row after row; what is under way is said on stderr."""
+    run = Run(quick)
+    rows = []
+    with run.opened:
+        for number, name in enumerate(names, 1):
+            print(f"[{number}/{len(names)}] {name} ...", end=" ", file=sys.stderr, flush=True)
+            start = time.perf_counter()
+            rows.append(ROWS[name](run, name))
+            print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> int:
+    """Print the table; 1 where --check was asked and a target is missed."""
+    asked = arguments()
+    rows = measure(asked.only or list(ROWS), asked.quick)
+    JSON_LINES.parent.mkdir(exist_ok=True)
+    JSON_LINES.write_text("".join(f"{row.to_json()}\n" for row in rows))
+    print("\n".join(format_table(rows)))
+    return int(asked.check and not all(row.met for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Copying inside one process, beside bare loops over the very same descriptors."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import numpy as np
+from kvnative._executor import Executor, ThreadPool, host_backend
+from numpy.typing import NDArray
+
+from benchmarks.limits import COPIES, Columns, Team, repeat_seconds
+from benchmarks.table import Row, Run, Topic, timed
+from kvnative._lower import Descriptors, lower
+from kvplan.planning import plan_pull_blocks
+from kvplan.types import CacheDesc, DataType
+
+TOPIC = Topic()
+TENSORS, POOL_BLOCKS = 64, 1536
+LARGEST_BLOCK = 32 << 10
+TENSOR_NBYTES = POOL_BLOCKS * LARGEST_BLOCK
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+Column = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The tensors of one cache, one after the other in ordinary pages."""
+
+    words: NDArray[np.uint64]
+
+    @staticmethod
+    def mapped() -> Pool:
+        """Zeros, every page present."""
+        memory = mmap.mmap(-1, TENSORS * TENSOR_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pool = Pool(np.frombuffer(memory, dtype=np.uint64))
+        pool.words[:: mmap.PAGESIZE // 8] = 0
+        return pool
+
+    def fill(self) -> Pool:
+        """Each word its own index, so that a byte from a wrong place shows."""
+        for words in np.split(self.words, TENSORS):
+            first = (words.ctypes.data - self.words.ctypes.data) // 8
+            words[:] = np.arange(first, first + len(words), dtype=np.uint64)
+        return self
+
+    @property
+    def bases(self) -> NDArray[np.uint64]:
+        """Address of each tensor."""
+        return tensor_addresses(self.words.ctypes.data)
+
+
+def tensor_addresses(start: int) -> NDArray[np.uint64]:
+    """Address of each tensor of the pool at `start`."""
+    return np.uint64(start) + np.arange(TENSORS, dtype=np.uint64) * np.uint64(TENSOR_NBYTES)
+
+
+def source_of(run: Run) -> Pool:
+    """The run's source pool."""
+    return cast("Pool", run.share("source pool", lambda: Pool.mapped().fill()))
+
+
+def destination_of(run: Run) -> Pool:
+    """The run's destination pool."""
+    return cast("Pool", run.share("destination pool", Pool.mapped))
+
+
+def threads_of(run: Run) -> ThreadPool:
+    """The run's copying threads: one for each usable core."""
+    return cast("ThreadPool", run.share("threads", ThreadPool))
+
+
+def host_executor(run: Run) -> Executor:
+    """The run's executor of plain copies."""
+    make = lambda: run.opened.enter_context(Executor(host_backend(threads_of(run))))  # noqa: E731
+    return cast("Executor", run.share("host executor", make))
+
+
+def team_of(run: Run) -> Team:
+    """As many bare threads as kvplan has."""
+    make = lambda: run.opened.enter_context(Team(threads_of(run).threads))  # noqa: E731
+    return cast("Team", run.share("team", make))
+
+
+def scattered(src: Column, dst: Column, block: int, total: int) -> Descriptors:
+    """Descriptors of `total` bytes in random distinct blocks of `block` bytes of every tensor."""
+    rng = np.random.default_rng(total)
+    desc = CacheDesc(TENSORS, (POOL_BLOCKS, block), DataType.DT_UINT8)
+    blocks = total // block // TENSORS
+    src_blocks, dst_blocks = (rng.permutation(POOL_BLOCKS)[:blocks] for _ in range(2))
+    segments = plan_pull_blocks(desc, desc, src_blocks, dst_blocks).segments
+    return lower(segments.src_offsets, segments.dst_offsets, segments.nbytes, src, dst)
+
+
+def columns_of(descriptors: Descriptors) -> Columns:
+    """What the bare loops take."""
+    return descriptors.dst, descriptors.src, descriptors.nbytes
+
+
+def gigabytes(descriptors: Descriptors, seconds: float) -> float:
+    """Bytes moved in 10**9 a second; reading and writing them counts once."""
+    return descriptors.total_nbytes / seconds / 1e9
+
+
+def execute(executor: Executor, descriptors: Descriptors) -> None:
+    """Run to the end.
+
+    Raises:
+        RuntimeError: the transfer failed.
+    """
+    report = executor.run(descriptors)
+    if report.status != 0:
+        raise RuntimeError(f"the transfer failed: {report}")
+
+
+def check_moved(descriptors: Descriptors, source: int, target: Pool) -> None:
+    """The first words of 1,000 descriptors are what `Pool.fill` put at the other end.
+
+    Args:
+        source: address, as the descriptors see it, of a filled pool.
+        target: holds the destinations.
+
+    Raises:
+        AssertionError: another word.
+    """
+    sample = np.random.default_rng(0).integers(0, len(descriptors), 1000)
+    expected = (descriptors.src[sample] - np.uint64(source)) // np.uint64(8)
+    offsets = descriptors.dst[sample] - np.uint64(target.words.ctypes.data)
+    np.testing.assert_array_equal(target.words[offsets // np.uint64(8)], expected)
+
+
+def copy_ratio(run: Run, name: str, block: int, total: int, rounds: int) -> Row:
+    """Our GB/s over the best of the bare loops', same blocks, same threads; in turns."""
+    source, target = source_of(run), destination_of(run)
+    executor, team = host_executor(run), team_of(run)
+    descriptors = scattered(source.bases, target.bases, block, total)
+    columns = columns_of(descriptors)
+    target.words[:: mmap.PAGESIZE // 8] = 0
+    execute(executor, descriptors)
+    check_moved(descriptors, source.words.ctypes.data, target)
+    ours, *bare = run.medians(
+        timed(lambda: execute(executor, descriptors)),
+        *(partial(team.copy_seconds, how, columns) for how in COPIES),
+        rounds=rounds,
+    )
+    best = min(bare)
+    note = (
+        f"{len(descriptors):,} descriptors, {threads_of(run).threads} threads; limit: bare "
+        f"{list(COPIES)[bare.index(best)]}"
+    )
+    figures = gigabytes(descriptors, ours), "GB/s", gigabytes(descriptors, best)
+    return Row(name, *figures, "at least", 0.90 if block < LARGEST_BLOCK else 0.95, note)
+
+
+@TOPIC.row("copy_32KiB_1GiB_ratio")
+def copy_large(run: Run, name: str) -> Row:
+    """Far more than any cache holds."""
+    return copy_ratio(run, name, 32 * KIB, GIB, rounds=15)
+
+
+@TOPIC.row("copy_32KiB_8MiB_ratio")
+def copy_small(run: Run, name: str) -> Row:
+    """One short request: starting and finishing count."""
+    return copy_ratio(run, name, 32 * KIB, 8 * MIB, rounds=201)
+
+
+@TOPIC.row("copy_4KiB_ratio")
+def copy_small_blocks(run: Run, name: str) -> Row:
+    """Small blocks: what a descriptor costs counts."""
+    return copy_ratio(run, name, 4 * KIB, 256 * MIB, rounds=31)
+
+
+@TOPIC.row("submit_overhead_us")
+def submit_overhead(run: Run, name: str) -> Row:
+    """What Python, the crossing and the executor add to one copy of 4 KiB."""
+    page = np.zeros((2, 4 * KIB), dtype=np.uint8)
+    src, dst = (page[i].ctypes.data for i in range(2))
+    one = [np.array([x], dtype=np.uint64) for x in (dst, src, 4 * KIB)]
+    descriptors = Descriptors.from_columns(*one)
+    executor = host_executor(run)
+    ours, *bare = run.medians(
+        timed(lambda: executor.run(descriptors), repeats=1000),
+        *(partial(repeat_seconds, how, dst, src, 4 * KIB, 1000) for how in COPIES),
+        rounds=101,
+    )
+    note = f"{1e6 * ours:.2f} us in all, of which {1e6 * min(bare):.2f} copy; limit: the budget"
+    return Row(name, 1e6 * (ours - min(bare)), "us", 3, note=note)

@@ -1,0 +1,229 @@
+/* What this machine can do at best: bare loops over the very descriptors that kvplan is given, with
+ * no executor, no Python and no scheduling. Compiled by limits.py when a benchmark runs.
+ *
+ * The clock starts when every thread stands at the start line, and stops when the last is through:
+ * waking them up is not counted. Each thread takes a contiguous share of equal bytes. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <time.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+typedef struct columns {
+    const uint64_t *dst, *src, *nbytes;
+    size_t count;
+} columns;
+
+enum how { MEMCPY, STREAM, MOVSB, READV };
+
+/* Ranges of one process_vm_readv: IOV_MAX. */
+#define RANGES 1024
+
+typedef struct team {
+    int threads;
+    pthread_t *workers;
+    pthread_barrier_t gate; /* workers sleep here between runs */
+    atomic_int at_start, at_end;
+    int how, closing;
+    pid_t peer;
+    columns work;
+    size_t *shares; /* threads + 1: thread t has descriptors shares[t] to shares[t + 1] */
+    atomic_int failed; /* an errno */
+} team;
+
+typedef struct member {
+    team *team;
+    int index;
+} member;
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
+static void pause_cpu(void)
+{
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+static void stream(char *dst, const char *src, size_t nbytes)
+{
+    size_t i = 0;
+#if defined(__AVX512F__)
+    for (; (uintptr_t)dst % 64 == 0 && i + 256 <= nbytes; i += 256)
+        for (size_t j = i; j < i + 256; j += 64)
+            _mm512_stream_si512((void *)(dst + j), _mm512_loadu_si512(src + j));
+#elif defined(__AVX2__)
+    for (; (uintptr_t)dst % 32 == 0 && i + 128 <= nbytes; i += 128)
+        for (size_t j = i; j < i + 128; j += 32)
+            _mm256_stream_si256((void *)(dst + j), _mm256_loadu_si256((const void *)(src + j)));
+#elif defined(__SSE2__)
+    for (; (uintptr_t)dst % 16 == 0 && i + 64 <= nbytes; i += 64)
+        for (size_t j = i; j < i + 64; j += 16)
+            _mm_stream_si128((void *)(dst + j), _mm_loadu_si128((const void *)(src + j)));
+#endif
+    memcpy(dst + i, src + i, nbytes - i);
+}
+
+static void movsb(char *dst, const char *src, size_t nbytes)
+{
+#if defined(__x86_64__)
+    __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(nbytes) : : "memory");
+#else
+    memcpy(dst, src, nbytes);
+#endif
+}
+
+static void copy(int how, const columns *work, size_t first, size_t last)
+{
+    for (size_t i = first; i < last; i++) {
+        char *dst = (char *)(uintptr_t)work->dst[i];
+        const char *src = (const char *)(uintptr_t)work->src[i];
+        if (how == STREAM)
+            stream(dst, src, work->nbytes[i]);
+        else if (how == MOVSB)
+            movsb(dst, src, work->nbytes[i]);
+        else
+            memcpy(dst, src, work->nbytes[i]);
+    }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+static int readv_peer(pid_t peer, const columns *work, size_t first, size_t last)
+{
+    struct iovec here[RANGES], there[RANGES];
+    while (first < last) {
+        const size_t n = last - first < RANGES ? last - first : RANGES;
+        ssize_t nbytes = 0;
+        for (size_t i = 0; i < n; i++) {
+            here[i] = (struct iovec){(void *)(uintptr_t)work->dst[first + i],
+                                     work->nbytes[first + i]};
+            there[i] = (struct iovec){(void *)(uintptr_t)work->src[first + i],
+                                      work->nbytes[first + i]};
+            nbytes += work->nbytes[first + i];
+        }
+        const ssize_t moved = process_vm_readv(peer, here, n, there, n, 0);
+        if (moved != nbytes)
+            return moved < 0 ? errno : EIO;
+        first += n;
+    }
+    return 0;
+}
+
+static void share(team *team, int index)
+{
+    const size_t first = team->shares[index], last = team->shares[index + 1];
+    atomic_fetch_add(&team->at_start, 1);
+    while (atomic_load(&team->at_start) < team->threads)
+        pause_cpu();
+    if (team->how == READV) {
+        const int failed = readv_peer(team->peer, &team->work, first, last);
+        if (failed)
+            atomic_store(&team->failed, failed);
+    } else {
+        copy(team->how, &team->work, first, last);
+    }
+    atomic_fetch_add(&team->at_end, 1);
+}
+
+static void *serve(void *argument)
+{
+    member self = *(member *)argument;
+    free(argument);
+    for (;;) {
+        pthread_barrier_wait(&self.team->gate);
+        if (self.team->closing)
+            return NULL;
+        share(self.team, self.index);
+    }
+}
+
+void limit_close(team *team)
+{
+    team->closing = 1;
+    pthread_barrier_wait(&team->gate);
+    for (int i = 1; i < team->threads; i++)
+        pthread_join(team->workers[i], NULL);
+    pthread_barrier_destroy(&team->gate);
+    free(team->workers);
+    free(team->shares);
+    free(team);
+}
+
+/* The caller is thread 0. Aborts where the system has no more threads. */
+team *limit_open(int threads)
+{
+    team *self = calloc(1, sizeof *self);
+    self->threads = threads;
+    self->workers = calloc(threads, sizeof *self->workers);
+    self->shares = calloc(threads + 1, sizeof *self->shares);
+    pthread_barrier_init(&self->gate, NULL, threads);
+    for (int i = 1; i < threads; i++) {
+        member *argument = malloc(sizeof *argument);
+        *argument = (member){self, i};
+        if (pthread_create(&self->workers[i], NULL, serve, argument) != 0)
+            abort();
+    }
+    return self;
+}
+
+static void split_by_bytes(team *team)
+{
+    uint64_t total = 0, sum = 0;
+    int index = 1;
+    for (size_t i = 0; i < team->work.count; i++)
+        total += team->work.nbytes[i];
+    for (size_t i = 0; i < team->work.count; i++) {
+        while (index < team->threads && sum >= total * index / team->threads)
+            team->shares[index++] = i;
+        sum += team->work.nbytes[i];
+    }
+    while (index <= team->threads)
+        team->shares[index++] = team->work.count;
+}
+
+/* Nanoseconds, or minus an errno. `peer` is a process id where `how` is READV. */
+int64_t limit_run(team *team, int how, int peer, const uint64_t *dst, const uint64_t *src,
+                  const uint64_t *nbytes, size_t count)
+{
+    team->how = how;
+    team->peer = peer;
+    team->work = (columns){dst, src, nbytes, count};
+    split_by_bytes(team);
+    atomic_store(&team->at_start, 0);
+    atomic_store(&team->at_end, 0);
+    atomic_store(&team->failed, 0);
+    pthread_barrier_wait(&team->gate);
+    while (atomic_load(&team->at_start) < team->threads - 1)
+        pause_cpu();
+    const int64_t start = now_ns();
+    share(team, 0);
+    while (atomic_load(&team->at_end) < team->threads)
+        pause_cpu();
+    const int64_t elapsed = now_ns() - start;
+    const int failed = atomic_load(&team->failed);
+    return failed ? -failed : elapsed;
+}
+
+/* Nanoseconds of `repeats` copies of one descriptor, one after the other, by the calling thread. */
+int64_t limit_repeat(int how, uint64_t dst, uint64_t src, uint64_t nbytes, int repeats)
+{
+    const columns work = {&dst, &src, &nbytes, 1};
+    const int64_t start = now_ns();
+    for (int i = 0; i < repeats; i++)
+        copy(how, &work, 0, 1);
+    return now_ns() - start;
+}

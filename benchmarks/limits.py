@@ -1,0 +1,102 @@
+"""The physical limit: `limits.c`, compiled for this very machine when a benchmark first runs."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+Columns = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""dst, src, nbytes: one item for each descriptor."""
+
+COPIES: Final = {"memcpy": 0, "stream": 1, "movsb": 2}
+READV: Final = 3
+
+_SOURCE = Path(__file__).with_name("limits.c")
+_BUILD = Path(__file__).parents[1] / "build"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    compiler = os.environ.get("CC") or shutil.which("cc")
+    if not compiler:
+        raise RuntimeError("the physical limit is measured by C code: no cc in PATH and no CC set")
+    command = [compiler, "-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-pthread"]
+    content = _SOURCE.read_bytes() + " ".join(command).encode()
+    built = _BUILD / f"limits-{hashlib.sha256(content).hexdigest()[:12]}.so"
+    if not built.exists():
+        _BUILD.mkdir(exist_ok=True)
+        # Two benchmarks at once: the last one to rename wins, and both files are the same.
+        partial = built.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, str(_SOURCE), "-o", str(partial)], check=True)
+        partial.rename(built)
+    library = ctypes.CDLL(str(built))
+    library.limit_open.restype = ctypes.c_void_p
+    library.limit_open.argtypes = (ctypes.c_int,)
+    library.limit_close.restype = None
+    library.limit_close.argtypes = (ctypes.c_void_p,)
+    library.limit_run.restype = ctypes.c_int64
+    library.limit_run.argtypes = (
+        (ctypes.c_void_p, ctypes.c_int, ctypes.c_int) + (ctypes.c_void_p,) * 3 + (ctypes.c_size_t,)
+    )
+    library.limit_repeat.restype = ctypes.c_int64
+    library.limit_repeat.argtypes = (ctypes.c_int, *(ctypes.c_uint64,) * 3, ctypes.c_int)
+    return library
+
+
+class Team:
+    """Threads that run bare loops over descriptors; a context manager."""
+
+    def __init__(self, threads: int) -> None:
+        self._library = _library()
+        self._team: int | None = self._library.limit_open(threads)
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._library.limit_close(self._team)
+        self._team = None
+
+    def copy_seconds(self, how: str, columns: Columns) -> float:
+        """Copy all descriptors once; `how` is a key of COPIES."""
+        return self._run(COPIES[how], 0, columns)
+
+    def readv_seconds(self, peer: int, columns: Columns) -> float:
+        """Read all descriptors from process `peer`, 1,024 ranges a call.
+
+        Raises:
+            OSError: as process_vm_readv failed.
+        """
+        return self._run(READV, peer, columns)
+
+    def _run(self, how: int, peer: int, columns: Columns) -> float:
+        dst, src, nbytes = columns
+        ns: int = self._library.limit_run(
+            self._team, how, peer, dst.ctypes.data, src.ctypes.data, nbytes.ctypes.data, len(dst)
+        )
+        if ns < 0:
+            raise OSError(-ns, os.strerror(-ns))
+        return ns / 1e9
+
+
+def repeat_seconds(how: str, dst: int, src: int, nbytes: int, repeats: int) -> float:
+    """Seconds of one copy of `nbytes`, of `repeats` made one after the other by this thread."""
+    ns: int = _library().limit_repeat(COPIES[how], dst, src, nbytes, repeats)
+    return ns / 1e9 / repeats

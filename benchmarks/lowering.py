@@ -1,0 +1,94 @@
+"""Lowering: a million descriptors, single thread, beside NumPy doing the same by broadcasting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.table import Row, Run, Topic, timed
+from kvnative._lower import Descriptors, lower
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TOPIC = Topic()
+PAIRS, SEGMENTS = 122, 8192  # 61 layers x 2 tensors
+COUNT = PAIRS * SEGMENTS
+BLOCK_NBYTES = 32 << 10
+BUDGET_NS = 3
+ROUNDS = 41
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The arguments of lower(), and NumPy's way to the same columns."""
+
+    src_offsets: NDArray[np.uint64]
+    dst_offsets: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+    src_bases: NDArray[np.uint64]
+    dst_bases: NDArray[np.uint64]
+
+    def lower(self, layout: str = "columns", out: Descriptors | None = None) -> Descriptors:
+        return lower(
+            self.src_offsets, self.dst_offsets, self.nbytes, self.src_bases, self.dst_bases,
+            layout, "dst", out,
+        )  # fmt: skip
+
+    def broadcast(self, out: NDArray[np.uint64]) -> None:
+        """Columns dst, src, nbytes into `out` of shape (3, PAIRS, SEGMENTS)."""
+        np.add(self.dst_bases[:, None], self.dst_offsets, out=out[0])
+        np.add(self.src_bases[:, None], self.src_offsets, out=out[1])
+        out[2] = self.nbytes
+
+    def broadcast_fresh(self) -> NDArray[np.uint64]:
+        out = np.empty((3, PAIRS, SEGMENTS), dtype=np.uint64)
+        self.broadcast(out)
+        return out
+
+
+def recipe() -> Recipe:
+    """Random distinct blocks; tensors wherever an allocator could have put them."""
+    rng = np.random.default_rng(0)
+    src, dst = (rng.permutation(2 * SEGMENTS)[:SEGMENTS].astype(np.uint64) for _ in range(2))
+    nbytes = np.full(SEGMENTS, BLOCK_NBYTES, dtype=np.uint64)
+    bases = rng.integers(0, 2**46, size=(2, PAIRS), dtype=np.uint64)
+    return Recipe(src * nbytes, dst * nbytes, nbytes, bases[0], bases[1])
+
+
+def ns_per_descriptor(seconds: float) -> float:
+    return 1e9 * seconds / COUNT
+
+
+@TOPIC.row("lower_ns_per_descriptor")
+def lower_reused(run: Run, name: str) -> Row:
+    """Into a reused buffer."""
+    work, out = recipe(), Descriptors()
+    columns = work.broadcast_fresh()
+    ours, numpys = run.medians(
+        timed(lambda: work.lower(out=out)), timed(lambda: work.broadcast(columns)), rounds=ROUNDS
+    )
+    if not np.array_equal(out.dst, columns[0].ravel()):
+        raise AssertionError("lowering and NumPy disagree")
+    note = f"reused buffer; limit: the budget; NumPy {ns_per_descriptor(numpys):.2f} ns"
+    return Row(name, ns_per_descriptor(ours), "ns", BUDGET_NS, note=note)
+
+
+@TOPIC.row("lower_fresh_ns_per_descriptor")
+def lower_fresh(run: Run, name: str) -> Row:
+    """Into memory that the system has to find first; the array is freed within the time."""
+    work = recipe()
+    ours, numpys = run.medians(timed(work.lower), timed(work.broadcast_fresh), rounds=ROUNDS)
+    note = "new memory each time; limit: NumPy in new memory"
+    return Row(name, ns_per_descriptor(ours), "ns", ns_per_descriptor(numpys), note=note)
+
+
+@TOPIC.row("lower_hccl_ns_per_descriptor")
+def lower_hccl(run: Run, name: str) -> Row:
+    """Rows of 32 bytes into a reused buffer."""
+    work, out = recipe(), Descriptors()
+    (ours,) = run.medians(timed(lambda: work.lower("hccl", out)), rounds=ROUNDS)
+    note = "32-byte rows, reused buffer; limit: the budget"
+    return Row(name, ns_per_descriptor(ours), "ns", BUDGET_NS, note=note)

@@ -1,0 +1,65 @@
+"""Planning: from block tables to a Plan, and how that grows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.table import Row, Run, Topic, timed
+from kvplan.planning import Plan, plan_pull_blocks
+from kvplan.types import CacheDesc, DataType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOPIC = Topic()
+TENSORS_PER_LAYER = 2
+ROUNDS = 201
+
+
+def request(blocks: int, layers: int, table: Callable[[Any], Any]) -> Callable[[], Plan]:
+    """A call that plans one request; its block tables are random, distinct, and of type `table`."""
+    rng = np.random.default_rng(blocks)
+    pool = 2 * blocks
+    desc = CacheDesc(layers * TENSORS_PER_LAYER, (pool, 16, 8, 128), DataType.DT_FLOAT16)
+    src, dst = (table(rng.permutation(pool)[:blocks]) for _ in range(2))
+    return lambda: plan_pull_blocks(desc, desc, src, dst)
+
+
+def compare(run: Run, *requests: Callable[[], Plan]) -> list[float]:
+    """Median microseconds of each."""
+    return [1e6 * s for s in run.medians(*map(timed, requests), rounds=ROUNDS)]
+
+
+def as_numpy(table: Any) -> Any:
+    """The block table as an engine that is quick keeps it."""
+    return table
+
+
+@TOPIC.row("plan_numpy_us")
+def plan_numpy(run: Run, name: str) -> Row:
+    """4,096 blocks, 61 layers, NumPy block tables: budget 150 microseconds."""
+    (us,) = compare(run, request(4096, 61, as_numpy))
+    return Row(name, us, "us", 150, note="4,096 blocks x 61 layers; limit: the budget")
+
+
+@TOPIC.row("plan_list_us")
+def plan_list(run: Run, name: str) -> Row:
+    """The same from lists: budget 500 microseconds."""
+    (us,) = compare(run, request(4096, 61, np.ndarray.tolist))
+    return Row(name, us, "us", 500, note="the same from lists; limit: the budget")
+
+
+@TOPIC.row("plan_16384_blocks_us")
+def plan_blocks(run: Run, name: str) -> Row:
+    """Four times the blocks may cost four times as much, and some for larger tables."""
+    us, base = compare(run, request(16384, 61, as_numpy), request(4096, 61, as_numpy))
+    return Row(name, us, "us", 4 * base, target=1.25, note="limit: 4 x the time of 4,096 blocks")
+
+
+@TOPIC.row("plan_610_layers_us")
+def plan_layers(run: Run, name: str) -> Row:
+    """Layers cost nothing."""
+    us, base = compare(run, request(4096, 610, as_numpy), request(4096, 61, as_numpy))
+    return Row(name, us, "us", base, target=1.1, note="limit: the time of 61 layers")

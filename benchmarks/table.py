@@ -1,0 +1,125 @@
+"""The rows: how one is registered, measured, judged and printed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Sense = Literal["at most", "at least"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `limit` has the unit of `value`: a budget, a peer, or what the machine can do.
+
+    The target is met when `value / limit` is `sense` `target`; a row without target only informs.
+    """
+
+    name: str
+    value: float
+    unit: str
+    limit: float
+    sense: Sense = "at most"
+    target: float | None = 1.0
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """`value` in units of `limit`."""
+        return self.value / self.limit
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is met; True where there is none."""
+        if self.target is None:
+            return True
+        return self.ratio <= self.target if self.sense == "at most" else self.ratio >= self.target
+
+    def to_json(self) -> str:
+        """One line of build/bench.jsonl."""
+        figures = {"value": self.value, "unit": self.unit, "limit": self.limit, "ratio": self.ratio}
+        rounded = {key: round(x, 4) if isinstance(x, float) else x for key, x in figures.items()}
+        return json.dumps({"name": self.name, **rounded})
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as the table prints it."""
+        target = "-" if self.target is None else f"{self.sense} {self.target:.2f}"
+        verdict = "" if self.target is None else "met" if self.met else "MISSED"
+        figures = (f"{self.value:.2f}", self.unit, f"{self.limit:.2f}", f"{self.ratio:.2f}")
+        return (self.name, *figures, target, verdict, self.note)
+
+
+@dataclass
+class Run:
+    """One run of the benchmarks: how long to measure, and what rows share until it ends."""
+
+    quick: bool = False
+    opened: ExitStack = field(default_factory=ExitStack)
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    def share(self, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, once a run: pools of memory and peers are dear."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+    def medians(self, *candidates: Callable[[], float], rounds: int) -> list[float]:
+        """Median seconds of each candidate, taken in turns (A B A B) after one turn of warm-up.
+
+        In turns, so that what else the machine does falls on all of them alike.
+        """
+        for candidate in candidates:
+            candidate()
+        rounds = max(3, rounds // 4) if self.quick else rounds
+        turns = [[candidate() for candidate in candidates] for _ in range(rounds)]
+        return [statistics.median(times) for times in zip(*turns, strict=True)]
+
+
+Measure = Callable[[Run, str], Row]
+
+
+class Topic(dict[str, Measure]):
+    """The rows of one file, by name, in the order of the table."""
+
+    def row(self, name: str) -> Callable[[Measure], Measure]:
+        """Register the decorated function, which measures row `name`."""
+
+        def register(measure: Measure) -> Measure:
+            if name in self:
+                raise ValueError(f"name={name!r} is already a row")
+            self[name] = measure
+            return measure
+
+        return register
+
+
+def timed(call: Callable[[], object], repeats: int = 1) -> Callable[[], float]:
+    """A candidate for `Run.medians`: seconds of one `call`, from `repeats` in a loop."""
+
+    def seconds() -> float:
+        start = time.perf_counter_ns()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter_ns() - start) / 1e9 / repeats
+
+    return seconds
+
+
+HEADER = ("name", "value", "unit", "limit", "ratio", "target", "", "")
+
+
+def format_table(rows: Iterable[Row]) -> Iterator[str]:
+    """Aligned lines: names and words to the left, figures to the right."""
+    cells = [HEADER, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        aligned = (
+            cell.rjust(width) if title in ("value", "limit", "ratio") else cell.ljust(width)
+            for cell, width, title in zip(line, widths, HEADER, strict=True)
+        )
+        yield "  ".join(aligned).rstrip()

@@ -1,0 +1,29 @@
+/* Why a call on memory or on another process was refused: status, errno and a sentence. */
+#ifndef KVN_FAILURE_H
+#define KVN_FAILURE_H
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "kvnative/status.h"
+
+typedef struct kvn_failure {
+    int status;        /* kvn_status */
+    int code;          /* errno, or 0 where the system had no part in it */
+    char message[256]; /* names the argument, its value and what is allowed */
+} kvn_failure;
+
+/* Fills it in and returns its status, so that to fail is one `return`. */
+__attribute__((format(printf, 4, 5))) static inline int kvn_fail(kvn_failure *failure, int status,
+                                                                 int code, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    failure->status = status;
+    failure->code = code;
+    vsnprintf(failure->message, sizeof failure->message, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+#endif

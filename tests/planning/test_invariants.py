@@ -1,0 +1,183 @@
+"""Contract 1, for random transfers of every operation: what a plan promises whatever is asked."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import Coalesce, Plan
+from kvplan.planning import reference
+from kvplan.planning.invariants import check_invariants
+from tests.planning.transfers import Tensors, Transfer, transfers
+
+coalescings = st.sampled_from(Coalesce)
+
+
+def written_by(plan: Plan, transfer: Transfer) -> Tensors:
+    src, dst = transfer.memory()
+    reference.execute(plan, src, dst)
+    return dst
+
+
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(transfers(), coalescings)
+def test_execution_is_what_the_specification_says(transfer: Transfer, how: Coalesce) -> None:
+    expected = transfer.apply(*transfer.memory())
+    assert_same(written_by(transfer.plan(how), transfer), expected)
+
+
+@given(transfers(), coalescings)
+def test_every_byte_is_in_bounds_and_written_once(transfer: Transfer, how: Coalesce) -> None:
+    plan = transfer.plan(how)
+    writes = np.zeros(transfer.dst.tensor_nbytes, dtype=int)
+    for src, dst, nbytes in plan.segments:
+        assert nbytes > 0
+        assert src + nbytes <= transfer.src.tensor_nbytes
+        assert dst + nbytes <= transfer.dst.tensor_nbytes
+        writes[dst : dst + nbytes] += 1
+    assert writes.max() == 1
+    assert len(set(plan.dst_tensors)) == len(plan.dst_tensors)
+    assert set(plan.src_tensors) <= set(range(transfer.src.num_tensors))
+    assert set(plan.dst_tensors) <= set(range(transfer.dst.num_tensors))
+    check_invariants(plan)
+
+
+@given(transfers(), coalescings)
+def test_it_copies_as_many_bytes_as_were_asked_for(transfer: Transfer, how: Coalesce) -> None:
+    plan = transfer.plan(how)
+    assert plan.nbytes == transfer.nbytes
+    assert plan.num_slices == len(transfer.moves)
+    assert list(zip(plan.src_tensors, plan.dst_tensors, strict=True)) == transfer.tensor_pairs
+    assert plan.num_descriptors == len(transfer.tensor_pairs) * len(plan.segments)
+
+
+@given(transfers())
+def test_coalescing_changes_segments_but_no_byte(transfer: Transfer) -> None:
+    none, caller, in_order = (
+        transfer.plan(how) for how in (Coalesce.NONE, Coalesce.CALLER_ORDER, Coalesce.SORTED)
+    )
+    assert len(none.segments) == len(transfer.moves) == none.num_slices
+    assert len(caller.segments) <= len(none.segments)
+    assert len(in_order.segments) <= len(none.segments)
+    assert transfer.plan(True) == in_order
+    assert transfer.plan(False) == none
+    verdicts = {none.diff(other).splitlines()[-1] for other in (caller, in_order)}
+    assert all("equivalent" in verdict for verdict in verdicts)
+
+
+@given(transfers())
+def test_no_two_segments_are_left_that_could_merge_when_neighbours(transfer: Transfer) -> None:
+    for how in (Coalesce.CALLER_ORDER, Coalesce.SORTED):
+        segments = list(transfer.plan(how).segments)
+        for (src, dst, nbytes), (next_src, next_dst, _) in zip(
+            segments, segments[1:], strict=False
+        ):
+            assert (src + nbytes, dst + nbytes) != (next_src, next_dst)
+
+
+@given(transfers())
+def test_sorted_segments_depend_on_what_is_copied_not_on_its_order(transfer: Transfer) -> None:
+    segments = list(transfer.plan(Coalesce.SORTED).segments)
+    assert segments == sorted(segments)
+
+
+@given(transfers(), coalescings)
+def test_json_gives_the_same_plan_back(transfer: Transfer, how: Coalesce) -> None:
+    plan = transfer.plan(how)
+    document = json.loads(json.dumps(plan.to_dict()))
+    again = Plan.from_dict(document)
+    assert again == plan
+    assert again.fingerprint == plan.fingerprint
+    assert hash(again) == hash(plan)
+    assert again.to_dict() == document == plan.to_dict()
+
+
+@given(transfers(), st.data())
+def test_pieces_by_layer_copy_what_the_whole_does(transfer: Transfer, data: st.DataObject) -> None:
+    plan = transfer.plan()
+    layers = plan.src_layers
+    cut = data.draw(st.integers(layers.start, layers.stop))
+    pieces = [
+        plan.for_layers(part)
+        for part in (range(layers.start, cut), range(cut, layers.stop))
+        if len(part)
+    ]
+    src, dst = transfer.memory()
+    expected = transfer.apply(src, dst)
+    for piece in reversed(pieces):
+        reference.execute(piece, src, dst)
+    assert_same(dst, expected)
+    assert sum(piece.nbytes for piece in pieces) == plan.nbytes
+    assert sum(piece.num_descriptors for piece in pieces) == plan.num_descriptors
+    assert [pair for piece in pieces for pair in piece.layers] == list(plan.layers)
+    assert plan.for_layers(layers) == plan
+
+
+@given(transfers())
+def test_layers_name_every_tensor_pair_once(transfer: Transfer) -> None:
+    plan = transfer.plan()
+    assert [pair for layer in plan.layers for pair in layer.tensors] == transfer.tensor_pairs
+    assert [layer.src_layer for layer in plan.layers] == list(plan.src_layers)
+    assert [layer.dst_layer for layer in plan.layers] == list(plan.dst_layers)
+    for layer in plan.layers:
+        for src, dst in layer.tensors:
+            assert src // plan.tensors_per_layer == layer.src_layer
+            assert dst // plan.tensors_per_layer == layer.dst_layer
+
+
+@given(transfers(), coalescings)
+def test_descriptors_run_one_by_one_by_their_origin(transfer: Transfer, how: Coalesce) -> None:
+    plan = transfer.plan(how)
+    src, dst = transfer.memory()
+    expected = transfer.apply(src, dst)
+    segments = list(plan.segments)
+    for index in range(plan.num_descriptors):
+        origin = plan.origin(index)
+        src_offset, dst_offset, nbytes = segments[index % len(segments)]
+        assert origin.src_tensor // plan.tensors_per_layer == origin.src_layer
+        assert origin.dst_tensor // plan.tensors_per_layer == origin.dst_layer
+        # The rows are exactly those that hold the segment's bytes.
+        for first, last, offset, stride in (
+            (*origin.src_rows, src_offset, transfer.src.stride),
+            (*origin.dst_rows, dst_offset, transfer.dst.stride),
+        ):
+            assert first * stride <= offset < (first + 1) * stride
+            assert last * stride < offset + nbytes <= (last + 1) * stride
+        flat_src, flat_dst = (
+            side[tensor].reshape(-1)
+            for side, tensor in ((src, origin.src_tensor), (dst, origin.dst_tensor))
+        )
+        flat_dst[dst_offset : dst_offset + nbytes] = flat_src[src_offset : src_offset + nbytes]
+    assert_same(dst, expected)
+
+
+@given(transfers(), coalescings)
+def test_columns_are_what_lowering_relies_on(transfer: Transfer, how: Coalesce) -> None:
+    segments = transfer.plan(how).segments
+    for column in (segments.src_offsets, segments.dst_offsets, segments.nbytes):
+        assert column.dtype == np.dtype(np.uint64)
+        assert column.dtype.isnative
+        assert column.shape == (len(segments),)
+        assert column.flags.c_contiguous
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 0
+
+
+@given(transfers(), coalescings)
+def test_every_plan_can_be_read(transfer: Transfer, how: Coalesce) -> None:
+    plan = transfer.plan(how)
+    table = plan.explain("table", limit=None).splitlines()
+    assert len(table) == 1 + plan.num_descriptors
+    assert repr(plan).startswith(f"<Plan {plan.operation} {plan.kind} L")
+    for layer in plan.layers:
+        for src, dst in layer.tensors:
+            assert f"tensor {src} -> {dst} " in plan.explain(limit=None)
+    assert plan.diff(plan).splitlines()[-1] == "  verdict: identical"
