@@ -98,13 +98,13 @@ class Transfers:
             executors[direction] = None if backend is None else Executor(self._wrap(backend))
         return executors[direction]
 
-    def close(self) -> None:
-        """Cancel what is in flight and stop the threads; idempotent."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Wait for what is in flight (or cancel it), and take no more; idempotent."""
         for executors in self._peers.values():
             for executor in executors.values():
                 if executor is not None:
-                    executor.close()
-        self._host.close()
+                    executor.close(cancel)
+        self._host.close(cancel)
 
     def __enter__(self) -> Self:
         return self

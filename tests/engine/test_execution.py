@@ -132,11 +132,12 @@ def test_memory_outlives_a_dropped_handle():
     src = [array.view(Owned) for array in filled(DESC, 1)]
     dst = filled(DESC, 2)
     gone = weakref.ref(src[0])
-    with Transfers(wrap=lambda backend: delay(backend, 60_000)) as transfers:
-        transfers.submit(kvplan.plan_pull_blocks(DESC, DESC, [0], [1]), src, dst)
-        del src
-        gc.collect()
-        assert gone() is not None
+    transfers = Transfers(wrap=lambda backend: delay(backend, 60_000))
+    transfers.submit(kvplan.plan_pull_blocks(DESC, DESC, [0], [1]), src, dst)
+    del src
+    gc.collect()
+    assert gone() is not None
+    transfers.close(cancel=True)
     gc.collect()
     assert gone() is None
 
