@@ -1,0 +1,140 @@
+"""A language model prefills in one process and goes on generating in another.
+
+The KV cache that the second one goes on from was planned and moved by kvplan. A third process runs
+the model alone: its token ids must be identical. Then one block id is made wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .messages import Arrival, Generated, Handover, Settings, WrongBlock
+from .report import (
+    Console,
+    DemoFailed,
+    arrival_text,
+    check_changed,
+    check_identical,
+    speed_text,
+)
+from .requirements import SetupError, check_installed, weights_path
+from .workers import Workers, WorkerFailed
+
+PROMPT = Path(__file__).with_name("prompt.txt")
+BREAK_TOKEN = 216
+"""In prompt.txt, a token of the block that says when the lens was invented."""
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """An argument type: a whole number in [low, high]."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [{low}, {high}]")
+        return int(text)
+
+    return parse
+
+
+def readable(text: str) -> Path:
+    """An argument type: a text file that is not empty."""
+    path = Path(text)
+    try:
+        if path.read_text(encoding="utf-8").strip():
+            return path
+    except (OSError, UnicodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error}") from None
+    raise argparse.ArgumentTypeError(f"{text!r} is empty")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m examples.disaggregated",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--prompt", metavar="FILE", type=readable, default=PROMPT, help="what to ask the model")
+    add("--max-tokens", metavar="N", type=whole(2, 4096), default=96, help="tokens to generate")
+    add("--block-size", metavar="N", type=whole(1, 1024), default=16, help="tokens in a block")
+    add("--break-token", metavar="N", type=whole(0, 8191),
+        help="break the block of this token of the prompt")  # fmt: skip
+    add("--timeout", metavar="SECONDS", type=whole(1, 3600), default=60,
+        help="give up when no process says a word for so long")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def demonstrate(options: argparse.Namespace, console: Console, workers: Workers) -> None:
+    """Run the demo from its first line to its last.
+
+    Raises:
+        WorkerFailed: a process failed. DemoFailed: all worked, but the outcome is not as it must be.
+    """
+    settings = Settings(options.prompt, options.max_tokens, options.block_size, weights_path())
+    console.title("Prefill reads the prompt; decode has no prompt, only an empty cache")
+    prefiller = workers.start("prefill", f"{__package__}.prefill", settings)
+    decoder = workers.start("decode", f"{__package__}.decode", settings)
+    handover: Handover = workers.answer(prefiller)
+
+    decoder.send(handover)
+    arrival: Arrival = workers.answer(decoder)
+    console.title("The plan that decode made and executed")
+    console.lines(f"{arrival.explanation}\n\n{arrival_text(arrival)}")
+
+    console.title("Decode goes on from the cache that it pulled")
+    moved: Generated = workers.answer(decoder)
+    console.lines(speed_text(moved))
+
+    console.title("The same model alone: monolithic")
+    alone: Generated = workers.answer(workers.start("monolithic", f"{__package__}.monolithic", settings))
+    console.lines(speed_text(alone))
+    console.lines("\n" + check_identical(moved, alone))
+
+    token = options.break_token
+    if token is None:
+        token = BREAK_TOKEN if options.prompt == PROMPT else len(handover.prompt) // 2
+    if token >= len(handover.prompt):
+        raise DemoFailed(f"--break-token {token} is not in [0, {len(handover.prompt) - 1}]")
+    first = token - token % options.block_size
+    console.title(
+        f"One wrong block id: tokens {first}..{first + options.block_size - 1} from the block "
+        "of those that follow"
+    )
+    decoder.send(WrongBlock(token))
+    arrival = workers.answer(decoder)
+    console.lines(arrival.difference + "\n")
+    broken: Generated = workers.answer(decoder)
+    console.lines("\n" + check_changed(moved, broken))
+
+
+def main() -> int:
+    options = arguments()
+    try:
+        check_installed()
+    except SetupError as error:
+        print(f"cannot start: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    try:
+        with Workers(console.progress, console.piece, options.timeout) as workers:
+            demonstrate(options, console, workers)
+    except (WorkerFailed, DemoFailed) as error:
+        console.lines("")
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        console.lines("\nstopped")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`); let the interpreter's last flush go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

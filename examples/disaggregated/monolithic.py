@@ -1,0 +1,43 @@
+"""The monolithic process: the same model alone, prompt and generation in one place.
+
+Its cache is its own too, and its blocks lie in order: nothing of what it says went through kvplan.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from .generation import decode, load_model, prefill
+from .messages import Generated, Settings
+from .paged_cache import PagedCache, blocks_for
+from .prefill import CACHE_DTYPE, cache_shape
+from .weights import ModelFile
+from .workers import Channel
+
+
+def run(channel: Channel, settings: Settings) -> None:
+    """Send a Generated."""
+    model, tokenizer = load_model(ModelFile(settings.weights))
+    channel.progress("model loaded")
+    prompt = tokenizer.chat(settings.prompt.read_text().strip())
+    num_blocks = blocks_for(len(prompt) + settings.max_tokens, settings.block_size)
+    shape = cache_shape(model.config, num_blocks, settings.block_size)
+    cache = PagedCache([np.zeros(shape, CACHE_DTYPE) for _ in range(2 * model.config.layers)])
+    block_table = np.arange(num_blocks)
+
+    first_token = prefill(model, prompt, cache, block_table, channel.progress)
+    started = time.perf_counter()
+    ids = decode(
+        model,
+        tokenizer,
+        cache,
+        block_table,
+        len(prompt),
+        first_token,
+        settings.max_tokens,
+        channel.piece,
+    )
+    seconds = time.perf_counter() - started
+    channel.answer(Generated(ids, tokenizer.decode(ids), seconds))

@@ -1,0 +1,112 @@
+"""What the demo prints, and the two comparisons that decide whether it succeeded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from .messages import Arrival, Generated
+
+
+class DemoFailed(Exception):
+    """The demo did not show what it must show."""
+
+
+class Console:
+    """Plain lines with the time since the start, and generated text as it comes."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._line_open = False
+
+    def progress(self, name: str, text: str) -> None:
+        self._end_line()
+        print(f"[{time.monotonic() - self._started:5.1f} s] {name}: {text}", flush=True)
+
+    def piece(self, text: str) -> None:
+        """A piece of generated text, marked off by a bar on the left."""
+        for part in text.splitlines(keepends=True):
+            if not self._line_open:
+                sys.stdout.write("  | ")
+            sys.stdout.write(part)
+            self._line_open = not part.endswith("\n")
+        sys.stdout.flush()
+
+    def title(self, text: str) -> None:
+        self._end_line()
+        print(f"\n== {text} ==\n", flush=True)
+
+    def lines(self, text: str) -> None:
+        self._end_line()
+        print(text, flush=True)
+
+    def _end_line(self) -> None:
+        if self._line_open:
+            print()
+        self._line_open = False
+
+
+def arrival_text(arrival: Arrival) -> str:
+    """The cost of a transfer, one figure a line."""
+    rate = arrival.nbytes / arrival.transfer_seconds / 1e9
+    return "\n".join(
+        (
+            f"  bytes        {arrival.nbytes:,}",
+            f"  descriptors  {arrival.num_slices:,} before coalescing, "
+            f"{arrival.num_descriptors:,} after",
+            f"  planned in   {arrival.plan_seconds * 1e6:.0f} us",
+            f"  linked in    {arrival.link_seconds * 1e3:.2f} ms (peer checked, arena mapped)",
+            f"  moved in     {arrival.transfer_seconds * 1e3:.2f} ms, {rate:.1f} GB/s",
+        )
+    )
+
+
+def speed_text(generated: Generated) -> str:
+    rate = len(generated.ids) / generated.seconds
+    return f"  {len(generated.ids)} tokens in {generated.seconds:.1f} s, {rate:.0f} a second"
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first position at which two sequences differ, the end of one included."""
+    if list(a) == list(b):
+        return None
+    shared = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(shared) if x != y), min(len(a), len(b)))
+
+
+def check_identical(disaggregated: Generated, monolithic: Generated) -> str:
+    """Say that both generated the same.
+
+    Raises:
+        DemoFailed: they did not: a transfer went wrong.
+    """
+    at = first_difference(disaggregated.ids, monolithic.ids)
+    if at is not None:
+        raise DemoFailed(
+            f"the token ids differ from position {at} on: disaggregated "
+            f"{disaggregated.ids[at : at + 4]}..., monolithic {monolithic.ids[at : at + 4]}...\n"
+            f"disaggregated: {disaggregated.text}\nmonolithic:    {monolithic.text}"
+        )
+    return (
+        f"IDENTICAL: all {len(monolithic.ids)} token ids are the same, generated from the cache "
+        "that was moved and without a move."
+    )
+
+
+def check_changed(right: Generated, broken: Generated) -> str:
+    """Say where the broken cache changed the text.
+
+    Raises:
+        DemoFailed: it did not.
+    """
+    at = first_difference(right.ids, broken.ids)
+    if at is None:
+        raise DemoFailed(
+            f"the wrong block changed none of the {len(right.ids)} tokens: the model did not need "
+            "what it held; choose another with --break-token, or more tokens with --max-tokens"
+        )
+    return (
+        f"CHANGED: from token {at} on the text is another. It is fluent, and nothing failed: only\n"
+        "the plan shows that the model remembers a page which the prompt does not have."
+    )
