@@ -8,8 +8,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] include/kvnative/*.h)
 
-TREE := setup.py pyproject.toml include kvplan kvnative tests
-
 # pip reads these: what CI installs is pinned in one file, for the isolated builds too.
 export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -35,17 +33,9 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
 	KVPLAN_WERROR=1 $(BIN)/pytest
 
-# The checked build has a copy of the tree for itself, so that the tests and the processes that they
-# start find no other. Leaks are not looked for: CPython's own, at exit, drown any of ours.
-CHECKED := build/sanitized
-SANITIZE := KVPLAN_SANITIZE=address,undefined
-sanitize: .venv/dev ## the native and transport tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	mkdir -p $(CHECKED) && cd $(CHECKED) && rm -rf $(TREE) && cp -a $(TREE:%=$(CURDIR)/%) .
-	cd $(CHECKED) && $(SANITIZE) $(CURDIR)/$(BIN)/python -W ignore setup.py -q build_ext --inplace
-	cd $(CHECKED) && $(SANITIZE) \
-	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-	  $(CURDIR)/$(BIN)/pytest --capture=sys tests/native tests/transport tests/project/test_native_build.py
+sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then under ThreadSanitizer
+	tools/sanitize address,undefined tests/native tests/engine tests/transport tests/project/test_native_build.py
+	tools/sanitize thread tests/native tests/engine tests/project/test_native_build.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
 	$(BIN)/python -m benchmarks

@@ -1,11 +1,13 @@
 /* What this machine can do at best: bare loops over the very descriptors that kvplan is given, with
  * no executor, no Python and no scheduling. Compiled by limits.py when a benchmark runs.
  *
- * The clock starts when every thread stands at the start line, and stops when the last is through:
- * waking them up is not counted. Each thread takes a contiguous share of equal bytes. */
+ * The clock starts when every thread stands at the start line and stops with the last byte: waking
+ * the threads up is not counted. They take the next few descriptors from one counter, so that one
+ * which the system holds up does not hold up the others. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -23,8 +25,8 @@ typedef struct columns {
 
 enum how { MEMCPY, STREAM, MOVSB, READV };
 
-/* Ranges of one process_vm_readv: IOV_MAX. */
-#define RANGES 1024
+#define RANGES 1024                /* of one process_vm_readv: IOV_MAX */
+#define TAKE_NBYTES ((size_t)128 << 10) /* about what a thread copies between two looks at the counter */
 
 typedef struct team {
     int threads;
@@ -34,14 +36,10 @@ typedef struct team {
     int how, closing;
     pid_t peer;
     columns work;
-    size_t *shares; /* threads + 1: thread t has descriptors shares[t] to shares[t + 1] */
+    size_t take; /* descriptors at once */
+    atomic_size_t next, done;
     atomic_int failed; /* an errno */
 } team;
-
-typedef struct member {
-    team *team;
-    int index;
-} member;
 
 static int64_t now_ns(void)
 {
@@ -102,52 +100,50 @@ static void copy(int how, const columns *work, size_t first, size_t last)
 #endif
 }
 
+/* 0 or an errno; at most RANGES descriptors. */
 static int readv_peer(pid_t peer, const columns *work, size_t first, size_t last)
 {
     struct iovec here[RANGES], there[RANGES];
-    while (first < last) {
-        const size_t n = last - first < RANGES ? last - first : RANGES;
-        ssize_t nbytes = 0;
-        for (size_t i = 0; i < n; i++) {
-            here[i] = (struct iovec){(void *)(uintptr_t)work->dst[first + i],
-                                     work->nbytes[first + i]};
-            there[i] = (struct iovec){(void *)(uintptr_t)work->src[first + i],
-                                      work->nbytes[first + i]};
-            nbytes += work->nbytes[first + i];
-        }
-        const ssize_t moved = process_vm_readv(peer, here, n, there, n, 0);
-        if (moved != nbytes)
-            return moved < 0 ? errno : EIO;
-        first += n;
+    ssize_t nbytes = 0;
+    for (size_t i = first; i < last; i++) {
+        here[i - first] = (struct iovec){(void *)(uintptr_t)work->dst[i], work->nbytes[i]};
+        there[i - first] = (struct iovec){(void *)(uintptr_t)work->src[i], work->nbytes[i]};
+        nbytes += work->nbytes[i];
     }
-    return 0;
+    const ssize_t moved =
+        process_vm_readv(peer, here, last - first, there, last - first, 0);
+    return moved == nbytes ? 0 : moved < 0 ? errno : EIO;
 }
 
-static void share(team *team, int index)
+static void take_part(team *team)
 {
-    const size_t first = team->shares[index], last = team->shares[index + 1];
+    const size_t count = team->work.count;
+    size_t first;
     atomic_fetch_add(&team->at_start, 1);
     while (atomic_load(&team->at_start) < team->threads)
         pause_cpu();
-    if (team->how == READV) {
-        const int failed = readv_peer(team->peer, &team->work, first, last);
+    while ((first = atomic_fetch_add(&team->next, team->take)) < count) {
+        const size_t last = count - first < team->take ? count : first + team->take;
+        int failed = 0;
+        if (team->how == READV)
+            failed = readv_peer(team->peer, &team->work, first, last);
+        else
+            copy(team->how, &team->work, first, last);
         if (failed)
             atomic_store(&team->failed, failed);
-    } else {
-        copy(team->how, &team->work, first, last);
+        atomic_fetch_add(&team->done, last - first);
     }
     atomic_fetch_add(&team->at_end, 1);
 }
 
 static void *serve(void *argument)
 {
-    member self = *(member *)argument;
-    free(argument);
+    team *team = argument;
     for (;;) {
-        pthread_barrier_wait(&self.team->gate);
-        if (self.team->closing)
+        pthread_barrier_wait(&team->gate);
+        if (team->closing)
             return NULL;
-        share(self.team, self.index);
+        take_part(team);
     }
 }
 
@@ -159,7 +155,6 @@ void limit_close(team *team)
         pthread_join(team->workers[i], NULL);
     pthread_barrier_destroy(&team->gate);
     free(team->workers);
-    free(team->shares);
     free(team);
 }
 
@@ -169,30 +164,20 @@ team *limit_open(int threads)
     team *self = calloc(1, sizeof *self);
     self->threads = threads;
     self->workers = calloc(threads, sizeof *self->workers);
-    self->shares = calloc(threads + 1, sizeof *self->shares);
     pthread_barrier_init(&self->gate, NULL, threads);
-    for (int i = 1; i < threads; i++) {
-        member *argument = malloc(sizeof *argument);
-        *argument = (member){self, i};
-        if (pthread_create(&self->workers[i], NULL, serve, argument) != 0)
+    for (int i = 1; i < threads; i++)
+        if (pthread_create(&self->workers[i], NULL, serve, self) != 0)
             abort();
-    }
     return self;
 }
 
-static void split_by_bytes(team *team)
+static size_t descriptors_at_once(const columns *work)
 {
-    uint64_t total = 0, sum = 0;
-    int index = 1;
-    for (size_t i = 0; i < team->work.count; i++)
-        total += team->work.nbytes[i];
-    for (size_t i = 0; i < team->work.count; i++) {
-        while (index < team->threads && sum >= total * index / team->threads)
-            team->shares[index++] = i;
-        sum += team->work.nbytes[i];
-    }
-    while (index <= team->threads)
-        team->shares[index++] = team->work.count;
+    uint64_t total = 0;
+    for (size_t i = 0; i < work->count; i++)
+        total += work->nbytes[i];
+    const size_t take = total ? TAKE_NBYTES * work->count / total : 1;
+    return take ? take : 1;
 }
 
 /* Nanoseconds, or minus an errno. `peer` is a process id where `how` is READV. */
@@ -202,18 +187,22 @@ int64_t limit_run(team *team, int how, int peer, const uint64_t *dst, const uint
     team->how = how;
     team->peer = peer;
     team->work = (columns){dst, src, nbytes, count};
-    split_by_bytes(team);
+    team->take = how == READV ? RANGES : descriptors_at_once(&team->work);
+    atomic_store(&team->next, 0);
+    atomic_store(&team->done, 0);
     atomic_store(&team->at_start, 0);
     atomic_store(&team->at_end, 0);
     atomic_store(&team->failed, 0);
     pthread_barrier_wait(&team->gate);
     while (atomic_load(&team->at_start) < team->threads - 1)
-        pause_cpu();
+        sched_yield();
     const int64_t start = now_ns();
-    share(team, 0);
-    while (atomic_load(&team->at_end) < team->threads)
+    take_part(team);
+    while (atomic_load(&team->done) < count)
         pause_cpu();
     const int64_t elapsed = now_ns() - start;
+    while (atomic_load(&team->at_end) < team->threads) /* before the next run is set up */
+        sched_yield();
     const int failed = atomic_load(&team->failed);
     return failed ? -failed : elapsed;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,9 @@ class Recipe:
         out[2] = self.nbytes
 
     def broadcast_fresh(self) -> NDArray[np.uint64]:
-        out = np.empty((3, PAIRS, SEGMENTS), dtype=np.uint64)
+        # Not np.empty: it would get the pages back that the last array gave to malloc.
+        memory = mmap.mmap(-1, 3 * COUNT * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        out = np.frombuffer(memory, dtype=np.uint64).reshape(3, PAIRS, SEGMENTS)
         self.broadcast(out)
         return out
 

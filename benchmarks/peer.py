@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from kvplan.transport.local import LocalTransport
 
 from benchmarks.copying import TENSOR_NBYTES, TENSORS, Pool
+from kvplan.transport.local import LocalTransport
 
 
 def serve(kind: str) -> None:

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from kvnative._executor import Executor
-from kvplan.transport.local import LocalTransport
-
 from benchmarks.copying import (
     GIB,
     KIB,
@@ -28,6 +25,8 @@ from benchmarks.copying import (
     threads_of,
 )
 from benchmarks.table import Row, Run, Topic, timed
+from kvnative._executor import Executor
+from kvplan.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

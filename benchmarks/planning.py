@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,3 +66,19 @@ def plan_layers(run: Run, name: str) -> Row:
     """Layers cost nothing."""
     us, base = compare(run, request(4096, 610, as_numpy), request(4096, 61, as_numpy))
     return Row(name, us, "us", base, target=1.1, note="limit: the time of 61 layers")
+
+
+def import_seconds(module: str) -> float:
+    """Seconds that `import module` takes in a new process."""
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    command = [sys.executable, "-c", code]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@TOPIC.row("import_ms")
+def import_kvplan(run: Run, name: str) -> Row:
+    """What a program pays that plans; no target, to see it grow."""
+    ours, numpys = run.medians(
+        partial(import_seconds, "kvplan.planning"), partial(import_seconds, "numpy"), rounds=11
+    )
+    return Row(name, 1e3 * ours, "ms", 1e3 * numpys, target=None, note="limit: NumPy, within it")

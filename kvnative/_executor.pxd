@@ -1,9 +1,9 @@
-# What other Cython modules may see of the executor: cimport this to add a backend over a ThreadPool.
+# What other Cython modules may see of the executor: cimport it to add a backend over a pool.
 from libc.stdint cimport uint64_t
 from posix.types cimport pid_t
 
 from kvnative._lower cimport Descriptors
-from kvnative._native cimport kvn_backend, kvn_pool, kvn_task
+from kvnative._native cimport kvn_backend, kvn_backend_vtable, kvn_pool, kvn_task
 
 
 cdef class ThreadPool:
@@ -21,6 +21,7 @@ cdef class Backend:
     # Takes over `handle`; NULL raises from errno, naming `what` could not be made.
     @staticmethod
     cdef Backend adopt(kvn_backend *handle, object owners, str what)
+    cdef const kvn_backend_vtable *calls(self) except NULL
     # NativeError in a forked child.
     cdef int check_process(self) except -1
 

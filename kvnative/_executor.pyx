@@ -2,9 +2,8 @@
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EINVAL, ENOMEM, errno
-from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint64_t
+from libc.errno cimport ENOMEM, errno
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from posix.unistd cimport getpid
 
 from kvnative cimport _native
@@ -95,6 +94,7 @@ cdef int64_t next_look(int64_t deadline_ns) noexcept nogil:
 
 
 @cython.final
+@cython.auto_pickle(False)
 @cython.no_gc
 cdef class ThreadPool:
     """A fixed number of threads that copy; shared by any number of backends.
@@ -133,11 +133,12 @@ cdef class ThreadPool:
 
 
 @cython.final
+@cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Backend:
     """What moves bytes: `host_backend`, another module's backend, or a wrapper around one."""
 
-    def __init__(self):
+    def __init__(self, *args, **kwargs):
         raise TypeError("a Backend comes from host_backend(), a wrapper or a link")
 
     @staticmethod
@@ -152,6 +153,11 @@ cdef class Backend:
         self.handle = handle
         self.pid = getpid()
         return self
+
+    cdef const kvn_backend_vtable *calls(self) except NULL:
+        if self.handle is NULL:
+            raise TypeError("a Backend comes from host_backend(), a wrapper or a link")
+        return self.handle.vtable
 
     cdef int check_process(self) except -1:
         if self.pid != getpid():
@@ -168,13 +174,13 @@ cdef class Backend:
     @property
     def name(self) -> str:
         """Of the backend, or of the outermost wrapper."""
-        return self.handle.vtable.name.decode()
+        return self.calls().name.decode()
 
     @property
     def capabilities(self) -> Capabilities:
         """What it takes."""
         cdef kvn_capabilities limits
-        self.handle.vtable.capabilities(self.handle, &limits)
+        self.calls().capabilities(self.handle, &limits)
         directions = tuple(name for bit, name in DIRECTIONS if limits.directions & <uint32_t>bit)
         return Capabilities(limits.max_batch, limits.max_nbytes, directions,
                             bool(limits.asynchronous))
@@ -183,7 +189,7 @@ cdef class Backend:
     def last_error(self) -> str:
         """Message of the latest failure, of any task; "" when there was none."""
         self.check_process()
-        return self.handle.vtable.last_error(self.handle).decode(errors="replace")
+        return self.calls().last_error(self.handle).decode(errors="replace")
 
     def __repr__(self):
         return f"<Backend {self.name}>"
@@ -218,6 +224,7 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KV
     """
     if not KVN_FAILED <= status < KVN_OK:
         raise ValueError(f"status = {status}: expected {KVN_FAILED} to {KVN_OK - 1}")
+    backend.check_process()
     return Backend.adopt(kvn_fail_at_create(backend.handle, descriptor, status, code), backend,
                          "fail_at")
 
@@ -229,6 +236,7 @@ def delay(Backend backend not None, double ms) -> Backend:
     """
     if not 0 <= ms <= 1e9:
         raise ValueError(f"ms = {ms!r}: expected 0 to 1e9 milliseconds")
+    backend.check_process()
     return Backend.adopt(kvn_delay_create(backend.handle, <int64_t>(ms * NS_PER_MS)), backend,
                          "delay")
 
@@ -240,6 +248,7 @@ def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backen
     """
     if not 0 < bytes_per_second < math.inf:
         raise ValueError(f"bytes_per_second = {bytes_per_second!r}: expected a number > 0")
+    backend.check_process()
     return Backend.adopt(kvn_limit_bandwidth_create(backend.handle, bytes_per_second), backend,
                          "limit_bandwidth")
 
@@ -252,6 +261,7 @@ def limit_batch(Backend backend not None, uint64_t max_batch, max_nbytes: int | 
         raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
     if nbytes < 1:
         raise ValueError(f"max_nbytes = {max_nbytes}: expected None or at least 1 byte")
+    backend.check_process()
     return Backend.adopt(kvn_limit_batch_create(backend.handle, max_batch, nbytes), backend,
                          "limit_batch")
 
@@ -266,10 +276,12 @@ def trace(Backend backend not None, int fd) -> Backend:
     """
     if fd < 0:
         raise ValueError(f"fd = {fd}: expected an open file descriptor")
+    backend.check_process()
     return Backend.adopt(kvn_trace_create(backend.handle, fd), backend, "trace")
 
 
 @cython.final
+@cython.auto_pickle(False)
 @cython.no_gc
 cdef class Report:
     """How a task ended, or how far it is.
@@ -285,7 +297,7 @@ cdef class Report:
         message: what went wrong, "" if nothing did.
     """
 
-    def __init__(self):
+    def __init__(self, *args, **kwargs):
         raise TypeError("a Report comes from an Executor or a Task")
 
     def __repr__(self):
@@ -320,14 +332,16 @@ cdef dict in_flight = {}
 
 
 @cython.final
+@cython.auto_pickle(False)
 @cython.no_gc_clear
+@cython.nonecheck(True)
 cdef class Task:
     """A submitted transfer. Dropping it stops nothing: the executor keeps it until it is done.
 
     All methods may be called from several threads at once.
     """
 
-    def __init__(self):
+    def __init__(self, *args, **kwargs):
         raise TypeError("a Task comes from Executor.submit()")
 
     @staticmethod
@@ -341,11 +355,16 @@ cdef class Task:
         self.keep = keep
         self.siblings = siblings
         self.count = columns.count
-        siblings[self] = in_flight[self] = None
         with nogil:
             status = kvn_task_submit(&self.task, backend.handle, &columns)
         if status != KVN_PENDING:
             self.settle()
+            return self
+        try:
+            siblings[self] = in_flight[self] = None
+        except BaseException:
+            self.cancel()
+            raise
         return self
 
     def __dealloc__(self):
@@ -448,6 +467,7 @@ cdef int drop_finished(dict tasks, int most) except -1:
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class Executor:
     """Moves descriptors with one backend; any thread may submit.
 
@@ -456,7 +476,8 @@ cdef class Executor:
     close(). As a context manager it closes itself. A forked child must make its own.
     """
 
-    def __init__(self, Backend backend not None):
+    def __cinit__(self, Backend backend not None):
+        backend.check_process()
         self._backend = backend
         self.tasks = {}
         self.closed = False
@@ -477,7 +498,7 @@ cdef class Executor:
 
         Args:
             descriptors: in layout "columns". They cannot be lowered into again until the outcome.
-            keep: any object (a tuple, say); kept alive until the outcome, as the owner of the memory.
+            keep: any object (a tuple, say), kept alive until the outcome: the memory's owner.
 
         Returns:
             The task. What the backend refuses is told by its report.

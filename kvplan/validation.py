@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from reprlib import Repr
 from typing import TypeVar
 
 from kvplan.status import invalid
@@ -12,6 +14,14 @@ INT64_MAX = 2**63 - 1
 
 _T = TypeVar("_T")
 
+_SHORT = Repr()
+_SHORT.maxother = _SHORT.maxstring = 200
+
+
+def shown(value: object) -> str:
+    """The repr of `value` as a message carries it: cut where a caller's data would be endless."""
+    return _SHORT.repr(value)
+
 
 def check_type(name: str, value: object, expected: type[_T]) -> _T:
     """Return `value` if it is an `expected`; a bool is never taken for an int.
@@ -20,8 +30,20 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
         TypeError: otherwise.
     """
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise TypeError(f"{name}={value!r} must be {expected.__name__}, not {type(value).__name__}")
+        raise TypeError(
+            f"{name}={shown(value)} must be {expected.__name__}, not {type(value).__name__}"
+        )
     return value
+
+
+def check_mapping(name: str, value: object) -> None:
+    """Refuse what is no mapping.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={shown(value)} must be a mapping, not {type(value).__name__}")
 
 
 def check_width(name: str, value: object, low: int, high: int) -> int:

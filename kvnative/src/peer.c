@@ -45,7 +45,7 @@ int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
     if (dead)
         return gone(out, failure);
     return kvn_fail(failure, KVN_DENIED, error, "%s of a living process cannot be opened: %s", path,
-                    error == ENOENT ? "/proc hides it (mount option hidepid)" : strerror(error));
+                    strerror(error));
 }
 
 static int refuse_exec(const kvn_peer *peer, kvn_failure *failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,27 +19,49 @@ def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
     """Return `blocks` as int64 indices, each in [0, cache.count).
 
     Raises:
+        TypeError: as for `block_table`.
+        LLMException: as for `check_indices`.
+    """
+    return check_indices(name, block_table(name, blocks), cache)
+
+
+def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
+    """Return `blocks` as a one-dimensional array of integers, of any width and perhaps empty.
+
+    Raises:
         TypeError: not a one-dimensional sequence of integers (a bool or a float is none).
-        LLMException: LLM_PARAM_INVALID, empty or an index out of range; names its position.
     """
     if isinstance(blocks, np.ndarray):
-        table = blocks
+        table = np.asarray(blocks)  # a masked array would hide entries from the checks
     else:
-        if isinstance(blocks, str | bytes) or not isinstance(blocks, Sequence):
+        if isinstance(blocks, str | bytes | bytearray) or not isinstance(blocks, Sequence):
             raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
+        types = set(map(type, blocks))
         # NumPy would take True for 1 and, beside an int, silently.
-        if bool in set(map(type, blocks)):
+        if not types.isdisjoint((bool, np.bool_)):
             raise TypeError(f"{name} must hold int, not bool")
         try:
             table = np.array(blocks)
         except (ValueError, OverflowError) as error:
             raise TypeError(f"{name} must be a flat sequence of int: {error}") from None
+        if types == {int} and table.dtype.kind not in "iu":
+            # Some int is too wide for NumPy: keep it as it is, to be refused by its value.
+            return np.array(blocks, dtype=object)
     if table.ndim != 1:
         raise TypeError(f"{name} must be one-dimensional, not of shape {table.shape}")
+    if table.size and table.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, not {table.dtype}")
+    return table
+
+
+def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
+    """Return `table` as int64 if every entry is in [0, cache.count).
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, empty or an index out of range; names its position.
+    """
     if table.size == 0:
         raise invalid(f"{name} is empty; at least one block is needed")
-    if table.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold integers, not {table.dtype}")
     if int(table.min()) < 0 or int(table.max()) >= cache.count:
         position = int(np.flatnonzero((table < 0) | (table >= cache.count))[0])
         raise invalid(

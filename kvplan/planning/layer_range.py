@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvplan.planning.layout import Side
 from kvplan.status import invalid
 from kvplan.types import DEFAULT_TENSORS_PER_LAYER, KvCacheExtParam, LayerRange
-from kvplan.validation import check_type
+from kvplan.validation import check_type, shown
 
 MAX_TENSORS_PER_LAYER = 255
 """The reference's field is a uint8."""
@@ -60,31 +60,30 @@ def tensor_ranges(src: Side, dst: Side, ext_param: KvCacheExtParam) -> tuple[ran
 def _layers(name: str, given: LayerRange) -> range | None:
     """The half-open range that `given` means, or None for all layers."""
     match given:
-        case None | (-1, -1):
+        case None:
             return None
         case range():
             if given.step != 1:
                 raise invalid(f"{name}={given} has step {given.step}; the step must be 1")
-            layers = given
+            return given
         case (first, last):
             check_type(f"{name}[0]", first, int)
             check_type(f"{name}[1]", last, int)
-            layers = range(first, last + 1)
+            if first == last == -1:
+                return None
+            return range(first, last + 1)
         case _:
-            raise TypeError(f"{name}={given!r} must be a range, a pair (first, last) or None")
-    if len(layers) == 0 or layers.start < 0:
-        raise invalid(f"{name}={given} must hold at least one layer, from 0 upward")
-    return layers
+            raise TypeError(f"{name}={shown(given)} must be a range, a pair (first, last) or None")
 
 
 def _tensors(name: str, layers: range | None, cache: Side, per_layer: int) -> range:
     if layers is None:
         return range(cache.num_tensors)
     num_layers = cache.num_tensors // per_layer
-    if layers.stop > num_layers:
+    if not layers or layers.start < 0 or layers.stop > num_layers:
         raise invalid(
-            f"{name}={layers} is out of range [0, {num_layers}): {cache.num_tensors} tensors, "
-            f"{per_layer} a layer"
+            f"{name}={layers} is {'out of range' if layers else 'empty; it must hold a layer of'} "
+            f"[0, {num_layers}): {cache.num_tensors} tensors, {per_layer} a layer"
         )
     return range(layers.start * per_layer, layers.stop * per_layer)
 

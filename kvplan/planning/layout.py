@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
-from kvplan.validation import check_type
+from kvplan.status import invalid
+from kvplan.types import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    Placement,
+    RemoteCache,
+)
+from kvplan.validation import check_index, check_type
 
 Described = CacheDesc | Cache | RemoteCache
 """Whatever describes a cache to the planner; addresses, if it has any, are not looked at."""
@@ -39,6 +48,8 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
 
     Raises:
         TypeError: `cache` is not a description; names `argument`.
+        LLMException: LLM_PARAM_INVALID for a remote cache whose key says that it is of the other
+            kind: a paged cache read as slots would be copied in silence, and wrong.
     """
     name = ""
     match cache:
@@ -46,6 +57,12 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
             name = f"cache {cache_id}" if cache_id >= 0 else ""
         case RemoteCache(key, desc):
             name = repr(key)
+            if isinstance(key, BlocksCacheKey) and not paged:
+                raise invalid(f"{argument}={name} names a paged cache; its blocks must be given")
+            if isinstance(key, CacheKey) and paged:
+                raise invalid(
+                    f"{argument}={name} names a slot; blocks need a BlocksCacheKey or a CacheIndex"
+                )
         case _:
             desc = check_type(argument, cache, CacheDesc)
     return Side(
@@ -56,3 +73,32 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         placement=desc.placement,
         name=name,
     )
+
+
+def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
+    """Return the slot: `given`, or the one that the key of a remote cache names, or 0.
+
+    Raises:
+        TypeError: `given` is not an int.
+        LLMException: LLM_PARAM_INVALID out of range, in a paged cache other than 0, or not the
+            slot that the key names.
+    """
+    slot = 0 if given is None else given
+    if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
+        named = cache.key.batch_index
+        if given is not None and check_type(argument, given, int) != named:
+            raise invalid(f"{argument}={given} must be None or {named}, the slot of {cache.key}")
+        slot = named
+    if read_as.paged and check_type(argument, slot, int) != 0:
+        raise invalid(f"{argument}={slot} must be 0: a paged cache has blocks, no slots")
+    return check_index(argument, slot, read_as.count)
+
+
+def is_same_cache(a: Described, b: Described) -> bool:
+    """Whether both surely are one cache: one object, one cache id, or the same addresses."""
+    if a is b:
+        return True
+    if not (isinstance(a, Cache) and isinstance(b, Cache)):
+        return False
+    same_id = a.cache_id == b.cache_id >= 0
+    return same_id or (bool(a.tensor_addrs) and a.tensor_addrs == b.tensor_addrs)

@@ -7,21 +7,24 @@ Everywhere: `src` and `dst` say the direction of the bytes; a cache is given as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 
-from kvplan.planning.blocks import Blocks, Indices, block_indices, check_distinct
-from kvplan.planning.layer_range import tensor_ranges
-from kvplan.planning.layout import Described, Side, side
-from kvplan.planning.plan import Kind, Operation, Plan
-from kvplan.planning.segments import Coalesce, Segments, coalesce
+from kvplan.planning.blocks import Blocks, block_indices, check_distinct
+from kvplan.planning.kinds import (
+    DEFAULT_COALESCE,
+    block_to_block,
+    check_same_blocks,
+    slot_to_slot,
+    to_blocks,
+)
+from kvplan.planning.layout import Described, is_same_cache, side
+from kvplan.planning.plan import Plan
+from kvplan.planning.segments import Coalesce
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam, Placement
-from kvplan.validation import check_index, check_type
-
-DEFAULT_COALESCE = Coalesce.SORTED
-"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
+from kvplan.validation import check_mapping, shown
 
 ALL_LAYERS = KvCacheExtParam()
 
@@ -30,8 +33,8 @@ def plan_pull_cache(
     src: Described,
     dst: Described,
     *,
-    src_batch_index: int = 0,
-    dst_batch_index: int = 0,
+    src_batch_index: int | None = None,
+    dst_batch_index: int | None = None,
     size: int = -1,
     src_offset: int = 0,
     dst_offset: int = 0,
@@ -41,6 +44,8 @@ def plan_pull_cache(
     """Plan a pull of a slot of a remote cache into a slot of a local one (C2C).
 
     Args:
+        src_batch_index, dst_batch_index: the slots; None: the one that the key of a `RemoteCache`
+            names, otherwise 0.
         size: bytes of a row to copy; -1 for all of the local (destination) row from its offset on.
         src_offset, dst_offset: bytes into the row at which to begin.
 
@@ -48,7 +53,7 @@ def plan_pull_cache(
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for a slot, size, offset or layer out of range.
     """
-    return _slot_to_slot(
+    return slot_to_slot(
         "pull_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
         ext_param, coalesce,
     )  # fmt: skip
@@ -58,8 +63,8 @@ def plan_push_cache(
     src: Described,
     dst: Described,
     *,
-    src_batch_index: int = 0,
-    dst_batch_index: int = 0,
+    src_batch_index: int | None = None,
+    dst_batch_index: int | None = None,
     size: int = -1,
     src_offset: int = 0,
     dst_offset: int = 0,
@@ -68,10 +73,10 @@ def plan_push_cache(
 ) -> Plan:
     """Plan a push of a slot of a local cache into a slot of a remote one (C2C).
 
-    Arguments and errors as for `plan_pull_cache`; the local row is the source. (The reference pushes whole rows only; sizes
-    and offsets are kvplan's own. The facade holds callers to the reference.)
+    Arguments and errors as for `plan_pull_cache`; the local row is the source. (The reference
+    pushes whole rows only; sizes and offsets are kvplan's own.)
     """
-    return _slot_to_slot(
+    return slot_to_slot(
         "push_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
         ext_param, coalesce,
     )  # fmt: skip
@@ -97,7 +102,7 @@ def plan_copy_cache(
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for a slot, size or offset out of range.
     """
-    return _slot_to_slot(
+    return slot_to_slot(
         "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
         ALL_LAYERS, coalesce,
     )  # fmt: skip
@@ -109,7 +114,7 @@ def plan_pull_blocks(
     src_blocks: Blocks | None,
     dst_blocks: Blocks,
     *,
-    src_batch_index: int = 0,
+    src_batch_index: int | None = None,
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
 ) -> Plan:
@@ -120,13 +125,14 @@ def plan_pull_blocks(
             the remote cache is contiguous, its slot `src_batch_index` is cut into chunks of one
             block stride, and chunk i goes to `dst_blocks[i]`; a last chunk that the row does not
             fill is copied as far as the row reaches.
+        src_batch_index: the slot; None: the one that the key of a `RemoteCache` names, otherwise 0.
 
     Raises:
         TypeError: an argument of another type, or block tables that do not hold integers.
         LLMException: LLM_PARAM_INVALID for a block, slot or layer out of range, tables of unequal
             length, a destination block named twice, or blocks of unequal size.
     """
-    return _to_blocks(
+    return to_blocks(
         "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, ext_param, coalesce
     )
 
@@ -137,7 +143,7 @@ def plan_push_blocks(
     src_blocks: Blocks | None,
     dst_blocks: Blocks,
     *,
-    src_batch_index: int = 0,
+    src_batch_index: int | None = None,
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
 ) -> Plan:
@@ -145,7 +151,7 @@ def plan_push_blocks(
 
     Arguments and errors as for `plan_pull_blocks`.
     """
-    return _to_blocks(
+    return to_blocks(
         "push_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, ext_param, coalesce
     )
 
@@ -161,7 +167,7 @@ def plan_copy_blocks(
 
     Args:
         blocks: source block -> the blocks that it is copied to.
-        dst: the cache copied to; None (or `src` itself) for the same cache.
+        dst: the cache copied to; None, or one with the id or the addresses of `src`, for the same.
 
     Raises:
         TypeError: an argument of another type.
@@ -169,17 +175,18 @@ def plan_copy_blocks(
             nothing to copy, or, inside one cache, a block that is both read and written: the
             result would depend on the order.
     """
-    check_type("blocks", blocks, Mapping)
+    check_mapping("blocks", blocks)
     source = side("src", src, paged=True)
-    within = dst is None or dst is src
+    within = dst is None or is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
-    _check_same_blocks(source, target)
-    src_blocks = list(chain.from_iterable(repeat(s, len(to)) for s, to in blocks.items()))
-    if not src_blocks:
-        raise invalid(f"blocks={dict(blocks)!r} copies nothing; at least one pair is needed")
-    src_table = block_indices("blocks (source)", src_blocks, source)
+    check_same_blocks(source, target)
+    for block, to in blocks.items():
+        if not isinstance(to, Sequence | np.ndarray):
+            raise TypeError(f"blocks[{block!r}]={shown(to)} must be a sequence of int")
+    read = block_indices("blocks (source)", list(blocks), source)
     dst_table = block_indices("blocks (destination)", [*chain(*blocks.values())], target)
     check_distinct("blocks (destination)", dst_table, target)
+    src_table = np.repeat(read, [len(to) for to in blocks.values()])
     if within:
         # A block copied to itself changes nothing, so nobody can read it too late.
         moved = dst_table[src_table != dst_table]
@@ -189,9 +196,7 @@ def plan_copy_blocks(
                 f"block {int(clash[0])} is both read and written by this copy inside one cache; "
                 "the result would depend on the order: copy in two steps"
             )
-    return _block_to_block(
-        "copy_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
-    )
+    return block_to_block("copy_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce)
 
 
 def plan_swap_blocks(
@@ -212,151 +217,15 @@ def plan_swap_blocks(
             unequal num_tensors or block size, a block out of range, a destination block named
             twice, or nothing to swap.
     """
-    check_type("src_to_dst", src_to_dst, Mapping)
+    check_mapping("src_to_dst", src_to_dst)
     source, target = side("src", src, paged=True), side("dst", dst, paged=True)
     if {source.placement, target.placement} != {Placement.HOST, Placement.DEVICE}:
         raise invalid(
             f"src placement={source.placement.name} and dst placement={target.placement.name}: a "
             "swap needs one HOST and one DEVICE"
         )
-    _check_same_blocks(source, target)
+    check_same_blocks(source, target)
     src_table = block_indices("src_to_dst (source)", list(src_to_dst), source)
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
-    return _block_to_block(
-        "swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
-    )
-
-
-def _slot_to_slot(
-    operation: Operation,
-    src: Described,
-    dst: Described,
-    src_batch_index: int,
-    dst_batch_index: int,
-    size: int,
-    src_offset: int,
-    dst_offset: int,
-    ext_param: KvCacheExtParam,
-    how: Coalesce | bool,
-) -> Plan:
-    source, target = side("src", src, paged=False), side("dst", dst, paged=False)
-    check_index("src_batch_index", src_batch_index, source.count)
-    check_index("dst_batch_index", dst_batch_index, target.count)
-    check_index("src_offset", src_offset, source.stride)
-    check_index("dst_offset", dst_offset, target.stride)
-    if check_type("size", size, int) != -1 and size <= 0:
-        raise invalid(f"size={size} must be -1 or > 0")
-    # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
-    pulls = operation == "pull_cache"
-    rest = target.stride - dst_offset if pulls else source.stride - src_offset
-    nbytes = rest if size == -1 else size
-    for name, row, offset in (("src", source, src_offset), ("dst", target, dst_offset)):
-        if nbytes > row.stride - offset:
-            raise invalid(
-                f"size={size}: {nbytes} bytes from {name}_offset={offset} are out of range "
-                f"[1, {row.stride - offset}] of the {name} row of {row.stride} bytes"
-            )
-    segments = Segments(
-        [src_batch_index * source.stride + src_offset],
-        [dst_batch_index * target.stride + dst_offset],
-        [nbytes],
-    )
-    return _plan(operation, "C2C", source, target, segments, ext_param, how)
-
-
-def _to_blocks(
-    operation: Operation,
-    src: Described,
-    dst: Described,
-    src_blocks: Blocks | None,
-    dst_blocks: Blocks,
-    src_batch_index: int,
-    ext_param: KvCacheExtParam,
-    how: Coalesce | bool,
-) -> Plan:
-    target = side("dst", dst, paged=True)
-    dst_table = block_indices("dst_blocks", dst_blocks, target)
-    check_distinct("dst_blocks", dst_table, target)
-    if src_blocks is not None and len(src_blocks):
-        source = side("src", src, paged=True)
-        if check_type("src_batch_index", src_batch_index, int) != 0:
-            raise invalid(
-                f"src_batch_index={src_batch_index} must be 0 where src_blocks are given: a paged "
-                "cache has no slots"
-            )
-        _check_same_blocks(source, target)
-        src_table = block_indices("src_blocks", src_blocks, source)
-        if len(src_table) != len(dst_table):
-            raise invalid(
-                f"src_blocks has {len(src_table)} blocks and dst_blocks {len(dst_table)}; they "
-                "must be of equal length"
-            )
-        return _block_to_block(operation, source, target, src_table, dst_table, ext_param, how)
-
-    source = side("src", src, paged=False)
-    check_index("src_batch_index", src_batch_index, source.count)
-    starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
-    if int(starts[-1]) >= source.stride:
-        raise invalid(
-            f"dst_blocks has {len(dst_table)} blocks of {target.stride} bytes; the src row of "
-            f"{source.stride} bytes fills at most {-(-source.stride // target.stride)}"
-        )
-    segments = Segments.adopt(
-        (starts + src_batch_index * source.stride).view(np.uint64),
-        (dst_table * target.stride).view(np.uint64),
-        np.minimum(source.stride - starts, target.stride).view(np.uint64),
-    )
-    return _plan(operation, "C2B", source, target, segments, ext_param, how)
-
-
-def _block_to_block(
-    operation: Operation,
-    source: Side,
-    target: Side,
-    src_table: Indices,
-    dst_table: Indices,
-    ext_param: KvCacheExtParam,
-    how: Coalesce | bool,
-) -> Plan:
-    segments = Segments.adopt(
-        (src_table * source.stride).view(np.uint64),
-        (dst_table * target.stride).view(np.uint64),
-        np.full(len(src_table), target.stride, dtype=np.uint64),
-    )
-    return _plan(operation, "B2B", source, target, segments, ext_param, how)
-
-
-def _plan(
-    operation: Operation,
-    kind: Kind,
-    source: Side,
-    target: Side,
-    slices: Segments,
-    ext_param: KvCacheExtParam,
-    how: Coalesce | bool,
-) -> Plan:
-    if isinstance(how, bool):
-        how = DEFAULT_COALESCE if how else Coalesce.NONE
-    check_type("coalesce", how, Coalesce)
-    src_tensors, dst_tensors = tensor_ranges(source, target, ext_param)
-    return Plan(
-        operation=operation,
-        kind=kind,
-        src=source,
-        dst=target,
-        src_tensors=src_tensors,
-        dst_tensors=dst_tensors,
-        tensors_per_layer=ext_param.tensor_num_per_layer,
-        segments=coalesce(slices, how),
-        num_slices=len(slices),
-        coalesce=how,
-    )
-
-
-def _check_same_blocks(source: Side, target: Side) -> None:
-    if source.stride != target.stride:
-        raise invalid(
-            f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be "
-            "equal"
-        )
+    return block_to_block("swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce)

@@ -27,6 +27,10 @@ class Segments:
 
     Each column is a read-only, contiguous uint64 array of shape (n,), in bytes relative to the
     address of the tensor. Columns, not rows: that is what lowering adds a base address to.
+
+    Raises:
+        TypeError: a column that does not hold integers.
+        ValueError: a negative entry, or columns that are not one-dimensional and of one length.
     """
 
     __slots__ = ("dst_offsets", "nbytes", "src_offsets")
@@ -36,12 +40,12 @@ class Segments:
     nbytes: Column
 
     def __init__(self, src_offsets: ArrayLike, dst_offsets: ArrayLike, nbytes: ArrayLike) -> None:
-        columns = [np.array(c, dtype=np.uint64) for c in (src_offsets, dst_offsets, nbytes)]
-        if any(column.shape != (columns[0].size,) for column in columns):
-            shapes = [column.shape for column in columns]
-            raise ValueError(
-                f"columns of shapes {shapes} must be one-dimensional and of one length"
-            )
+        columns = [
+            _column(name, values)
+            for name, values in zip(self.columns(), (src_offsets, dst_offsets, nbytes), strict=True)
+        ]
+        if len(lengths := {len(column) for column in columns}) > 1:
+            raise ValueError(f"columns of {sorted(lengths)} entries must be of one length")
         self._own(*columns)
 
     def _own(self, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> None:
@@ -87,6 +91,18 @@ class Segments:
 
     def __reduce__(self) -> tuple[type[Segments], tuple[Column, Column, Column]]:
         return Segments, (self.src_offsets, self.dst_offsets, self.nbytes)
+
+
+def _column(name: str, values: ArrayLike) -> Column:
+    """A copy of `values` as a column: a cast alone would wrap -1 and cut 1.5."""
+    given = np.asarray(values)
+    if given.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not of shape {given.shape}")
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers below 2**64, not {given.dtype}")
+    if given.size and int(given.min()) < 0:
+        raise ValueError(f"{name} holds {int(given.min())}; allowed is [0, 2**64)")
+    return np.array(given, dtype=np.uint64, order="C")
 
 
 def coalesce(slices: Segments, how: Coalesce) -> Segments:

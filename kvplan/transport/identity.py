@@ -86,10 +86,17 @@ def hold(peer: Identity) -> Peer:
         )
     try:
         process = Peer(peer.pid)
+    except OSError as error:
+        raise link_failed(f"peer {peer.pid} cannot be reached: {error.strerror}") from error
+    try:
         # Read while the pidfd holds the process: a later one of this pid cannot slip in.
         started = start_time(peer.pid)
     except OSError as error:
-        raise link_failed(f"peer {peer.pid} cannot be reached: {error.strerror}") from error
+        process.close()
+        raise link_failed(
+            f"/proc/{peer.pid}/stat of the peer cannot be read ({error.strerror}): the peer has "
+            "just exited, or /proc hides it (mount option hidepid)"
+        ) from error
     if started != peer.start_time:
         process.close()
         raise link_failed(
@@ -103,7 +110,7 @@ def advice(peer: Identity) -> str:
     """What to allow so that the system lets this process reach `peer`: one sentence a cause."""
     try:
         theirs, ours = _status(peer.pid), _status("self")
-        dumpable_owner = Path(f"/proc/{peer.pid}").stat().st_uid
+        owner = Path(f"/proc/{peer.pid}/maps").stat().st_uid  # root's if it is not dumpable
     except OSError as error:
         return f"why cannot be read ({error.strerror})"
     causes = []
@@ -113,7 +120,7 @@ def advice(peer: Identity) -> str:
             f"the peer runs as uid {their_uids[0]}, this process as {our_uid}: run both as one "
             "user, or give this process CAP_SYS_PTRACE"
         )
-    elif str(dumpable_owner) != our_uid:
+    elif str(owner) != our_uid:
         causes.append(
             "the peer is not dumpable: it must not clear PR_SET_DUMPABLE, nor be started from a "
             "file with privileges or without read permission"

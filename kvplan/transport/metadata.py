@@ -101,12 +101,14 @@ class Metadata:
             document = json.loads(bytes(blob))
         except (ValueError, RecursionError) as error:
             raise _bad(f"is no JSON: {error}") from None
-        fields = _object("", document, {"schema", "schema_version", "identity", "board", "ranges"})
-        if fields["schema"] != SCHEMA or fields["schema_version"] != SCHEMA_VERSION:
+        found = document if isinstance(document, dict) else {}
+        schema, version = found.get("schema"), found.get("schema_version")
+        if schema != SCHEMA or type(version) is not int or version != SCHEMA_VERSION:
             raise _bad(
-                f"is of schema {show(fields['schema'])} version {show(fields['schema_version'])}; "
-                f"this kvplan reads {SCHEMA!r} version {SCHEMA_VERSION}"
+                f"is of schema {show(schema)} version {show(version)}; this kvplan reads "
+                f"{SCHEMA!r} version {SCHEMA_VERSION}"
             )
+        fields = _object("", document, {"schema", "schema_version", "identity", "board", "ranges"})
         identity = _object("identity", fields["identity"], {"boot_id", *_IDENTITY})
         boot_id = identity["boot_id"]
         if not isinstance(boot_id, str) or len(boot_id) != _BOOT_ID_LENGTH:

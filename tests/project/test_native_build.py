@@ -11,6 +11,7 @@ import pytest
 
 import kvnative
 
+SANITIZERS = {"address": "__asan_", "undefined": "__ubsan_", "thread": "__tsan_"}
 LIBRARIES = sorted(Path(kvnative.__file__).parent.glob("*.so"))
 
 
@@ -59,5 +60,6 @@ def writable_state(library: Path) -> Iterator[tuple[str, str]]:
 def test_the_modules_under_test_are_of_the_build_asked_for(library: Path) -> None:
     module = importlib.import_module(f"kvnative.{library.name.split('.')[0]}")
     assert Path(str(module.__file__)) == library
-    checked = "__asan_" in symbols(library, "-T")
-    assert checked == ("address" in os.environ.get("KVPLAN_SANITIZE", ""))
+    imported = symbols(library, "-T")
+    checks = {name for name, mark in SANITIZERS.items() if mark in imported}
+    assert checks == set(filter(None, os.environ.get("KVPLAN_SANITIZE", "").split(",")))

@@ -1,0 +1,78 @@
+"""Descriptors between two byte arrays at random places, and what they must leave there."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._lower import Descriptors
+
+UNTOUCHED = 0xA5
+
+
+@dataclass
+class Scattered:
+    """A source of random bytes, an untouched destination, and descriptors from one to the other."""
+
+    source: NDArray[np.uint8]
+    target: NDArray[np.uint8]
+    src_offsets: NDArray[np.uint64]
+    dst_offsets: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+    descriptors: Descriptors
+
+    @property
+    def total(self) -> int:
+        return int(self.nbytes.sum())
+
+    def expected(self, moved: set[int] | None = None) -> NDArray[np.uint8]:
+        """Return the destination after `moved` (all) of the descriptors."""
+        target = np.full_like(self.target, UNTOUCHED)
+        for index in range(len(self.nbytes)) if moved is None else moved:
+            src, dst, nbytes = (
+                int(column[index]) for column in (self.src_offsets, self.dst_offsets, self.nbytes)
+            )
+            target[dst : dst + nbytes] = self.source[src : src + nbytes]
+        return target
+
+    def assert_moved(self, moved: set[int] | None = None) -> None:
+        np.testing.assert_array_equal(self.target, self.expected(moved))
+
+    def arrived(self, index: int) -> bool:
+        """Whether descriptor `index` left all its bytes."""
+        src, dst, nbytes = (
+            int(column[index]) for column in (self.src_offsets, self.dst_offsets, self.nbytes)
+        )
+        return np.array_equal(self.target[dst : dst + nbytes], self.source[src : src + nbytes])
+
+
+def scatter(sizes: list[int], seed: int = 0, gap: int = 100) -> Scattered:
+    """Place ranges of these sizes in random order, up to `gap` bytes apart, on both sides."""
+    rng = np.random.default_rng(seed)
+    nbytes = np.array(sizes, np.uint64)
+
+    def places() -> tuple[NDArray[np.uint64], int]:
+        order = rng.permutation(len(sizes))
+        gaps = rng.integers(0, gap + 1, len(sizes), dtype=np.uint64)
+        ends = np.cumsum(nbytes[order] + gaps)
+        offsets = np.empty(len(sizes), np.uint64)
+        offsets[order] = ends - nbytes[order]
+        return offsets, int(ends[-1]) + gap
+
+    src_offsets, src_nbytes = places()
+    dst_offsets, dst_nbytes = places()
+    source = rng.integers(0, 256, src_nbytes, dtype=np.uint8)
+    target = np.full(dst_nbytes, UNTOUCHED, np.uint8)
+    descriptors = Descriptors.from_columns(
+        dst_offsets + np.uint64(target.ctypes.data),
+        src_offsets + np.uint64(source.ctypes.data),
+        nbytes,
+    )
+    return Scattered(source, target, src_offsets, dst_offsets, nbytes, descriptors)
+
+
+def indices(spans: tuple[tuple[int, int], ...]) -> set[int]:
+    """Return the descriptors of half-open spans, which must be ascending, disjoint and not empty."""
+    edges = [edge for span in spans for edge in span]
+    assert edges == sorted(set(edges))
+    return {index for first, last in spans for index in range(first, last)}

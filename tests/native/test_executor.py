@@ -1,0 +1,302 @@
+"""Submitting, waiting, deadlines, cancelling, and what lives how long."""
+
+import gc
+import signal
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_OK,
+    KVN_PENDING,
+    KVN_TIMEOUT,
+    Backend,
+    Executor,
+    NativeError,
+    Report,
+    Task,
+    ThreadPool,
+    delay,
+    host_backend,
+    limit_bandwidth,
+    limit_batch,
+)
+from kvnative._lower import Descriptors, lower
+from tests.native.scatter import Scattered, indices, scatter
+
+MIB = 1 << 20
+FOREVER_BYTES_PER_SECOND = 1e6  # 10 MB take 10 s
+
+
+@pytest.fixture
+def pool() -> ThreadPool:
+    return ThreadPool(2)
+
+
+@pytest.fixture
+def executor(pool: ThreadPool) -> Executor:
+    return Executor(host_backend(pool))
+
+
+@pytest.fixture
+def slow(pool: ThreadPool) -> Executor:
+    return Executor(limit_bandwidth(host_backend(pool), FOREVER_BYTES_PER_SECOND))
+
+
+def assert_only_confirmed_arrived(case: Scattered, report: Report) -> None:
+    """All confirmed descriptors arrived; of the others at most one has any byte there."""
+    count = len(case.nbytes)
+    unconfirmed = indices(report.unconfirmed)
+    confirmed = set(range(count)) - unconfirmed
+    assert report.descriptors_done == len(confirmed)
+    assert all(case.arrived(index) for index in confirmed)
+    moved = case.target != case.expected(confirmed)
+    partial = report.bytes_done - sum(int(case.nbytes[index]) for index in confirmed)
+    assert 0 <= partial < int(case.nbytes.max())
+    assert np.count_nonzero(moved) <= partial
+
+
+def test_submit_then_wait(executor: Executor) -> None:
+    case = scatter([MIB + 1] * 20)
+    task = executor.submit(case.descriptors)
+    report = task.wait()
+    assert (report.status, report.message, report.failed) == (KVN_OK, "", None)
+    assert task.done
+    assert task.report is task.wait(0) is task.cancel() is report
+    case.assert_moved()
+
+
+def test_a_small_transfer_is_done_when_submit_returns(executor: Executor) -> None:
+    case = scatter([4096])
+    task = executor.submit(case.descriptors)
+    case.assert_moved()
+    assert task.done
+
+
+def test_polling_alone_sees_the_end(executor: Executor) -> None:
+    case = scatter([MIB] * 8)
+    task = executor.submit(case.descriptors)
+    while not task.done:
+        assert task.report.status in (KVN_PENDING, KVN_OK)
+    assert task.report.bytes_done == case.total
+    case.assert_moved()
+
+
+def test_batches_of_any_size_make_one_transfer(pool: ThreadPool) -> None:
+    for max_batch in (1, 2, 7, 100, 101):
+        case = scatter([1000] * 90 + [200_000] * 10, seed=max_batch)
+        executor = Executor(limit_batch(host_backend(pool), max_batch))
+        task = executor.submit(case.descriptors)
+        report = task.wait()
+        assert (report.status, report.bytes_done) == (KVN_OK, case.total)
+        case.assert_moved()
+
+
+def test_polling_alone_drives_batches(pool: ThreadPool) -> None:
+    case = scatter([300_000] * 9)
+    task = Executor(limit_batch(host_backend(pool), 2)).submit(case.descriptors)
+    while not task.done:
+        pass
+    case.assert_moved()
+
+
+def test_an_oversized_descriptor_is_refused_before_anything_moves(pool: ThreadPool) -> None:
+    case = scatter([100, 100, 101, 100])
+    executor = Executor(limit_batch(host_backend(pool), 2, max_nbytes=100))
+    report = executor.run(case.descriptors)
+    assert (report.failed, report.unconfirmed, report.bytes_done) == (2, ((0, 4),), 0)
+    assert "descriptor 2 is 101 bytes" in report.message
+    assert "at most 100" in report.message
+    case.assert_moved(set())
+
+
+@pytest.mark.parametrize("size", [1000, 3_000_000])
+def test_a_deadline_stops_a_transfer_of_ten_seconds(slow: Executor, size: int) -> None:
+    case = scatter([size] * (10_000_000 // size))
+    began = time.monotonic()
+    report = slow.run(case.descriptors, timeout_ms=50)
+    assert time.monotonic() - began < 2
+    assert report.status == KVN_TIMEOUT
+    assert report.message.startswith("the deadline passed: ")
+    assert 0 < report.bytes_done < 5_000_000
+    assert report.unconfirmed[-1][1] == len(case.nbytes)
+    assert_only_confirmed_arrived(case, report)
+    after = case.target.copy()
+    other = scatter([2000])
+    slow.run(other.descriptors)  # nothing of the abandoned rest comes later
+    assert np.array_equal(case.target, after)
+
+
+def test_a_deadline_in_a_later_batch(pool: ThreadPool) -> None:
+    limited = limit_batch(limit_bandwidth(host_backend(pool), 1e6), 10)
+    case = scatter([1000] * 10_000)
+    task = Executor(limited).submit(case.descriptors)
+    report = task.wait(timeout_ms=60)
+    assert report.status == KVN_TIMEOUT
+    assert report.descriptors_done >= 10
+    assert_only_confirmed_arrived(case, report)
+
+
+def test_a_deadline_that_is_met_changes_nothing(executor: Executor) -> None:
+    case = scatter([MIB] * 4)
+    assert executor.run(case.descriptors, timeout_ms=1e300).status == KVN_OK
+    case.assert_moved()
+
+
+def test_a_deadline_of_the_host_backend_itself(executor: Executor) -> None:
+    case = scatter([MIB] * 64)
+    report = executor.submit(case.descriptors).wait(timeout_ms=0)
+    assert report.status in (KVN_TIMEOUT, KVN_OK)
+    unconfirmed = indices(report.unconfirmed)
+    assert all(case.arrived(index) for index in set(range(64)) - unconfirmed)
+    assert (report.status == KVN_OK) == (not unconfirmed)
+
+
+def test_cancel(slow: Executor) -> None:
+    case = scatter([1000] * 10_000)
+    task = slow.submit(case.descriptors)
+    while task.report.bytes_done < 5000:
+        pass
+    report = task.cancel()
+    assert report.status == KVN_CANCELLED
+    assert report.message.startswith("cancelled: ")
+    assert report.bytes_done >= 5000
+    assert_only_confirmed_arrived(case, report)
+    assert task.wait() is report
+
+
+@pytest.mark.parametrize("bad", [-1.0, -0.001, float("nan")])
+def test_a_deadline_must_be_a_time(executor: Executor, bad: float) -> None:
+    case = scatter([10])
+    with pytest.raises(ValueError, match=rf"timeout_ms = {bad}: expected None or a number >= 0"):
+        executor.run(case.descriptors, timeout_ms=bad)
+    case.assert_moved(set())
+
+
+class Owner:
+    """Something that a weak reference can watch."""
+
+
+def test_what_a_task_uses_lives_until_its_outcome_and_no_longer(slow: Executor) -> None:
+    case = scatter([1000] * 10_000)
+    keep, watched = Owner(), case.descriptors
+    alive = weakref.ref(keep)
+    task = slow.submit(case.descriptors, keep=(keep, case))
+    del keep, case
+    gc.collect()
+    assert alive() is not None
+    with pytest.raises(BufferError):
+        lower(*[np.ones(1, np.uint64)] * 5, out=watched)
+    task.cancel()
+    assert alive() is None
+    lower(*[np.ones(1, np.uint64)] * 5, out=watched)
+
+
+def test_a_dropped_handle_still_completes(executor: Executor) -> None:
+    case = scatter([MIB] * 32)
+    keep = Owner()
+    alive = weakref.ref(keep)
+    executor.submit(case.descriptors, keep=keep)
+    del keep
+    gc.collect()
+    executor.close()
+    case.assert_moved()
+    assert alive() is None
+
+
+def test_a_dropped_executor_still_completes(pool: ThreadPool) -> None:
+    case = scatter([1000] * 50)
+    held = Executor(delay(host_backend(pool), 1e9))
+    task = held.submit(case.descriptors)
+    del held
+    gc.collect()
+    assert task.report.status == KVN_PENDING
+    assert task.cancel().status == KVN_CANCELLED
+
+
+def test_finished_tasks_are_let_go_by_later_submits(executor: Executor) -> None:
+    keep = Owner()
+    alive = weakref.ref(keep)
+    case = scatter([300_000] * 2)
+    executor.submit(case.descriptors, keep=keep)
+    del keep
+    other = scatter([10])
+    while alive() is not None:
+        executor.submit(other.descriptors)
+    case.assert_moved()
+
+
+def test_a_reference_cycle_through_a_task_in_flight_is_not_collected(slow: Executor) -> None:
+    case = scatter([1000] * 10_000)
+    keep = Owner()
+    keep.task = slow.submit(case.descriptors, keep=(keep, case))  # type: ignore[attr-defined]
+    alive = weakref.ref(keep)
+    del keep
+    gc.collect()
+    still = alive()
+    assert still is not None
+    still.task.cancel()  # type: ignore[attr-defined]
+    del still
+    gc.collect()
+    assert alive() is None
+
+
+def test_closing_waits_or_cancels_and_then_refuses(pool: ThreadPool) -> None:
+    case = scatter([MIB] * 16)
+    with Executor(host_backend(pool)) as executor:
+        executor.submit(case.descriptors)
+    case.assert_moved()
+    with pytest.raises(NativeError, match="the executor is closed"):
+        executor.run(case.descriptors)
+    executor.close()
+    never = Executor(delay(host_backend(pool), 1e9))
+    task = never.submit(case.descriptors)
+    never.close(cancel=True)
+    assert task.report.status == KVN_CANCELLED
+
+
+def test_rows_are_refused(executor: Executor) -> None:
+    rows = lower(*[np.array([64], np.uint64)] * 5, layout="hccl")
+    with pytest.raises(ValueError, match="columns"):
+        executor.run(rows)
+
+
+@pytest.mark.parametrize("kind", [Backend, Report, Task])
+def test_handles_are_not_made_by_hand(kind: type) -> None:
+    with pytest.raises(TypeError, match="comes from"):
+        kind()
+
+
+class Interrupted(Exception):  # noqa: N818
+    """Raised by the signal handler."""
+
+
+@pytest.mark.parametrize("how", ["run", "wait"])
+def test_a_signal_ends_a_long_wait(slow: Executor, how: str) -> None:
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise Interrupted
+
+    case = scatter([1000] * 10_000)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        with pytest.raises(Interrupted):
+            slow.run(case.descriptors) if how == "run" else slow.submit(case.descriptors).wait()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+        slow.close(cancel=True)
+    lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # nobody holds them any more
+
+
+def test_descriptors_may_be_submitted_twice_at_once(executor: Executor) -> None:
+    case = scatter([MIB] * 8)
+    tasks = [executor.submit(case.descriptors) for _ in range(3)]
+    assert [task.wait().status for task in tasks] == [KVN_OK] * 3
+    case.assert_moved()
+
+
+def test_an_unused_descriptor_array_is_empty(executor: Executor) -> None:
+    assert executor.submit(Descriptors()).report.status == KVN_OK

@@ -1,0 +1,131 @@
+"""Forked children and interpreter exit: a clear error, never a hang, never a crash."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import multiprocessing, os, sys
+import numpy as np
+from kvnative._executor import *
+from tests.native.scatter import scatter
+
+pool = ThreadPool(2)
+executor = Executor(host_backend(pool))
+slow = Executor(limit_bandwidth(host_backend(pool), 1e6))
+case = scatter([1 << 20] * 8)
+
+def refused(call):
+    try:
+        call()
+    except NativeError as error:
+        assert str(os.getppid()) in str(error) and str(os.getpid()) in str(error), error
+        return True
+    return False
+
+def in_child(work):
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode == 0, child.exitcode
+"""
+
+
+def run(script: str) -> str:
+    """Run a script in an interpreter of its own, which must end well and soon."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PRELUDE + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_forked_child_is_refused_everything_of_its_parents() -> None:
+    run("""
+        task = slow.submit(case.descriptors)
+        over = executor.submit(case.descriptors)
+        over.wait()
+        def child():
+            assert refused(lambda: executor.run(case.descriptors))
+            assert refused(lambda: executor.submit(case.descriptors))
+            assert refused(lambda: executor.__enter__())
+            assert refused(lambda: Executor(executor.backend))
+            assert refused(lambda: fail_at(executor.backend, 1))
+            assert refused(lambda: executor.backend.last_error)
+            for call in (task.wait, task.cancel, lambda: task.done, lambda: task.report):
+                assert refused(call)
+            assert over.report.status == KVN_OK
+            executor.close()
+            slow.close()
+        in_child(child)
+        assert task.cancel().status == KVN_CANCELLED
+        assert executor.run(case.descriptors).status == KVN_OK
+        """)
+
+
+def test_a_forked_child_makes_its_own() -> None:
+    run("""
+        def child():
+            own = Executor(host_backend(ThreadPool(2)))
+            mine = scatter([1 << 20] * 8, seed=1)
+            assert own.run(mine.descriptors).status == KVN_OK
+            mine.assert_moved()
+        in_child(child)
+        """)
+
+
+def test_a_child_forked_in_the_midst_of_transfers_ends_well() -> None:
+    run("""
+        for _ in range(20):
+            tasks = [executor.submit(case.descriptors) for _ in range(10)]
+            def child():
+                global tasks, executor, slow, pool
+                assert refused(lambda: tasks[-1].wait())
+                del tasks, executor, slow, pool
+            in_child(child)
+            for task in tasks:
+                assert task.wait().status == KVN_OK
+        """)
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "os._exit(0)"])
+def test_a_forked_child_may_exit_either_way(end: str) -> None:
+    run(f"""
+        task = slow.submit(case.descriptors)
+        child = os.fork()
+        if child == 0:
+            {end}
+        assert os.waitpid(child, 0)[1] == 0
+        assert task.cancel().status == KVN_CANCELLED
+        """)
+
+
+@pytest.mark.parametrize("handles", ["tasks", "()"])
+def test_an_interpreter_may_exit_with_tasks_in_flight(handles: str) -> None:
+    run(f"""
+        cases = [scatter([4 << 20] * 8, seed=seed) for seed in range(4)]
+        tasks = [executor.submit(each.descriptors, keep=each) for each in cases]
+        tasks.append(slow.submit(case.descriptors, keep=case))
+        kept = {handles}
+        del cases, case, tasks
+        """)
+
+
+def test_an_interpreter_may_exit_while_a_daemon_thread_waits() -> None:
+    run("""
+        import threading
+        task = slow.submit(case.descriptors)
+        waiting = threading.Event()
+        def wait():
+            waiting.set()
+            slow.run(case.descriptors)
+        threading.Thread(target=wait, daemon=True).start()
+        waiting.wait()
+        """)

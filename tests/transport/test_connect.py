@@ -1,0 +1,380 @@
+"""Who a peer is, and what the system must allow: every refusal says which, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.transport import identity
+from kvplan.transport.local import LocalTransport
+from tests.transport.owner import Owner
+
+NOBODY = 65534
+REGISTERED = "memory = np.zeros(100, np.uint8); transport.register(memory)"
+DROP = f"import os; os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)"
+DUMPABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)"  # setuid has cleared it
+NO_PROCESS_VM = """
+    import ctypes, platform, struct
+    number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+    load, equal = (0x20, 0, 0, 0), (0x15, 0, 1, number)
+    deny, allow = (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)
+    code = b"".join(struct.pack("HBBI", *it) for it in (load, equal, deny, allow))
+    buffer = ctypes.create_string_buffer(code)
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer)))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    assert libc.prctl(22, 2, program, 0, 0) == 0  # seccomp filter
+"""
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+needs_unshare = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="only root can make a PID namespace, with `unshare` of util-linux",
+)
+
+
+@contextmanager
+def owners(*prefixes: list[str]) -> Iterator[list[Owner]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Owner(prefix=it))) for it in prefixes]
+
+
+def altered(metadata: bytes, **changes: Any) -> bytes:
+    """Metadata with fields like identity__pid replaced."""
+    document = json.loads(metadata)
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        document[section][name] = value
+    return json.dumps(document).encode()
+
+
+def refusal(transport: LocalTransport, metadata: bytes) -> str:
+    with pytest.raises(LLMException) as refused:
+        transport.connect(metadata)
+    assert refused.value.status_code == LLMStatusCode.LLM_LINK_FAILED
+    return str(refused.value)
+
+
+def refusal_in(peer: Owner, metadata: bytes) -> str:
+    """What `peer` is told when it connects with `metadata`; "" when nothing is in its way."""
+    return str(
+        peer.run(f"""
+            from kvplan import LLMException
+            result = ""
+            try:
+                link = transport.connect({metadata!r})
+                it = link.metadata.ranges[0]
+                link.memory([it.address], it.nbytes).check()
+            except LLMException as error:
+                result = str(error)
+        """)
+    )
+
+
+class TestIdentity:
+    def test_another_host(self, owner: Owner, transport: LocalTransport) -> None:
+        elsewhere = "00000000-0000-0000-0000-000000000000"
+        message = refusal(transport, altered(owner.metadata(), identity__boot_id=elsewhere))
+        assert "another host" in message
+        assert elsewhere in message
+
+    def test_another_pid_namespace(self, owner: Owner, transport: LocalTransport) -> None:
+        message = refusal(transport, altered(owner.metadata(), identity__pid_namespace=17))
+        assert "another PID namespace (17, here" in message
+        assert "docker run --pid=container:" in message
+
+    def test_a_reused_pid(self, owner: Owner, transport: LocalTransport) -> None:
+        """As if the peer had ended and its pid gone to this, later process."""
+        metadata = owner.metadata()
+        started = json.loads(metadata)["identity"]["start_time"]
+        message = refusal(transport, altered(metadata, identity__start_time=started - 100))
+        assert f"started at {started} ticks" in message
+        assert f"the peer at {started - 100}" in message
+
+    def test_a_zombie(self, owner: Owner, transport: LocalTransport) -> None:
+        metadata = owner.metadata()
+        owner.kill()
+        assert "has exited" in refusal(transport, metadata)
+
+    def test_a_reaped_process(self, owner: Owner, transport: LocalTransport) -> None:
+        metadata = owner.metadata()
+        owner.kill()
+        owner.process.wait()
+        assert "has exited" in refusal(transport, metadata)
+
+    @pytest.mark.parametrize("field", ["fd", "inode", "num_slots"])
+    def test_another_board(self, owner: Owner, transport: LocalTransport, field: str) -> None:
+        metadata = owner.metadata()
+        other = json.loads(metadata)["board"][field] + 100
+        message = refusal(transport, altered(metadata, **{f"board__{field}": other}))
+        assert re.search("closed its transport|inode differs|size differs", message)
+
+    def test_a_name_with_spaces_and_parentheses(self, owner: Owner) -> None:
+        before = identity.start_time(owner.pid)
+        owner.run("open('/proc/self/comm', 'w').write(') S 1 (a b)')")
+        assert identity.start_time(owner.pid) == before
+
+
+class TestArenas:
+    """An arena that is not what the metadata says, though the peer is."""
+
+    def memory(self, transport: LocalTransport, metadata: bytes) -> LLMException:
+        with transport.connect(metadata) as link, pytest.raises(LLMException) as refused:
+            link.memory([link.metadata.ranges[0].address], 4096)
+        return refused.value
+
+    @pytest.fixture
+    def metadata(self, owner: Owner) -> dict[str, Any]:
+        owner.run("arena = transport.allocate(8192)")
+        return dict(json.loads(owner.metadata()))
+
+    def test_unsealed(
+        self, owner: Owner, transport: LocalTransport, metadata: dict[str, Any]
+    ) -> None:
+        fd, inode = owner.run("""
+            import os
+            fd = os.memfd_create("unsealed")
+            os.ftruncate(fd, 8192)
+            result = [fd, os.fstat(fd).st_ino]
+        """)
+        metadata["ranges"][0]["arena"] = {"fd": fd, "inode": inode}
+        error = self.memory(transport, json.dumps(metadata).encode())
+        assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
+        assert "not sealed" in str(error)
+
+    @pytest.mark.parametrize("nbytes", [4096, 8191, 8193])
+    def test_of_another_size(
+        self, transport: LocalTransport, metadata: dict[str, Any], nbytes: int
+    ) -> None:
+        metadata["ranges"][0]["nbytes"] = nbytes
+        error = self.memory(transport, json.dumps(metadata).encode())
+        assert "size differs" in str(error)
+
+    def test_of_two_sizes(self, transport: LocalTransport, metadata: dict[str, Any]) -> None:
+        """The second must not be reached through the mapping of the first."""
+        metadata["ranges"].append({**metadata["ranges"][0], "nbytes": 1 << 40})
+        with transport.connect(json.dumps(metadata).encode()) as link:
+            base = link.metadata.ranges[0].address
+            link.memory([base], 8192)
+            with pytest.raises(LLMException, match="size differs"):
+                link.memory([base], 1 << 40)
+
+    def test_deregistered_and_closed(
+        self, owner: Owner, transport: LocalTransport, metadata: dict[str, Any]
+    ) -> None:
+        owner.run("transport.deregister(arena); arena.close()")
+        error = self.memory(transport, json.dumps(metadata).encode())
+        assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+@needs_root
+class TestPermission:
+    """Both sides are processes of their own here, so that they can drop root's rights."""
+
+    KINDS = ("transport.allocate(100)", REGISTERED)
+
+    @pytest.mark.parametrize("kind", KINDS, ids=["arena", "registered"])
+    def test_one_user_is_enough(self, kind: str) -> None:
+        with owners([], []) as (exporter, importer):
+            exporter.run(DROP, DUMPABLE, kind)
+            importer.run(DROP, DUMPABLE)
+            assert refusal_in(importer, exporter.metadata()) == ""
+
+    @pytest.mark.parametrize("kind", KINDS, ids=["arena", "registered"])
+    def test_another_user(self, kind: str) -> None:
+        with owners([], []) as (exporter, importer):
+            exporter.run(kind)
+            importer.run(DROP, DUMPABLE)
+            message = refusal_in(importer, exporter.metadata())
+        assert f"the peer runs as uid 0, this process as {NOBODY}: run both as one user" in message
+        assert "CAP_SYS_PTRACE" in message
+        assert "holds capabilities that this process lacks" in message
+
+    def test_a_peer_that_is_not_dumpable(self) -> None:
+        with owners([], []) as (exporter, importer):
+            exporter.run(DROP, REGISTERED)
+            importer.run(DROP)
+            message = refusal_in(importer, exporter.metadata())
+        assert "not dumpable" in message
+        assert "as one user" not in message
+
+
+def test_a_sandbox_without_process_vm(owner: Owner) -> None:
+    with owners([]) as (importer,):
+        importer.run(NO_PROCESS_VM)
+        owner.run("transport.allocate(100)")
+        assert refusal_in(importer, owner.metadata()) == "", "arenas need no process_vm_readv"
+        owner.run(REGISTERED)
+        message = refusal_in(importer, owner.metadata())
+        assert "a seccomp filter is active" in message
+        assert "--cap-add=SYS_PTRACE" in message
+
+
+def test_a_sandbox_does_not_make_address_checks_blind(owner: Owner) -> None:
+    answer = owner.run(
+        NO_PROCESS_VM,
+        """
+        import mmap, os
+        from kvnative._host import Pin
+        from kvplan import LLMException
+        fd = os.memfd_create("truncated")
+        os.ftruncate(fd, 8192)
+        whole = Pin(mmap.mmap(fd, 8192))
+        transport.register((whole.address, 8192))
+        os.ftruncate(fd, 4096)
+        try:
+            transport.register((whole.address, 8192))
+        except LLMException as error:
+            result = str(error)
+        """,
+    )
+    assert "past the file's end" in answer
+
+
+@needs_unshare
+class TestNamespaces:
+    def test_a_peer_in_another(self, transport: LocalTransport) -> None:
+        with owners(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]) as (inner,):
+            assert inner.pid == 1
+            assert "is in another PID namespace" in refusal(transport, inner.metadata())
+
+    def test_two_in_one(self) -> None:
+        with owners(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]) as (inner,):
+            inner.run("from kvplan.transport.local import LocalTransport; other = LocalTransport()")
+            inner.run("other.allocate(100)")
+            metadata = inner.run("result = other.metadata().decode()").encode()
+            assert refusal_in(inner, metadata) == ""
+
+    def test_a_foreign_proc(self) -> None:
+        with owners(["unshare", "--pid", "--fork", "--kill-child"]) as (inner,):
+            inner.run("transport.allocate(100)")
+            assert "--mount-proc" in refusal_in(inner, inner.metadata())
+
+    def test_a_proc_that_hides_others(self, owner: Owner) -> None:
+        owner.run("transport.allocate(100)")
+        hide = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+        with owners(["unshare", "--mount", "sh", "-c", hide, "sh"]) as (inner,):
+            inner.run(DROP)
+            assert "hidepid" in refusal_in(inner, owner.metadata())
+
+
+@pytest.mark.parametrize(
+    ("scope", "remedy"), [(1, "permit_any_peer=True"), (2, "0 or 1"), (3, "or use arenas")]
+)
+def test_yama_is_named(
+    monkeypatch: pytest.MonkeyPatch, owner: Owner, scope: int, remedy: str
+) -> None:
+    monkeypatch.setattr(identity, "_ptrace_scope", lambda: scope)
+    peer = identity.Identity(**json.loads(owner.metadata())["identity"])
+    advice = identity.advice(peer)
+    assert f"kernel.yama.ptrace_scope is {scope}" in advice
+    assert remedy in advice
+
+
+def test_permit_any_peer_is_harmless_without_yama() -> None:
+    with LocalTransport(permit_any_peer=True) as transport:
+        transport.connect(transport.metadata()).close()
+
+
+class TestRegister:
+    @pytest.mark.parametrize(
+        ("memory", "message"),
+        [
+            (lambda: (4096, 100), "is not mapped"),
+            (lambda: (0, 0), "nbytes is 0"),
+            (lambda: (-1, 5), "address is -1"),
+            (lambda: (1, 2, 3), r"must be \(address, nbytes\)"),
+            (lambda: np.zeros((4, 4))[:, ::2], "contiguous"),
+            (lambda: b"constant", "writable|read-only|BufferError"),
+            (bytearray, "nbytes is 0"),
+        ],
+    )
+    def test_refuses(
+        self, transport: LocalTransport, memory: Callable[[], Any], message: str
+    ) -> None:
+        with pytest.raises(LLMException, match=message) as refused:
+            transport.register(memory())
+        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+        assert json.loads(transport.metadata())["ranges"] == []
+
+    def test_read_only_memory_only_as_such(self, transport: LocalTransport) -> None:
+        registration = transport.register(b"constant", writable=False)
+        assert (registration.nbytes, registration.writable) == (8, False)
+        with transport.connect(transport.metadata()) as link:
+            link.memory([registration.address], 8).check()
+            with pytest.raises(LLMException, match="writable=False") as refused:
+                link.memory([registration.address], 8, writable=True)
+        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+    def test_what_has_no_address(self, transport: LocalTransport) -> None:
+        with pytest.raises(TypeError):
+            transport.register(7)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a str"):
+            transport.deregister("all")  # type: ignore[arg-type]
+
+
+class TestMemory:
+    """Which tensors a link finds."""
+
+    @pytest.mark.parametrize(
+        ("offsets", "nbytes", "found"),
+        [
+            ([0], 100, True),
+            ([0, 50, 99], [100, 50, 1], True),
+            ([0], 101, False),
+            ([1], 100, False),
+            ([100], 1, False),
+            ([-1], 1, False),
+        ],
+    )
+    def test_a_tensor_lies_inside_one_range(
+        self, transport: LocalTransport, offsets: list[int], nbytes: Any, found: bool
+    ) -> None:
+        base = transport.register(np.zeros(300, np.uint8)[100:200]).address
+        with transport.connect(transport.metadata()) as link:
+            addresses = [base + it for it in offsets]
+            if found:
+                link.memory(addresses, nbytes, writable=True)
+                return
+            with pytest.raises(LLMException, match=f"{base:#x}\\+100") as refused:
+                link.memory([base, *addresses], [1, nbytes])
+        assert refused.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        assert "tensor 1" in str(refused.value)
+
+    def test_two_ranges_are_not_one(self, transport: LocalTransport) -> None:
+        array = np.zeros(200, np.uint8)
+        halves = [transport.register(half) for half in (array[:100], array[100:])]
+        with transport.connect(transport.metadata()) as link:
+            link.memory([it.address for it in halves], 100)
+            with pytest.raises(LLMException, match="not inside one range"):
+                link.memory([halves[0].address], 101)
+
+    @pytest.mark.parametrize(
+        ("addresses", "nbytes"), [([], []), ([1, 2], [1, 2, 3]), ([-1], 1), ([2**64], 1), ([1], 0)]
+    )
+    def test_arguments(self, transport: LocalTransport, addresses: Any, nbytes: Any) -> None:
+        with transport.connect(transport.metadata()) as link, pytest.raises(LLMException) as error:
+            link.memory(addresses, nbytes)
+        assert error.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+    @pytest.mark.parametrize("addresses", [np.array([1.5]), [1.5], ["1"]])
+    def test_whole_numbers_only(self, transport: LocalTransport, addresses: Any) -> None:
+        with transport.connect(transport.metadata()) as link, pytest.raises(TypeError):
+            link.memory(addresses, 1)
+
+    def test_only_the_same_transport_updates_a_link(self, transport: LocalTransport) -> None:
+        with LocalTransport() as other:
+            foreign = other.metadata()
+            link = transport.connect(transport.metadata())
+            with pytest.raises(LLMException, match="another transport") as refused:
+                link.update(foreign)
+        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID

@@ -1,0 +1,284 @@
+"""Memory and processes that end, before a transfer or during one: an error, never a success."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvnative._executor import limit_bandwidth
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan.transport.link import Link
+from kvplan.transport.local import LocalTransport
+from tests.transport.owner import Owner
+
+PAGE = mmap.PAGESIZE
+NBYTES = 64 * PAGE
+DESC = CacheDesc(1, (64, PAGE), DataType.DT_UINT8)
+EVERY_BLOCK = kvplan.plan_pull_blocks(DESC, DESC, range(64), range(64)[::-1])
+
+ARENA = f"memory = arena = transport.allocate({NBYTES}); result = arena.address"
+# Mapped by hand, so that it can be unmapped by hand.
+REGISTERED = f"""
+    import ctypes
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    address = libc.mmap(None, ctypes.c_size_t({NBYTES}), 3, 0x22, -1, ctypes.c_long(0))
+    memory = transport.register((address, {NBYTES}))
+    result = memory.address
+"""
+KINDS = pytest.mark.parametrize("setup", [ARENA, REGISTERED], ids=["arena", "registered"])
+
+# The new program gives the answer.
+EXEC = """
+    import json, os, sys
+    program = "import sys; print('{\\"result\\": \\"another\\"}', flush=True); sys.stdin.read()"
+    os.execv(sys.executable, [sys.executable, "-c", program])
+"""
+
+
+@pytest.fixture
+def link(owner: Owner, transport: LocalTransport, setup: str) -> Iterator[Link]:
+    """A link to an owner whose memory was registered by `setup`."""
+    owner.run(setup)
+    with transport.connect(owner.metadata()) as link:
+        yield link
+
+
+def pull(link: Link, transfers: Transfers | None = None) -> np.ndarray:
+    memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+    local = np.zeros(NBYTES, dtype=np.uint8)
+    (transfers or kvplan).execute(EVERY_BLOCK, memory, [local])
+    return local
+
+
+def refuses(
+    code: LLMStatusCode, message: str, act: Callable[..., Any], *args: Any, **kwargs: Any
+) -> LLMException:
+    with pytest.raises(LLMException, match=message) as refused:
+        act(*args, **kwargs)
+    assert refused.value.status_code == code, refused.value
+    return refused.value
+
+
+@KINDS
+class TestBefore:
+    """What ended before the transfer starts."""
+
+    def test_a_dead_peer(self, owner: Owner, link: Link, setup: str) -> None:
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        owner.kill()
+        refuses(LLMStatusCode.LLM_LINK_FAILED, f"process {owner.pid} has exited", memory.check)
+        refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", pull, link)
+        refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", link.check)
+
+    def test_a_peer_that_executes_another_program(
+        self, owner: Owner, link: Link, setup: str
+    ) -> None:
+        link.check()
+        assert owner.run(EXEC) == "another"
+        refuses(LLMStatusCode.LLM_LINK_FAILED, "executes another program", pull, link)
+
+    def test_a_transport_that_its_owner_closed(self, owner: Owner, link: Link, setup: str) -> None:
+        owner.run("transport.close()")
+        refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
+
+    def test_a_deregistered_range(self, owner: Owner, link: Link, setup: str) -> None:
+        pull(link)
+        owner.run("transport.deregister(memory)")
+        refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered", pull, link)
+
+    def test_a_range_that_was_registered_anew_at_the_same_address(
+        self, owner: Owner, link: Link, setup: str
+    ) -> None:
+        owner.run("""
+            transport.deregister(memory)
+            again = [transport.register((memory.address, memory.nbytes)) for _ in range(100)]
+        """)
+        refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered", pull, link)
+        link.update(owner.metadata())
+        pull(link)
+
+    def test_a_closed_link(self, owner: Owner, link: Link, setup: str) -> None:
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        link.close()
+        link.close()
+        refuses(LLMStatusCode.LLM_NOT_YET_LINK, "is closed", memory.check)
+
+
+@pytest.mark.parametrize("setup", [REGISTERED], ids=["registered"])
+class TestUnmapped:
+    """Registered memory that its owner unmapped, and forgot to deregister."""
+
+    def test_before_linking(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
+        owner.run(setup, f"libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t({NBYTES}))")
+        metadata = owner.metadata()
+        refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has unmapped", transport.connect, metadata)
+
+    def test_in_part(self, owner: Owner, link: Link, setup: str) -> None:
+        pull(link)
+        owner.run(f"libc.munmap(ctypes.c_void_p(address + {5 * PAGE}), ctypes.c_size_t({PAGE}))")
+        hole = link.metadata.ranges[0].address + 5 * PAGE
+        error = refuses(
+            LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{hole:#x} of process {owner.pid}", pull, link
+        )
+        assert "remote memory" in str(error)
+        assert error.unconfirmed
+
+
+@KINDS
+class TestDuring:
+    """What ends while bytes move: a limited bandwidth holds the transfer open."""
+
+    @pytest.mark.parametrize(
+        ("end", "code", "message"),
+        [
+            (Owner.kill, LLMStatusCode.LLM_LINK_FAILED, "has exited"),
+            (
+                lambda owner: owner.run("transport.deregister(memory)"),
+                LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                "has deregistered",
+            ),
+            (
+                lambda owner: owner.run("transport.close()"),
+                LLMStatusCode.LLM_LINK_FAILED,
+                "closed its transport",
+            ),
+        ],
+        ids=["kill", "deregister", "close"],
+    )
+    def test_it(
+        self,
+        owner: Owner,
+        link: Link,
+        setup: str,
+        end: Callable[[Owner], None],
+        code: LLMStatusCode,
+        message: str,
+    ) -> None:
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        local = np.zeros(NBYTES, dtype=np.uint8)
+        with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, NBYTES / 0.2)) as slow:
+            task = slow.submit(EVERY_BLOCK, memory, [local])
+            end(owner)
+            refuses(code, message, task.wait, timeout_ms=30_000)
+
+
+class TestThisSide:
+    """Our own memory and process can be at fault as well."""
+
+    def test_a_forked_child_of_the_owner_is_not_the_owner(self, owner: Owner) -> None:
+        answer = owner.run("""
+            import os
+            end, other_end = os.pipe()
+            if os.fork() == 0:
+                for name in ("metadata", "close", "metadata"):
+                    try:
+                        getattr(transport, name)()
+                    except Exception as error:
+                        os.write(other_end, f"{error}|".encode())
+                os._exit(0)
+            os.close(other_end)
+            os.wait()
+            result = os.read(end, 1000).decode()
+            arena = transport.allocate(100)
+        """)
+        assert "forked child" in answer
+        assert "closed" in answer
+        metadata = owner.metadata()
+        with LocalTransport() as transport, transport.connect(metadata) as link:
+            link.check()  # the child's close took nothing down
+
+    def test_a_closed_transport(self, transport: LocalTransport) -> None:
+        registration = transport.register(bytearray(10))
+        metadata = transport.metadata()
+        transport.close()
+        transport.close()
+        for act in (
+            transport.metadata,
+            lambda: transport.register(bytearray(10)),
+            lambda: transport.deregister(registration),
+            lambda: transport.connect(metadata),
+            lambda: transport.allocate(10),
+        ):
+            refuses(LLMStatusCode.LLM_FAILED, "is closed", act)
+
+    def test_registered_memory_is_held_until_it_is_deregistered(
+        self, transport: LocalTransport
+    ) -> None:
+        growing = bytearray(10)
+        registration = transport.register(growing)
+        with pytest.raises(BufferError):
+            growing.append(1)
+        transport.deregister(registration)
+        transport.deregister(registration)  # a second time is fine
+        growing.append(1)
+        arena = transport.allocate(10)
+        with pytest.raises(BufferError):
+            arena.close()
+        transport.deregister(arena)
+        arena.close()
+
+    def test_mappings_outlive_a_closed_link_as_long_as_they_are_used(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
+        owner.run(ARENA)
+        link = transport.connect(owner.metadata())
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        at = f"{int(memory.addresses[0]):x}-"
+        link.close()
+        assert at in Path("/proc/self/maps").read_text()
+        del memory, link
+        assert at not in Path("/proc/self/maps").read_text()
+
+    def test_nothing_is_left_of_a_hundred_links(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
+        owner.run(ARENA, REGISTERED)
+        metadata = owner.metadata()
+        address = owner.run("result = arena.address")
+
+        def once() -> None:
+            with transport.connect(metadata) as link:
+                link.memory([address], NBYTES, writable=True).check()
+
+        def left() -> tuple[int, int, int]:
+            gc.collect()  # what other tests dropped
+            maps = Path("/proc/self/maps").read_text()
+            threads = len(list(Path("/proc/self/task").iterdir()))
+            return len(list(Path("/proc/self/fd").iterdir())), maps.count("kvplan"), threads
+
+        once()
+        before = left()
+        for _ in range(100):
+            once()
+        assert left() == before
+
+    def test_nothing_is_left_of_a_hundred_refusals(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
+        owner.run(ARENA)
+        metadata = json.loads(owner.metadata())
+        metadata["board"]["inode"] += 1
+        refused = json.dumps(metadata).encode()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(100):
+            with pytest.raises(LLMException):
+                transport.connect(refused)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_every_slot_taken() -> None:
+    with LocalTransport(max_registrations=2) as transport:
+        held = [transport.register(bytearray(8)) for _ in range(2)]
+        for act in (lambda: transport.register(bytearray(8)), lambda: transport.allocate(8)):
+            refuses(LLMStatusCode.LLM_OUT_OF_MEMORY, "all 2 slots", act)
+        transport.deregister(held[0])
+        transport.register(bytearray(8))

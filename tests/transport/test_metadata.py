@@ -1,0 +1,174 @@
+"""Metadata comes from outside: whatever it is, it is read in full or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.identity import Identity
+from kvplan.transport.local import LocalTransport
+from kvplan.transport.metadata import MAX_NBYTES, ArenaRef, BoardRef, Metadata, Range
+
+uint64 = st.integers(0, 2**64 - 1)
+fd = st.integers(0, 2**31 - 1)
+identities = st.builds(
+    Identity,
+    boot_id=st.text(min_size=36, max_size=36),
+    pid=st.integers(1, 2**22),
+    start_time=uint64,
+    pid_namespace=uint64,
+    user_namespace=uint64,
+)
+ranges = st.builds(
+    Range,
+    address=st.integers(1, 2**63),
+    nbytes=st.integers(1, 2**63 - 1),
+    slot=st.integers(0, 99),
+    generation=uint64,
+    writable=st.booleans(),
+    arena=st.none() | st.builds(ArenaRef, fd=fd, inode=uint64),
+)
+boards = st.builds(BoardRef, fd=fd, inode=uint64, num_slots=st.integers(100, 2**24))
+metadata = st.builds(Metadata, identities, boards, st.lists(ranges, max_size=5).map(tuple))
+
+EXAMPLE = Metadata(
+    Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
+    BoardRef(fd=6, inode=7, num_slots=8),
+    (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10)),),
+)
+
+
+def refusal(blob: bytes) -> str:
+    with pytest.raises(LLMException) as refused:
+        Metadata.from_bytes(blob)
+    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    return str(refused.value)
+
+
+@given(metadata)
+def test_what_is_written_is_read(given: Metadata) -> None:
+    assert Metadata.from_bytes(given.to_bytes()) == given
+
+
+def test_a_transport_writes_what_it_is(transport: LocalTransport) -> None:
+    arena = transport.allocate(5000)
+    registration = transport.register(bytearray(10), writable=False)
+    found = Metadata.from_bytes(transport.metadata())
+    assert found.identity == Identity.of_self()
+    assert found.ranges[0].arena == ArenaRef(arena.fd, arena.inode)
+    assert (found.ranges[0].address, found.ranges[0].nbytes) == (arena.address, 5000)
+    assert found.ranges[1] == registration.range
+    assert [it.writable for it in found.ranges] == [True, False]
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_mean_nothing(blob: bytes) -> None:
+    assert refusal(blob)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(json_values)
+def test_json_that_means_nothing(value: Any) -> None:
+    assert "peer metadata" in refusal(json.dumps(value).encode())
+
+
+FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "identity": lambda it: it,
+    "board": lambda it: it,
+    "ranges": lambda it: it,
+    **{
+        f"identity.{name}": lambda it: it["identity"]
+        for name in ("boot_id", "pid", "start_time", "pid_namespace", "user_namespace")
+    },
+    **{f"board.{name}": lambda it: it["board"] for name in ("fd", "inode", "num_slots")},
+    **{
+        f"ranges[0].{name}": lambda it: it["ranges"][0]
+        for name in ("address", "nbytes", "slot", "generation", "writable", "arena")
+    },
+    **{f"ranges[0].arena.{name}": lambda it: it["ranges"][0]["arena"] for name in ("fd", "inode")},
+}
+WRONG = [-1, 2**64, 1.0, "1", [], {}, [[]], float("nan")]
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_field_is_checked(path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    for wrong in WRONG:
+        if (path, wrong) == ("ranges", []):
+            continue
+        document = json.loads(EXAMPLE.to_bytes())
+        FIELDS[path](document)[name] = wrong
+        message = refusal(json.dumps(document).encode())
+        assert name in message
+    for change in (lambda it: it.pop(name), lambda it: it.update(unknown=1)):
+        document = json.loads(EXAMPLE.to_bytes())
+        change(FIELDS[path](document))
+        assert f"{parent or 'document'} is" in refusal(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("slot", 8, "the board has 8 slots"),
+        ("nbytes", 2**63, f"in [1, {2**63 - 1}]"),
+        ("address", 2**64 - 50, "ends past 2**64"),
+        ("writable", 1, "true or false"),
+        ("generation", True, "a whole number"),
+    ],
+)
+def test_fields_that_must_fit_each_other(field: str, value: Any, message: str) -> None:
+    document = json.loads(EXAMPLE.to_bytes())
+    document["ranges"][0][field] = value
+    assert message in refusal(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"[" * 200_000,
+        b"[" * 900 + b"]" * 900,
+        b'{"a":' * 100_000,
+        b"1" * 100_000,
+        b'{"schema":"kvplan.local","schema":1}',
+        b"\xff\xfe",
+        b"",
+        b" " * (MAX_NBYTES + 1),
+    ],
+    ids=["open", "deep", "nested", "long", "twice", "encoding", "empty", "large"],
+)
+def test_hostile_documents(blob: bytes) -> None:
+    assert len(refusal(blob)) < 500
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "kvplan.other"},
+        {"schema": None},
+        {"schema_version": 2, "fields": "that this version does not know"},
+        {"schema_version": 1.0},
+        {"schema_version": True},
+    ],
+)
+def test_another_schema(change: dict[str, Any]) -> None:
+    document = {**json.loads(EXAMPLE.to_bytes()), **change}
+    assert "this kvplan reads 'kvplan.local' version 1" in refusal(json.dumps(document).encode())
+
+
+def test_bytes_only() -> None:
+    with pytest.raises(TypeError, match="must be bytes, not str"):
+        Metadata.from_bytes("{}")  # type: ignore[arg-type]

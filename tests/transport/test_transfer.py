@@ -1,0 +1,192 @@
+"""Bytes between two processes, one of which only sits in a read on a pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode
+from kvplan.transport.link import PeerMemory
+from kvplan.transport.local import LocalTransport
+from tests.transport.owner import Owner
+from tests.transport.owner_process import pattern
+
+BLOCKS, BLOCK, TENSORS = 40, 3000, 3
+TENSOR = BLOCKS * BLOCK
+DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8)
+SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
+
+ARENA = f"""
+    arena = transport.allocate({TENSORS * TENSOR})
+    memory = np.frombuffer(arena, dtype=np.uint8)
+"""
+REGISTERED = f"""
+    memory = np.zeros({TENSORS * TENSOR}, dtype=np.uint8)
+    registration = transport.register(memory)
+"""
+# Half of the tensors' bytes here and half there: reached by address, since that is one way for all.
+MIXED = f"""
+    arena = transport.allocate({TENSOR})
+    first = np.frombuffer(arena, dtype=np.uint8)
+    rest = np.zeros({(TENSORS - 1) * TENSOR}, dtype=np.uint8)
+    registration = transport.register(rest)
+"""
+FILL = f"memory[:] = pattern(1, {TENSORS * TENSOR}); result = memory.ctypes.data"
+
+
+def tensors_of(link: kvplan.transport.link.Link, base: int, *, writable: bool) -> PeerMemory:
+    addresses = [base + i * TENSOR for i in range(TENSORS)]
+    return link.memory(addresses, TENSOR, writable=writable)
+
+
+def tensors(seed: int) -> list[np.ndarray]:
+    return list(pattern(seed, TENSORS * TENSOR).reshape(TENSORS, TENSOR))
+
+
+def after_transfer(src: list[np.ndarray], dst: list[np.ndarray]) -> list[np.ndarray]:
+    """What SRC -> DST leaves, by NumPy alone."""
+    for s, d in zip(src, dst, strict=True):
+        d.reshape(BLOCKS, BLOCK)[DST] = s.reshape(BLOCKS, BLOCK)[SRC]
+    return dst
+
+
+@pytest.mark.parametrize("setup", [ARENA, REGISTERED], ids=["arena", "registered"])
+class TestOneKind:
+    def test_pull(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
+        owner.run(setup)
+        base = owner.run(FILL)
+        with transport.connect(owner.metadata()) as link:
+            local = tensors(2)
+            plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+            kvplan.execute(plan, tensors_of(link, base, writable=False), local)
+        for found, expected in zip(local, after_transfer(tensors(1), tensors(2)), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+    def test_push(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
+        owner.run(setup)
+        base = owner.run(FILL)
+        with transport.connect(owner.metadata()) as link:
+            plan = kvplan.plan_push_blocks(DESC, DESC, SRC, DST)
+            kvplan.execute(plan, tensors(2), tensors_of(link, base, writable=True))
+        expected = np.concatenate(after_transfer(tensors(2), tensors(1)))
+        assert owner.run("result = memory.tobytes().hex()") == expected.tobytes().hex()
+
+    def test_what_the_owner_writes_later_is_what_arrives(
+        self, owner: Owner, transport: LocalTransport, setup: str
+    ) -> None:
+        owner.run(setup)
+        base = owner.run(FILL)
+        with transport.connect(owner.metadata()) as link:
+            memory = tensors_of(link, base, writable=False)
+            plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+            for seed in (3, 4):
+                owner.run(f"memory[:] = pattern({seed}, memory.size)")
+                local = tensors(2)
+                kvplan.execute(plan, memory, local)
+                expected = after_transfer(tensors(seed), tensors(2))
+                np.testing.assert_array_equal(local, expected)
+
+    def test_a_stopped_owner_is_no_hindrance(
+        self, owner: Owner, transport: LocalTransport, setup: str
+    ) -> None:
+        """One-sided, proven: no instruction of the owner can run."""
+        owner.run(setup)
+        base = owner.run(FILL)
+        with transport.connect(owner.metadata()) as link:
+            os.kill(owner.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, owner.pid, os.WSTOPPED)
+            local = tensors(2)
+            memory = tensors_of(link, base, writable=True)
+            kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, SRC, DST), memory, local)
+            np.testing.assert_array_equal(local, after_transfer(tensors(1), tensors(2)))
+            kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, SRC, DST), tensors(3), memory)
+            os.kill(owner.pid, signal.SIGCONT)
+        expected = np.concatenate(after_transfer(tensors(3), tensors(1)))
+        assert owner.run("result = memory.tobytes().hex()") == expected.tobytes().hex()
+
+
+def test_arenas_need_no_system_call_and_registered_memory_does(
+    owner: Owner, transport: LocalTransport
+) -> None:
+    pool = kvplan.engine.execution.ThreadPool(1)
+    bases = [owner.run(setup, "result = memory.ctypes.data") for setup in (ARENA, REGISTERED)]
+    with transport.connect(owner.metadata()) as link:
+        arena, registered = (tensors_of(link, base, writable=False) for base in bases)
+        assert arena.backend(pool, "get") is None
+        backend = registered.backend(pool, "get")
+        assert backend is not None
+        assert (backend.name, backend.capabilities.directions) == ("process", ("peer_get",))
+        np.testing.assert_array_equal(registered.addresses[1:] - registered.addresses[:-1], TENSOR)
+        assert registered.addresses[0] == bases[1]
+
+
+def test_tensors_of_both_kinds_in_one_transfer(owner: Owner, transport: LocalTransport) -> None:
+    addresses = owner.run(
+        MIXED,
+        f"""
+    first[:] = pattern(1, {TENSORS * TENSOR})[:{TENSOR}]
+    rest[:] = pattern(1, {TENSORS * TENSOR})[{TENSOR}:]
+    result = [first.ctypes.data, rest.ctypes.data, rest.ctypes.data + {TENSOR}]
+    """,
+    )
+    with transport.connect(owner.metadata()) as link:
+        local = tensors(2)
+        memory = link.memory(addresses, TENSOR)
+        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, SRC, DST), memory, local)
+        np.testing.assert_array_equal(local, after_transfer(tensors(1), tensors(2)))
+        memory = link.memory(addresses, TENSOR, writable=True)
+        kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, SRC, DST), tensors(3), memory)
+    expected = after_transfer(tensors(3), tensors(1))
+    found = owner.run("result = first.tobytes().hex() + rest.tobytes().hex()")
+    assert found == np.concatenate(expected).tobytes().hex()
+
+
+def test_between_two_transports_of_one_process(transport: LocalTransport) -> None:
+    with LocalTransport() as other:
+        arena = other.allocate(TENSORS * TENSOR)
+        view = np.frombuffer(arena, dtype=np.uint8)
+        view[:] = pattern(1, TENSORS * TENSOR)
+        with transport.connect(other.metadata()) as link:
+            local = tensors(2)
+            plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+            kvplan.execute(plan, tensors_of(link, arena.address, writable=False), local)
+        np.testing.assert_array_equal(local, after_transfer(tensors(1), tensors(2)))
+
+
+def test_an_arena_is_mapped_once(owner: Owner, transport: LocalTransport) -> None:
+    base = owner.run(ARENA, "result = memory.ctypes.data")
+    with transport.connect(owner.metadata()) as link:
+        one = tensors_of(link, base, writable=False)
+        two = tensors_of(link, base, writable=True)
+        np.testing.assert_array_equal(one.addresses, two.addresses)
+
+
+def test_what_was_registered_after_linking_can_be_reached(
+    owner: Owner, transport: LocalTransport
+) -> None:
+    with transport.connect(owner.metadata()) as link:
+        base = owner.run(REGISTERED, "result = memory.ctypes.data")
+        with pytest.raises(LLMException, match="none at all") as refused:
+            tensors_of(link, base, writable=False)
+        assert refused.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        link.update(owner.metadata())
+        tensors_of(link, base, writable=True).check()
+        owner.run("arena = transport.allocate(4096)")
+        link.update(owner.metadata())
+        link.memory([owner.run("result = arena.address")], 4096).check()
+
+
+def test_prefault_maps_the_pages_with_the_arena(owner: Owner, transport: LocalTransport) -> None:
+    base = owner.run(
+        f"arena = transport.allocate({TENSORS * TENSOR}, prefault=True); result = arena.address"
+    )
+    with transport.connect(owner.metadata(), prefault=True) as link:
+        local = tensors(2)
+        plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+        kvplan.execute(plan, tensors_of(link, base, writable=False), local)
+    zeros = [np.zeros(TENSOR, np.uint8)] * TENSORS
+    np.testing.assert_array_equal(local, after_transfer(zeros, tensors(2)))
