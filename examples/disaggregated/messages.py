@@ -50,7 +50,7 @@ class WrongBlock:
 
 @dataclass(frozen=True)
 class Arrival:
-    """From decode to the demo: the cache is here. Times are in seconds."""
+    """From decode to the demo: the cache is here; how, and how long it took."""
 
     explanation: str
     difference: str
@@ -60,6 +60,7 @@ class Arrival:
     plan_seconds: float
     link_seconds: float
     transfer_seconds: float
+    repeated_seconds: float
 
 
 @dataclass(frozen=True)
