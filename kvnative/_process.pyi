@@ -5,7 +5,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._executor import Backend, ThreadPool
+from kvnative._backend import Backend, ThreadPool
 
 __all__ = ["Peer", "process_backend"]
 

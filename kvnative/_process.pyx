@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport uint64_t
 
-from kvnative._executor cimport Backend, ThreadPool
+from kvnative._backend cimport Backend, ThreadPool
 from kvnative._host cimport check, kvn_failure, unsigned
 from kvnative._native cimport kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
 

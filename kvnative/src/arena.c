@@ -72,6 +72,7 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
                  nbytes, strerror(errno));
     } else {
         out->inode = facts.st_ino;
+        out->device = facts.st_dev;
         failed = map(out, failure) != KVN_OK;
     }
     /* After the mapping, since this seal refuses later ones. Kernels before 5.1 lack it; there the
@@ -90,7 +91,7 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
 }
 
 /* NULL, or what about this file is not as the peer said. */
-static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes)
+static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes, uint64_t *device)
 {
     struct stat facts;
     struct statfs filesystem;
@@ -103,6 +104,7 @@ static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes)
         return "it is another file now (the inode differs)";
     if ((uint64_t)facts.st_size != nbytes)
         return "its size differs";
+    *device = facts.st_dev;
     return NULL;
 }
 
@@ -117,7 +119,7 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
     if (looked_at < 0)
         return kvn_fail(failure, status_of(errno), errno, "%s cannot be opened: %s", path,
                         strerror(errno));
-    const char *flaw = mismatch(looked_at, inode, nbytes);
+    const char *flaw = mismatch(looked_at, inode, nbytes, &out->device);
     if (flaw) {
         close(looked_at);
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -139,7 +141,7 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
                  "more seals) is needed",
                  path, (unsigned)(seals < 0 ? 0 : seals), (unsigned)FIXED_SIZE);
     /* The size is looked at once more: before the seals were known it could still change. */
-    else if ((flaw = mismatch(out->fd, inode, nbytes)))
+    else if ((flaw = mismatch(out->fd, inode, nbytes, &out->device)))
         kvn_fail(failure, KVN_INVALID, 0, "%s: %s", path, flaw);
     else
         map(out, failure);

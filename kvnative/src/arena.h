@@ -11,7 +11,8 @@ typedef struct kvn_arena {
     void *address;   /* NULL when closed */
     uint64_t nbytes; /* of the file and of the mapping */
     uint64_t inode;
-    int fd; /* -1 in a peer: the mapping alone keeps the memory */
+    uint64_t device; /* of the file system that the inode is in */
+    int fd;          /* -1 in a peer: the mapping alone keeps the memory */
     int writable;
 } kvn_arena;
 

@@ -81,7 +81,8 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
     if (error == EACCES || error == EPERM)
         return kvn_fail(failure, KVN_DENIED, error, "/proc/%d/%s: %s", peer->pid, name,
                         strerror(error));
-    if (error || (uint64_t)facts.st_ino != peer->board.memory.inode)
+    if (error || facts.st_ino != peer->board.memory.inode ||
+        facts.st_dev != peer->board.memory.device)
         return refuse_exec(peer, failure);
     return KVN_OK;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from operator import index
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,17 +13,17 @@ from kvnative._process import process_backend
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.identity import advice, hold, link_failed
 from kvplan.transport.metadata import ArenaRef, Metadata, Range
+from kvplan.transport.peer_memory import PeerMemory, columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from kvnative._executor import Backend, ThreadPool
+    from kvnative._backend import Backend, ThreadPool
+    from kvplan.engine.memory import Direction
 
     Column = NDArray[np.uint64]
-
-Direction = Literal["get", "put"]
 
 _SHOWN_RANGES = 8
 
@@ -45,9 +45,8 @@ class Link:
         board = metadata.board
         try:
             self._peer.attach(board.fd, board.inode, board.num_slots)
-            registered = next((it for it in metadata.ranges if it.arena is None), None)
-            if registered is not None:
-                self._probe(registered)
+            if any(it.arena is None for it in metadata.ranges):
+                self._probe()
         except (OSError, ValueError, MemoryError) as error:
             self._peer.close()
             raise self._refusal(error, "cannot be reached") from error
@@ -114,8 +113,8 @@ class Link:
         memory.check()
         if all(it.arena is not None for it in ranges):
             memory.translate([self._map(it) for it in ranges])
-        elif not self._can_reach_registered:
-            self._probe(next(it for it in ranges if it.arena is None))
+        else:
+            self._probe()
         return memory
 
     def check(self) -> None:
@@ -207,26 +206,22 @@ class Link:
                     if self._prefault:
                         arena.populate()
                 except (OSError, ValueError, MemoryError) as error:
-                    self._check_range(it)
+                    # It may have ended just now: then that is the true reason.
+                    self.check_ranges([it], *columns([it]))
                     raise self._refusal(error, f"has {it}, which cannot be mapped") from error
                 self._arenas[key] = arena
         return it, arena
 
-    def _probe(self, it: Range) -> None:
-        """Find out at once, and not at the first transfer, if the system refuses this access."""
+    def _probe(self) -> None:
+        """Find out once, and not at the first transfer, if the system refuses process_vm_readv."""
+        if self._can_reach_registered:
+            return
         try:
-            self._peer.probe(it.address)
-        except ValueError as error:
-            self._check_range(it)
-            pid = self._metadata.identity.pid
-            raise _not_exist(f"peer {pid} has unmapped {it}: {error}") from error
-        except OSError as error:
-            raise self._refusal(error, f"has {it}, which cannot be read") from error
+            self._peer.probe(self._metadata.board.address)
+        except (OSError, ValueError) as error:
+            self.check()
+            raise self._refusal(error, "has registered memory, which cannot be reached") from error
         self._can_reach_registered = True
-
-    def _check_range(self, it: Range) -> None:
-        """Raise the true reason why the range cannot be had, if it is one of `check_ranges`."""
-        self.check_ranges([it], *_columns([it]))
 
     def _refusal(self, error: Exception, what: str) -> LLMException:
         identity = self._metadata.identity
@@ -234,55 +229,6 @@ class Link:
         if isinstance(error, PermissionError):
             reason += f"; {advice(identity)}"
         return link_failed(f"peer {identity.pid} {what}: {reason}")
-
-
-class PeerMemory:
-    """Tensors in a peer, as `Link.memory` found them.
-
-    Attributes:
-        addresses: of each tensor, as this process reaches it: in a mapped arena, or the peer's own.
-        nbytes: of each tensor.
-        writable: whether a transfer may write to them.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        addresses: Column,
-        nbytes: Column,
-        writable: bool,
-        ranges: list[Range],
-    ) -> None:
-        self.addresses = addresses
-        self.nbytes = nbytes
-        self.writable = writable
-        self._link = link
-        self._arenas: tuple[Arena, ...] = ()  # what the addresses point into
-        self._ranges = list(dict.fromkeys(ranges))
-        self._slots, self._generations = _columns(self._ranges)
-
-    def translate(self, mapped: list[tuple[Range, Arena]]) -> None:
-        """From here on reach the tensors in arenas that are mapped here, one for each tensor."""
-        shifts = [arena.address - it.address for it, arena in mapped]
-        self.addresses = np.array(
-            [start + shift for start, shift in zip(self.addresses.tolist(), shifts, strict=True)],
-            dtype=np.uint64,
-        )
-        self._arenas = tuple({id(arena): arena for _, arena in mapped}.values())
-
-    def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
-        """What reaches the addresses; None: they are mapped here, so a plain copy does."""
-        return None if self._arenas else self._link.backend(pool, direction)
-
-    def check(self) -> None:
-        """Call before a transfer and after it; only if both pass, it moved what it should.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: the peer has exited, executes another program, or has
-                closed its transport; LLM_KV_CACHE_NOT_EXIST: it has deregistered a range;
-                LLM_NOT_YET_LINK: the link was closed.
-        """
-        self._link.check_ranges(self._ranges, self._slots, self._generations)
 
 
 def _uint64(name: str, values: Sequence[int] | Column) -> Column:
@@ -294,13 +240,6 @@ def _uint64(name: str, values: Sequence[int] | Column) -> Column:
         if not 0 <= index(number) < 2**64:
             raise invalid(f"{name} holds {number}; it must be in [0, 2**64)")
     return np.array(numbers, dtype=np.uint64)
-
-
-def _columns(ranges: Sequence[Range]) -> tuple[Column, Column]:
-    return (
-        np.array([it.slot for it in ranges], dtype=np.uint64),
-        np.array([it.generation for it in ranges], dtype=np.uint64),
-    )
 
 
 def _listed(ranges: Sequence[Range]) -> str:

@@ -139,9 +139,10 @@ class LocalTransport:
         """What a peer needs to `connect` to this process: its identity and registered memory."""
         self._check_process()
         with self._mutex:
-            board = BoardRef(self._board.fd, self._board.inode, self._board.num_slots)
+            board = self._board
+            ref = BoardRef(board.fd, board.inode, board.num_slots, board.address)
             ranges = tuple(it.range for it in self._registrations.values())
-        return Metadata(self._identity, board, ranges).to_bytes()
+        return Metadata(self._identity, ref, ranges).to_bytes()
 
     def connect(self, metadata: bytes, *, prefault: bool = False) -> Link:
         """Link to the process whose `metadata` this is; it takes no part in that.

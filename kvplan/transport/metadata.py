@@ -29,18 +29,27 @@ _IDENTITY = {
     "pid_namespace": _UINT64,
     "user_namespace": _UINT64,
 }
-_BOARD = {"fd": _INT31, "inode": _UINT64, "num_slots": (1, 2**24)}
+_BOARD = {
+    "fd": _INT31,
+    "inode": _UINT64,
+    "num_slots": (1, 2**24),
+    "address": (1, 2**64 - 1),
+}
 _RANGE = {"address": (1, 2**64 - 1), "nbytes": _SIZE, "slot": _INT31, "generation": _UINT64}
 _ARENA = {"fd": _INT31, "inode": _UINT64}
 
 
 @dataclass(frozen=True, slots=True)
 class BoardRef:
-    """Where a process's registration board is found: its descriptor, inode and number of slots."""
+    """Where a process's registration board is found: its descriptor and inode, and its address.
+
+    The address is always mapped there, so it tells whether this process's memory can be reached.
+    """
 
     fd: int
     inode: int
     num_slots: int
+    address: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ NBYTES = 8 << 20
 Bytes = NDArray[np.uint8]
 
 # The other process: NBYTES of memory whose bytes are their page's number times 7, then a page that
-# cannot be written, and one that cannot be read either. It answers each line with the bytes, in hexadecimal, that the line names.
+# cannot be written, and one that cannot be read either. It answers each line with the bytes, in
+# hexadecimal, that the line names.
 OTHER = f"""
 import ctypes, mmap, sys
 memory = mmap.mmap(-1, {NBYTES + 2 * PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -90,6 +90,16 @@ class TestBefore:
         owner.run("transport.close()")
         refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
 
+    def test_a_board_whose_number_is_another_files(
+        self, owner: Owner, link: Link, setup: str
+    ) -> None:
+        owner.run(f"""
+            import os
+            transport.close()
+            os.dup2(os.memfd_create("another"), {link.metadata.board.fd})
+        """)
+        refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
+
     def test_a_deregistered_range(self, owner: Owner, link: Link, setup: str) -> None:
         pull(link)
         owner.run("transport.deregister(memory)")
@@ -118,9 +128,11 @@ class TestUnmapped:
     """Registered memory that its owner unmapped, and forgot to deregister."""
 
     def test_before_linking(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
-        owner.run(setup, f"libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t({NBYTES}))")
-        metadata = owner.metadata()
-        refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has unmapped", transport.connect, metadata)
+        base = owner.run(setup)
+        owner.run(f"libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t({NBYTES}))")
+        with transport.connect(owner.metadata()) as link:
+            error = refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{base:#x}", pull, link)
+        assert "remote memory" in str(error)
 
     def test_in_part(self, owner: Owner, link: Link, setup: str) -> None:
         pull(link)

@@ -34,12 +34,18 @@ ranges = st.builds(
     writable=st.booleans(),
     arena=st.none() | st.builds(ArenaRef, fd=fd, inode=uint64),
 )
-boards = st.builds(BoardRef, fd=fd, inode=uint64, num_slots=st.integers(100, 2**24))
+boards = st.builds(
+    BoardRef,
+    fd=fd,
+    inode=uint64,
+    num_slots=st.integers(100, 2**24),
+    address=st.integers(1, 2**64 - 1),
+)
 metadata = st.builds(Metadata, identities, boards, st.lists(ranges, max_size=5).map(tuple))
 
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
-    BoardRef(fd=6, inode=7, num_slots=8),
+    BoardRef(fd=6, inode=7, num_slots=8, address=4096),
     (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10)),),
 )
 
@@ -94,7 +100,7 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         f"identity.{name}": lambda it: it["identity"]
         for name in ("boot_id", "pid", "start_time", "pid_namespace", "user_namespace")
     },
-    **{f"board.{name}": lambda it: it["board"] for name in ("fd", "inode", "num_slots")},
+    **{f"board.{name}": lambda it: it["board"] for name in ("fd", "inode", "num_slots", "address")},
     **{
         f"ranges[0].{name}": lambda it: it["ranges"][0]
         for name in ("address", "nbytes", "slot", "generation", "writable", "arena")

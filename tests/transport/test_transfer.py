@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import kvplan
+from kvnative._executor import ThreadPool
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode
-from kvplan.transport.link import PeerMemory
+from kvplan.transport.link import Link
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.peer_memory import PeerMemory
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
 
@@ -38,7 +40,7 @@ MIXED = f"""
 FILL = f"memory[:] = pattern(1, {TENSORS * TENSOR}); result = memory.ctypes.data"
 
 
-def tensors_of(link: kvplan.transport.link.Link, base: int, *, writable: bool) -> PeerMemory:
+def tensors_of(link: Link, base: int, *, writable: bool) -> PeerMemory:
     addresses = [base + i * TENSOR for i in range(TENSORS)]
     return link.memory(addresses, TENSOR, writable=writable)
 
@@ -112,7 +114,7 @@ class TestOneKind:
 def test_arenas_need_no_system_call_and_registered_memory_does(
     owner: Owner, transport: LocalTransport
 ) -> None:
-    pool = kvplan.engine.execution.ThreadPool(1)
+    pool = ThreadPool(1)
     bases = [owner.run(setup, "result = memory.ctypes.data") for setup in (ARENA, REGISTERED)]
     with transport.connect(owner.metadata()) as link:
         arena, registered = (tensors_of(link, base, writable=False) for base in bases)

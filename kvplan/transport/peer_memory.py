@@ -1,0 +1,77 @@
+"""Tensors in a peer's memory, as a side of a transfer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvnative._backend import Backend, ThreadPool
+    from kvnative._host import Arena
+    from kvplan.engine.memory import Direction
+    from kvplan.transport.link import Link
+    from kvplan.transport.metadata import Range
+
+    Column = NDArray[np.uint64]
+
+
+class PeerMemory:
+    """Tensors in a peer, as `Link.memory` found them.
+
+    Attributes:
+        addresses: of each tensor, as this process reaches it: in a mapped arena, or the peer's own.
+        nbytes: of each tensor.
+        writable: whether a transfer may write to them.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        addresses: Column,
+        nbytes: Column,
+        writable: bool,
+        ranges: list[Range],
+    ) -> None:
+        self.addresses = addresses
+        self.nbytes = nbytes
+        self.writable = writable
+        self._link = link
+        self._arenas: tuple[Arena, ...] = ()  # what the addresses point into
+        self._ranges = list(dict.fromkeys(ranges))
+        self._slots, self._generations = columns(self._ranges)
+
+    def translate(self, mapped: list[tuple[Range, Arena]]) -> None:
+        """From here on reach the tensors in arenas that are mapped here, one for each tensor."""
+        shifts = [arena.address - it.address for it, arena in mapped]
+        self.addresses = np.array(
+            [start + shift for start, shift in zip(self.addresses.tolist(), shifts, strict=True)],
+            dtype=np.uint64,
+        )
+        self._arenas = tuple({id(arena): arena for _, arena in mapped}.values())
+
+    def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
+        """What reaches the addresses; None: they are mapped here, so a plain copy does."""
+        return None if self._arenas else self._link.backend(pool, direction)
+
+    def check(self) -> None:
+        """Call before a transfer and after it; only if both pass, it moved what it should.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer has exited, executes another program, or has
+                closed its transport; LLM_KV_CACHE_NOT_EXIST: it has deregistered a range;
+                LLM_NOT_YET_LINK: the link was closed.
+        """
+        self._link.check_ranges(self._ranges, self._slots, self._generations)
+
+
+def columns(ranges: Sequence[Range]) -> tuple[Column, Column]:
+    """Return the slots and generations of `ranges`, as `Peer.check` takes them."""
+    return (
+        np.array([it.slot for it in ranges], dtype=np.uint64),
+        np.array([it.generation for it in ranges], dtype=np.uint64),
+    )
