@@ -1,29 +1,9 @@
-# What other Cython modules may see of the executor: cimport it to add a backend over a pool.
+# What other Cython modules may see of the executor.
 from libc.stdint cimport uint64_t
-from posix.types cimport pid_t
 
+from kvnative._backend cimport Backend, ThreadPool
 from kvnative._lower cimport Descriptors
-from kvnative._native cimport kvn_backend, kvn_backend_vtable, kvn_pool, kvn_task
-
-
-cdef class ThreadPool:
-    # Owned; outlives every Backend that was made with this object among its owners.
-    cdef kvn_pool *pool
-
-
-cdef class Backend:
-    # What `handle` points into or was made from: the pool, the wrapped backend, mapped memory. It
-    # stands before the handle because it must be there as long as the handle is used.
-    cdef object owners
-    cdef kvn_backend *handle  # owned; destroyed with this object, before `owners` is let go
-    cdef pid_t pid            # of the process that made it
-
-    # Takes over `handle`; NULL raises from errno, naming `what` could not be made.
-    @staticmethod
-    cdef Backend adopt(kvn_backend *handle, object owners, str what)
-    cdef const kvn_backend_vtable *calls(self) except NULL
-    # NativeError in a forked child.
-    cdef int check_process(self) except -1
+from kvnative._native cimport kvn_task
 
 
 cdef class Report:

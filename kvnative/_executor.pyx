@@ -1,77 +1,27 @@
-"""The executor: moves descriptor arrays with a backend, on a pool of threads, without the GIL."""
+"""The executor: moves descriptor arrays with a backend, without the GIL, and keeps what it uses."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport ENOMEM, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from posix.unistd cimport getpid
 
-from kvnative cimport _native
+from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns
 from kvnative._native cimport *
 
 import atexit
-import math
-import os
-from typing import NamedTuple
 
-__all__ = [
-    "KVN_CANCELLED", "KVN_DENIED", "KVN_FAILED", "KVN_INVALID", "KVN_NO_MEMORY", "KVN_OK",
-    "KVN_PEER_GONE", "KVN_PENDING", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
-    "STRATEGIES", "Backend", "Capabilities", "Executor", "NativeError", "Report", "Task",
-    "ThreadPool", "delay", "fail_at", "host_backend", "limit_bandwidth", "limit_batch", "trace",
-]
+from kvnative import _backend
+from kvnative._backend import NativeError
 
-# The same names for Python as in status.h.
-globals().update(
-    KVN_OK=_native.KVN_OK, KVN_PENDING=_native.KVN_PENDING, KVN_TIMEOUT=_native.KVN_TIMEOUT,
-    KVN_CANCELLED=_native.KVN_CANCELLED, KVN_INVALID=_native.KVN_INVALID,
-    KVN_NO_MEMORY=_native.KVN_NO_MEMORY, KVN_PEER_GONE=_native.KVN_PEER_GONE,
-    KVN_DENIED=_native.KVN_DENIED, KVN_UNMAPPED=_native.KVN_UNMAPPED,
-    KVN_UNSUPPORTED=_native.KVN_UNSUPPORTED, KVN_FAILED=_native.KVN_FAILED,
-)
+# The one module to import for execution: what it executes with comes along.
+__all__ = [*_backend.__all__, "Executor", "Report", "Task"]
+globals().update({name: getattr(_backend, name) for name in _backend.__all__})
 
-STRATEGIES = tuple(
-    kvn_strategy_name(<kvn_strategy>i).decode() for i in range(<int>KVN_NUM_STRATEGIES)
-)
-
-# More threads than this do not copy faster on any machine measured; they only crowd it.
-cdef enum:
-    DEFAULT_MAX_THREADS = 16
 # How long Ctrl-C may go unnoticed in a wait.
 cdef int64_t SIGNALS_NS = 100_000_000
 cdef double NS_PER_MS = 1e6
-
-
-class NativeError(RuntimeError):
-    """The native layer cannot do this now: closed, forked, or out of a resource."""
-
-
-class Capabilities(NamedTuple):
-    """What a backend takes.
-
-    Attributes:
-        max_batch: descriptors in one batch; the executor cuts longer tasks.
-        max_nbytes: bytes of one descriptor; larger ones are refused.
-        directions: names of the directions that it copies in.
-        asynchronous: whether it moves on while nobody polls or waits.
-    """
-
-    max_batch: int
-    max_nbytes: int
-    directions: tuple[str, ...]
-    asynchronous: bool
-
-
-cdef tuple DIRECTIONS = (
-    (KVN_HOST_TO_HOST, "host_to_host"),
-    (KVN_HOST_TO_DEVICE, "host_to_device"),
-    (KVN_DEVICE_TO_HOST, "device_to_host"),
-    (KVN_DEVICE_TO_DEVICE, "device_to_device"),
-    (KVN_PEER_GET, "peer_get"),
-    (KVN_PEER_PUT, "peer_put"),
-)
 
 
 cdef int64_t deadline_of(object timeout_ms) except -1:
@@ -91,193 +41,6 @@ cdef int64_t next_look(int64_t deadline_ns) noexcept nogil:
     """When a wait for `deadline_ns` looks for signals."""
     cdef int64_t look = kvn_now_ns() + SIGNALS_NS
     return look if look < deadline_ns else deadline_ns
-
-
-@cython.final
-@cython.auto_pickle(False)
-@cython.no_gc
-cdef class ThreadPool:
-    """A fixed number of threads that copy; shared by any number of backends.
-
-    Idle threads sleep. A thread that waits for a task copies too, in the place of one of these.
-
-    Args:
-        threads: how many, 1 to 64; None for the number of cores that this process may use, at most
-            16.
-
-    Raises:
-        ValueError: threads out of range.
-        NativeError: the system refuses the threads.
-    """
-
-    def __cinit__(self, threads: int | None = None):
-        if threads is None:
-            threads = min(len(os.sched_getaffinity(0)), DEFAULT_MAX_THREADS)
-        if not 1 <= threads <= KVN_MAX_THREADS:
-            raise ValueError(f"threads = {threads!r}: expected 1 to {KVN_MAX_THREADS}")
-        self.pool = kvn_pool_create(threads)
-        if self.pool is NULL:
-            raise NativeError(f"no pool of {threads} threads: {os.strerror(errno)}")
-
-    def __dealloc__(self):
-        with nogil:
-            kvn_pool_destroy(self.pool)
-
-    @property
-    def threads(self) -> int:
-        """Number of threads."""
-        return kvn_pool_threads(self.pool)
-
-    def __repr__(self):
-        return f"<ThreadPool of {self.threads} threads>"
-
-
-@cython.final
-@cython.auto_pickle(False)
-@cython.no_gc_clear
-cdef class Backend:
-    """What moves bytes: `host_backend`, another module's backend, or a wrapper around one."""
-
-    def __init__(self, *args, **kwargs):
-        raise TypeError("a Backend comes from host_backend(), a wrapper or a link")
-
-    @staticmethod
-    cdef Backend adopt(kvn_backend *handle, object owners, str what):
-        cdef int error = errno
-        cdef Backend self
-        if handle is NULL:
-            raise MemoryError() if error == ENOMEM else NativeError(
-                f"{what}: {os.strerror(error)} (errno {error})")
-        self = Backend.__new__(Backend)
-        self.owners = owners
-        self.handle = handle
-        self.pid = getpid()
-        return self
-
-    cdef const kvn_backend_vtable *calls(self) except NULL:
-        if self.handle is NULL:
-            raise TypeError("a Backend comes from host_backend(), a wrapper or a link")
-        return self.handle.vtable
-
-    cdef int check_process(self) except -1:
-        if self.pid != getpid():
-            raise NativeError(f"the backend {self.name} and its executors belong to process"
-                              f" {self.pid}; process {getpid()} was forked from it and must make"
-                              f" its own")
-        return 0
-
-    def __dealloc__(self):
-        # A forked child has none of the threads and maybe a locked mutex: it only forgets.
-        if self.handle is not NULL and self.pid == getpid():
-            self.handle.vtable.destroy(self.handle)
-
-    @property
-    def name(self) -> str:
-        """Of the backend, or of the outermost wrapper."""
-        return self.calls().name.decode()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it takes."""
-        cdef kvn_capabilities limits
-        self.calls().capabilities(self.handle, &limits)
-        directions = tuple(name for bit, name in DIRECTIONS if limits.directions & <uint32_t>bit)
-        return Capabilities(limits.max_batch, limits.max_nbytes, directions,
-                            bool(limits.asynchronous))
-
-    @property
-    def last_error(self) -> str:
-        """Message of the latest failure, of any task; "" when there was none."""
-        self.check_process()
-        return self.calls().last_error(self.handle).decode(errors="replace")
-
-    def __repr__(self):
-        return f"<Backend {self.name}>"
-
-
-def host_backend(ThreadPool pool not None, strategy: str = "auto") -> Backend:
-    """Copies memory that this process can address.
-
-    Args:
-        pool: the threads that copy. Small batches are copied by the submitting thread.
-        strategy: one of ``STRATEGIES``. "auto" streams past the caches what is larger than them.
-
-    Raises:
-        ValueError: an unknown strategy.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy = {strategy!r}: expected one of"
-                         f" {', '.join(map(repr, STRATEGIES))}")
-    index = STRATEGIES.index(strategy)
-    return Backend.adopt(kvn_host_create(pool.pool, <kvn_strategy><int>index), pool, "host_backend")
-
-
-def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KVN_FAILED,
-            int code=0) -> Backend:
-    """Make descriptor number `descriptor` of every task fail.
-
-    The descriptors before it are moved, it and those after it are not.
-
-    Args:
-        status: what the report says, one of the negative KVN_ constants.
-        code: the system's error code in the report.
-    """
-    if not KVN_FAILED <= status < KVN_OK:
-        raise ValueError(f"status = {status}: expected {KVN_FAILED} to {KVN_OK - 1}")
-    backend.check_process()
-    return Backend.adopt(kvn_fail_at_create(backend.handle, descriptor, status, code), backend,
-                         "fail_at")
-
-
-def delay(Backend backend not None, double ms) -> Backend:
-    """Hold back every batch's outcome until `ms` milliseconds after its submission.
-
-    A batch that is aborted earlier is reported as not confirmed, whatever was moved.
-    """
-    if not 0 <= ms <= 1e9:
-        raise ValueError(f"ms = {ms!r}: expected 0 to 1e9 milliseconds")
-    backend.check_process()
-    return Backend.adopt(kvn_delay_create(backend.handle, <int64_t>(ms * NS_PER_MS)), backend,
-                         "delay")
-
-
-def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backend:
-    """Move at most that many bytes a second, over all tasks of the backend together.
-
-    Advances only while somebody polls or waits.
-    """
-    if not 0 < bytes_per_second < math.inf:
-        raise ValueError(f"bytes_per_second = {bytes_per_second!r}: expected a number > 0")
-    backend.check_process()
-    return Backend.adopt(kvn_limit_bandwidth_create(backend.handle, bytes_per_second), backend,
-                         "limit_bandwidth")
-
-
-def limit_batch(Backend backend not None, uint64_t max_batch, max_nbytes: int | None = None
-                ) -> Backend:
-    """Take at most `max_batch` descriptors in a batch, of at most `max_nbytes` bytes each."""
-    cdef uint64_t nbytes = <uint64_t>-1 if max_nbytes is None else max_nbytes
-    if max_batch < 1:
-        raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
-    if nbytes < 1:
-        raise ValueError(f"max_nbytes = {max_nbytes}: expected None or at least 1 byte")
-    backend.check_process()
-    return Backend.adopt(kvn_limit_batch_create(backend.handle, max_batch, nbytes), backend,
-                         "limit_batch")
-
-
-def trace(Backend backend not None, int fd) -> Backend:
-    """Write a line of JSON to `fd` for every call of the backend's vtable, when it returns.
-
-    Its fields: call, backend, request (a number of its own for each batch), first (the batch's
-    first descriptor in its task), count, nbytes, status (KVN_), us (CLOCK_MONOTONIC,
-    microseconds). The caller keeps the file descriptor open; ``last_error`` says when lines were
-    lost.
-    """
-    if fd < 0:
-        raise ValueError(f"fd = {fd}: expected an open file descriptor")
-    backend.check_process()
-    return Backend.adopt(kvn_trace_create(backend.handle, fd), backend, "trace")
 
 
 @cython.final

@@ -160,6 +160,10 @@ cdef class Arena:
         with cython.critical_section(self):
             self.exports -= 1
 
+    def __buffer__(self, int flags, /):
+        """Return `memoryview(self)`: what Python 3.12 gives every type with buffers (PEP 688)."""
+        return memoryview(self)
+
     def __enter__(self):
         return self
 

@@ -1,13 +1,10 @@
 from libc.stdint cimport uint64_t
 
-from kvnative._host cimport kvn_failure
+from kvnative._host cimport kvn_board, kvn_failure
 from kvnative._native cimport kvn_backend, kvn_pool
 
 
 cdef extern from "board.h" nogil:
-    ctypedef struct kvn_board:
-        pass
-
     uint64_t kvn_board_first_stale(
         const kvn_board *board, const uint64_t *slots, const uint64_t *generations, uint64_t count
     )

@@ -61,6 +61,8 @@ cdef class Peer:
         cdef uint64_t number = unsigned("inode", inode), slots = unsigned("num_slots", num_slots)
         cdef kvn_failure failure
         self.check_open()
+        if self.peer.board.memory.address is not NULL:
+            raise ValueError("the peer's board is attached already")
         check(kvn_peer_attach(&self.peer, board_fd, number, slots, &failure), &failure)
 
     @cython.critical_section
@@ -73,6 +75,8 @@ cdef class Peer:
         cdef uint64_t count = slots.shape[0], stale = 0
         cdef kvn_failure failure
         self.check_open()
+        if self.peer.board.memory.address is NULL:
+            raise ValueError("the peer's board is not attached")
         if slots.shape[0] != generations.shape[0]:
             raise ValueError(f"{slots.shape[0]} slots, but {generations.shape[0]} generations")
         if count:

@@ -113,7 +113,6 @@ static int move(void *context, const kvn_columns *batch, const kvn_piece *piece,
     progress at = {piece->first, piece->skip, piece->nbytes};
     unsigned long limit = IOV_MAX;
     ranges ranges;
-    advance(batch, &at, 0); /* past empty descriptors */
     while (at.left) {
         gather(self, batch, at, limit, &ranges);
         const ssize_t moved = transfer(self, &ranges);

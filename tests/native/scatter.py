@@ -72,7 +72,7 @@ def scatter(sizes: list[int], seed: int = 0, gap: int = 100) -> Scattered:
 
 
 def indices(spans: tuple[tuple[int, int], ...]) -> set[int]:
-    """Return the descriptors of half-open spans, which must be ascending, disjoint and not empty."""
+    """Return the descriptors of half-open spans: ascending, disjoint, none empty."""
     edges = [edge for span in spans for edge in span]
     assert edges == sorted(set(edges))
     return {index for first, last in spans for index in range(first, last)}

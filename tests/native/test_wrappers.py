@@ -62,7 +62,7 @@ def test_two_tasks_at_once_fail_each_at_its_own_descriptor(host: Backend) -> Non
     executor = Executor(limit_batch(fail_at(host, 3), 2))
     cases = [scatter([200_000] * 6, seed=seed) for seed in range(2)]
     tasks = [executor.submit(case.descriptors) for case in cases]
-    while not all([task.done for task in tasks]):
+    while {task.done for task in tasks} != {True}:
         pass
     for case, task in zip(cases, tasks, strict=True):
         assert task.report.failed == 3

@@ -1,0 +1,71 @@
+from typing import NamedTuple, Never, Self, final
+
+__all__ = [
+    "KVN_CANCELLED",
+    "KVN_DENIED",
+    "KVN_FAILED",
+    "KVN_INVALID",
+    "KVN_NO_MEMORY",
+    "KVN_OK",
+    "KVN_PEER_GONE",
+    "KVN_PENDING",
+    "KVN_TIMEOUT",
+    "KVN_UNMAPPED",
+    "KVN_UNSUPPORTED",
+    "STRATEGIES",
+    "Backend",
+    "Capabilities",
+    "NativeError",
+    "ThreadPool",
+    "delay",
+    "fail_at",
+    "host_backend",
+    "limit_bandwidth",
+    "limit_batch",
+    "trace",
+]
+
+KVN_OK: int
+KVN_PENDING: int
+KVN_TIMEOUT: int
+KVN_CANCELLED: int
+KVN_INVALID: int
+KVN_NO_MEMORY: int
+KVN_PEER_GONE: int
+KVN_DENIED: int
+KVN_UNMAPPED: int
+KVN_UNSUPPORTED: int
+KVN_FAILED: int
+
+STRATEGIES: tuple[str, ...]
+
+class NativeError(RuntimeError): ...
+
+class Capabilities(NamedTuple):
+    max_batch: int
+    max_nbytes: int
+    directions: tuple[str, ...]
+    asynchronous: bool
+
+@final
+class ThreadPool:
+    def __new__(cls, threads: int | None = None) -> Self: ...
+    @property
+    def threads(self) -> int: ...
+
+@final
+class Backend:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def capabilities(self) -> Capabilities: ...
+    @property
+    def last_error(self) -> str: ...
+
+def host_backend(pool: ThreadPool, strategy: str = "auto") -> Backend: ...
+def fail_at(backend: Backend, descriptor: int, status: int = -9, code: int = 0) -> Backend: ...
+def delay(backend: Backend, ms: float) -> Backend: ...
+def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
+def limit_batch(backend: Backend, max_batch: int, max_nbytes: int | None = None) -> Backend: ...
+def trace(backend: Backend, fd: int) -> Backend: ...

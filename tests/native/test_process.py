@@ -1,0 +1,285 @@
+"""The process backend and Peer: another process's memory, and the descriptor that fails."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvnative._executor import (
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_UNMAPPED,
+    Executor,
+    Report,
+    ThreadPool,
+)
+from kvnative._host import Board
+from kvnative._lower import Descriptors
+from kvnative._process import Peer, process_backend
+
+PAGE = mmap.PAGESIZE
+NBYTES = 8 << 20
+Bytes = NDArray[np.uint8]
+
+# The other process: NBYTES of memory whose bytes are their page's number times 7, then a page that
+# cannot be written, and one that cannot be read either. It answers each line with the bytes, in hexadecimal, that the line names.
+OTHER = f"""
+import ctypes, mmap, sys
+memory = mmap.mmap(-1, {NBYTES + 2 * PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for page in range({NBYTES // PAGE}):
+    memory[page * {PAGE}:(page + 1) * {PAGE}] = bytes([page * 7 % 256]) * {PAGE}
+base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+mprotect = ctypes.CDLL(None).mprotect
+mprotect(ctypes.c_void_p(base + {NBYTES}), ctypes.c_size_t({PAGE}), mmap.PROT_READ)
+mprotect(ctypes.c_void_p(base + {NBYTES + PAGE}), ctypes.c_size_t({PAGE}), 0)
+print(base, flush=True)
+for line in sys.stdin:
+    offset, nbytes = map(int, line.split())
+    print(memory[offset:offset + nbytes].hex(), flush=True)
+"""
+
+
+class Other:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.base = int(self.process.stdout.readline())
+        self.pid = self.process.pid
+
+    def read(self, offset: int, nbytes: int) -> Bytes:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{offset} {nbytes}\n")
+        self.process.stdin.flush()
+        return np.frombuffer(bytes.fromhex(self.process.stdout.readline()), dtype=np.uint8)
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Other]:
+    other = Other()
+    yield other
+    other.close()
+
+
+@pytest.fixture(scope="module")
+def content() -> Bytes:
+    return np.repeat(np.arange(NBYTES // PAGE) * 7 % 256, PAGE).astype(np.uint8)
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one thread", "three threads"])
+def pool(request: pytest.FixtureRequest) -> ThreadPool:
+    return ThreadPool(request.param)
+
+
+def run(pool: ThreadPool, pid: int, direction: str, dst: object, src: object, n: object) -> Report:
+    columns = (np.asarray(it, dtype=np.uint64) for it in np.broadcast_arrays(dst, src, n))
+    descriptors = Descriptors.from_columns(*map(np.ascontiguousarray, columns))
+    with Executor(process_backend(pool, pid, direction)) as executor:  # type: ignore[arg-type]
+        return executor.run(descriptors, timeout_ms=60_000)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    count=st.integers(1, 3000),
+    largest=st.sampled_from([1, 100, PAGE, 300_000]),
+    seed=st.integers(0, 2**32),
+)
+def test_get_is_a_gather(
+    pool: ThreadPool, other: Other, content: Bytes, count: int, largest: int, seed: int
+) -> None:
+    """More ranges than one call takes, ranges larger than one piece, any alignment."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, largest + 1, count).astype(np.uint64)
+    sizes = sizes[: max(1, int(np.searchsorted(np.cumsum(sizes), NBYTES)))]
+    sources = rng.integers(0, NBYTES - sizes, dtype=np.uint64)
+    targets = np.cumsum(sizes) - sizes
+    local = np.zeros(int(sizes.sum()), dtype=np.uint8)
+    base = np.uint64(other.base)
+    report = run(pool, other.pid, "get", local.ctypes.data + targets, base + sources, sizes)
+    assert (report.status, report.bytes_done) == (KVN_OK, local.nbytes), report.message
+    expected = np.concatenate(
+        [content[s : s + n] for s, n in zip(sources.tolist(), sizes.tolist(), strict=True)]
+    )
+    np.testing.assert_array_equal(local, expected)
+
+
+@pytest.mark.parametrize("piece", [1, 777, PAGE, NBYTES // 4])
+def test_put_is_a_scatter(pool: ThreadPool, other: Other, content: Bytes, piece: int) -> None:
+    first, count = NBYTES // 2, min(2000, NBYTES // 4 // piece)
+    fresh = np.random.default_rng(piece).integers(0, 256, count * piece, dtype=np.uint8)
+    offsets = np.random.default_rng(1).permutation(count).astype(np.uint64) * piece
+    starts = fresh.ctypes.data + np.arange(count, dtype=np.uint64) * piece
+    report = run(pool, other.pid, "put", other.base + first + offsets, starts, piece)
+    assert (report.status, report.bytes_done) == (KVN_OK, fresh.nbytes), report.message
+    expected = np.empty_like(fresh)
+    expected.reshape(count, piece)[offsets // piece] = fresh.reshape(count, piece)
+    np.testing.assert_array_equal(other.read(first, fresh.nbytes), expected)
+    rest = content[first : first + count * piece]  # as it was, for the tests that follow
+    run(pool, other.pid, "put", other.base + first, rest.ctypes.data, rest.nbytes)
+    np.testing.assert_array_equal(other.read(0, NBYTES), content)
+
+
+class TestTheDescriptorThatFails:
+    """Those that are reported as moved are, and the first that fails is named, with its side."""
+
+    COUNT, BAD = 3000, 1234
+
+    def transfer(
+        self, pool: ThreadPool, other: Other, direction: str, **bad: int
+    ) -> tuple[Report, Bytes]:
+        local = np.full(self.COUNT * 100, 255, dtype=np.uint8)
+        here = local.ctypes.data + np.arange(self.COUNT, dtype=np.uint64) * 100
+        there = np.full(self.COUNT, other.base + 7 * PAGE, dtype=np.uint64)
+        here[self.BAD], there[self.BAD] = (
+            bad.get("here", here[self.BAD]),
+            bad.get("there", there[self.BAD]),
+        )
+        dst, src = (here, there) if direction == "get" else (there, here)
+        return run(pool, other.pid, direction, dst, src, 100), local
+
+    def check(self, report: Report, local: Bytes, side: str, *, moved: int | None) -> None:
+        assert report.status == KVN_UNMAPPED
+        assert report.failed == self.BAD
+        assert report.message.startswith(f"descriptor {self.BAD}: {side} memory")
+        assert report.code == 14  # EFAULT
+        doubtful = np.zeros(self.COUNT, dtype=bool)
+        for first, last in report.unconfirmed:
+            doubtful[first:last] = True
+        assert doubtful[self.BAD]
+        if moved is not None:
+            assert (local.reshape(self.COUNT, 100)[~doubtful] == moved).all()
+
+    @pytest.mark.parametrize("address", [PAGE, 2**47, 2**64 - 4096], ids=hex)
+    def test_remote_source(self, pool: ThreadPool, other: Other, address: int) -> None:
+        report, local = self.transfer(pool, other, "get", there=address)
+        self.check(report, local, "remote", moved=49)
+        assert "not mapped or not readable" in report.message
+        assert hex(address) in report.message
+
+    @pytest.mark.parametrize("address", [PAGE, 2**47, 2**64 - 4096], ids=hex)
+    def test_local_destination(self, pool: ThreadPool, other: Other, address: int) -> None:
+        report, local = self.transfer(pool, other, "get", here=address)
+        self.check(report, local, "local", moved=49)
+        assert "not mapped" in report.message
+
+    def test_local_destination_that_is_read_only(self, pool: ThreadPool, other: Other) -> None:
+        constant = mmap.mmap(-1, PAGE, prot=mmap.PROT_READ)
+        address = np.frombuffer(constant, dtype=np.uint8).ctypes.data
+        report, local = self.transfer(pool, other, "get", here=address)
+        self.check(report, local, "local", moved=49)
+        assert "not writable" in report.message
+
+    def test_remote_destination_that_is_read_only(self, pool: ThreadPool, other: Other) -> None:
+        before = other.read(7 * PAGE, 100)
+        report, local = self.transfer(pool, other, "put", there=other.base + NBYTES)
+        self.check(report, local, "remote", moved=None)
+        assert "not mapped or not writable" in report.message
+        run(pool, other.pid, "put", other.base + 7 * PAGE, before.ctypes.data, 100)
+
+    def test_local_source(self, pool: ThreadPool, other: Other) -> None:
+        before = other.read(7 * PAGE, 100)
+        report, local = self.transfer(pool, other, "put", here=PAGE)
+        self.check(report, local, "local", moved=None)
+        run(pool, other.pid, "put", other.base + 7 * PAGE, before.ctypes.data, 100)
+
+    def test_in_the_middle_of_a_large_one(self, other: Other, content: Bytes) -> None:
+        """All that lies before the hole has arrived; the message names the hole's first byte."""
+        local = np.zeros(NBYTES + 2 * PAGE, dtype=np.uint8)
+        report = run(ThreadPool(1), other.pid, "get", local.ctypes.data, other.base, local.nbytes)
+        assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
+        assert report.bytes_done == NBYTES + PAGE
+        assert hex(other.base + NBYTES + PAGE) in report.message
+        np.testing.assert_array_equal(local[:NBYTES], content)
+
+
+def test_a_dead_process(pool: ThreadPool) -> None:
+    other = Other()
+    local = np.zeros(100, dtype=np.uint8)
+    try:
+        peer = Peer(other.pid)
+        other.process.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
+        for state in ("zombie", "reaped"):
+            report = run(pool, other.pid, "get", local.ctypes.data, other.base, 100)
+            assert (report.status, report.failed) == (KVN_PEER_GONE, 0), state
+            assert f"process {other.pid} has exited" in report.message
+            with pytest.raises(ProcessLookupError, match="has exited"):
+                peer.probe(other.base)
+            with pytest.raises(ProcessLookupError, match="has exited"):
+                Peer(other.pid)
+            other.process.wait()
+    finally:
+        other.close()
+
+
+def test_its_own_process_is_one_too(pool: ThreadPool) -> None:
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+    report = run(pool, os.getpid(), "put", target.ctypes.data, source.ctypes.data, 100)
+    assert report.status == KVN_OK
+    np.testing.assert_array_equal(source, target)
+
+
+@pytest.mark.parametrize(
+    ("pid", "direction", "message"),
+    [(0, "get", "pid is 0"), (-1, "put", "pid is -1"), (1, "both", "direction is 'both'")],
+)
+def test_arguments(pid: int, direction: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        process_backend(ThreadPool(1), pid, direction)  # type: ignore[arg-type]
+
+
+class TestPeer:
+    def test_check_names_the_first_stale_slot(self) -> None:
+        board = Board(8)
+        held = [board.take() for _ in range(4)]
+        slots, generations = (np.array(it, dtype=np.uint64) for it in zip(*held, strict=True))
+        peer = Peer(os.getpid())
+        peer.attach(board.fd, board.inode, 8)
+        assert peer.check(slots, generations) == -1
+        board.release(*held[2])
+        assert peer.check(slots, generations) == 2
+        board.take()
+        assert peer.check(slots, generations) == 2, "taken again, but by another registration"
+        assert peer.check(slots[:2], generations[:2]) == -1
+        beyond = np.array([0, 8], dtype=np.uint64)
+        assert peer.check(beyond, np.array([1, 0], dtype=np.uint64)) == 1
+        with pytest.raises(ValueError, match="4 slots, but 3 generations"):
+            peer.check(slots, generations[:3])
+        peer.close()
+        peer.close()
+        with pytest.raises(ValueError, match="closed"):
+            peer.check(slots, generations)
+
+    def test_it_holds_a_pid_that_exists(self) -> None:
+        with pytest.raises(ProcessLookupError, match="has exited"):
+            Peer(2**22 - 1)
+        with pytest.raises(ValueError, match="pid is 0"):
+            Peer(0)
+
+    def test_one_board(self) -> None:
+        peer, board = Peer(os.getpid()), Board(8)
+        none = np.empty(0, np.uint64)
+        with pytest.raises(ValueError, match="not attached"):
+            peer.check(none, none)
+        peer.attach(board.fd, board.inode, 8)
+        assert peer.check(none, none) == -1
+        with pytest.raises(ValueError, match="attached already"):
+            peer.attach(board.fd, board.inode, 8)
