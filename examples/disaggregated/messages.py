@@ -43,6 +43,8 @@ class WrongBlock:
 
     `position` is a token of the prompt; its block is taken from the next entry of the block table,
     a slip that every check lets pass: the id is valid, its memory is registered and readable.
+    (To swap two full blocks would be no fault: a key carries its position, so attention does not
+    care where it lies.)
     """
 
     position: int

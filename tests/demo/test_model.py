@@ -52,6 +52,16 @@ def test_a_cache_that_was_moved_goes_on_as_if_it_had_not(tiny: TinyLlama) -> Non
     assert stayed.tobytes() == moved.tobytes()
 
 
+def test_full_blocks_may_be_read_in_any_order(tiny: TinyLlama) -> None:
+    """Keys carry their positions, so this is no fault: the demo must break a block otherwise."""
+    cache = empty_cache(12)
+    tiny.model.forward(IDS[:-1], 0, cache, SCATTERED)
+    right = tiny.model.forward(IDS[-1:], len(IDS) - 1, cache, SCATTERED)
+    shuffled = SCATTERED[[4, 2, 0, 1, 3, 5]]
+    other = tiny.model.forward(IDS[-1:], len(IDS) - 1, cache, shuffled)
+    np.testing.assert_allclose(other, right, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("entry", range(5))
 def test_any_wrong_block_changes_the_logits(tiny: TinyLlama, entry: int) -> None:
     cache = empty_cache(12)
