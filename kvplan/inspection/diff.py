@@ -88,7 +88,7 @@ def _verdict(old: Plan, new: Plan) -> str:
     facts = [
         f"{plural(count * old.num_tensor_pairs, 'destination byte')} {what}"
         for count, what in (
-            (other_source, "from another source (overlapping destination)"),
+            (other_source, "from another source"),
             (only_old, "no longer written"),
             (only_new, "newly written"),
         )

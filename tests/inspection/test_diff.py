@@ -78,7 +78,7 @@ def test_one_wrong_block() -> None:
 -   9>2           4
 +   10>2          4
   (same change in 3 more tensors)
-  verdict: different bytes - 16 destination bytes from another source (overlapping destination)
+  verdict: different bytes - 16 destination bytes from another source
 """,
     )
 
@@ -159,7 +159,7 @@ def test_an_offset_into_a_row() -> None:
 -   1+0x3>0+0x1   5
 +   1+0x3>0+0x2   5
   (same change in 3 more tensors)
-  verdict: different bytes - 16 destination bytes from another source (overlapping destination), 4 destination bytes no longer written, 4 destination bytes newly written
+  verdict: different bytes - 16 destination bytes from another source, 4 destination bytes no longer written, 4 destination bytes newly written
 """,  # noqa: E501
     )
 
@@ -189,7 +189,7 @@ def test_only_so_many_lines() -> None:
 +   1>14          4
   ... 1 more line
   (same change in 3 more tensors)
-  verdict: different bytes - 256 destination bytes from another source (overlapping destination)
+  verdict: different bytes - 256 destination bytes from another source
 """,
     )
 
@@ -241,7 +241,7 @@ def test_every_byte_of_a_difference_is_counted(pair: tuple[Plan, Plan]) -> None:
     before, after = byte_map(old), byte_map(new)
     both = before.keys() & after.keys()
     counts = {
-        "from another source (overlapping destination)": sum(before[b] != after[b] for b in both),
+        "from another source": sum(before[b] != after[b] for b in both),
         "no longer written": len(before.keys() - both),
         "newly written": len(after.keys() - both),
     }
