@@ -10,9 +10,10 @@
 #include "pooled.h"
 
 /* Measured: docs/adr/0002-copy-strategies.md. */
-#define INLINE_NBYTES (128u << 10)        /* a worker is awake later than this is copied */
-#define STREAM_NBYTES (32u << 20)         /* batches from this size on are streamed */
-#define PIECE_DESCRIPTORS 8192            /* keeps an abort prompt for tiny descriptors too */
+#define INLINE_NBYTES (128u << 10) /* a worker is awake later than this is copied */
+#define STREAM_NBYTES (16u << 20)  /* batches from this size on are streamed */
+#define PIECE_DESCRIPTORS 8192     /* keeps an abort prompt for tiny descriptors too */
+#define AHEAD_LINES 8              /* of the next descriptor, fetched while one is copied */
 
 typedef struct host {
     kvn_pooled pooled;
@@ -20,7 +21,22 @@ typedef struct host {
     kvn_strategy strategy;
 } host;
 
-static bool overlap(uint64_t a, uint64_t b, uint64_t nbytes) { return a - b < nbytes || b - a < nbytes; }
+static bool overlap(uint64_t a, uint64_t b, uint64_t nbytes)
+{
+    return a - b < nbytes || b - a < nbytes;
+}
+
+/* A hardware prefetcher stops at the end of a block. The destination is touched for its page alone:
+ * for small blocks finding the page costs as much as copying. */
+static void look_ahead(const kvn_columns *batch, uint64_t index)
+{
+    const char *src = (const char *)batch->src[index];
+    uint64_t lines = batch->nbytes[index] / 64;
+
+    for (uint64_t line = 0; line < (lines < AHEAD_LINES ? lines : AHEAD_LINES); line++)
+        __builtin_prefetch(src + 64 * line);
+    __builtin_prefetch((const void *)batch->dst[index]);
+}
 
 static int refuse(const kvn_columns *batch, uint64_t index, uint64_t moved, kvn_fault *fault)
 {
@@ -52,6 +68,8 @@ static int move(void *context, const kvn_columns *batch, const kvn_piece *piece,
     for (uint64_t i = piece->first; i < piece->last && status == KVN_OK; i++) {
         uint64_t dst = batch->dst[i], src = batch->src[i], nbytes = batch->nbytes[i];
         uint64_t part = nbytes - skip < left ? nbytes - skip : left;
+        if (i + 1 < piece->last)
+            look_ahead(batch, i + 1);
         if (dst != src && overlap(dst, src, nbytes))
             status = refuse(batch, i, piece->nbytes - left, fault);
         else if (dst != src)
