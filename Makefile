@@ -33,9 +33,10 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
 	KVPLAN_WERROR=1 $(BIN)/pytest
 
-sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then under ThreadSanitizer
+sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then those with threads under ThreadSanitizer
 	tools/sanitize address,undefined tests/native tests/engine tests/transport tests/project/test_native_build.py
-	tools/sanitize thread tests/native tests/engine tests/project/test_native_build.py
+	tools/sanitize thread tests/native/test_executor{,_concurrency}.py tests/native/test_wrappers.py tests/engine \
+	  tests/project/test_native_build.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
 	$(BIN)/python -m benchmarks

@@ -3,6 +3,4 @@
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()], patterns=["*.md"]
-).pytest()
+pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()

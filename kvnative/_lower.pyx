@@ -3,7 +3,7 @@
 cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release
 from libc.stddef cimport size_t
-from libc.stdint cimport UINT64_MAX, uint64_t
+from libc.stdint cimport uint64_t
 
 from kvnative._crossing cimport acquire_uint64
 from kvnative._lower_c cimport *
@@ -290,26 +290,26 @@ cdef class Descriptors:
 
     @property
     def dst(self):
-        """Destination addresses: (count,) read-only uint64. ValueError where there are only rows."""
+        """Destination addresses: (count,) read-only uint64; ValueError for a layout of rows."""
         return _View.array(self, self.columns().dst, b"Q", sizeof(uint64_t))
 
     @property
     def src(self):
-        """Source addresses: (count,) read-only uint64. ValueError where there are only rows."""
+        """Source addresses: (count,) read-only uint64; ValueError for a layout of rows."""
         return _View.array(self, self.columns().src, b"Q", sizeof(uint64_t))
 
     @property
     def nbytes(self):
-        """Sizes in bytes: (count,) read-only uint64. ValueError where there are only rows."""
+        """Sizes in bytes: (count,) read-only uint64; ValueError for a layout of rows."""
         return _View.array(self, self.columns().nbytes, b"Q", sizeof(uint64_t))
 
     @property
     def rows(self):
-        """The rows: (count,) read-only, structured. ValueError where there are only columns."""
+        """The rows: (count,) read-only, structured; ValueError for a layout of columns."""
         if self.layout_row.form != KVN_ROWS:
             raise ValueError(f"layout = {self.layout!r}: expected one of rows, such as 'hccl'")
         return _View.array(self, self.buffer, self.layout_row.row_format,
-                          self.layout_row.num_words * sizeof(uint64_t))
+                           self.layout_row.num_words * sizeof(uint64_t))
 
     def __len__(self):
         return self.num_descriptors
@@ -364,4 +364,4 @@ cdef object row_dtype(const kvn_layout *layout):
     none.reserve(1)
     none.layout_row = layout
     return _View.array(none, none.buffer, layout.row_format,
-                      layout.num_words * sizeof(uint64_t)).dtype
+                       layout.num_words * sizeof(uint64_t)).dtype

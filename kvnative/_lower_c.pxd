@@ -56,7 +56,8 @@ cdef extern from "lower.h" nogil:
     const kvn_layout *kvn_layout_at(size_t index)
     const kvn_layout *kvn_layout_named(const char *name)
     size_t kvn_column_stride(size_t count)
-    int kvn_lower_nbytes(const kvn_layout *layout, size_t num_pairs, size_t num_segments, size_t *nbytes)
+    int kvn_lower_nbytes(const kvn_layout *layout, size_t num_pairs, size_t num_segments,
+                         size_t *nbytes)
     int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal)
     void kvn_lower(const kvn_recipe *recipe, const kvn_layout *layout, kvn_side local, void *out)
     void *kvn_descriptors_alloc(size_t nbytes)

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvplan.status import invalid
-from kvplan.validation import INT64_MAX, UINT32_MAX, UINT64_MAX, check_type, check_width
+from kvplan.validation import (
+    INT64_MAX,
+    UINT32_MAX,
+    UINT64_MAX,
+    check_index,
+    check_type,
+    check_width,
+    shown,
+)
 
 NO_ID = UINT64_MAX
 """The reference's mark for "no request id" and "no prefix id"."""
@@ -19,28 +27,29 @@ MAX_DIMS = 32
 DEFAULT_TENSORS_PER_LAYER = 2
 
 
-class LlmRole(IntEnum):
+class _Named(IntEnum):
+    """Prints as the reference's enums do: with the class, and no number."""
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class LlmRole(_Named):
     """What a cluster does; it labels the engine and has no influence on a transfer."""
 
     PROMPT = 1
     DECODER = 2
     MIX = 3
 
-    def __str__(self) -> str:
-        return f"LlmRole.{self.name}"
 
-
-class Placement(IntEnum):
+class Placement(_Named):
     """Where a cache lives."""
 
     HOST = 0
     DEVICE = 1
 
-    def __str__(self) -> str:
-        return f"Placement.{self.name}"
 
-
-class DataType(IntEnum):
+class DataType(_Named):
     """Element types, with the reference's numbers; `bits` is the width of one element."""
 
     DT_FLOAT = 0
@@ -97,9 +106,6 @@ class DataType(IntEnum):
             raise invalid(f"data_type={self.name} has no fixed width; a KV cache needs one")
         return bits
 
-    def __str__(self) -> str:
-        return f"DataType.{self.name}"
-
 
 _BITS: dict[int, int] = {
     data_type: bits
@@ -128,9 +134,10 @@ class CacheDesc:
 
     Raises:
         TypeError: a field of another type.
-        ValueError: num_tensors outside uint32, or a dimension outside [1, 2**63).
-        LLMException: LLM_PARAM_INVALID for an empty or too long shape, an index outside it, a row
-            that is not contiguous or not whole bytes, or tensors too large to address.
+        ValueError: num_tensors outside uint32, or a dimension outside int64.
+        LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
+            below 1, an index outside the shape, a row that is not contiguous or not whole bytes,
+            or tensors too large to address.
     """
 
     num_tensors: int
@@ -142,22 +149,23 @@ class CacheDesc:
     kv_tensor_format: str | None = None
 
     def __post_init__(self) -> None:
-        check_width("num_tensors", self.num_tensors, 0, UINT32_MAX)
-        if self.num_tensors == 0:
+        if check_width("num_tensors", self.num_tensors, 0, UINT32_MAX) == 0:
             raise invalid("num_tensors=0 is out of range [1, 2**32)")
         if not isinstance(self.shape, tuple | list):
-            raise TypeError(f"shape={self.shape!r} must be a tuple or list of int")
+            raise TypeError(f"shape={shown(self.shape)} must be a tuple or list of int")
         # A list is what half of the callers write; a frozen value holds a tuple.
         object.__setattr__(self, "shape", tuple(self.shape))
         for dim, length in enumerate(self.shape):
-            check_width(f"shape[{dim}]", length, 1, INT64_MAX)
+            if check_width(f"shape[{dim}]", length, -(2**63), INT64_MAX) < 1:
+                raise invalid(f"shape[{dim}]={length} is out of range [1, 2**63)")
         check_type("data_type", self.data_type, DataType)
         check_type("placement", self.placement, Placement)
+        if self.kv_tensor_format is not None:
+            check_type("kv_tensor_format", self.kv_tensor_format, str)
         dims = len(self.shape)
         if not 1 <= dims <= MAX_DIMS:
             raise invalid(f"shape={self.shape} has {dims} dimensions; allowed are [1, {MAX_DIMS}]")
-        if not 0 <= check_type("batch_dim_index", self.batch_dim_index, int) < dims:
-            raise invalid(f"batch_dim_index={self.batch_dim_index} is out of range [0, {dims})")
+        check_index("batch_dim_index", self.batch_dim_index, dims)
         if not -1 <= check_type("seq_len_dim_index", self.seq_len_dim_index, int) < dims:
             raise invalid(
                 f"seq_len_dim_index={self.seq_len_dim_index} must be -1 or in range [0, {dims})"
@@ -226,8 +234,8 @@ class BlocksCacheKey:
     model_id: int = 0
 
     def __post_init__(self) -> None:
-        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
-        check_width("model_id", self.model_id, 0, UINT64_MAX)
+        for name in ("cluster_id", "model_id"):
+            check_width(name, getattr(self, name), 0, UINT64_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +252,8 @@ class CacheKeyByIdAndIndex:
         check_width("batch_index", self.batch_index, 0, UINT32_MAX)
 
 
-class CacheIndex(CacheKeyByIdAndIndex):
-    """The C++ interface's name for the same: which slot of which cache of which cluster."""
-
-    __slots__ = ()
+CacheIndex = CacheKeyByIdAndIndex
+"""The C++ interface's name for the same: which slot of which cache of which cluster."""
 
 
 AnyCacheKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
@@ -264,6 +270,10 @@ class Cache:
     def __post_init__(self) -> None:
         check_type("cache_desc", self.cache_desc, CacheDesc)
         check_width("cache_id", self.cache_id, -1, INT64_MAX)
+        if not isinstance(self.tensor_addrs, tuple | list):
+            raise TypeError(
+                f"tensor_addrs={shown(self.tensor_addrs)} must be a tuple or list of int"
+            )
         object.__setattr__(self, "tensor_addrs", tuple(self.tensor_addrs))
         for position, address in enumerate(self.tensor_addrs):
             check_width(f"tensor_addrs[{position}]", address, 1, UINT64_MAX)
@@ -280,6 +290,11 @@ class RemoteCache:
 
     key: AnyCacheKey
     cache_desc: CacheDesc
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, AnyCacheKey):
+            raise TypeError(f"key={shown(self.key)} must be one of the three cache keys")
+        check_type("cache_desc", self.cache_desc, CacheDesc)
 
 
 LayerRange = range | tuple[int, int] | None

@@ -1,4 +1,4 @@
-"""Hypothesis profiles: `ci` (the default) tries the same examples every time; `explore` new ones."""
+"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones."""
 
 from __future__ import annotations
 

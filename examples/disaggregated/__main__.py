@@ -15,14 +15,14 @@ from pathlib import Path
 from .messages import Arrival, Generated, Handover, Settings, WrongBlock
 from .report import (
     Console,
-    DemoFailed,
+    DemoError,
     arrival_text,
     check_changed,
     check_identical,
     speed_text,
 )
 from .requirements import SetupError, check_installed, weights_path
-from .workers import Workers, WorkerFailed
+from .workers import WorkerError, Workers
 
 PROMPT = Path(__file__).with_name("prompt.txt")
 BREAK_TOKEN = 216
@@ -63,7 +63,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--block-size", metavar="N", type=whole(1, 1024), default=16, help="tokens in a block")
     add("--break-token", metavar="N", type=whole(0, 8191),
         help="break the block of this token of the prompt")  # fmt: skip
-    add("--timeout", metavar="SECONDS", type=whole(1, 3600), default=60,
+    add("--timeout", metavar="SECONDS", type=whole(1, 3600), default=120,
         help="give up when no process says a word for so long")  # fmt: skip
     return parser.parse_args(argv)
 
@@ -72,7 +72,8 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     """Run the demo from its first line to its last.
 
     Raises:
-        WorkerFailed: a process failed. DemoFailed: all worked, but the outcome is not as it must be.
+        WorkerError: a process failed.
+        DemoError: none did, but the outcome is not as it must be.
     """
     settings = Settings(options.prompt, options.max_tokens, options.block_size, weights_path())
     console.title("Prefill reads the prompt; decode has no prompt, only an empty cache")
@@ -90,7 +91,9 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     console.lines(speed_text(moved))
 
     console.title("The same model alone: monolithic")
-    alone: Generated = workers.answer(workers.start("monolithic", f"{__package__}.monolithic", settings))
+    alone: Generated = workers.answer(
+        workers.start("monolithic", f"{__package__}.monolithic", settings)
+    )
     console.lines(speed_text(alone))
     console.lines("\n" + check_identical(moved, alone))
 
@@ -98,7 +101,7 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     if token is None:
         token = BREAK_TOKEN if options.prompt == PROMPT else len(handover.prompt) // 2
     if token >= len(handover.prompt):
-        raise DemoFailed(f"--break-token {token} is not in [0, {len(handover.prompt) - 1}]")
+        raise DemoError(f"--break-token {token} is not in [0, {len(handover.prompt) - 1}]")
     first = token - token % options.block_size
     console.title(
         f"One wrong block id: tokens {first}..{first + options.block_size - 1} from the block "
@@ -122,7 +125,7 @@ def main() -> int:
     try:
         with Workers(console.progress, console.piece, options.timeout) as workers:
             demonstrate(options, console, workers)
-    except (WorkerFailed, DemoFailed) as error:
+    except (WorkerError, DemoError) as error:
         console.lines("")
         print(f"FAILED: {error}", file=sys.stderr)
         return 1

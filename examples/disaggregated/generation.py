@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .model import Llama
 from .paged_cache import BlockTable, PagedCache
 from .tokenizer import Tokenizer
-from .weights import ModelFile
 
 CHUNK = 128
 """Prompt tokens of one forward pass: bounds memory, and shows that something happens."""
 
 
-def load_model(model_file: ModelFile) -> tuple[Llama, Tokenizer]:
-    return Llama.from_file(model_file), Tokenizer(model_file)
+def read_prompt(path: Path, tokenizer: Tokenizer, room: int) -> list[int]:
+    """Token ids of the request in a text file.
+
+    Raises:
+        ValueError: it has more than `room` tokens.
+    """
+    prompt = tokenizer.chat(path.read_text(encoding="utf-8").strip())
+    if len(prompt) > room:
+        raise ValueError(
+            f"{path.name} has {len(prompt)} tokens; the model's context leaves room for {room}"
+        )
+    return prompt
 
 
 def prefill(

@@ -43,6 +43,8 @@ class WrongBlock:
 
     `position` is a token of the prompt; its block is taken from the next entry of the block table,
     a slip that every check lets pass: the id is valid, its memory is registered and readable.
+    (To swap two full blocks would be no fault: a key carries its position, so attention does not
+    care where it lies.)
     """
 
     position: int
@@ -50,7 +52,7 @@ class WrongBlock:
 
 @dataclass(frozen=True)
 class Arrival:
-    """From decode to the demo: the cache is here. Times are in seconds."""
+    """From decode to the demo: the cache is here; how, and how long it took."""
 
     explanation: str
     difference: str
@@ -60,6 +62,7 @@ class Arrival:
     plan_seconds: float
     link_seconds: float
     transfer_seconds: float
+    repeated_seconds: float
 
 
 @dataclass(frozen=True)

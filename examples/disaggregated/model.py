@@ -124,7 +124,8 @@ class Llama:
     def _rotation(self, positions: NDArray[Any]) -> NDArray[np.complex64]:
         """exp(i * angle) of each position and pair of features: (tokens, 1, head_size / 2)."""
         angles = positions[:, None, None] * self._rope_frequencies
-        return np.exp(1j * angles).astype(np.complex64)
+        rotation: NDArray[np.complex64] = np.exp(1j * angles).astype(np.complex64)
+        return rotation
 
 
 def rotated(x: Matrix, rotation: NDArray[np.complex64]) -> Matrix:

@@ -9,19 +9,24 @@ import time
 
 import numpy as np
 
-from .generation import decode, load_model, prefill
+from .generation import decode, prefill, read_prompt
 from .messages import Generated, Settings
+from .model import Llama
 from .paged_cache import PagedCache, blocks_for
 from .prefill import CACHE_DTYPE, cache_shape
+from .tokenizer import Tokenizer
 from .weights import ModelFile
 from .workers import Channel
 
 
 def run(channel: Channel, settings: Settings) -> None:
     """Send a Generated."""
-    model, tokenizer = load_model(ModelFile(settings.weights))
-    channel.progress("model loaded")
-    prompt = tokenizer.chat(settings.prompt.read_text().strip())
+    model_file = ModelFile(settings.weights)
+    tokenizer = Tokenizer(model_file)
+    room = model_file.config.context_length - settings.max_tokens
+    prompt = read_prompt(settings.prompt, tokenizer, room)
+    model = Llama.from_file(model_file)
+    channel.progress("weights loaded")
     num_blocks = blocks_for(len(prompt) + settings.max_tokens, settings.block_size)
     shape = cache_shape(model.config, num_blocks, settings.block_size)
     cache = PagedCache([np.zeros(shape, CACHE_DTYPE) for _ in range(2 * model.config.layers)])

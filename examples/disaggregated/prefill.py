@@ -6,9 +6,11 @@ import numpy as np
 
 from kvplan.transport.local import LocalTransport
 
-from .generation import load_model, prefill
+from .generation import prefill, read_prompt
 from .messages import Handover, Settings
+from .model import Llama
 from .paged_cache import BlockPool, PagedCache, blocks_for
+from .tokenizer import Tokenizer
 from .weights import LlamaConfig, ModelFile
 from .workers import Channel
 
@@ -17,9 +19,12 @@ CACHE_DTYPE = np.dtype(np.float16)
 
 def run(channel: Channel, settings: Settings) -> None:
     """Send a Handover, then keep the memory until told that it is not needed any more."""
-    model, tokenizer = load_model(ModelFile(settings.weights))
-    prompt = tokenizer.chat(settings.prompt.read_text().strip())
-    channel.progress(f"model loaded; prompt of {len(prompt)} tokens")
+    model_file = ModelFile(settings.weights)
+    room = model_file.config.context_length - settings.max_tokens
+    prompt = read_prompt(settings.prompt, Tokenizer(model_file), room)
+    channel.progress(f"prompt of {len(prompt)} tokens")
+    model = Llama.from_file(model_file)
+    channel.progress("weights loaded")
     needed = blocks_for(len(prompt), settings.block_size)
     num_blocks = 2 * needed
 
@@ -30,7 +35,7 @@ def run(channel: Channel, settings: Settings) -> None:
         # One arena holds all tensors, one after the other. It is plain memory, which a process
         # that was given the transport's metadata can map.
         arena = transport.allocate(num_tensors * tensor_nbytes)
-        whole = np.frombuffer(arena, CACHE_DTYPE).reshape(num_tensors, *shape)
+        whole = np.frombuffer(memoryview(arena), CACHE_DTYPE).reshape(num_tensors, *shape)
         cache = PagedCache(list(whole))
 
         pool = BlockPool(num_blocks)

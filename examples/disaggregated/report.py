@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .messages import Arrival, Generated
 
 
-class DemoFailed(Exception):
+class DemoError(Exception):
     """The demo did not show what it must show."""
 
 
@@ -49,7 +49,10 @@ class Console:
 
 def arrival_text(arrival: Arrival) -> str:
     """The cost of a transfer, one figure a line."""
-    rate = arrival.nbytes / arrival.transfer_seconds / 1e9
+
+    def moved(seconds: float) -> str:
+        return f"{seconds * 1e3:.2f} ms, {arrival.nbytes / seconds / 1e9:.1f} GB/s"
+
     return "\n".join(
         (
             f"  bytes        {arrival.nbytes:,}",
@@ -57,7 +60,8 @@ def arrival_text(arrival: Arrival) -> str:
             f"{arrival.num_descriptors:,} after",
             f"  planned in   {arrival.plan_seconds * 1e6:.0f} us",
             f"  linked in    {arrival.link_seconds * 1e3:.2f} ms (peer checked, arena mapped)",
-            f"  moved in     {arrival.transfer_seconds * 1e3:.2f} ms, {rate:.1f} GB/s",
+            f"  moved in     {moved(arrival.transfer_seconds)}",
+            f"  once more    {moved(arrival.repeated_seconds)} (median of repetitions)",
         )
     )
 
@@ -79,11 +83,11 @@ def check_identical(disaggregated: Generated, monolithic: Generated) -> str:
     """Say that both generated the same.
 
     Raises:
-        DemoFailed: they did not: a transfer went wrong.
+        DemoError: they did not: a transfer went wrong.
     """
     at = first_difference(disaggregated.ids, monolithic.ids)
     if at is not None:
-        raise DemoFailed(
+        raise DemoError(
             f"the token ids differ from position {at} on: disaggregated "
             f"{disaggregated.ids[at : at + 4]}..., monolithic {monolithic.ids[at : at + 4]}...\n"
             f"disaggregated: {disaggregated.text}\nmonolithic:    {monolithic.text}"
@@ -98,15 +102,15 @@ def check_changed(right: Generated, broken: Generated) -> str:
     """Say where the broken cache changed the text.
 
     Raises:
-        DemoFailed: it did not.
+        DemoError: it did not.
     """
     at = first_difference(right.ids, broken.ids)
     if at is None:
-        raise DemoFailed(
+        raise DemoError(
             f"the wrong block changed none of the {len(right.ids)} tokens: the model did not need "
             "what it held; choose another with --break-token, or more tokens with --max-tokens"
         )
     return (
-        f"CHANGED: from token {at} on the text is another. It is fluent, and nothing failed: only\n"
-        "the plan shows that the model remembers a page which the prompt does not have."
+        f"CHANGED: from token {at} on the text is another, and no less fluent. Nothing failed: a\n"
+        "wrong KV cache shows in the text that comes out, and in the plan, and nowhere else."
     )

@@ -25,12 +25,12 @@ class Tokenizer:
             raise SetupError(f"the model's tokenizer splits text as {dialect!r}, not 'smollm'")
         tokens: list[str] = model_file.metadata("tokenizer.ggml.tokens")
         types: list[int] = model_file.metadata("tokenizer.ggml.token_type")
-        merges: list[str] = model_file.metadata("tokenizer.ggml.merges")
+        merges = [m.partition(" ") for m in model_file.metadata("tokenizer.ggml.merges")]
         self.end_of_turn: int = model_file.metadata("tokenizer.ggml.eos_token_id")
 
         bpe = models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in merges],
+            merges=[(left, right) for left, _, right in merges],
         )
         self._bpe = tokenizers.Tokenizer(bpe)
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -38,7 +38,9 @@ class Tokenizer:
         self._bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         self._bpe.decoder = decoders.ByteLevel()
         special = [t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-        self._bpe.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+        self._bpe.add_special_tokens(
+            [AddedToken(t, special=True, normalized=False) for t in special]
+        )
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids

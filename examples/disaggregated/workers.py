@@ -1,7 +1,7 @@
 """Child processes that report what they do, and whose failures are never lost.
 
 A worker talks to the demo over one pipe. Whatever goes wrong (an exception, a killed process, a
-long silence) surfaces as WorkerFailed in the demo, with the reason; and no worker outlives it.
+long silence) surfaces as WorkerError in the demo, with the reason; and no worker outlives it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 
-class WorkerFailed(Exception):
+class WorkerError(Exception):
     """A worker did not do what was asked; the message says which, and why."""
 
 
@@ -141,16 +141,16 @@ class Workers:
         """Wait for the next answer of `worker`; meanwhile show what any of them reports.
 
         Raises:
-            WorkerFailed: one of them failed, died or, all of them, fell silent.
+            WorkerError: one of them failed, died or, all of them, fell silent.
         """
         while True:
             connections: dict[Any, Worker] = {it.connection: it for it in self._workers}
             if worker.connection not in connections:
-                raise WorkerFailed(f"{worker} ended without an answer")
+                raise WorkerError(f"{worker} ended without an answer")
             # A closed pipe is ready too, so that a death is seen at once, after the last words.
             ready = wait(list(connections), self._timeout)
             if not ready:
-                raise WorkerFailed(
+                raise WorkerError(
                     f"no word from any process for {self._timeout:g} seconds, waiting for "
                     f"{worker}; --timeout sets the limit"
                 )
@@ -174,23 +174,23 @@ class Workers:
             case Piece(text):
                 self._on_piece(text)
             case Failure(reason, trace):
-                raise WorkerFailed(f"{worker} failed: {reason}\n\n{trace}")
+                raise WorkerError(f"{worker} failed: {reason}\n\n{trace}")
         return None
 
     def _ended(self, worker: Worker) -> None:
         """Forget a worker whose work is done.
 
         Raises:
-            WorkerFailed: it ended otherwise.
+            WorkerError: it ended otherwise.
         """
         worker.process.join(self._timeout)
         code = worker.process.exitcode
         if code is None:
-            raise WorkerFailed(f"{worker} closed its pipe, but runs on")
+            raise WorkerError(f"{worker} closed its pipe, but runs on")
         if code < 0:
-            raise WorkerFailed(f"{worker} was killed by {signal.Signals(-code).name}")
+            raise WorkerError(f"{worker} was killed by {signal.Signals(-code).name}")
         if code > 0:
-            raise WorkerFailed(f"{worker} exited with status {code}")
+            raise WorkerError(f"{worker} exited with status {code}")
         worker.connection.close()
         self._workers.remove(worker)
 

@@ -149,12 +149,12 @@ def as_memory(name: str, memory: Memory) -> TensorMemory:
     if isinstance(memory, Sequence) and not isinstance(memory, str | bytes):
         return HostMemory.from_arrays(memory)
     # Not isinstance: of a protocol it takes 10 us, twice a transfer.
-    if hasattr(memory, "addresses"):
-        return memory
-    raise TypeError(
-        f"{name} must be TensorMemory, a Cache or a sequence of arrays (one for each tensor), not "
-        f"{type(memory).__name__}"
-    )
+    if isinstance(memory, str | bytes) or not hasattr(memory, "addresses"):
+        raise TypeError(
+            f"{name} must be TensorMemory, a Cache or a sequence of arrays (one for each tensor), "
+            f"not {type(memory).__name__}"
+        )
+    return memory
 
 
 def _as_array(position: int, given: Any) -> NDArray[Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvplan.inspection.units import nbytes_text, plural, span
+from kvplan.inspection.units import nbytes_text, place, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,8 @@ def diff(old: Plan, new: Plan) -> str:
     if changed:
         lines.append(f"  tensor {old.src_tensors[0]}>{old.dst_tensors[0]}")
         lines.extend(changed[:LIMIT])
-        if hidden := len(changed) - LIMIT:
-            lines.extend([f"  ... {plural(hidden, 'more line')}"] if hidden > 0 else [])
+        if (hidden := len(changed) - LIMIT) > 0:
+            lines.append(f"  ... {plural(hidden, 'more line')}")
         if old.num_tensor_pairs > 1:
             lines.append(f"  (same change in {plural(old.num_tensor_pairs - 1, 'more tensor')})")
     lines.append(f"  verdict: {_verdict(old, new)}")
@@ -65,8 +65,9 @@ def _segments(old: Plan, new: Plan) -> Iterator[str]:
     odd += [(key[1], 1, key, "+", new) for key in after.keys() - before.keys()]
     for _, _, key, sign, plan in sorted(odd, key=lambda row: row[:3]):
         src_rows, dst_rows = plan.rows((before if plan is old else after)[key])
-        place = f"{span(src_rows)}>{span(dst_rows)}"
-        yield f"{sign}   {place:<12}  {key[2]}"
+        src, dst, nbytes = key
+        places = f"{place(src_rows, src, plan.src.stride)}>{place(dst_rows, dst, plan.dst.stride)}"
+        yield f"{sign}   {places:<12}  {nbytes}"
 
 
 def _verdict(old: Plan, new: Plan) -> str:
@@ -79,14 +80,15 @@ def _verdict(old: Plan, new: Plan) -> str:
         != (getattr(new, s).num_tensors, getattr(new, s).tensor_nbytes)
         for s in ("src", "dst")
     ):
-        return "different bytes - caches of other sizes"
+        return "different caches - their sizes are not the same"
     other_source, only_old, only_new = _compare_bytes(old, new)
     if not (other_source or only_old or only_new):
-        return "equivalent - same byte mapping, different segmentation"
+        what = "options" if old.segments == new.segments else "segmentation"
+        return f"equivalent - same byte mapping, different {what}"
     facts = [
         f"{plural(count * old.num_tensor_pairs, 'destination byte')} {what}"
         for count, what in (
-            (other_source, "from another source (overlapping destination)"),
+            (other_source, "from another source"),
             (only_old, "no longer written"),
             (only_new, "newly written"),
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from kvplan.inspection.units import nbytes_text, plural, span
+from kvplan.inspection.units import nbytes_text, place, plural, span
 from kvplan.status import invalid
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
@@ -43,14 +44,14 @@ def explain(plan: Plan, format: Format, limit: int | None) -> str:  # noqa: A002
     Raises:
         LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
     """
-    if limit is not None and limit < 1:
+    if limit is not None and check_type("limit", limit, int) < 1:
         raise invalid(f"limit={limit} must be None or >= 1")
     match format:
         case "tree":
             return "\n".join([*_header(plan), *_tree(plan, limit)])
         case "table":
             return "\n".join(_table(plan, limit))
-    raise invalid(f"format={format!r} must be one of {get_args(Format)}")
+    raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
 
 
 def _ends(layers: range) -> tuple[int, int]:
@@ -97,8 +98,8 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
         why = f"not adjacent ({', '.join(breaks)})" if breaks else ""
         rows.append(
             _Row(
-                _place(src_rows, src, plan.src.stride),
-                _place(dst_rows, dst, plan.dst.stride),
+                place(src_rows, src, plan.src.stride),
+                place(dst_rows, dst, plan.dst.stride),
                 nbytes,
                 slices,
                 why,
@@ -108,15 +109,9 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
     return rows
 
 
-def _place(rows: tuple[int, int], offset: int, stride: int) -> str:
-    """Rows, and how far into the first one where that is not its beginning."""
-    inside = offset % stride
-    return span(rows) + (f"+{inside:#x}" if inside else "")
-
-
 def _tree(plan: Plan, limit: int | None) -> list[str]:
     rows = _rows(plan, limit)
-    src_width, dst_width = (max(len(row[side]) for row in rows) for side in (0, 1))
+    src_width, dst_width = max(len(row.src) for row in rows), max(len(row.dst) for row in rows)
     segments = []
     for row in rows:
         note = f"merged {row.slices}" if row.slices > 1 else ""
@@ -130,12 +125,10 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
         segments.append(f"... {plural(hidden, 'more segment')}")
 
     lines: list[str] = []
-    layers = plan.layers
-    shown = layers if limit is None else layers[:limit]
-    position = 0
-    for number, layer in enumerate(shown):
-        last_layer = number == len(layers) - 1
-        branch, trunk = ("`--", "    ") if last_layer else ("|--", "|   ")
+    num_layers, position = len(plan.src_layers), 0
+    for number in range(num_layers if limit is None else min(limit, num_layers)):
+        layer = plan.layer(number)
+        branch, trunk = ("`--", "    ") if number == num_layers - 1 else ("|--", "|   ")
         descriptors = len(layer.tensors) * len(plan.segments)
         lines.append(
             f"{branch} layer {layer.src_layer} -> {layer.dst_layer}   "
@@ -143,7 +136,7 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
             f"{nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)}"
         )
         position += descriptors
-        for index, (src, dst) in enumerate(layer.tensors):
+        for index, (src, dst) in enumerate(layer.tensors[:limit]):
             last = index == len(layer.tensors) - 1
             name = f"{'`--' if last else '|--'} tensor {src} -> {dst}"
             if number or index:
@@ -152,7 +145,9 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
             lines.append(f"{trunk}{name}   {segments[0]}")
             under = (" " if last else "|").ljust(len(name))
             lines.extend(f"{trunk}{under}   {text}" for text in segments[1:])
-    if hidden := len(layers) - len(shown):
+        if limit is not None and (hidden := len(layer.tensors) - limit) > 0:
+            lines.append(f"{trunk}`-- ... {plural(hidden, 'more tensor')}, same {plan.dst.row}s")
+    if limit is not None and (hidden := num_layers - limit) > 0:
         lines.append(f"`-- ... {plural(hidden, 'more layer')}, same {plan.dst.row}s")
     return lines
 

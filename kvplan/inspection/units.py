@@ -21,6 +21,12 @@ def span(rows: tuple[int, int]) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
+def place(rows: tuple[int, int], offset: int, stride: int) -> str:
+    """`9`, or `9+0x40` for bytes that begin 64 into row 9: the rows of a segment."""
+    inside = offset % stride
+    return span(rows) + (f"+{inside:#x}" if inside else "")
+
+
 def plural(count: int, word: str) -> str:
     """`1 block`, `3 blocks`."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -44,8 +44,8 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
             table = np.array(blocks)
         except (ValueError, OverflowError) as error:
             raise TypeError(f"{name} must be a flat sequence of int: {error}") from None
-        if types == {int} and table.dtype.kind not in "iu":
-            # Some int is too wide for NumPy: keep it as it is, to be refused by its value.
+        if table.dtype.kind not in "iu" and all(issubclass(t, int | np.integer) for t in types):
+            # No one type of NumPy holds them all, so it took float or object: keep them exact.
             return np.array(blocks, dtype=object)
     if table.ndim != 1:
         raise TypeError(f"{name} must be one-dimensional, not of shape {table.shape}")

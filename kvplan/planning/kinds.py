@@ -39,6 +39,7 @@ def slot_to_slot(
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
 ) -> Plan:
+    """Plan C2C: `size` bytes of a slot, from an offset into each row on."""
     source, target = side("src", src, paged=False), side("dst", dst, paged=False)
     src_slot = slot_index("src_batch_index", src_batch_index, src, source)
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
@@ -61,11 +62,8 @@ def slot_to_slot(
                 f"size={size}: {nbytes} bytes from {name}={offset} are out of range "
                 f"[1, {row.stride - offset}] of the {word} row of {row.stride} bytes"
             )
-    segments = Segments(
-        [src_slot * source.stride + src_offset],
-        [dst_slot * target.stride + dst_offset],
-        [nbytes],
-    )
+    offsets = src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset
+    segments = Segments.adopt(*(np.array([n], dtype=np.uint64) for n in (*offsets, nbytes)))
     return _plan(operation, "C2C", source, target, segments, ext_param, how)
 
 
@@ -79,6 +77,7 @@ def to_blocks(
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
 ) -> Plan:
+    """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block."""
     target = side("dst", dst, paged=True)
     dst_table = block_indices("dst_blocks", dst_blocks, target)
     check_distinct("dst_blocks", dst_table, target)
@@ -118,6 +117,7 @@ def block_to_block(
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
 ) -> Plan:
+    """Plan B2B between checked tables: block `src_table[i]` to block `dst_table[i]`."""
     segments = Segments.adopt(
         (src_table * source.stride).view(np.uint64),
         (dst_table * target.stride).view(np.uint64),
@@ -154,6 +154,7 @@ def _plan(
 
 
 def check_same_blocks(source: Side, target: Side) -> None:
+    """Refuse blocks of unequal size: one cannot hold what the other does."""
     if source.stride != target.stride:
         raise invalid(
             f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be "

@@ -59,9 +59,11 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
             name = repr(key)
             if isinstance(key, BlocksCacheKey) and not paged:
                 raise invalid(f"{argument}={name} names a paged cache; its blocks must be given")
-            if isinstance(key, CacheKey) and paged:
+            slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
+            if paged and (slot or isinstance(key, CacheKey)):
                 raise invalid(
-                    f"{argument}={name} names a slot; blocks need a BlocksCacheKey or a CacheIndex"
+                    f"{argument}={name} names a slot, and a paged cache has none; its key is a "
+                    "BlocksCacheKey or a CacheIndex of batch_index 0"
                 )
         case _:
             desc = check_type(argument, cache, CacheDesc)
@@ -90,7 +92,7 @@ def slot_index(argument: str, given: int | None, cache: Described, read_as: Side
             raise invalid(f"{argument}={given} must be None or {named}, the slot of {cache.key}")
         slot = named
     if read_as.paged and check_type(argument, slot, int) != 0:
-        raise invalid(f"{argument}={slot} must be 0: a paged cache has blocks, no slots")
+        raise invalid(f"{argument}={slot} must be None or 0: a paged cache has no slots")
     return check_index(argument, slot, read_as.count)
 
 

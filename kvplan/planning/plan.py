@@ -137,12 +137,13 @@ class Plan:
     @property
     def layers(self) -> tuple[LayerPair, ...]:
         """The layers with their tensor pairs, in order."""
-        pairs = list(zip(self.src_tensors, self.dst_tensors, strict=True))
-        t = self.tensors_per_layer
-        return tuple(
-            LayerPair(src, dst, tuple(pairs[i * t : (i + 1) * t]))
-            for i, (src, dst) in enumerate(zip(self.src_layers, self.dst_layers, strict=True))
-        )
+        return tuple(self.layer(i) for i in range(len(self.src_layers)))
+
+    def layer(self, index: int) -> LayerPair:
+        """Return the layer at `index` of `layers`, without making the others."""
+        part = slice(index * self.tensors_per_layer, (index + 1) * self.tensors_per_layer)
+        tensors = zip(self.src_tensors[part], self.dst_tensors[part], strict=True)
+        return LayerPair(self.src_layers[index], self.dst_layers[index], tuple(tensors))
 
     def for_layers(self, layers: range) -> Plan:
         """Return the part of this plan that copies the source layers in `layers` (step 1).
@@ -196,7 +197,7 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """Return how `other` differs, as text that ends in a verdict."""
-        return diff(self, other)
+        return diff(self, check_type("other", other, Plan))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; `from_dict` gives an equal plan back."""

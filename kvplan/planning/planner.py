@@ -28,6 +28,8 @@ from kvplan.validation import check_mapping, shown
 
 ALL_LAYERS = KvCacheExtParam()
 
+_BLOCK_LISTS = (Sequence, np.ndarray)
+
 
 def plan_pull_cache(
     src: Described,
@@ -180,13 +182,14 @@ def plan_copy_blocks(
     within = dst is None or is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
     check_same_blocks(source, target)
-    for block, to in blocks.items():
-        if not isinstance(to, Sequence | np.ndarray):
-            raise TypeError(f"blocks[{block!r}]={shown(to)} must be a sequence of int")
+    odd = {kind for kind in set(map(type, blocks.values())) if not issubclass(kind, _BLOCK_LISTS)}
+    if odd:
+        block, to = next((block, to) for block, to in blocks.items() if type(to) in odd)
+        raise TypeError(f"blocks[{block!r}]={shown(to)} must be a sequence of int")
     read = block_indices("blocks (source)", list(blocks), source)
     dst_table = block_indices("blocks (destination)", [*chain(*blocks.values())], target)
     check_distinct("blocks (destination)", dst_table, target)
-    src_table = np.repeat(read, [len(to) for to in blocks.values()])
+    src_table = np.repeat(read, list(map(len, blocks.values())))
     if within:
         # A block copied to itself changes nothing, so nobody can read it too late.
         moved = dst_table[src_table != dst_table]

@@ -10,20 +10,23 @@ from numpy.typing import NDArray
 
 from kvplan.planning.plan import Plan
 from kvplan.status import invalid
+from kvplan.validation import check_type
 
 
 def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
     """Copy what `plan` says from `src` to `dst`: one C-contiguous array for each tensor.
 
-    Raises:
+    Raises, before a byte is copied:
+        TypeError: an element that is no NumPy array.
         LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
             contiguity, writability).
     """
     src_bytes = _as_bytes("src", src, plan.src.num_tensors, plan.src.tensor_nbytes)
     dst_bytes = _as_bytes("dst", dst, plan.dst.num_tensors, plan.dst.tensor_nbytes)
+    for tensor in plan.dst_tensors:
+        if not dst_bytes[tensor].flags.writeable:
+            raise invalid(f"dst[{tensor}] is read-only")
     for src_tensor, dst_tensor in zip(plan.src_tensors, plan.dst_tensors, strict=True):
-        if not dst_bytes[dst_tensor].flags.writeable:
-            raise invalid(f"dst[{dst_tensor}] is read-only")
         for src_offset, dst_offset, nbytes in plan.segments:
             dst_bytes[dst_tensor][dst_offset : dst_offset + nbytes] = src_bytes[src_tensor][
                 src_offset : src_offset + nbytes
@@ -37,6 +40,7 @@ def _as_bytes(
         raise invalid(f"{name} has {len(arrays)} arrays; the plan needs {num_tensors}")
     views = []
     for position, array in enumerate(arrays):
+        check_type(f"{name}[{position}]", array, np.ndarray)
         if array.nbytes != nbytes or not array.flags.c_contiguous:
             raise invalid(
                 f"{name}[{position}] has {array.nbytes} bytes"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from kvplan.planning.invariants import check_invariants
 from kvplan.planning.layout import Side
@@ -11,6 +11,7 @@ from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.status import invalid
 from kvplan.types import Placement
+from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -37,34 +38,33 @@ def from_dict(document: dict[str, Any]) -> Plan:
         LLMException: LLM_PARAM_INVALID for another schema version, a missing, unknown or
             impossible field, or a plan that breaks an invariant.
     """
-    if not isinstance(document, dict):
-        raise invalid(f"document must be a dict, not {type(document).__name__}")
-    version = document.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise invalid(f"schema_version={version!r} must be {SCHEMA_VERSION}")
-    expected = {field.name for field in fields(Plan)} | {"schema_version"}
-    if document.keys() != expected:
-        odd = sorted(expected ^ document.keys(), key=str)
-        raise invalid(f"document: missing or unknown fields {odd}")
     try:
-        plan = Plan(
-            operation=_one_of("operation", document["operation"], get_args(Operation)),
-            kind=_one_of("kind", document["kind"], get_args(Kind)),
-            src=_side_from_dict("src", document["src"]),
-            dst=_side_from_dict("dst", document["dst"]),
-            src_tensors=range(*_integers("src_tensors", document["src_tensors"], 2)),
-            dst_tensors=range(*_integers("dst_tensors", document["dst_tensors"], 2)),
-            tensors_per_layer=_positive("tensors_per_layer", document["tensors_per_layer"]),
-            segments=Segments(
-                *(_integers(name, document["segments"][name]) for name in Segments.columns())
-            ),
-            num_slices=_positive("num_slices", document["num_slices"]),
-            coalesce=Coalesce(document["coalesce"]),
-        )
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise invalid(f"document is not a plan: {error!r}") from None
+        plan = _parse(document)
+    except (TypeError, ValueError) as error:
+        raise invalid(f"document is not a plan: {error}") from None
     check_invariants(plan)
     return plan
+
+
+def _parse(document: Any) -> Plan:
+    # The version first: another one may have other fields.
+    version = check_type("document", document, dict).get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version={shown(version)} must be {SCHEMA_VERSION}")
+    _check_fields("document", document, {"schema_version", *(f.name for f in fields(Plan))})
+    columns = _check_fields("segments", document["segments"], set(Segments.columns()))
+    return Plan(
+        operation=_one_of("operation", document["operation"], get_args(Operation)),
+        kind=_one_of("kind", document["kind"], get_args(Kind)),
+        src=_side_from_dict("src", document["src"]),
+        dst=_side_from_dict("dst", document["dst"]),
+        src_tensors=_range("src_tensors", document["src_tensors"]),
+        dst_tensors=_range("dst_tensors", document["dst_tensors"]),
+        tensors_per_layer=_positive("tensors_per_layer", document["tensors_per_layer"]),
+        segments=Segments(*(_integers(name, columns[name]) for name in Segments.columns())),
+        num_slices=_positive("num_slices", document["num_slices"]),
+        coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
+    )
 
 
 def _side_to_dict(side: Side) -> dict[str, Any]:
@@ -72,36 +72,46 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
     return values | {"placement": side.placement.name}
 
 
-def _side_from_dict(name: str, document: dict[str, Any]) -> Side:
-    if document.keys() != {field.name for field in fields(Side)}:
-        raise ValueError(f"{name}: fields must be {[field.name for field in fields(Side)]}")
-    if not isinstance(document["paged"], bool) or not isinstance(document["name"], str):
-        raise TypeError(f"{name}: paged must be a bool and name a str")
+def _side_from_dict(name: str, document: Any) -> Side:
+    _check_fields(name, document, {field.name for field in fields(Side)})
     return Side(
         num_tensors=_positive(f"{name}.num_tensors", document["num_tensors"]),
         count=_positive(f"{name}.count", document["count"]),
         stride=_positive(f"{name}.stride", document["stride"]),
-        paged=document["paged"],
-        placement=Placement[document["placement"]],
-        name=document["name"],
+        paged=check_type(f"{name}.paged", document["paged"], bool),
+        placement=Placement[
+            _one_of(f"{name}.placement", document["placement"], tuple(Placement.__members__))
+        ],
+        name=check_type(f"{name}.name", document["name"], str),
     )
 
 
+def _check_fields(name: str, document: Any, expected: set[str]) -> dict[str, Any]:
+    given = check_type(name, document, dict).keys()
+    if given != expected:
+        raise ValueError(
+            f"{name}: missing fields {sorted(expected - given)}, unknown {shown(given - expected)}"
+        )
+    return cast(dict[str, Any], document)
+
+
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {allowed}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={shown(value)} must be one of {[*map(str, allowed)]}")
     return value
 
 
 def _positive(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} must be an int > 0")
-    return value
+    return check_width(name, value, 1, INT64_MAX)
 
 
-def _integers(name: str, values: Any, length: int | None = None) -> list[int]:
-    if not isinstance(values, list) or (length is not None and len(values) != length):
-        raise TypeError(f"{name} must be a list of {length or 'n'} int")
-    if any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{name} must hold int >= 0")
-    return values
+def _integers(name: str, values: Any) -> list[int]:
+    if not set(map(type, check_type(name, values, list))) <= {int}:
+        raise TypeError(f"{name}={shown(values)} must hold int only")
+    return cast(list[int], values)
+
+
+def _range(name: str, ends: Any) -> range:
+    if len(_integers(name, ends)) != 2:
+        raise ValueError(f"{name}={shown(ends)} must be [first, one past the last]")
+    return range(*ends)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvplan.validation import UINT64_MAX, shown
+
 Column = NDArray[np.uint64]
 
 
@@ -30,7 +32,7 @@ class Segments:
 
     Raises:
         TypeError: a column that does not hold integers.
-        ValueError: a negative entry, or columns that are not one-dimensional and of one length.
+        ValueError: an entry outside uint64, or columns that are not flat and of one length.
     """
 
     __slots__ = ("dst_offsets", "nbytes", "src_offsets")
@@ -99,9 +101,11 @@ def _column(name: str, values: ArrayLike) -> Column:
     if given.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {given.shape}")
     if given.size and given.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold integers below 2**64, not {given.dtype}")
-    if given.size and int(given.min()) < 0:
-        raise ValueError(f"{name} holds {int(given.min())}; allowed is [0, 2**64)")
+        given = np.array(values, dtype=object)  # ints that NumPy took for floats are exact again
+        if not all(type(value) is int for value in given):
+            raise TypeError(f"{name}={shown(values)} must hold int only")
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= UINT64_MAX:
+        raise ValueError(f"{name}={shown(values)} is out of range [0, {UINT64_MAX}]")
     return np.array(given, dtype=np.uint64, order="C")
 
 

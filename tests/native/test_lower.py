@@ -162,16 +162,16 @@ def test_only_native_contiguous_uint64_crosses(argument: str) -> None:
 
 
 def test_lengths_must_agree() -> None:
-    with pytest.raises(ValueError, match="^dst_offsets: expected 2 items, as in nbytes, got 1$"):
+    with pytest.raises(ValueError, match=r"^dst_offsets: expected 2 items, as in nbytes, got 1$"):
         lower_with(dst_offsets=u64(0))
-    with pytest.raises(ValueError, match="^dst_bases: expected 3 items, as in src_bases, got 2$"):
+    with pytest.raises(ValueError, match=r"^dst_bases: expected 3 items, as in src_bases, got 2$"):
         lower_with(dst_bases=u64(0, 1))
 
 
 def test_options_are_known() -> None:
-    with pytest.raises(ValueError, match="^layout = 'rows': expected one of 'columns', 'hccl'$"):
+    with pytest.raises(ValueError, match=r"^layout = 'rows': expected one of 'columns', 'hccl'$"):
         lower_with(layout="rows")
-    with pytest.raises(ValueError, match="^local = 'remote': expected 'dst' or 'src'$"):
+    with pytest.raises(ValueError, match=r"^local = 'remote': expected 'dst' or 'src'$"):
         lower_with(local="remote")
 
 
@@ -195,7 +195,7 @@ def swapped(dtype: np.dtype[np.void], first: str, second: str) -> np.dtype[np.vo
     ],
 )
 def test_records_are_matched_by_field_name(layout: str, dtype: np.dtype[Any]) -> None:
-    with pytest.raises(TypeError, match="^array: expected a NumPy array of dtype .*, got "):
+    with pytest.raises(TypeError, match=r"^array: expected a NumPy array of dtype .*, got "):
         Descriptors.from_array(np.ones(2, dtype=dtype), layout)
 
 
@@ -250,7 +250,7 @@ def test_the_last_byte_of_the_address_space_is_in_range() -> None:
 def test_the_array_itself_must_be_addressable() -> None:
     # Zero pages that nothing touches: the size is refused before any value is read.
     many = np.zeros(700_000_000, dtype=np.uint64)
-    with pytest.raises(OverflowError, match="^700000000 tensor pairs x 700000000 segments: "):
+    with pytest.raises(OverflowError, match=r"^700000000 tensor pairs x 700000000 segments: "):
         lower(many, many, many, many, many)
 
 
@@ -261,7 +261,8 @@ def test_the_array_itself_must_be_addressable() -> None:
 def test_views_are_read_only_and_not_copies(name: str) -> None:
     descriptors = lower_with()
     column = getattr(descriptors, name)
-    assert not column.flags.writeable and not column.flags.owndata
+    assert not column.flags.writeable
+    assert not column.flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         column[0] = 1
     with pytest.raises(ValueError, match="WRITEABLE"):
@@ -284,7 +285,7 @@ def test_what_a_view_shows_never_changes(part: Callable[[Column], Column]) -> No
     out = lower_with()
     view = part(out.src)
     before = view.tolist()
-    with pytest.raises(BufferError, match="^out: .* is in use by 1 views or tasks in flight$"):
+    with pytest.raises(BufferError, match=r"^out: .* is in use by 1 views or tasks in flight$"):
         lower_with(src_bases=u64(5, 6, 7), out=out)
     assert view.tolist() == before
     del view
@@ -310,9 +311,9 @@ def test_a_large_enough_buffer_is_reused() -> None:
 
 
 def test_the_layout_of_a_view_is_the_arrays() -> None:
-    with pytest.raises(ValueError, match="^layout = 'hccl': expected 'columns'$"):
+    with pytest.raises(ValueError, match=r"^layout = 'hccl': expected 'columns'$"):
         _ = lower_with(layout="hccl").dst
-    with pytest.raises(ValueError, match="^layout = 'columns': expected one of rows"):
+    with pytest.raises(ValueError, match=r"^layout = 'columns': expected one of rows"):
         _ = lower_with().rows
 
 

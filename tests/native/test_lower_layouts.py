@@ -44,12 +44,10 @@ def with_iovec(tmp_path: Path) -> ctypes.CDLL:
     assert before.count(TABLE) == 1
     (tmp_path / "lower.c").write_text(before.replace(TABLE, TABLE + IOVEC_ROW))
     library = tmp_path / "lower.so"
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-shared", "-fPIC"]
     includes = [f"-I{ROOT / 'include'}", f"-I{SOURCE.parent}"]
-    subprocess.run(
-        [compiler, "-std=c11", "-D_GNU_SOURCE", "-shared", "-fPIC", *includes]
-        + [str(tmp_path / "lower.c"), "-o", str(library)],
-        check=True,
-    )
+    files = [str(tmp_path / "lower.c"), "-o", str(library)]
+    subprocess.run([compiler, *flags, *includes, *files], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -61,9 +59,8 @@ def test_a_third_layout_is_one_row(with_iovec: ctypes.CDLL) -> None:
     addresses = [array.ctypes.data for array in (*columns, *bases)]
     recipe = Recipe(*addresses[:3], 2, *addresses[3:], 2)
     array_nbytes = ctypes.c_size_t()
-    assert 0 == with_iovec.kvn_lower_nbytes(
-        layout, ctypes.c_size_t(2), ctypes.c_size_t(2), ctypes.byref(array_nbytes)
-    )
+    two = ctypes.c_size_t(2)
+    assert with_iovec.kvn_lower_nbytes(layout, two, two, ctypes.byref(array_nbytes)) == 0
     out = ctypes.create_string_buffer(array_nbytes.value)
     with_iovec.kvn_lower(ctypes.byref(recipe), layout, LOCAL_SRC, out)
     assert list(struct.iter_unpack("4Q", out.raw)) == [

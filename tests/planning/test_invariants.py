@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -77,9 +78,7 @@ def test_coalescing_changes_segments_but_no_byte(transfer: Transfer) -> None:
 def test_no_two_segments_are_left_that_could_merge_when_neighbours(transfer: Transfer) -> None:
     for how in (Coalesce.CALLER_ORDER, Coalesce.SORTED):
         segments = list(transfer.plan(how).segments)
-        for (src, dst, nbytes), (next_src, next_dst, _) in zip(
-            segments, segments[1:], strict=False
-        ):
+        for (src, dst, nbytes), (next_src, next_dst, _) in pairwise(segments):
             assert (src + nbytes, dst + nbytes) != (next_src, next_dst)
 
 

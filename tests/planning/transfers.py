@@ -1,13 +1,13 @@
 """Random transfers, and what the specification says they do: loops over rows, without a Plan.
 
-`Transfer.apply` is the second, independent oracle. It never sees offsets, segments or coalescing: it
-takes whole rows of (rows, stride) arrays, as the reference's documents describe the operations.
+`Transfer.apply` is the second, independent oracle. It never sees offsets into a tensor, segments or
+coalescing: it moves bytes between rows of (rows, stride) arrays, as the reference describes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,15 +64,13 @@ class Transfer:
     arguments: Mapping[str, Any]
     moves: list[Move]
     tensor_pairs: list[tuple[int, int]]
-    within: bool = field(default=False)
+    within: bool = False
     """Source and destination are one cache."""
 
     def plan(self, coalesce: Coalesce | bool = True) -> Plan:
         if self.function is plan_copy_blocks:
             dst = None if self.within else self.dst
-            return plan_copy_blocks(
-                self.src, self.arguments["blocks"], dst, coalesce=coalesce
-            )
+            return plan_copy_blocks(self.src, self.arguments["blocks"], dst, coalesce=coalesce)
         return self.function(self.src, self.dst, coalesce=coalesce, **self.arguments)
 
     @property
@@ -247,9 +245,7 @@ def slot_to_blocks(draw: st.DrawFn) -> Transfer:
         (start, min(dst.stride, src.stride - start)) for start in range(0, src.stride, dst.stride)
     ]
     dst_blocks = draw(
-        st.lists(
-            st.integers(0, dst.batch_size - 1), min_size=1, max_size=len(chunks), unique=True
-        )
+        st.lists(st.integers(0, dst.batch_size - 1), min_size=1, max_size=len(chunks), unique=True)
     )
     return Transfer(
         function,

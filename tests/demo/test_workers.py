@@ -1,0 +1,121 @@
+"""Whatever happens to a worker is told with its reason, and no worker is left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.disaggregated.workers import Worker, WorkerError, Workers
+
+MISBEHAVING = "tests.demo.misbehaving"
+PATIENCE = 60.0
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.text = ""
+
+    def progress(self, name: str, line: str) -> None:
+        self.lines.append((name, line))
+
+    def piece(self, text: str) -> None:
+        self.text += text
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def workers(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    # `Workers` sets these where they are not set; this way they go again.
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    return Workers(heard.progress, heard.piece, PATIENCE)
+
+
+def test_a_worker_reports_and_answers(workers: Workers, heard: Heard) -> None:
+    with workers:
+        worker = workers.start("w", MISBEHAVING, "answers")
+        worker.send(41)
+        assert workers.answer(worker) == 42
+        assert worker.process.is_alive()
+    assert heard.lines == [("w", f"process {worker.process.pid} started"), ("w", "a line")]
+    assert heard.text == "a piece"
+    assert not worker.process.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("conduct", "reason"),
+    [
+        ("raises", r"w \(pid \d+\) failed: ValueError: the reason\n\nTraceback"),
+        ("is killed", r"w \(pid \d+\) was killed by SIGKILL"),
+        ("exits", r"w \(pid \d+\) exited with status 7"),
+        ("just returns", r"w \(pid \d+\) ended without an answer"),
+    ],
+)
+def test_a_failure_is_told_with_its_reason(workers: Workers, conduct: str, reason: str) -> None:
+    with workers, pytest.raises(WorkerError, match=reason):
+        workers.answer(workers.start("w", MISBEHAVING, conduct))
+
+
+def test_last_words_are_heard(workers: Workers, heard: Heard) -> None:
+    with workers, pytest.raises(WorkerError, match="SIGKILL"):
+        workers.answer(workers.start("w", MISBEHAVING, "is killed"))
+    assert ("w", "last words") in heard.lines
+
+
+@pytest.mark.parametrize("conduct", ["is killed", "raises"])
+def test_the_failure_of_one_ends_the_wait_for_another(workers: Workers, conduct: str) -> None:
+    with workers:
+        waiting = workers.start("waiting", MISBEHAVING, "answers")
+        workers.start("failing", MISBEHAVING, conduct)
+        with pytest.raises(WorkerError, match=r"^failing \(pid"):
+            workers.answer(waiting)
+    assert not waiting.process.is_alive()
+
+
+def test_one_that_is_done_does_not_end_the_wait_for_another(workers: Workers) -> None:
+    with workers:
+        waiting = workers.start("waiting", MISBEHAVING, "answers")
+        done = workers.start("done", MISBEHAVING, "just returns")
+        done.process.join()
+        waiting.send(1)
+        assert workers.answer(waiting) == 2
+
+
+def test_silence_has_a_limit(heard: Heard, workers: Workers) -> None:
+    with Workers(heard.progress, heard.piece, timeout=0.3) as impatient:
+        worker = impatient.start("w", MISBEHAVING, "falls silent")
+        with pytest.raises(WorkerError, match=r"no word .* for 0\.3 seconds, waiting for w"):
+            impatient.answer(worker)
+    assert not worker.process.is_alive()
+
+
+def test_a_worker_that_ignores_the_request_is_killed(workers: Workers) -> None:
+    with workers:
+        worker = workers.start("w", MISBEHAVING, "does not stop")
+        assert workers.answer(worker) == "ready"
+        workers.stop(grace=0.1)
+    assert worker.process.exitcode == -9
+
+
+def test_a_module_that_cannot_be_imported(workers: Workers) -> None:
+    with workers, pytest.raises(WorkerError, match=r"ModuleNotFoundError: .*no_such_module"):
+        workers.answer(workers.start("w", "tests.demo.no_such_module"))
+
+
+def test_workers_outlive_no_exception(workers: Workers) -> None:
+    worker: Worker | None = None
+
+    def interrupted() -> None:
+        nonlocal worker
+        with workers:
+            worker = workers.start("w", MISBEHAVING, "falls silent")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert worker is not None
+    assert not worker.process.is_alive()

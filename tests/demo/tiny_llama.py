@@ -1,0 +1,105 @@
+"""A random llama that fits on a page, and a second opinion on what it must compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from examples.disaggregated.model import Layer, Llama
+from examples.disaggregated.paged_cache import PagedCache
+from examples.disaggregated.weights import LlamaConfig
+
+CONFIG = LlamaConfig(
+    layers=3,
+    embedding=24,
+    heads=6,
+    kv_heads=2,
+    head_size=4,
+    context_length=64,
+    rope_base=100.0,
+    norm_epsilon=1e-5,
+)
+VOCABULARY = 50
+HIDDEN = 40
+BLOCK_SIZE = 4
+
+
+class TinyLlama:
+    """The model, and its weights, which the model does not show."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+
+        def matrix(*shape: int) -> NDArray[np.float32]:
+            return rng.normal(0, 0.4, shape).astype(np.float32)
+
+        c = CONFIG
+        self.embedding, self.norm = matrix(VOCABULARY, c.embedding), matrix(c.embedding)
+        self.layers = [
+            Layer(
+                attention_norm=1 + matrix(c.embedding),
+                qkv=matrix((c.heads + 2 * c.kv_heads) * c.head_size, c.embedding),
+                attention_output=matrix(c.embedding, c.embedding),
+                mlp_norm=1 + matrix(c.embedding),
+                gate_up=matrix(2 * HIDDEN, c.embedding),
+                down=matrix(c.embedding, HIDDEN),
+            )
+            for _ in range(c.layers)
+        ]
+        self.model = Llama(c, self.embedding, self.layers, self.norm)
+
+    def dense_logits(self, ids: Sequence[int]) -> NDArray[np.float64]:
+        """Logits after the last of `ids`: no cache, no groups, no complex numbers, float64."""
+        c = CONFIG
+        x = self.embedding[list(ids)].astype(np.float64)
+        for layer in self.layers:
+            q, k, v = np.split(
+                norm(x, layer.attention_norm) @ layer.qkv.T.astype(np.float64),
+                [c.heads * c.head_size, (c.heads + c.kv_heads) * c.head_size],
+                axis=-1,
+            )
+            heads = []
+            for head in range(c.heads):
+                shared = head // (c.heads // c.kv_heads)
+                own, other = (slice(h * c.head_size, (h + 1) * c.head_size) for h in (head, shared))
+                heads.append(attention(rotate(q[:, own]), rotate(k[:, other]), v[:, other]))
+            x = x + np.concatenate(heads, axis=-1) @ layer.attention_output.T
+            gate, up = np.split(norm(x, layer.mlp_norm) @ layer.gate_up.T, 2, axis=-1)
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T
+        return norm(x[-1:], self.norm)[0] @ self.embedding.T
+
+
+def norm(x: NDArray[np.float64], weight: NDArray[np.float32]) -> NDArray[np.float64]:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + CONFIG.norm_epsilon) * weight
+
+
+def rotate(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rotary embedding by the rotation matrix of each pair of neighbours."""
+    out = np.empty_like(x)
+    for position in range(len(x)):
+        for pair in range(0, CONFIG.head_size, 2):
+            angle = position * CONFIG.rope_base ** (-pair / CONFIG.head_size)
+            cos, sin = np.cos(angle), np.sin(angle)
+            out[position, pair] = cos * x[position, pair] - sin * x[position, pair + 1]
+            out[position, pair + 1] = sin * x[position, pair] + cos * x[position, pair + 1]
+    return out
+
+
+def attention(
+    q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """One head, one token at a time."""
+    out = np.empty_like(q)
+    for position in range(len(q)):
+        scores = k[: position + 1] @ q[position] / np.sqrt(CONFIG.head_size)
+        weights = np.exp(scores - scores.max())
+        out[position] = weights / weights.sum() @ v[: position + 1]
+    return out
+
+
+def empty_cache(num_blocks: int, dtype: type = np.float32) -> PagedCache:
+    """A cache of NaN, so that whatever is read without having been written is seen."""
+    shape = (num_blocks, BLOCK_SIZE, CONFIG.kv_heads, CONFIG.head_size)
+    return PagedCache([np.full(shape, np.nan, dtype) for _ in range(2 * CONFIG.layers)])

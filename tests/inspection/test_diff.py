@@ -1,0 +1,257 @@
+"""How two plans differ, exactly, and the verdict at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    KvCacheExtParam,
+    Plan,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_push_cache,
+)
+from tests.planning.transfers import Transfer, transfers
+
+SLOTS, BLOCKS, MORE_BLOCKS = (
+    CacheDesc(4, shape, DataType.DT_INT8) for shape in ((3, 10), (16, 4), (17, 4))
+)
+
+
+def blocks(src, dst, *, into: CacheDesc = BLOCKS, **kwargs) -> Plan:  # type: ignore[no-untyped-def]
+    return plan_pull_blocks(BLOCKS, into, src, dst, **kwargs)
+
+
+def slots(function=plan_pull_cache, **kwargs) -> Plan:  # type: ignore[no-untyped-def]
+    kwargs = {"src_batch_index": 1, "src_offset": 3, "dst_offset": 1, "size": 5} | kwargs
+    return function(SLOTS, SLOTS, **kwargs)
+
+
+PLAN = blocks([4, 5, 9], [7, 8, 2])
+
+
+def assert_diff(old: Plan, new: Plan, expected: str) -> None:
+    assert old.diff(new).splitlines() == expected.strip("\n").splitlines()
+
+
+def test_a_plan_and_itself() -> None:
+    assert_diff(
+        PLAN,
+        blocks([4, 5, 9], [7, 8, 2]),
+        """
+  desc     8 = 8      bytes 48 B = 48 B
+  verdict: identical
+""",
+    )
+
+
+def test_the_same_bytes_in_other_segments() -> None:
+    assert_diff(
+        PLAN,
+        blocks([4, 5, 9], [7, 8, 2], coalesce=Coalesce.NONE),
+        """
+  option   coalesce: sorted -> none
+  desc     8 -> 12      bytes 48 B = 48 B
+  tensor 0>0
+-   4-5>7-8       8
++   4>7           4
++   5>8           4
+  (same change in 3 more tensors)
+  verdict: equivalent - same byte mapping, different segmentation
+""",
+    )
+
+
+def test_one_wrong_block() -> None:
+    assert_diff(
+        PLAN,
+        blocks([4, 5, 10], [7, 8, 2]),
+        """
+  desc     8 = 8      bytes 48 B = 48 B
+  tensor 0>0
+-   9>2           4
++   10>2          4
+  (same change in 3 more tensors)
+  verdict: different bytes - 16 destination bytes from another source
+""",
+    )
+
+
+def test_one_block_more() -> None:
+    assert_diff(
+        PLAN,
+        blocks([4, 5, 9, 0], [7, 8, 2, 15]),
+        """
+  desc     8 -> 12      bytes 48 B -> 64 B
+  tensor 0>0
++   0>15          4
+  (same change in 3 more tensors)
+  verdict: different bytes - 16 destination bytes newly written
+""",
+    )
+
+
+def test_another_destination() -> None:
+    assert_diff(
+        PLAN,
+        blocks([4, 5, 9], [7, 8, 3]),
+        """
+  desc     8 = 8      bytes 48 B = 48 B
+  tensor 0>0
+-   9>2           4
++   9>3           4
+  (same change in 3 more tensors)
+  verdict: different bytes - 16 destination bytes no longer written, 16 destination bytes newly written
+""",  # noqa: E501
+    )
+
+
+def test_other_layers() -> None:
+    assert_diff(
+        PLAN,
+        blocks([4, 5, 9], [7, 8, 2], ext_param=KvCacheExtParam((0, 0), (1, 1))),
+        """
+  option   src_tensors: range(0, 4) -> range(0, 2)
+  option   dst_tensors: range(0, 4) -> range(2, 4)
+  desc     8 -> 4      bytes 48 B -> 24 B
+  verdict: different bytes - other tensors
+""",
+    )
+
+
+def test_a_larger_cache() -> None:
+    assert_diff(
+        PLAN,
+        blocks([4, 5, 9], [7, 8, 2], into=MORE_BLOCKS),
+        """
+  option   dst.count: 16 -> 17
+  desc     8 = 8      bytes 48 B = 48 B
+  verdict: different caches - their sizes are not the same
+""",
+    )
+
+
+def test_the_direction_only() -> None:
+    assert_diff(
+        slots(),
+        slots(plan_push_cache),
+        """
+  option   operation: pull_cache -> push_cache
+  desc     4 = 4      bytes 20 B = 20 B
+  verdict: equivalent - same byte mapping, different options
+""",
+    )
+
+
+def test_an_offset_into_a_row() -> None:
+    assert_diff(
+        slots(),
+        slots(dst_offset=2),
+        """
+  desc     4 = 4      bytes 20 B = 20 B
+  tensor 0>0
+-   1+0x3>0+0x1   5
++   1+0x3>0+0x2   5
+  (same change in 3 more tensors)
+  verdict: different bytes - 16 destination bytes from another source, 4 destination bytes no longer written, 4 destination bytes newly written
+""",  # noqa: E501
+    )
+
+
+def test_only_so_many_lines() -> None:
+    assert_diff(
+        blocks(range(16), range(16)),
+        blocks(range(16), range(15, -1, -1)),
+        """
+  desc     4 -> 64      bytes 256 B = 256 B
+  tensor 0>0
+-   0-15>0-15     64
++   15>0          4
++   14>1          4
++   13>2          4
++   12>3          4
++   11>4          4
++   10>5          4
++   9>6           4
++   8>7           4
++   7>8           4
++   6>9           4
++   5>10          4
++   4>11          4
++   3>12          4
++   2>13          4
++   1>14          4
+  ... 1 more line
+  (same change in 3 more tensors)
+  verdict: different bytes - 256 destination bytes from another source
+""",
+    )
+
+
+def test_names_are_no_difference() -> None:
+    named = dataclasses.replace(PLAN, src=dataclasses.replace(PLAN.src, name="cache 1"))
+    assert PLAN.diff(named).endswith("verdict: identical")
+
+
+@given(transfers(), transfers())
+def test_plans_of_one_transfer_are_equivalent(transfer: Transfer, other: Transfer) -> None:
+    plans = [transfer.plan(how) for how in Coalesce]
+    for old in plans:
+        for new in plans:
+            verdict = "identical" if old == new else "equivalent - same byte mapping"
+            assert f"  verdict: {verdict}" in old.diff(new)
+    # Two that have nothing to do with each other can be compared too.
+    assert "  verdict: " in plans[0].diff(other.plan())
+
+
+def byte_map(plan: Plan) -> dict[tuple[int, int], tuple[int, int]]:
+    """Source of every destination byte of every tensor."""
+    return {
+        (dst_tensor, dst + byte): (src_tensor, src + byte)
+        for src_tensor, dst_tensor in zip(plan.src_tensors, plan.dst_tensors, strict=True)
+        for src, dst, nbytes in plan.segments
+        for byte in range(nbytes)
+    }
+
+
+tables = st.lists(st.integers(0, 15), min_size=1, unique=True)
+plans = st.builds(
+    lambda dst, src, how: blocks(src[: len(dst)], dst, coalesce=how),
+    tables,
+    st.lists(st.integers(0, 15), min_size=16, max_size=16),
+    st.sampled_from(Coalesce),
+)
+parts = st.builds(
+    lambda src, dst, size: slots(src_offset=src, dst_offset=dst, size=size),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(1, 5),
+)
+
+
+@given(st.one_of(st.tuples(plans, plans), st.tuples(parts, parts)))
+def test_every_byte_of_a_difference_is_counted(pair: tuple[Plan, Plan]) -> None:
+    old, new = pair
+    before, after = byte_map(old), byte_map(new)
+    both = before.keys() & after.keys()
+    counts = {
+        "from another source": sum(before[b] != after[b] for b in both),
+        "no longer written": len(before.keys() - both),
+        "newly written": len(after.keys() - both),
+    }
+    facts = [
+        f"{count:,} destination byte{'' if count == 1 else 's'} {what}"
+        for what, count in counts.items()
+        if count
+    ]
+    verdict = old.diff(new).splitlines()[-1].removeprefix("  verdict: ")
+    if facts:
+        assert verdict == "different bytes - " + ", ".join(facts)
+    else:
+        assert verdict.split(" - ")[0] == ("identical" if old == new else "equivalent")

@@ -1,0 +1,342 @@
+"""What people read, exactly: the tree, the table and the one line of a plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    Coalesce,
+    DataType,
+    KvCacheExtParam,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    Plan,
+    RemoteCache,
+    plan_copy_blocks,
+    plan_copy_cache,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_push_blocks,
+    plan_swap_blocks,
+)
+
+INT8 = DataType.DT_INT8
+PREFILL, DECODE = (CacheDesc(n, (16, 16, 8, 1024), DataType.DT_FLOAT16) for n in (12, 4))
+SLOTS, BLOCKS = CacheDesc(3, (3, 10), INT8), CacheDesc(3, (8, 4), INT8)
+WIDE = CacheDesc(40, (8, 4), INT8)
+
+PUSH = plan_push_blocks(
+    Cache(PREFILL, 7),
+    RemoteCache(BlocksCacheKey(1), DECODE),
+    [4, 5, 9],
+    [7, 8, 2],
+    ext_param=KvCacheExtParam(range(4, 6), (0, 1)),
+)
+C2B = plan_pull_blocks(SLOTS, BLOCKS, None, [4, 5, 0], src_batch_index=2)
+C2B_UNMERGED = plan_pull_blocks(
+    SLOTS, BLOCKS, None, [4, 5, 0], src_batch_index=2, coalesce=Coalesce.NONE
+)
+C2C = plan_pull_cache(
+    SLOTS, SLOTS, src_batch_index=1, dst_batch_index=2, src_offset=3, dst_offset=1, size=5
+)
+COPY = plan_copy_cache(SLOTS, SLOTS, dst_batch_index=2)
+COPY_BLOCKS = plan_copy_blocks(Cache(BLOCKS, 1), {0: [1, 2], 3: [6]})
+SWAP = plan_swap_blocks(CacheDesc(3, (8, 4), INT8, Placement.HOST), BLOCKS, {0: 1})
+REVERSED = plan_pull_blocks(
+    WIDE, WIDE, range(8), range(7, -1, -1), ext_param=KvCacheExtParam(tensor_num_per_layer=4)
+)
+ONE_LAYER = plan_pull_blocks(WIDE, WIDE, [0], [1], ext_param=KvCacheExtParam((0, 0), (0, 0), 1))
+
+
+def assert_text(actual: str, expected: str) -> None:
+    assert actual.splitlines() == expected.strip("\n").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (PUSH, "<Plan push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB>"),
+        (C2B, "<Plan pull_blocks C2B L0-1 x 3 blocks: 6 desc, 30 B>"),
+        (C2B_UNMERGED, "<Plan pull_blocks C2B L0-1 x 3 blocks: 9 desc, 30 B>"),
+        (C2C, "<Plan pull_cache C2C L0-1 x 1 slot: 3 desc, 15 B>"),
+        (COPY, "<Plan copy_cache C2C L0-1 x 1 slot: 3 desc, 30 B>"),
+        (COPY_BLOCKS, "<Plan copy_blocks B2B L0-1 x 3 blocks: 9 desc, 36 B>"),
+        (SWAP, "<Plan swap_blocks B2B L0-1 x 1 block: 3 desc, 12 B>"),
+        (REVERSED, "<Plan pull_blocks B2B L0-9 x 8 blocks: 320 desc, 1.2 KiB>"),
+        (ONE_LAYER, "<Plan pull_blocks B2B L0 x 1 block: 1 desc, 4 B>"),
+    ],
+)
+def test_one_line(plan: Plan, text: str) -> None:
+    assert repr(plan) == text
+
+
+def test_tree_of_a_push_of_layers() -> None:
+    assert_text(
+        PUSH.explain(),
+        """
+push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 61eb6d
+  layers 4..5 -> 0..1 | tensors/layer 2 | 3 blocks x 256 KiB
+  12 slices -> 8 descriptors (4 merged) | 3.0 MiB
+|-- layer 4 -> 0   desc [0:4)   1.5 MiB
+|   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2
+|   |                   9   -> 2    256 KiB  alone: not adjacent (src 5 -> 9, dst 8 -> 2)
+|   `-- tensor 9 -> 1   same blocks
+`-- layer 5 -> 1   desc [4:8)   1.5 MiB
+    |-- tensor 10 -> 2   same blocks
+    `-- tensor 11 -> 3   same blocks
+""",
+    )
+
+
+def test_tree_is_cut_at_the_limit() -> None:
+    assert_text(
+        PUSH.explain(limit=1),
+        """
+push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 61eb6d
+  layers 4..5 -> 0..1 | tensors/layer 2 | 3 blocks x 256 KiB
+  12 slices -> 8 descriptors (4 merged) | 3.0 MiB
+|-- layer 4 -> 0   desc [0:4)   1.5 MiB
+|   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2
+|   |                   ... 1 more segment
+|   `-- ... 1 more tensor, same blocks
+`-- ... 1 more layer, same blocks
+""",
+    )
+
+
+def test_table_of_a_push_of_layers() -> None:
+    assert_text(
+        PUSH.explain("table"),
+        """
+#  layer  tensor   blocks  local         remote       nbytes
+0    4>0     8>0  4-5>7-8  t8+0x100000   t0+0x1c0000  524288
+1    4>0     8>0      9>2  t8+0x240000   t0+0x80000   262144
+2    4>0     9>1  4-5>7-8  t9+0x100000   t1+0x1c0000  524288
+3    4>0     9>1      9>2  t9+0x240000   t1+0x80000   262144
+4    5>1    10>2  4-5>7-8  t10+0x100000  t2+0x1c0000  524288
+5    5>1    10>2      9>2  t10+0x240000  t2+0x80000   262144
+6    5>1    11>3  4-5>7-8  t11+0x100000  t3+0x1c0000  524288
+7    5>1    11>3      9>2  t11+0x240000  t3+0x80000   262144
+""",
+    )
+
+
+def test_table_is_cut_at_the_limit() -> None:
+    assert_text(
+        PUSH.explain("table", limit=3),
+        """
+#  layer  tensor   blocks  local        remote       nbytes
+0    4>0     8>0  4-5>7-8  t8+0x100000  t0+0x1c0000  524288
+1    4>0     8>0      9>2  t8+0x240000  t0+0x80000   262144
+2    4>0     9>1  4-5>7-8  t9+0x100000  t1+0x1c0000  524288
+... 5 more descriptors
+""",
+    )
+
+
+def test_tree_of_a_slot_cut_into_blocks() -> None:
+    assert_text(
+        C2B.explain(),
+        """
+pull_blocks  C2B   src -> dst   plan d73baa
+  layers 0..1 -> 0..1 | tensors/layer 2 | 3 blocks x 4 B
+  9 slices -> 6 descriptors (3 merged) | 30 B
+|-- layer 0 -> 0   desc [0:4)   20 B
+|   |-- tensor 0 -> 0   2     -> 4-5  8 B      merged 2
+|   |                   2+0x8 -> 0    2 B      alone: not adjacent (dst 5 -> 0)
+|   `-- tensor 1 -> 1   same blocks
+`-- layer 1 -> 1   desc [4:6)   10 B
+    `-- tensor 2 -> 2   same blocks
+""",
+    )
+
+
+def test_table_of_a_slot_cut_into_blocks() -> None:
+    assert_text(
+        C2B.explain("table"),
+        """
+#  layer  tensor   blocks  local    remote   nbytes
+0    0>0     0>0    2>4-5  t0+0x10  t0+0x14       8
+1    0>0     0>0  2+0x8>0  t0+0x0   t0+0x1c       2
+2    0>0     1>1    2>4-5  t1+0x10  t1+0x14       8
+3    0>0     1>1  2+0x8>0  t1+0x0   t1+0x1c       2
+4    1>1     2>2    2>4-5  t2+0x10  t2+0x14       8
+5    1>1     2>2  2+0x8>0  t2+0x0   t2+0x1c       2
+""",
+    )
+
+
+def test_tree_of_what_was_not_merged() -> None:
+    assert_text(
+        C2B_UNMERGED.explain(),
+        """
+pull_blocks  C2B   src -> dst   plan a0603f
+  layers 0..1 -> 0..1 | tensors/layer 2 | 3 blocks x 4 B
+  9 slices -> 9 descriptors (0 merged) | 30 B
+|-- layer 0 -> 0   desc [0:6)   20 B
+|   |-- tensor 0 -> 0   2     -> 4  4 B
+|   |                   2+0x4 -> 5  4 B
+|   |                   2+0x8 -> 0  2 B      alone: not adjacent (dst 5 -> 0)
+|   `-- tensor 1 -> 1   same blocks
+`-- layer 1 -> 1   desc [6:9)   10 B
+    `-- tensor 2 -> 2   same blocks
+""",
+    )
+
+
+def test_tree_of_a_part_of_a_slot() -> None:
+    assert_text(
+        C2C.explain(),
+        """
+pull_cache  C2C   src -> dst   plan 84b02d
+  layers 0..1 -> 0..1 | tensors/layer 2 | 1 slot x 10 B
+  3 slices -> 3 descriptors (0 merged) | 15 B
+|-- layer 0 -> 0   desc [0:2)   10 B
+|   |-- tensor 0 -> 0   1+0x3 -> 2+0x1  5 B
+|   `-- tensor 1 -> 1   same slots
+`-- layer 1 -> 1   desc [2:3)   5 B
+    `-- tensor 2 -> 2   same slots
+""",
+    )
+
+
+def test_table_of_a_part_of_a_slot() -> None:
+    assert_text(
+        C2C.explain("table"),
+        """
+#  layer  tensor        slots  local    remote  nbytes
+0    0>0     0>0  1+0x3>2+0x1  t0+0x15  t0+0xd       5
+1    0>0     1>1  1+0x3>2+0x1  t1+0x15  t1+0xd       5
+2    1>1     2>2  1+0x3>2+0x1  t2+0x15  t2+0xd       5
+""",
+    )
+
+
+def test_table_inside_a_process_has_no_local_and_remote() -> None:
+    assert_text(
+        COPY.explain("table"),
+        """
+#  layer  tensor  slots  src     dst      nbytes
+0    0>0     0>0    0>2  t0+0x0  t0+0x14      10
+1    0>0     1>1    0>2  t1+0x0  t1+0x14      10
+2    1>1     2>2    0>2  t2+0x0  t2+0x14      10
+""",
+    )
+
+
+def test_table_of_one_block_to_many() -> None:
+    assert_text(
+        COPY_BLOCKS.explain("table", limit=4),
+        """
+#  layer  tensor  blocks  src     dst      nbytes
+0    0>0     0>0     0>1  t0+0x0  t0+0x4        4
+1    0>0     0>0     0>2  t0+0x0  t0+0x8        4
+2    0>0     0>0     3>6  t0+0xc  t0+0x18       4
+3    0>0     1>1     0>1  t1+0x0  t1+0x4        4
+... 5 more descriptors
+""",
+    )
+
+
+def test_tree_of_a_swap() -> None:
+    assert_text(
+        SWAP.explain(),
+        """
+swap_blocks  B2B   src -> dst   plan 3d6815
+  layers 0..1 -> 0..1 | tensors/layer 2 | 1 block x 4 B
+  3 slices -> 3 descriptors (0 merged) | 12 B
+|-- layer 0 -> 0   desc [0:2)   8 B
+|   |-- tensor 0 -> 0   0 -> 1  4 B
+|   `-- tensor 1 -> 1   same blocks
+`-- layer 1 -> 1   desc [2:3)   4 B
+    `-- tensor 2 -> 2   same blocks
+""",
+    )
+
+
+def test_every_list_of_a_tree_is_cut() -> None:
+    assert_text(
+        REVERSED.explain(limit=2),
+        """
+pull_blocks  B2B   src -> dst   plan 97d367
+  layers 0..9 -> 0..9 | tensors/layer 4 | 8 blocks x 4 B
+  320 slices -> 320 descriptors (0 merged) | 1.2 KiB
+|-- layer 0 -> 0   desc [0:32)   128 B
+|   |-- tensor 0 -> 0   0 -> 7  4 B
+|   |                   1 -> 6  4 B      alone: not adjacent (dst 7 -> 6)
+|   |                   ... 6 more segments
+|   |-- tensor 1 -> 1   same blocks
+|   `-- ... 2 more tensors, same blocks
+|-- layer 1 -> 1   desc [32:64)   128 B
+|   |-- tensor 4 -> 4   same blocks
+|   |-- tensor 5 -> 5   same blocks
+|   `-- ... 2 more tensors, same blocks
+`-- ... 8 more layers, same blocks
+""",
+    )
+
+
+def test_tree_of_one_tensor() -> None:
+    assert_text(
+        ONE_LAYER.explain(),
+        """
+pull_blocks  B2B   src -> dst   plan 21bbea
+  layers 0..0 -> 0..0 | tensors/layer 1 | 1 block x 4 B
+  1 slice -> 1 descriptor (0 merged) | 4 B
+`-- layer 0 -> 0   desc [0:1)   4 B
+    `-- tensor 0 -> 0   0 -> 1  4 B
+""",
+    )
+
+
+@pytest.mark.parametrize("plan", [PUSH, C2B, C2C, COPY_BLOCKS, REVERSED], ids=repr)
+@pytest.mark.parametrize("format", ["tree", "table"])
+def test_no_limit_and_a_large_one_show_everything(plan: Plan, format: str) -> None:  # noqa: A002
+    everything = plan.explain(format, limit=None)  # type: ignore[arg-type]
+    assert everything == plan.explain(format, limit=10**6)  # type: ignore[arg-type]
+    assert "... " not in everything
+
+
+def test_the_default_limit_is_sixteen() -> None:
+    assert REVERSED.explain("table") == REVERSED.explain("table", limit=16)
+    assert REVERSED.explain("table").endswith("\n... 304 more descriptors")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"format": "map"}, r"format='map' must be one of \('tree', 'table'\)"),
+        ({"format": None}, "format=None must be one of"),
+        ({"limit": 0}, "limit=0 must be None or >= 1"),
+        ({"limit": -1}, "limit=-1 must be None or >= 1"),
+    ],
+)
+def test_refusals(kwargs, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(LLMException, match=message) as raised:
+        PUSH.explain(**kwargs)
+    assert raised.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+@pytest.mark.parametrize("limit", ["1", 1.0, True])
+def test_a_limit_is_an_int(limit: object) -> None:
+    with pytest.raises(TypeError, match=f"limit={limit!r}"):
+        PUSH.explain(limit=limit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("plan", "descriptor", "text"),
+    [
+        (PUSH, 5, "layer 5>1 tensor 10>2 block 9>2"),
+        (PUSH, 0, "layer 4>0 tensor 8>0 block 4-5>7-8"),
+        (C2B, 1, "layer 0>0 tensor 0>0 slot>block 2>0"),
+        (C2C, 2, "layer 1>1 tensor 2>2 slot 1>2"),
+    ],
+)
+def test_an_origin_says_where_a_descriptor_came_from(
+    plan: Plan, descriptor: int, text: str
+) -> None:
+    assert str(plan.origin(descriptor)) == text

@@ -1,0 +1,183 @@
+"""What can be given as a block table, and what is refused rather than guessed."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import CacheDesc, DataType, LLMException, Plan, plan_pull_blocks
+
+DESC = CacheDesc(2, (8, 4), DataType.DT_INT8)
+
+
+class Block(IntEnum):
+    FIRST = 5
+    SECOND = 2
+
+
+def plan(src_blocks: Any, dst_blocks: Any = (0, 1)) -> Plan:
+    return plan_pull_blocks(DESC, DESC, src_blocks, dst_blocks)
+
+
+INTEGER_TYPES = [
+    f"{order}{kind}{width}" for order in "<>" for kind in "iu" for width in (1, 2, 4, 8)
+]
+
+SAME: list[Any] = [
+    [5, 2],
+    (5, 2),
+    range(5, -1, -3),
+    [np.int8(5), np.uint64(2)],
+    [5, np.int64(2)],
+    list(Block),
+    deque([5, 2]),
+    array("q", [5, 2]),
+    *(np.array([5, 2], dtype=kind) for kind in INTEGER_TYPES),
+    np.array([5, 9, 2, 9])[::2],
+    np.array([2, 5])[::-1],
+    np.array([[5, 9], [2, 9]])[:, 0],
+    np.array([5, 2]).view(np.ndarray),
+    np.ma.array([5, 2]),
+    np.broadcast_to(np.array([5, 2]), (1, 2))[0],
+]
+
+
+@pytest.mark.parametrize("blocks", SAME, ids=repr)
+def test_every_kind_of_integers_means_the_same(blocks: Any) -> None:
+    expected = plan([5, 2])
+    assert plan(blocks) == expected
+    assert plan_pull_blocks(DESC, DESC, [0, 1], blocks) == plan_pull_blocks(
+        DESC, DESC, [0, 1], [5, 2]
+    )
+    for column in (expected.segments.src_offsets, plan(blocks).segments.src_offsets):
+        assert column.flags.c_contiguous
+        assert column.dtype == np.uint64
+
+
+NOT_A_TABLE: list[Any] = [
+    5,
+    5.0,
+    "52",
+    b"\x05\x02",
+    bytearray(b"\x05\x02"),
+    "",
+    b"",
+    {5, 2},
+    set(),
+    {5: 2},
+    {},
+    iter([5, 2]),
+    (block for block in (5, 2)),
+    [5.0, 2],
+    [5, None],
+    ["5", "2"],
+    [[5], [2]],
+    [5, [2]],
+    [(5, 2)],
+    [5, 2j],
+    [True, False],
+    [5, True],
+    [np.True_, 2],
+    [5, object()],
+    [2**64, "2"],
+    [2**64, 2.0],
+    np.array(5),
+    np.array([[5, 2]]),
+    np.empty((0, 2), dtype=int),
+    np.array([5.0, 2.0]),
+    np.array([True, False]),
+    np.array(["5", "2"]),
+    np.array([5, 2], dtype=object),
+    np.array([5, 2], dtype="m8[s]"),
+    np.array([(5,), (2,)], dtype=[("block", int)]),
+]
+
+
+@pytest.mark.parametrize("blocks", NOT_A_TABLE, ids=repr)
+@pytest.mark.parametrize("name", ["src_blocks", "dst_blocks"])
+def test_what_is_no_sequence_of_integers_is_named(name: str, blocks: Any) -> None:
+    tables = {"src_blocks": [0, 1], "dst_blocks": [0, 1]} | {name: blocks}
+    with pytest.raises(TypeError, match=name):
+        plan_pull_blocks(DESC, DESC, **tables)
+
+
+OUT_OF_RANGE: list[tuple[Any, int]] = [
+    (np.array([0, -1], dtype=np.int8), -1),
+    (np.array([0, 8], dtype=np.uint8), 8),
+    (np.array([0, 2**63], dtype=np.uint64), 2**63),
+    (np.array([0, 2**64 - 1], dtype=np.uint64), 2**64 - 1),
+    (np.array([0, -(2**63)], dtype=">i8"), -(2**63)),
+    (np.ma.array([0, 9], mask=[False, True]), 9),
+    ([0, 2**63], 2**63),
+    ([0, 2**64], 2**64),
+    ([0, -(2**100)], -(2**100)),
+    (range(0, 16, 8), 8),
+    ([0, np.uint64(2**63)], 2**63),
+]
+
+
+@pytest.mark.parametrize(("blocks", "value"), OUT_OF_RANGE, ids=repr)
+@pytest.mark.parametrize("name", ["src_blocks", "dst_blocks"])
+def test_an_index_out_of_range_is_named_whatever_holds_it(
+    name: str, blocks: Any, value: int
+) -> None:
+    tables = {"src_blocks": [0, 1], "dst_blocks": [0, 1]} | {name: blocks}
+    with pytest.raises(LLMException) as raised:
+        plan_pull_blocks(DESC, DESC, **tables)
+    assert f"{name}[1]={value} is out of range [0, 8)" in str(raised.value)
+
+
+@given(st.lists(st.integers(-3, 12), min_size=1, max_size=6))
+def test_a_source_table_is_accepted_if_and_only_if_it_is_in_range(blocks: list[int]) -> None:
+    in_range = all(0 <= block < 8 for block in blocks)
+    kinds: list[Callable[[list[int]], Any]] = [list, tuple, np.array]
+    for kind in kinds:
+        if in_range:
+            assert plan(kind(blocks), range(len(blocks))).num_slices == len(blocks)
+            continue
+        with pytest.raises(LLMException) as raised:
+            plan(kind(blocks), range(len(blocks)))
+        position = next(i for i, block in enumerate(blocks) if not 0 <= block < 8)
+        assert f"src_blocks[{position}]={blocks[position]} " in str(raised.value)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=10), st.booleans())
+def test_a_destination_table_is_accepted_if_and_only_if_it_is_distinct(
+    blocks: list[int], large: bool
+) -> None:
+    # In a large cache another way of counting is taken.
+    desc = CacheDesc(2, (100_000 if large else 8, 4), DataType.DT_INT8)
+    sources = [0] * len(blocks)
+    if len(set(blocks)) == len(blocks):
+        assert plan_pull_blocks(desc, desc, sources, blocks).num_slices == len(blocks)
+        return
+    with pytest.raises(LLMException) as raised:
+        plan_pull_blocks(desc, desc, sources, blocks)
+    message = str(raised.value)
+    pairs = [(i, j) for j in range(len(blocks)) for i in range(j) if blocks[i] == blocks[j]]
+    assert any(
+        f"dst_blocks[{j}]={blocks[j]} is already dst_blocks[{i}]" in message for i, j in pairs
+    )
+
+
+def test_a_plan_does_not_change_with_the_callers_table() -> None:
+    src, dst = np.array([5, 2]), np.array([0, 1])
+    made = plan(src, dst)
+    before = made.to_dict()
+    src[:] = 7
+    dst[:] = 7
+    assert made.to_dict() == before == plan([5, 2], [0, 1]).to_dict()
+
+
+def test_an_empty_source_table_means_a_slot() -> None:
+    slots = CacheDesc(2, (3, 8), DataType.DT_INT8)
+    for nothing in (None, (), [], np.empty(0, dtype=int), np.empty(0)):
+        assert plan_pull_blocks(slots, DESC, nothing, [3, 1]).kind == "C2B"

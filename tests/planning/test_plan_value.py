@@ -1,0 +1,295 @@
+"""A plan is a value: equal, hashable, frozen, copied like one; its size is what it says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    Coalesce,
+    DataType,
+    KvCacheExtParam,
+    Placement,
+    Plan,
+    RemoteCache,
+    plan_pull_blocks,
+    plan_push_blocks,
+)
+from kvplan.planning import Segments
+from tests.planning.transfers import Transfer, transfers
+
+DESC = CacheDesc(8, (16, 3), DataType.DT_FLOAT16)
+
+
+def make(src: Any = DESC, dst: Any = DESC, **kwargs: Any) -> Plan:
+    ext_param = KvCacheExtParam(range(1, 3), range(2))
+    return plan_pull_blocks(src, dst, [4, 5, 9], [7, 8, 2], ext_param=ext_param, **kwargs)
+
+
+PLAN = make()
+FINGERPRINT = "15e94f63747c799386ccb8199ec72de4204997f4fbcd5c2755a0203b4a460e15"
+"""Of PLAN, by every process on every machine. Changed only together with SCHEMA_VERSION."""
+
+
+def test_the_fingerprint_is_the_same_everywhere() -> None:
+    assert PLAN.fingerprint == FINGERPRINT
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_the_fingerprint_is_the_same_in_another_process(hash_seed: str) -> None:
+    program = (
+        "import pickle, sys; plan = pickle.load(sys.stdin.buffer);"
+        "assert 'fingerprint' not in vars(plan); print(plan.fingerprint)"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps(make()),
+        env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        check=True,
+    ).stdout
+    assert output.decode().strip() == FINGERPRINT
+
+
+def other_side(**change: Any) -> dict[str, Any]:
+    return {"src": dataclasses.replace(PLAN.src, **change)}
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"operation": "push_blocks"},
+    {"kind": "C2B"},
+    {"src_tensors": range(3, 7)},
+    {"dst_tensors": range(1, 5)},
+    {"src_tensors": range(2, 4), "dst_tensors": range(2)},
+    {"tensors_per_layer": 4},
+    {"num_slices": 4},
+    {"coalesce": Coalesce.CALLER_ORDER},
+    {"dst": dataclasses.replace(PLAN.dst, count=17)},
+    *(
+        other_side(**change)
+        for change in (
+            {"num_tensors": 9},
+            {"count": 17},
+            {"stride": 7},
+            {"paged": False},
+            {"placement": Placement.HOST},
+        )
+    ),
+    *(
+        {"segments": Segments(*columns)}
+        for columns in (
+            ([24, 54], [42, 12], [12, 5]),
+            ([24, 54], [42, 13], [12, 6]),
+            ([24, 55], [42, 12], [12, 6]),
+            ([54, 24], [12, 42], [6, 12]),
+            ([24], [42], [12]),
+            ([24, 54, 0], [42, 12, 0], [12, 6, 1]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=repr)
+def test_any_change_makes_another_plan(change: dict[str, Any]) -> None:
+    assert list(PLAN.segments) == [(24, 42, 12), (54, 12, 6)]
+    other = dataclasses.replace(PLAN, **change)
+    assert other != PLAN
+    assert other.fingerprint != PLAN.fingerprint
+    assert len({PLAN, other}) == 2
+
+
+def test_every_field_is_changed_above() -> None:
+    changed = {name for change in CHANGES for name in change}
+    assert changed == {field.name for field in dataclasses.fields(Plan)}
+
+
+@given(transfers(), transfers())
+def test_plans_are_equal_exactly_if_their_fingerprints_are(a: Transfer, b: Transfer) -> None:
+    plans = [transfer.plan(how) for transfer in (a, b, a) for how in Coalesce]
+    for one in plans:
+        for other in plans:
+            assert (one == other) == (one.fingerprint == other.fingerprint)
+            if one == other:
+                assert hash(one) == hash(other)
+                assert one.to_dict() | {"src": 0, "dst": 0} == other.to_dict() | {
+                    "src": 0,
+                    "dst": 0,
+                }
+
+
+def test_a_plan_is_equal_to_no_other_type() -> None:
+    for other in (PLAN.to_dict(), PLAN.fingerprint, hash(PLAN)):
+        assert other != PLAN
+    assert PLAN != None  # noqa: E711
+    assert Segments([], [], []) != []
+
+
+def test_names_of_caches_do_not_matter() -> None:
+    named = make(RemoteCache(BlocksCacheKey(1), DESC), Cache(DESC, 7))
+    assert named == PLAN
+    assert hash(named) == hash(PLAN)
+    assert Plan.from_dict(named.to_dict()).dst.name == "cache 7"
+
+
+def test_a_plan_is_a_key() -> None:
+    cache = {make(): "first"}
+    assert cache[make()] == "first"
+    assert make(coalesce=Coalesce.NONE) not in cache
+
+
+@pytest.mark.parametrize("touched", [False, True], ids=["fresh", "after its fingerprint was read"])
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_are_equal_and_frozen(duplicate: Any, touched: bool) -> None:
+    original = make()
+    if touched:
+        assert original.fingerprint == FINGERPRINT
+    other = duplicate(original)
+    assert other == original
+    assert other.fingerprint == FINGERPRINT
+    assert hash(other) == hash(original)
+    assert other.explain() == original.explain()
+    with pytest.raises(ValueError, match="read-only"):
+        other.segments.nbytes[0] = 1
+    with pytest.raises(AttributeError):
+        other.segments.nbytes = other.segments.src_offsets
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        other.kind = "C2C"
+
+
+@pytest.mark.parametrize("name", [*(field.name for field in dataclasses.fields(Plan)), "new"])
+def test_nothing_can_be_assigned(name: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(make(), name, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        delattr(make(), name)
+
+
+@pytest.mark.parametrize("name", ["src_offsets", "dst_offsets", "nbytes"])
+@pytest.mark.parametrize("how", Coalesce)
+def test_no_column_can_be_written(name: str, how: Coalesce) -> None:
+    column = getattr(make(coalesce=how).segments, name)
+    with pytest.raises(ValueError, match="read-only"):
+        column += np.uint64(1)
+    with pytest.raises(ValueError, match="read-only"):
+        column.sort()
+    with pytest.raises(AttributeError, match="frozen"):
+        setattr(make().segments, name, column)
+
+
+class TestSegments:
+    def test_columns_are_copied(self) -> None:
+        given = np.array([0, 8], dtype=np.uint64)
+        segments = Segments(given, given, [4, 4])
+        given[:] = 99
+        assert list(segments) == [(0, 0, 4), (8, 8, 4)]
+        assert segments.src_offsets.flags.c_contiguous
+
+    def test_any_layout_becomes_a_column(self) -> None:
+        for layout in ([8, 0], np.array([0, 8])[::-1], np.array([8, 0], dtype=">u2")):
+            segments = Segments(layout, layout, [4, 4])
+            assert segments == Segments([8, 0], (8, 0), [4, 4])
+            assert segments.src_offsets.flags.c_contiguous
+
+    def test_64_bits_are_kept(self) -> None:
+        top = 2**64 - 1
+        segments = Segments([4, top], [top, 2**63], [1, 2])
+        assert list(segments) == [(4, top, 1), (top, 2**63, 2)]
+
+    @pytest.mark.parametrize(
+        ("column", "error"),
+        [
+            ([-1], ValueError),
+            (np.array([-1]), ValueError),
+            ([2**64], ValueError),
+            ([1, 2**64 - 1, -1], ValueError),
+            ([1.5], TypeError),
+            ([True], TypeError),
+            (["1"], TypeError),
+            ([[1]], ValueError),
+            (1, ValueError),
+            ([1, 2], ValueError),
+        ],
+    )
+    def test_what_a_cast_would_bend_is_refused(self, column: Any, error: type[Exception]) -> None:
+        for position in range(3):
+            columns = [[1], [1], [1]]
+            columns[position] = column
+            with pytest.raises(error):
+                Segments(*columns)
+
+    def test_repr_is_one_line(self) -> None:
+        assert repr(PLAN.segments) == "<Segments 2: 18 bytes>"
+
+
+def test_equal_sort_keys_are_ordered_too() -> None:
+    """One source block for many destinations: the segments do not depend on the sort's whims."""
+    rng = np.random.default_rng(0)
+    dst = rng.permutation(4096)
+    src = rng.integers(0, 64, 4096)
+    desc = CacheDesc(1, (4096, 8), DataType.DT_INT8)
+    plan = plan_pull_blocks(desc, desc, src, dst)
+    segments = list(plan.segments)
+    assert segments == sorted(segments)
+    shuffled = rng.permutation(4096)
+    assert plan_pull_blocks(desc, desc, src[shuffled], dst[shuffled]) == plan
+
+
+def size_of(plan: Plan) -> int:
+    return len(pickle.dumps(plan))
+
+
+def planned(num_layers: int, num_blocks: int) -> Plan:
+    desc = CacheDesc(2 * num_layers, (2 * num_blocks, 8), DataType.DT_FLOAT16)
+    rng = np.random.default_rng(0)
+    src, dst = rng.permutation(2 * num_blocks)[:num_blocks], rng.permutation(2 * num_blocks)
+    return plan_push_blocks(desc, desc, src, dst[:num_blocks], coalesce=Coalesce.NONE)
+
+
+class TestGrowth:
+    def test_a_segment_is_24_bytes(self) -> None:
+        few, many = size_of(planned(4, 1_000)), size_of(planned(4, 11_000))
+        assert many - few == pytest.approx(24 * 10_000, abs=64)
+
+    def test_layers_are_free(self) -> None:
+        assert abs(size_of(planned(1_000, 100)) - size_of(planned(1, 100))) < 64
+        assert planned(1_000, 100).num_descriptors == 200_000
+
+    @pytest.mark.parametrize("num_blocks", [1_000, 10_000])
+    def test_planning_allocates_for_blocks_not_for_layers(self, num_blocks: int) -> None:
+        desc = CacheDesc(2_000_000, (2 * num_blocks, 8), DataType.DT_FLOAT16)
+        src, dst = np.arange(num_blocks)[::-1], np.arange(num_blocks)
+        plan_push_blocks(desc, desc, src, dst)
+        tracemalloc.start()
+        try:
+            plan = plan_push_blocks(desc, desc, src, dst)
+            text = plan.explain() + plan.explain("table")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert f"{plan.num_descriptors - 16:,} more descriptors" in text
+        assert peak < 20 * 8 * num_blocks + 100_000
+
+    def test_reading_one_descriptor_of_four_trillion(self) -> None:
+        desc = CacheDesc(2**32 - 1, (1_000, 8), DataType.DT_FLOAT16)
+        plan = plan_push_blocks(desc, desc, range(1_000), range(999, -1, -1))
+        last = plan.origin(plan.num_descriptors - 1)
+        assert (last.src_tensor, last.src_rows, last.dst_rows) == (2**32 - 2, (999, 999), (0, 0))
+        assert plan.explain().endswith("`-- ... 2,147,483,632 more layers, same blocks")
+        assert plan.for_layers(range(5, 6)).num_descriptors == 2_000

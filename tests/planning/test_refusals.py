@@ -1,0 +1,330 @@
+"""Every refusal: which exception, which code, and that the argument, value and range are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    Coalesce,
+    DataType,
+    KvCacheExtParam,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    RemoteCache,
+    plan_copy_blocks,
+    plan_copy_cache,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_push_blocks,
+    plan_push_cache,
+    plan_swap_blocks,
+)
+
+SLOTS = CacheDesc(4, (3, 16), DataType.DT_INT8)
+"""4 tensors of 3 slots of 16 bytes: 2 layers of 2."""
+BLOCKS = CacheDesc(4, (8, 4), DataType.DT_INT8)
+"""4 tensors of 8 blocks of 4 bytes."""
+HOST = CacheDesc(4, (5, 4), DataType.DT_INT8, Placement.HOST)
+ONE, THREE = (CacheDesc(n, (8, 4), DataType.DT_INT8) for n in (1, 3))
+
+HUGE = 2**70
+
+
+def pull_cache(**kwargs: Any) -> object:
+    return plan_pull_cache(SLOTS, SLOTS, **kwargs)
+
+
+def push_cache(**kwargs: Any) -> object:
+    return plan_push_cache(SLOTS, SLOTS, **kwargs)
+
+
+def copy_cache(**kwargs: Any) -> object:
+    return plan_copy_cache(SLOTS, SLOTS, **kwargs)
+
+
+def pull_blocks(src_blocks: Any, dst_blocks: Any, **kwargs: Any) -> object:
+    return plan_pull_blocks(BLOCKS, BLOCKS, src_blocks, dst_blocks, **kwargs)
+
+
+def slot_to_blocks(dst_blocks: Any, **kwargs: Any) -> object:
+    return plan_pull_blocks(SLOTS, BLOCKS, None, dst_blocks, **kwargs)
+
+
+def copy_blocks(blocks: Any) -> object:
+    return plan_copy_blocks(BLOCKS, blocks)
+
+
+def swap_blocks(src_to_dst: Any) -> object:
+    return plan_swap_blocks(HOST, BLOCKS, src_to_dst)
+
+
+def layers(src: Any, dst: Any = None, per_layer: Any = 2, desc: CacheDesc = BLOCKS) -> object:
+    ext_param = KvCacheExtParam(src, dst, per_layer)
+    return plan_pull_blocks(desc, desc, [0], [1], ext_param=ext_param)
+
+
+def remote(key: Any, desc: CacheDesc) -> RemoteCache:
+    return RemoteCache(key, desc)
+
+
+INVALID: list[tuple[Callable[[], object], list[str]]] = [
+    # Slots. The reference does not check the source's in remote mode, and copies what lies behind.
+    (lambda: pull_cache(src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
+    (lambda: pull_cache(src_batch_index=-1), ["src_batch_index=-1", "[0, 3)"]),
+    (lambda: pull_cache(src_batch_index=HUGE), [f"src_batch_index={HUGE}", "[0, 3)"]),
+    (lambda: pull_cache(dst_batch_index=3), ["dst_batch_index=3", "[0, 3)"]),
+    (lambda: push_cache(src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
+    (lambda: push_cache(dst_batch_index=-5), ["dst_batch_index=-5", "[0, 3)"]),
+    (lambda: copy_cache(src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
+    (lambda: copy_cache(dst_batch_index=3), ["dst_batch_index=3", "[0, 3)"]),
+    (lambda: slot_to_blocks([0], src_batch_index=3), ["src_batch_index=3", "[0, 3)"]),
+    (lambda: pull_blocks([0], [1], src_batch_index=1), ["src_batch_index=1", "0"]),
+    # Sizes and offsets.
+    (lambda: pull_cache(size=0), ["size=0", "-1 or > 0"]),
+    (lambda: copy_cache(size=-2), ["size=-2", "-1 or > 0"]),
+    (lambda: pull_cache(size=17), ["size=17", "src_offset=0", "[1, 16]", "row of 16 bytes"]),
+    (lambda: pull_cache(size=HUGE), [f"size={HUGE}", "[1, 16]"]),
+    (lambda: pull_cache(size=8, src_offset=9), ["size=8", "src_offset=9", "[1, 7]"]),
+    (lambda: push_cache(size=8, dst_offset=9), ["size=8", "dst_offset=9", "[1, 7]"]),
+    (lambda: pull_cache(src_offset=1), ["size=-1", "16 bytes", "src_offset=1", "[1, 15]"]),
+    (lambda: push_cache(dst_offset=1), ["size=-1", "16 bytes", "dst_offset=1", "[1, 15]"]),
+    (lambda: pull_cache(src_offset=16), ["src_offset=16", "[0, 16)"]),
+    (lambda: pull_cache(dst_offset=-1), ["dst_offset=-1", "[0, 16)"]),
+    (lambda: copy_cache(offset=-1), [" offset=-1", "[0, 16)"]),
+    (lambda: copy_cache(offset=16), [" offset=16", "[0, 16)"]),
+    (lambda: copy_cache(offset=10, size=7), ["size=7", " offset=10", "[1, 6]"]),
+    (lambda: plan_copy_cache(SLOTS, BLOCKS), ["size=-1", "16 bytes", "[1, 4]", "dst row"]),
+    # Block tables.
+    (lambda: pull_blocks([0, 8], [1, 2]), ["src_blocks[1]=8", "[0, 8)"]),
+    (lambda: pull_blocks([0, -1], [1, 2]), ["src_blocks[1]=-1", "[0, 8)"]),
+    (lambda: pull_blocks([0, 1], [1, 99]), ["dst_blocks[1]=99", "[0, 8)"]),
+    (lambda: pull_blocks([0, HUGE], [1, 2]), [f"src_blocks[1]={HUGE}", "[0, 8)"]),
+    (lambda: pull_blocks([2**63, -1], [1, 2]), [f"src_blocks[0]={2**63}", "[0, 8)"]),
+    (lambda: pull_blocks([-HUGE], [1]), [f"src_blocks[0]={-HUGE}", "[0, 8)"]),
+    (lambda: pull_blocks([0, 1], [5, 5]), ["dst_blocks[1]=5", "dst_blocks[0]", "distinct"]),
+    (lambda: pull_blocks([0, 1], [1]), ["src_blocks has 2", "dst_blocks 1", "equal length"]),
+    (lambda: pull_blocks([0], []), ["dst_blocks is empty", "at least one"]),
+    (lambda: pull_blocks([0], np.empty(0, int)), ["dst_blocks is empty"]),
+    (
+        lambda: plan_pull_blocks(SLOTS, BLOCKS, [0], [1]),
+        ["src block of 16 bytes", "dst block of 4 bytes", "equal"],
+    ),
+    # A slot of 16 bytes fills four blocks of 4 bytes.
+    (lambda: slot_to_blocks(range(5)), ["dst_blocks has 5 blocks of 4 bytes", "at most 4"]),
+    (lambda: slot_to_blocks([0, 8]), ["dst_blocks[1]=8", "[0, 8)"]),
+    (lambda: slot_to_blocks([3, 2, 3]), ["dst_blocks[2]=3", "dst_blocks[0]"]),
+    # Copies and swaps of blocks.
+    (lambda: copy_blocks({}), ["blocks (source) is empty", "at least one"]),
+    (lambda: copy_blocks({0: []}), ["blocks (destination) is empty", "at least one"]),
+    (lambda: copy_blocks({0: [8]}), ["blocks (destination)[0]=8", "[0, 8)"]),
+    (lambda: copy_blocks({8: [0]}), ["blocks (source)[0]=8", "[0, 8)"]),
+    (lambda: copy_blocks({0: [1], 8: []}), ["blocks (source)[1]=8", "[0, 8)"]),
+    (lambda: copy_blocks({0: [1], 2: [1]}), ["(destination)[1]=1", "distinct"]),
+    (lambda: copy_blocks({0: [1, 1]}), ["(destination)[1]=1", "distinct"]),
+    (lambda: copy_blocks({0: [1], 1: [2]}), ["block 1", "order"]),
+    (lambda: copy_blocks({1: [2], 2: [1]}), ["block 2", "order"]),
+    (
+        lambda: plan_copy_blocks(Cache(BLOCKS, 3), {0: [1], 1: [2]}, Cache(BLOCKS, 3)),
+        ["block 1", "order"],
+    ),
+    (
+        lambda: plan_copy_blocks(
+            Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)),
+            {0: [1], 1: [2]},
+            Cache(BLOCKS, tensor_addrs=(8, 16, 24, 32)),
+        ),
+        ["block 1", "order"],
+    ),
+    (lambda: swap_blocks({}), ["src_to_dst (source) is empty"]),
+    (lambda: swap_blocks({5: 0}), ["src_to_dst (source)[0]=5", "[0, 5)"]),
+    (lambda: swap_blocks({4: 8}), ["src_to_dst (destination)[0]=8", "[0, 8)"]),
+    (lambda: swap_blocks({0: 1, 2: 1}), ["src_to_dst (destination)[1]=1", "distinct"]),
+    (lambda: plan_swap_blocks(BLOCKS, BLOCKS, {0: 0}), ["DEVICE", "one HOST and one DEVICE"]),
+    (lambda: plan_swap_blocks(HOST, HOST, {0: 0}), ["HOST", "one HOST and one DEVICE"]),
+    (
+        lambda: plan_swap_blocks(HOST, ONE, {0: 0}),
+        ["src num_tensors=4", "dst num_tensors=1", "equal"],
+    ),
+    (lambda: plan_swap_blocks(HOST, SLOTS, {0: 0}), ["src block of 4", "dst block of 16"]),
+    # Layers. A source layer that the cache does not have crashes the reference.
+    (lambda: layers(range(1, 3), range(2)), ["src_layer_range=range(1, 3)", "[0, 2)"]),
+    (lambda: layers(range(2), range(1, 3)), ["dst_layer_range=range(1, 3)", "[0, 2)"]),
+    (lambda: layers((1, 2), (0, 1)), ["src_layer_range=range(1, 3)", "[0, 2)"]),
+    (lambda: layers(range(-1, 1)), ["src_layer_range=range(-1, 1)", "[0, 2)"]),
+    (lambda: layers((-1, 0)), ["src_layer_range=range(-1, 1)", "[0, 2)"]),
+    (lambda: layers((-2, -2)), ["src_layer_range=range(-2, -1)", "[0, 2)"]),
+    (lambda: layers((1, 0)), ["src_layer_range=range(1, 1)", "empty", "[0, 2)"]),
+    (lambda: layers((0, -1)), ["src_layer_range=range(0, 0)", "empty", "[0, 2)"]),
+    (lambda: layers(range(1, 1)), ["src_layer_range=range(1, 1)", "empty", "[0, 2)"]),
+    (lambda: layers(range(HUGE)), [f"src_layer_range=range(0, {HUGE})", "[0, 2)"]),
+    (lambda: layers((0, HUGE)), ["src_layer_range=", "[0, 2)"]),
+    (lambda: layers(range(0, 2, 2)), ["src_layer_range=range(0, 2, 2)", "step 2", "must be 1"]),
+    (lambda: layers(range(1, -1, -1)), ["step -1", "must be 1"]),
+    (
+        lambda: layers(range(1), range(2)),
+        ["src_layer_range=range(0, 1)", "dst_layer_range=range(0, 2)", "equal length"],
+    ),
+    (
+        lambda: layers(range(1, 2)),
+        ["src_layer_range=range(1, 2)", "dst_layer_range=range(0, 2)", "equal length"],
+    ),
+    (lambda: layers(None, None, 0), ["tensor_num_per_layer=0", "[1, 4]"]),
+    (lambda: layers(None, None, -1), ["tensor_num_per_layer=-1", "[1, 4]"]),
+    (lambda: layers(None, None, 5), ["tensor_num_per_layer=5", "[1, 4]"]),
+    (lambda: layers(None, None, 3, ONE), ["tensor_num_per_layer=3", "[1, 1]"]),
+    (lambda: layers(range(1), range(1), 3), ["tensor_num_per_layer=3", "divide", "4 tensors"]),
+    (lambda: layers(range(1), range(1), 2, ONE), ["tensor_num_per_layer=2", "divide", "1 tensor"]),
+    (lambda: layers((0, 0), (0, 0), 2, THREE), ["tensor_num_per_layer=2", "divide", "3 tensors"]),
+    (
+        lambda: plan_pull_blocks(BLOCKS, THREE, [0], [1]),
+        ["src num_tensors=4", "dst num_tensors=3", "equal"],
+    ),
+    (
+        lambda: plan_pull_blocks(
+            CacheDesc(512, (2, 4), DataType.DT_INT8),
+            CacheDesc(512, (2, 4), DataType.DT_INT8),
+            [0],
+            [1],
+            ext_param=KvCacheExtParam(tensor_num_per_layer=256),
+        ),
+        ["tensor_num_per_layer=256", "[1, 255]"],
+    ),
+    # What the key of a remote cache says about it.
+    (
+        lambda: plan_pull_blocks(remote(BlocksCacheKey(1), BLOCKS), BLOCKS, [], [0]),
+        ["src=BlocksCacheKey(cluster_id=1, model_id=0)", "blocks must be given"],
+    ),
+    (
+        lambda: plan_pull_cache(remote(BlocksCacheKey(1), SLOTS), SLOTS),
+        ["src=BlocksCacheKey(cluster_id=1, model_id=0)", "paged"],
+    ),
+    (
+        lambda: plan_push_cache(SLOTS, remote(BlocksCacheKey(1), SLOTS)),
+        ["dst=BlocksCacheKey(cluster_id=1, model_id=0)", "paged"],
+    ),
+    (
+        lambda: plan_pull_blocks(remote(CacheKey(1, 7), BLOCKS), BLOCKS, [0], [0]),
+        ["src=CacheKey(cluster_id=1, req_id=7", "slot"],
+    ),
+    (
+        lambda: plan_push_blocks(BLOCKS, remote(CacheIndex(1, 7, 3), BLOCKS), [0], [0]),
+        ["dst=CacheKeyByIdAndIndex(cluster_id=1, cache_id=7, batch_index=3)", "batch_index 0"],
+    ),
+    (
+        lambda: plan_pull_cache(remote(CacheIndex(1, 7, 2), SLOTS), SLOTS, src_batch_index=1),
+        ["src_batch_index=1", "None or 2", "batch_index=2"],
+    ),
+    (
+        lambda: plan_pull_cache(remote(CacheIndex(1, 7, 3), SLOTS), SLOTS),
+        ["src_batch_index=3", "[0, 3)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "parts"), INVALID)
+def test_invalid(call: Callable[[], object], parts: list[str]) -> None:
+    with pytest.raises(LLMException) as raised:
+        call()
+    assert raised.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    for part in parts:
+        assert part in f" {raised.value}"
+
+
+TYPE_ERRORS: list[tuple[Callable[[], object], str]] = [
+    (lambda: plan_pull_cache("x", SLOTS), "src='x'"),  # type: ignore[arg-type]
+    (lambda: plan_pull_cache(SLOTS, None), "dst=None"),  # type: ignore[arg-type]
+    (lambda: plan_pull_cache((4, 3), SLOTS), "src=(4, 3)"),  # type: ignore[arg-type]
+    (lambda: pull_cache(src_batch_index="1"), "src_batch_index='1'"),
+    (lambda: pull_cache(src_batch_index=True), "src_batch_index=True"),
+    (lambda: pull_cache(src_batch_index=1.0), "src_batch_index=1.0"),
+    (lambda: pull_cache(dst_batch_index=[1]), "dst_batch_index=[1]"),
+    (lambda: copy_cache(dst_batch_index=1.5), "dst_batch_index=1.5"),
+    (lambda: pull_blocks([0], [1], src_batch_index=False), "src_batch_index=False"),
+    (lambda: pull_cache(size=None), "size=None"),
+    (lambda: pull_cache(size=True), "size=True"),
+    (lambda: pull_cache(size=1.0), "size=1.0"),
+    (lambda: pull_cache(src_offset=None), "src_offset=None"),
+    (lambda: copy_cache(offset="0"), " offset='0'"),
+    (lambda: pull_cache(coalesce="sorted"), "coalesce='sorted'"),
+    (lambda: pull_cache(coalesce=1), "coalesce=1"),
+    (lambda: pull_cache(ext_param=None), "ext_param=None"),
+    (lambda: pull_cache(ext_param={"src_layer_range": (0, 0)}), "ext_param={"),
+    (lambda: pull_cache(ext_param=(range(1), range(1), 2)), "ext_param=("),
+    (lambda: layers(1), "src_layer_range=1"),
+    (lambda: layers("01"), "src_layer_range='01'"),
+    (lambda: layers((1,)), "src_layer_range=(1,)"),
+    (lambda: layers((0, 1, 1)), "src_layer_range=(0, 1, 1)"),
+    (lambda: layers((0, 1.0)), "src_layer_range[1]=1.0"),
+    (lambda: layers((-1.0, -1.0)), "src_layer_range[0]=-1.0"),
+    (lambda: layers((False, True)), "src_layer_range[0]=False"),
+    (lambda: layers(slice(0, 1)), "src_layer_range=slice"),
+    (lambda: layers(None, np.array([0, 0])), "dst_layer_range=array"),
+    (lambda: layers(None, None, "2"), "tensor_num_per_layer='2'"),
+    (lambda: layers(None, None, 2.0), "tensor_num_per_layer=2.0"),
+    (lambda: layers(None, None, True), "tensor_num_per_layer=True"),
+    (lambda: copy_blocks([(0, 1)]), "blocks=[(0, 1)]"),
+    (lambda: copy_blocks({0: 1}), "blocks[0]=1"),
+    (lambda: copy_blocks({0: {1}}), "blocks[0]={1}"),
+    (lambda: copy_blocks({0: "12"}), "blocks (destination)"),
+    (lambda: copy_blocks({0: [1.5]}), "blocks (destination)"),
+    (lambda: copy_blocks({"0": [1]}), "blocks (source)"),
+    (lambda: copy_blocks({True: [2]}), "blocks (source)"),
+    (lambda: copy_blocks({0: [True]}), "blocks (destination)"),
+    (lambda: swap_blocks([0, 1]), "src_to_dst=[0, 1]"),
+    (lambda: swap_blocks({0: [1]}), "src_to_dst (destination)"),
+    (lambda: swap_blocks({0: None}), "src_to_dst (destination)"),
+    (lambda: pull_cache().for_layers((0, 1)), "layers=(0, 1)"),  # type: ignore[attr-defined]
+    (lambda: pull_cache().origin("0"), "descriptor='0'"),  # type: ignore[attr-defined]
+    (lambda: pull_cache().diff("0"), "other='0'"),  # type: ignore[attr-defined]
+    (lambda: remote("key", BLOCKS), "key='key'"),
+    (lambda: remote(BlocksCacheKey(1), None), "cache_desc=None"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "part"), TYPE_ERRORS)
+def test_wrong_type(call: Callable[[], object], part: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert part in f" {raised.value}"
+
+
+@pytest.mark.parametrize("index", [-1, 4, HUGE])
+def test_there_is_no_such_descriptor(index: int) -> None:
+    with pytest.raises(LLMException, match=r"descriptor=.* \[0, 4\)"):
+        plan_pull_cache(SLOTS, SLOTS).origin(index)
+
+
+@pytest.mark.parametrize(
+    "part", [range(3), range(-1, 1), range(2, 3), range(0), range(0, 2, 2), range(HUGE)]
+)
+def test_for_layers_gives_only_layers_of_the_plan(part: range) -> None:
+    with pytest.raises(LLMException, match=r"layers=range\(.*range\(0, 2\)") as raised:
+        plan_pull_cache(SLOTS, SLOTS).for_layers(part)
+    assert raised.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_a_long_value_does_not_fill_the_message() -> None:
+    with pytest.raises(TypeError) as raised:
+        pull_cache(size=list(range(100_000)))
+    assert len(str(raised.value)) < 300
+
+
+def test_a_name_of_the_key_is_enough_to_tell_kinds_apart() -> None:
+    """The C++ interface addresses paged caches by CacheIndex too."""
+    plan = plan_pull_blocks(remote(CacheIndex(1, 7), BLOCKS), BLOCKS, [0], [1])
+    assert plan.kind == "B2B"
+    assert CacheIndex is CacheKeyByIdAndIndex
+    plan = plan_pull_blocks(remote(CacheIndex(1, 7, 2), SLOTS), BLOCKS, None, [1])
+    assert plan.rows(0)[0] == (2, 2)
+    assert plan_pull_cache(SLOTS, SLOTS, coalesce=Coalesce.NONE).kind == "C2C"

@@ -1,0 +1,252 @@
+"""Documents from outside: a plan comes back whole, or LLM_PARAM_INVALID says what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    LLMException,
+    LLMStatusCode,
+    Plan,
+    plan_pull_blocks,
+    plan_pull_cache,
+)
+from kvplan.planning import Segments
+from tests.planning.transfers import Transfer, transfers
+
+DESC = CacheDesc(4, (8, 4), DataType.DT_INT8)
+DOCUMENT = plan_pull_blocks(DESC, DESC, [4, 5, 1], [1, 2, 6]).to_dict()
+
+
+def refusal(document: Any) -> str:
+    with pytest.raises(LLMException) as raised:
+        Plan.from_dict(document)
+    assert raised.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    return str(raised.value)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """DOCUMENT with the value at a path such as "src.count" replaced."""
+    document = copy.deepcopy(DOCUMENT)
+    *parents, last = path.split(".")
+    at = document
+    for name in parents:
+        at = at[name]
+    at[last] = value
+    return document
+
+
+def test_the_document_itself_is_fine() -> None:
+    assert json.loads(json.dumps(DOCUMENT)) == DOCUMENT
+    assert Plan.from_dict(DOCUMENT).to_dict() == DOCUMENT
+    assert DOCUMENT == {
+        "schema_version": 1,
+        "operation": "pull_blocks",
+        "kind": "B2B",
+        "src": {
+            "num_tensors": 4,
+            "count": 8,
+            "stride": 4,
+            "paged": True,
+            "placement": "DEVICE",
+            "name": "",
+        },
+        "dst": {
+            "num_tensors": 4,
+            "count": 8,
+            "stride": 4,
+            "paged": True,
+            "placement": "DEVICE",
+            "name": "",
+        },
+        "src_tensors": [0, 4],
+        "dst_tensors": [0, 4],
+        "tensors_per_layer": 2,
+        "segments": {"src_offsets": [4, 16], "dst_offsets": [24, 4], "nbytes": [4, 8]},
+        "num_slices": 3,
+        "coalesce": "sorted",
+    }
+
+
+WRONG: list[tuple[str, Any, list[str]]] = [
+    ("schema_version", 2, ["schema_version=2", "1"]),
+    ("schema_version", True, ["schema_version=True"]),
+    ("schema_version", 1.0, ["schema_version=1.0"]),
+    ("schema_version", "1", ["schema_version='1'"]),
+    ("operation", "pull", ["operation='pull'", "pull_blocks"]),
+    ("operation", ["pull_blocks"], ["operation=['pull_blocks']"]),
+    ("operation", "pull_cache", ["operation=pull_cache", "C2C"]),
+    ("operation", "copy_cache", ["operation=copy_cache", "C2C"]),
+    ("kind", "B2C", ["kind='B2C'", "B2B"]),
+    ("kind", "C2B", ["kind=C2B", "B2B"]),
+    ("src", None, ["src=None"]),
+    ("src", [], ["src=[]"]),
+    ("src", {}, ["src", "num_tensors"]),
+    ("src.extra", 1, ["src", "extra"]),
+    ("src.num_tensors", 0, ["src.num_tensors=0"]),
+    ("src.num_tensors", 4.0, ["src.num_tensors=4.0"]),
+    ("src.num_tensors", 2**32, ["src", str(2**32), str(2**32 - 1)]),
+    ("src.num_tensors", 10**400, ["src.num_tensors=1"]),
+    ("src.num_tensors", 3, ["src_tensors=range(0, 4)", "[0, 3)"]),
+    ("src.count", -8, ["src.count=-8"]),
+    ("src.count", 5, ["segment 1", "src", "[16, 24)", "[0, 20)"]),
+    ("src.count", 2**62, ["src", str(2**64), str(2**63 - 1)]),
+    ("src.stride", None, ["src.stride=None"]),
+    ("src.paged", False, ["kind=B2B", "slots", "C2B"]),
+    ("src.paged", 1, ["src.paged=1"]),
+    ("src.placement", "NPU", ["src.placement='NPU'", "DEVICE"]),
+    ("src.placement", 1, ["src.placement=1"]),
+    ("src.name", 7, ["src.name=7"]),
+    ("dst.count", 6, ["segment 0", "dst", "[24, 28)", "[0, 24)"]),
+    ("src_tensors", [0, 4, 1], ["src_tensors"]),
+    ("src_tensors", [0, 5], ["src_tensors=range(0, 5)", "[0, 4)"]),
+    ("src_tensors", [-2, 2], ["src_tensors=range(-2, 2)", "[0, 4)"]),
+    ("src_tensors", [4, 0], ["src_tensors=range(4, 0)", "non-empty"]),
+    ("src_tensors", [0, 10**30], ["src_tensors=range(0, 1", "[0, 4)"]),
+    ("src_tensors", [1, 3], ["src_tensors=range(1, 3)", "whole layers of 2"]),
+    ("src_tensors", [0, 3], ["src_tensors=range(0, 3)", "whole layers of 2"]),
+    ("src_tensors", [2, 4], ["src_tensors=range(2, 4)", "range(0, 4)", "equal length"]),
+    ("src_tensors", "04", ["src_tensors='04'"]),
+    ("src_tensors", {"0": 1}, ["src_tensors={"]),
+    ("tensors_per_layer", 0, ["tensors_per_layer=0"]),
+    ("tensors_per_layer", True, ["tensors_per_layer=True"]),
+    ("tensors_per_layer", 2**63, [f"tensors_per_layer={2**63}"]),
+    ("segments", None, ["segments=None"]),
+    ("segments", [[4, 24, 4]], ["segments=[[4, 24, 4]]"]),
+    ("segments", {"src_offsets": [0]}, ["segments", "dst_offsets"]),
+    ("segments.more", [], ["segments", "more"]),
+    ("segments.nbytes", [4], ["columns", "one length"]),
+    ("segments.nbytes", [4, 0], ["none of 0 bytes"]),
+    ("segments.nbytes", [4, -8], ["nbytes", "-8"]),
+    ("segments.nbytes", [4, 8.0], ["nbytes=[4, 8.0]"]),
+    ("segments.nbytes", [4, True], ["nbytes=[4, True]"]),
+    ("segments.nbytes", [4, None], ["nbytes=[4, None]"]),
+    ("segments.nbytes", [[4], [8]], ["nbytes=[[4], [8]]"]),
+    ("segments.nbytes", 8, ["nbytes=8"]),
+    ("segments.nbytes", [4, 2**64], ["nbytes", str(2**64), str(2**64 - 1)]),
+    ("segments.nbytes", [4, 2**64 - 1], ["segment 1", "outside"]),
+    ("segments.src_offsets", [4, 2**64 - 4], ["segment 1", "src", "outside"]),
+    ("segments.dst_offsets", [24, 29], ["segment 1", "dst", "[29, 37)", "[0, 32)"]),
+    ("segments.dst_offsets", [4, 4], ["segments 0 and 1", "same destination", "dst offset 4"]),
+    ("segments.dst_offsets", [11, 4], ["segments 1 and 0", "same destination", "dst offset 11"]),
+    ("num_slices", 0, ["num_slices=0"]),
+    ("num_slices", 1, ["num_slices=1", "2 segments"]),
+    ("num_slices", 2**63, [f"num_slices={2**63}"]),
+    ("num_slices", "3", ["num_slices='3'"]),
+    ("coalesce", "none", ["num_slices=3", "coalesce=none"]),
+    ("coalesce", "SORTED", ["coalesce='SORTED'", "sorted"]),
+    ("coalesce", [], ["coalesce=[]"]),
+    ("more", 1, ["unknown", "more"]),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "parts"), WRONG)
+def test_a_wrong_field_is_named(path: str, value: Any, parts: list[str]) -> None:
+    message = refusal(changed(path, value))
+    for part in parts:
+        assert part in message
+
+
+def test_empty_segments_are_no_plan() -> None:
+    assert "at least one" in refusal(changed("segments", {name: [] for name in Segments.columns()}))
+
+
+@pytest.mark.parametrize("name", DOCUMENT)
+def test_a_missing_field_is_named(name: str) -> None:
+    assert name in refusal({key: value for key, value in DOCUMENT.items() if key != name})
+
+
+@pytest.mark.parametrize("document", [None, [], "plan", 1, {}, [DOCUMENT], {1: 2}])
+def test_what_is_no_document_at_all(document: Any) -> None:
+    assert "document" in refusal(document)
+
+
+def test_a_deep_or_long_value_does_not_end_in_the_message() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    for value in (deep, "x" * 10**6, list(range(10**4)), dict.fromkeys(map(str, range(10**4)))):
+        for path in ("src", "operation", "src_tensors", "num_slices", "segments", "src.placement"):
+            assert len(refusal(changed(path, value))) < 1000
+    while deep:  # freed level by level: a nest this deep is not freed by recursion everywhere
+        deep = deep.pop()
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, 1, 2**31, 2**32, 2**63, 2**64, 10**30, -1])
+    | st.floats()
+    | st.sampled_from(["B2B", "C2C", "sorted", "none", "DEVICE", "pull_blocks", ""])
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from([*DOCUMENT, *DOCUMENT["src"]]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_any_json_is_refused_and_nothing_else_happens(document: Any) -> None:
+    refusal(document)
+
+
+def paths(document: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in document.items():
+        found.append(prefix + name)
+        if isinstance(value, dict):
+            found += paths(value, f"{prefix}{name}.")
+    return found
+
+
+@given(transfers(), st.data())
+def test_a_damaged_document_is_refused_or_is_a_sound_plan(
+    transfer: Transfer, data: st.DataObject
+) -> None:
+    document = json.loads(json.dumps(transfer.plan().to_dict()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(paths(document)))
+        *parents, last = path.split(".")
+        at = document
+        for name in parents:
+            at = at[name]
+        numbers = st.integers(0, 40)
+        at[last] = data.draw(
+            json_values | numbers | st.lists(numbers, min_size=1, max_size=3), label=path
+        )
+    try:
+        plan = Plan.from_dict(document)
+    except LLMException:
+        refusal(document)
+        return
+    # What was let in can be read, cut and written like any other plan.
+    assert plan.to_dict() == document
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert plan.explain() != plan.explain("table")
+    assert plan.for_layers(plan.src_layers) == plan
+    assert str(plan.origin(plan.num_descriptors - 1)).startswith("layer ")
+    assert plan.diff(plan).endswith("identical")
+    for src, dst, nbytes in plan.segments:
+        assert nbytes > 0
+        assert src + nbytes <= plan.src.tensor_nbytes
+        assert dst + nbytes <= plan.dst.tensor_nbytes
+
+
+def test_names_survive_and_ranges_too() -> None:
+    plan = plan_pull_cache(DESC, DESC, size=3, src_offset=1, coalesce=Coalesce.CALLER_ORDER)
+    again = Plan.from_dict(plan.to_dict())
+    assert again.src_tensors == plan.src_tensors
+    assert again.coalesce is Coalesce.CALLER_ORDER
+    assert again.src.name == plan.src.name

@@ -1,0 +1,251 @@
+"""The rules of the reference, each by an example small enough to check by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    KvCacheExtParam,
+    LLMException,
+    Placement,
+    Plan,
+    RemoteCache,
+    plan_copy_blocks,
+    plan_copy_cache,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_push_blocks,
+    plan_push_cache,
+    plan_swap_blocks,
+)
+
+SLOTS = CacheDesc(4, (3, 16), DataType.DT_INT8)
+SMALL = CacheDesc(4, (3, 10), DataType.DT_INT8)
+BLOCKS = CacheDesc(4, (8, 4), DataType.DT_INT8)
+
+
+def segments(plan: Plan) -> list[tuple[int, int, int]]:
+    return list(plan.segments)
+
+
+def tensor_pairs(plan: Plan) -> list[tuple[int, int]]:
+    return list(zip(plan.src_tensors, plan.dst_tensors, strict=True))
+
+
+def layered(num_tensors: int, ext_param: KvCacheExtParam) -> Plan:
+    desc = CacheDesc(num_tensors, (8, 4), DataType.DT_INT8)
+    return plan_pull_blocks(desc, desc, [0], [1], ext_param=ext_param)
+
+
+class TestSize:
+    def test_minus_one_pulls_one_destination_row(self) -> None:
+        plan = plan_pull_cache(SLOTS, SMALL, src_batch_index=1, dst_batch_index=2)
+        assert segments(plan) == [(16, 20, 10)]
+
+    def test_minus_one_pushes_and_copies_one_source_row(self) -> None:
+        for function in (plan_push_cache, plan_copy_cache):
+            plan = function(SMALL, SLOTS, src_batch_index=2, dst_batch_index=1)
+            assert segments(plan) == [(20, 16, 10)]
+
+    def test_minus_one_never_means_less_than_the_local_row(self) -> None:
+        with pytest.raises(LLMException, match=r"10 bytes|16 bytes"):
+            plan_pull_cache(SMALL, SLOTS)
+        with pytest.raises(LLMException, match="16 bytes"):
+            plan_push_cache(SLOTS, SMALL)
+
+    @pytest.mark.parametrize("size", [1, 9, 10])
+    def test_a_part_of_a_row_and_a_whole_one(self, size: int) -> None:
+        assert segments(plan_pull_cache(SLOTS, SMALL, size=size)) == [(0, 0, size)]
+
+    def test_minus_one_is_what_is_left_after_the_offset(self) -> None:
+        plan = plan_pull_cache(SLOTS, SMALL, src_offset=9, dst_offset=3)
+        assert segments(plan) == [(9, 3, 7)]
+        plan = plan_push_cache(SMALL, SLOTS, src_offset=9, dst_offset=3)
+        assert segments(plan) == [(9, 3, 1)]
+
+    def test_the_offset_of_a_copy_is_on_both_sides(self) -> None:
+        plan = plan_copy_cache(SLOTS, SLOTS, dst_batch_index=2, offset=12)
+        assert segments(plan) == [(12, 44, 4)]
+        plan = plan_copy_cache(SLOTS, SLOTS, dst_batch_index=2, offset=12, size=3)
+        assert segments(plan) == [(12, 44, 3)]
+
+    def test_the_last_byte_of_the_last_row_can_be_copied(self) -> None:
+        plan = plan_copy_cache(
+            SLOTS, SLOTS, src_batch_index=2, dst_batch_index=2, offset=15, size=1
+        )
+        assert segments(plan) == [(47, 47, 1)]
+
+
+class TestSlotToBlocks:
+    def test_chunk_i_goes_to_block_i(self) -> None:
+        plan = plan_pull_blocks(SLOTS, BLOCKS, None, [7, 0, 3], src_batch_index=1)
+        assert (plan.kind, segments(plan)) == ("C2B", [(16, 28, 4), (20, 0, 4), (24, 12, 4)])
+
+    def test_the_last_chunk_ends_with_the_row(self) -> None:
+        plan = plan_push_blocks(SMALL, BLOCKS, (), [7, 0, 3], src_batch_index=2)
+        assert segments(plan) == [(20, 28, 4), (24, 0, 4), (28, 12, 2)]
+
+    def test_a_row_smaller_than_a_block_fills_its_beginning(self) -> None:
+        tiny = CacheDesc(4, (3, 3), DataType.DT_INT8)
+        plan = plan_pull_blocks(tiny, BLOCKS, None, [5], src_batch_index=1)
+        assert segments(plan) == [(3, 20, 3)]
+
+    def test_chunks_merge_where_blocks_are_neighbours(self) -> None:
+        plan = plan_pull_blocks(SMALL, BLOCKS, None, [4, 5, 6])
+        assert segments(plan) == [(0, 16, 10)]
+        assert (plan.num_slices, plan.nbytes) == (3, 40)
+
+
+class TestBlocks:
+    def test_block_i_goes_to_block_i(self) -> None:
+        plan = plan_pull_blocks(BLOCKS, BLOCKS, [6, 1], [0, 5], coalesce=False)
+        assert segments(plan) == [(24, 0, 4), (4, 20, 4)]
+
+    def test_one_block_can_be_read_many_times(self) -> None:
+        plan = plan_pull_blocks(BLOCKS, BLOCKS, [6, 6, 6], [0, 5, 1])
+        assert segments(plan) == [(24, 0, 4), (24, 4, 4), (24, 20, 4)]
+
+    def test_caches_of_other_block_counts_and_shapes_fit_if_blocks_are_equal(self) -> None:
+        other = CacheDesc(4, (2, 1, 2), DataType.DT_FLOAT16)
+        assert segments(plan_push_blocks(BLOCKS, other, [7], [1])) == [(28, 4, 4)]
+
+    def test_a_copy_fans_out(self) -> None:
+        plan = plan_copy_blocks(BLOCKS, {0: [1, 2], 4: [6]})
+        assert segments(plan) == [(0, 4, 4), (0, 8, 4), (16, 24, 4)]
+
+    def test_a_block_may_be_copied_to_itself(self) -> None:
+        assert segments(plan_copy_blocks(BLOCKS, {3: [3, 5]})) == [(12, 12, 4), (12, 20, 4)]
+
+    def test_between_two_caches_nothing_can_clash(self) -> None:
+        target = CacheDesc(4, (8, 4), DataType.DT_INT8)
+        for dst in (target, Cache(target, 2)):
+            plan = plan_copy_blocks(Cache(BLOCKS, 1), {0: [1], 1: [0]}, dst)
+            assert segments(plan) == [(0, 4, 4), (4, 0, 4)]
+
+    def test_an_unregistered_cache_has_no_id_to_share(self) -> None:
+        assert plan_copy_blocks(Cache(BLOCKS), {0: [1], 1: [0]}, Cache(BLOCKS)).nbytes == 32
+
+    @pytest.mark.parametrize("inward", [True, False])
+    def test_a_swap_goes_in_or_out(self, inward: bool) -> None:
+        host = CacheDesc(4, (5, 4), DataType.DT_INT8, Placement.HOST)
+        src, dst = (host, BLOCKS) if inward else (BLOCKS, host)
+        assert segments(plan_swap_blocks(src, dst, {4: 1})) == [(16, 4, 4)]
+
+
+class TestLayers:
+    @pytest.mark.parametrize(
+        ("src", "dst"),
+        [
+            (range(1, 3), range(2)),
+            ((1, 2), (0, 1)),
+            (range(1, 3), (0, 1)),
+            ((1, 2), range(2)),
+            ([1, 2], [0, 1]),
+        ],
+    )
+    def test_a_python_range_and_an_inclusive_pair_are_the_same(self, src, dst) -> None:  # type: ignore[no-untyped-def]
+        plan = layered(6, KvCacheExtParam(src, dst))
+        assert tensor_pairs(plan) == [(2, 0), (3, 1), (4, 2), (5, 3)]
+
+    @pytest.mark.parametrize("everything", [None, (-1, -1)])
+    def test_all_layers(self, everything: tuple[int, int] | None) -> None:
+        plan = layered(6, KvCacheExtParam(everything, everything))
+        assert tensor_pairs(plan) == [(i, i) for i in range(6)]
+        assert plan == layered(6, KvCacheExtParam())
+
+    def test_one_range_is_enough_where_it_is_everything(self) -> None:
+        for ext_param in (KvCacheExtParam(range(3)), KvCacheExtParam(None, (0, 2))):
+            assert layered(6, ext_param) == layered(6, KvCacheExtParam())
+
+    def test_one_range_against_a_cache_of_as_many_layers(self) -> None:
+        few, many = (CacheDesc(n, (8, 4), DataType.DT_INT8) for n in (4, 8))
+        plan = plan_pull_blocks(
+            many, few, [0], [0], ext_param=KvCacheExtParam(src_layer_range=range(2, 4))
+        )
+        assert tensor_pairs(plan) == [(4, 0), (5, 1), (6, 2), (7, 3)]
+
+    @pytest.mark.parametrize(
+        ("num_tensors", "layers"), [(1, [1]), (2, [2]), (3, [2, 1]), (5, [2, 2, 1])]
+    )
+    def test_without_a_range_the_default_of_two_only_groups(
+        self, num_tensors: int, layers: list[int]
+    ) -> None:
+        plan = layered(num_tensors, KvCacheExtParam())
+        assert tensor_pairs(plan) == [(i, i) for i in range(num_tensors)]
+        assert [len(layer.tensors) for layer in plan.layers] == layers
+
+    @pytest.mark.parametrize("per_layer", [1, 2, 3, 6])
+    def test_layer_l_is_the_tensors_from_l_times_t(self, per_layer: int) -> None:
+        last = 6 // per_layer - 1
+        plan = layered(6, KvCacheExtParam((last, last), (0, 0), per_layer))
+        assert list(plan.src_tensors) == list(range(last * per_layer, 6))
+        assert list(plan.dst_tensors) == list(range(per_layer))
+
+    def test_the_example_of_the_reference(self) -> None:
+        """PushKvCache: 4 tensors of (4, 16) int32, slot 3, layer 3 to 3, one tensor a layer."""
+        desc = CacheDesc(4, (4, 16), DataType.DT_INT32)
+        plan = plan_push_cache(
+            desc,
+            RemoteCache(CacheIndex(0, 1, 3), desc),
+            src_batch_index=3,
+            ext_param=KvCacheExtParam((3, 3), (3, 3), 1),
+        )
+        assert tensor_pairs(plan) == [(3, 3)]
+        assert segments(plan) == [(192, 192, 64)]
+
+    def test_a_cut_plan_is_the_plan_of_the_cut(self) -> None:
+        whole = layered(6, KvCacheExtParam(range(1, 3), range(2)))
+        assert whole.for_layers(range(2, 3)) == layered(6, KvCacheExtParam((2, 2), (1, 1)))
+
+
+class TestRemoteKeys:
+    def test_the_slot_is_the_one_that_the_key_names(self) -> None:
+        source = RemoteCache(CacheIndex(1, 7, 2), SLOTS)
+        for index in (None, 2):
+            plan = plan_pull_cache(source, SLOTS, src_batch_index=index, dst_batch_index=1)
+            assert segments(plan) == [(32, 16, 16)]
+        plan = plan_push_cache(SLOTS, source)
+        assert segments(plan) == [(0, 32, 16)]
+        assert segments(plan_pull_blocks(source, BLOCKS, None, [0])) == [(32, 0, 4)]
+
+    def test_names_are_for_people_only(self) -> None:
+        named = plan_push_blocks(Cache(BLOCKS, 7), RemoteCache(BlocksCacheKey(1), BLOCKS), [0], [1])
+        assert named.src.name == "cache 7"
+        assert named.dst.name == "BlocksCacheKey(cluster_id=1, model_id=0)"
+        assert named == plan_push_blocks(BLOCKS, BLOCKS, [0], [1])
+
+
+class TestSides:
+    @pytest.mark.parametrize(
+        ("plan", "local"),
+        [
+            (plan_pull_cache(SLOTS, SLOTS), "dst"),
+            (plan_pull_blocks(BLOCKS, BLOCKS, [0], [1]), "dst"),
+            (plan_push_cache(SLOTS, SLOTS), "src"),
+            (plan_push_blocks(BLOCKS, BLOCKS, [0], [1]), "src"),
+            (plan_copy_cache(SLOTS, SLOTS), "both"),
+            (plan_copy_blocks(BLOCKS, {0: [1]}), "both"),
+        ],
+        ids=lambda value: value.operation if isinstance(value, Plan) else value,
+    )
+    def test_local_is_the_side_of_this_process(self, plan: Plan, local: str) -> None:
+        assert plan.local == local
+
+    def test_offsets_reach_beyond_four_gibibytes(self) -> None:
+        large = CacheDesc(2, (2**40, 2**20), DataType.DT_INT8)
+        plan = plan_pull_blocks(large, large, [2**40 - 1, 5], [0, 2**40 - 1])
+        assert segments(plan) == [
+            (5 * 2**20, (2**40 - 1) * 2**20, 2**20),
+            ((2**40 - 1) * 2**20, 0, 2**20),
+        ]
+
+    def test_the_largest_tensor_that_can_be_addressed(self) -> None:
+        largest = CacheDesc(1, (1, 2**63 - 1), DataType.DT_INT8)
+        assert plan_copy_cache(largest, largest).nbytes == 2**63 - 1
+        assert np.uint64(plan_copy_cache(largest, largest, offset=2**63 - 2).nbytes) == 1
