@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -35,10 +36,21 @@ NO_PROCESS_VM = """
     assert libc.prctl(22, 2, program, 0, 0) == 0  # seccomp filter
 """
 
+PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
+HIDE_OTHERS = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+
+
+def may(*command: str) -> bool:
+    return (
+        shutil.which(command[0]) is not None
+        and not subprocess.run([*command, "true"], stderr=subprocess.DEVNULL).returncode
+    )
+
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-needs_unshare = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None,
-    reason="only root can make a PID namespace, with `unshare` of util-linux",
+needs_namespaces = pytest.mark.skipif(
+    not may(*PID_NAMESPACE, "--mount-proc"),
+    reason="only root outside of containers can make a PID namespace, with `unshare` of util-linux",
 )
 
 
@@ -240,29 +252,28 @@ def test_a_sandbox_does_not_make_address_checks_blind(owner: Owner) -> None:
     assert "past the file's end" in answer
 
 
-@needs_unshare
+@needs_namespaces
 class TestNamespaces:
     def test_a_peer_in_another(self, transport: LocalTransport) -> None:
-        with owners(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]) as (inner,):
+        with owners([*PID_NAMESPACE, "--mount-proc"]) as (inner,):
             assert inner.pid == 1
             assert "is in another PID namespace" in refusal(transport, inner.metadata())
 
     def test_two_in_one(self) -> None:
-        with owners(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]) as (inner,):
+        with owners([*PID_NAMESPACE, "--mount-proc"]) as (inner,):
             inner.run("from kvplan.transport.local import LocalTransport; other = LocalTransport()")
             inner.run("other.allocate(100)")
             metadata = inner.run("result = other.metadata().decode()").encode()
             assert refusal_in(inner, metadata) == ""
 
     def test_a_foreign_proc(self) -> None:
-        with owners(["unshare", "--pid", "--fork", "--kill-child"]) as (inner,):
+        with owners(PID_NAMESPACE) as (inner,):
             inner.run("transport.allocate(100)")
             assert "--mount-proc" in refusal_in(inner, inner.metadata())
 
     def test_a_proc_that_hides_others(self, owner: Owner) -> None:
         owner.run("transport.allocate(100)")
-        hide = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
-        with owners(["unshare", "--mount", "sh", "-c", hide, "sh"]) as (inner,):
+        with owners(["unshare", "--mount", "sh", "-c", HIDE_OTHERS, "sh"]) as (inner,):
             inner.run(DROP)
             assert "hidepid" in refusal_in(inner, owner.metadata())
 
