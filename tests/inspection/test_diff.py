@@ -194,6 +194,16 @@ def test_only_so_many_lines() -> None:
     )
 
 
+def test_only_tensors_that_there_are_are_mentioned() -> None:
+    def change(num_tensors: int) -> str:
+        desc = CacheDesc(num_tensors, (8, 4), DataType.DT_INT8)
+        old, new = (plan_pull_blocks(desc, desc, [block], [1]) for block in (0, 2))
+        return old.diff(new)
+
+    assert "more" not in change(1)
+    assert "  (same change in 1 more tensor)\n" in change(2)
+
+
 def test_names_are_no_difference() -> None:
     named = dataclasses.replace(PLAN, src=dataclasses.replace(PLAN.src, name="cache 1"))
     assert PLAN.diff(named).endswith("verdict: identical")

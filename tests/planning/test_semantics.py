@@ -220,6 +220,10 @@ class TestRemoteKeys:
         assert named.dst.name == "BlocksCacheKey(cluster_id=1, model_id=0)"
         assert named == plan_push_blocks(BLOCKS, BLOCKS, [0], [1])
 
+    @pytest.mark.parametrize(("cache_id", "name"), [(0, "cache 0"), (-1, "")])
+    def test_a_cache_without_an_id_has_no_name(self, cache_id: int, name: str) -> None:
+        assert plan_copy_blocks(Cache(BLOCKS, cache_id), {0: [1]}).src.name == name
+
 
 class TestSides:
     @pytest.mark.parametrize(

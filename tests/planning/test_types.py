@@ -229,7 +229,7 @@ def test_the_two_names_of_an_index_are_one() -> None:
 
 
 def test_defaults_are_those_of_the_reference() -> None:
-    assert CacheKey(1).req_id == CacheKey(1).prefix_id == 2**64 - 1
+    assert CacheKey(1) == CacheKey(1, 2**64 - 1, 0, 2**64 - 1)
     assert (BlocksCacheKey(1).model_id, CacheIndex(1, 2).batch_index) == (0, 0)
     assert KvCacheExtParam().tensor_num_per_layer == 2
     assert (desc().placement, desc().seq_len_dim_index) == (Placement.DEVICE, -1)
