@@ -31,7 +31,7 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 	$(BIN)/python -m mypy.stubtest kvnative
 
 unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
-	KVPLAN_WERROR=1 $(BIN)/pytest
+	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300
 
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then those with threads under ThreadSanitizer
 	tools/sanitize address,undefined tests/native tests/engine tests/transport tests/project/test_native_build.py

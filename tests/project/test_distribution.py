@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUILT_SECONDS = 300  # fetches the build's requirements and compiles everything
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,6 @@ def tree(pattern: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)}
 
 
-@pytest.mark.timeout(BUILT_SECONDS)
 def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> None:
     wheel = one(dist, "*.whl")
     assert "-cp311-abi3-linux" in wheel.name
@@ -62,17 +60,17 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     assert [name for name in names if name.endswith((".c", ".pyx"))] == []
 
 
-@pytest.mark.timeout(BUILT_SECONDS)
 def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
     with tarfile.open(one(dist, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {"LICENSE", "Makefile", "README.md", "setup.py", "requirements/constraints.txt"}
+    sources = {"LICENSE", "Makefile", "README.md", "setup.py", "conftest.py", ".ci/run"}
+    sources |= {"tools/sanitize", "tools/tsan.supp", "requirements/constraints.txt"}
+    sources |= tree("benchmarks/*.[pc]*") | tree("examples/**/*.py") | tree("docs/**/*.md")
     sources |= tree("kvnative/*.pyx") | tree("kvnative/src/*.[ch]") | tree("tests/**/*.py")
     assert sources - names == set()
     assert [name for name in names if name.startswith("build/") or name.endswith(".so")] == []
 
 
-@pytest.mark.timeout(BUILT_SECONDS)
 def test_the_clean_installation_imports_every_module(python: Path, tmp_path: Path) -> None:
     modules = [f"kvnative.{path.stem}" for path in ROOT.glob("kvnative/*.pyx")]
     imports = "; ".join(f"import {name}" for name in [*modules, "kvplan", "kvplan.planning"])
@@ -80,7 +78,6 @@ def test_the_clean_installation_imports_every_module(python: Path, tmp_path: Pat
     assert Path(where.strip()).is_relative_to(python.parents[1])
 
 
-@pytest.mark.timeout(BUILT_SECONDS)
 def test_a_backend_can_be_written_against_the_installed_headers(
     python: Path, tmp_path: Path
 ) -> None:
