@@ -10,8 +10,8 @@
 #include "pooled.h"
 
 /* Measured: docs/adr/0002-copy-strategies.md. */
-#define INLINE_NBYTES (128u << 10) /* a worker is awake later than this is copied */
-#define STREAM_NBYTES (16u << 20)  /* batches from this size on are streamed */
+#define INLINE_NBYTES (256u << 10) /* a worker is awake later than this is copied */
+#define STREAM_NBYTES (24u << 20)  /* batches from this size on are streamed */
 #define PIECE_DESCRIPTORS 8192     /* keeps an abort prompt for tiny descriptors too */
 #define AHEAD_LINES 8              /* of the next descriptor, fetched while one is copied */
 

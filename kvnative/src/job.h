@@ -11,7 +11,7 @@
 
 /* Bytes. Also what an abort waits for: the piece that each thread is moving. */
 #define KVN_PIECE_MIN (64u << 10)
-#define KVN_PIECE_MAX (1u << 20)
+#define KVN_PIECE_MAX (512u << 10)
 
 typedef struct kvn_pool kvn_pool;
 

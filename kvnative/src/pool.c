@@ -8,75 +8,46 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "queue.h"
 #include "report.h"
 
-/* How long a waiter looks for the last pieces of its job before it sleeps: about one small piece.
- * Sleeping and being woken costs as much (measured: docs/adr/0002-copy-strategies.md). */
+/* To sleep and be woken costs some 30 us (measured: docs/adr/0002-copy-strategies.md). So a waiter
+ * looks for the last pieces of its job, about a small piece long, before it sleeps; and a worker that
+ * has just moved something looks for the next job. Who has slept does not look again. */
 #define SPIN_NS 20000
+#define LOOK_NS 50000
 
 struct kvn_pool {
     pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
     pthread_cond_t work;
-    kvn_job *head; /* jobs with unclaimed descriptors, in the order in which they are served */
-    kvn_job *tail;
+    kvn_queue queue; /* jobs with unclaimed descriptors */
     unsigned threads;
     unsigned started;
     unsigned moving; /* pieces in motion; never more than `threads` */
     unsigned idle;   /* workers asleep that nobody has woken */
     unsigned waking; /* workers woken that have not arrived */
+    unsigned looking; /* workers awake that look for the next job */
+    atomic_uint calls; /* to those who look, who read it without the mutex */
     bool stopping;
     pid_t pid;
     pthread_t workers[];
 };
 
-/* ---- the queue ---- */
-
-static void unqueue(kvn_pool *pool, kvn_job *job)
+static void pause_cpu(void)
 {
-    if (!job->queued)
-        return;
-    if (job->previous)
-        job->previous->next = job->next;
-    else
-        pool->head = job->next;
-    if (job->next)
-        job->next->previous = job->previous;
-    else
-        pool->tail = job->previous;
-    job->next = job->previous = NULL;
-    job->queued = false;
-}
-
-static void queue_last(kvn_pool *pool, kvn_job *job)
-{
-    job->previous = pool->tail;
-    job->next = NULL;
-    if (pool->tail)
-        pool->tail->next = job;
-    else
-        pool->head = job;
-    pool->tail = job;
-    job->queued = true;
-}
-
-static void queue_first(kvn_pool *pool, kvn_job *job)
-{
-    if (pool->head == job)
-        return;
-    unqueue(pool, job);
-    job->next = pool->head;
-    if (pool->head)
-        pool->head->previous = job;
-    else
-        pool->tail = job;
-    pool->head = job;
-    job->queued = true;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
 }
 
 /* One at a time: who is woken wakes the next, so submitting costs one wake-up however many threads. */
 static void wake_worker(kvn_pool *pool)
 {
-    if (pool->head && pool->idle > 0 && pool->moving + pool->waking < pool->threads) {
+    if (!pool->queue.head || pool->moving >= pool->threads)
+        return;
+    if (pool->looking > 0)
+        atomic_fetch_add_explicit(&pool->calls, 1, memory_order_relaxed);
+    if (pool->idle > 0 && pool->moving + pool->waking + pool->looking < pool->threads) {
         pool->idle--;
         pool->waking++;
         pthread_cond_signal(&pool->work);
@@ -101,7 +72,7 @@ static void work_on(kvn_pool *pool, kvn_job *job)
 
     kvn_job_claim(job, pool->threads, &piece);
     if (!kvn_job_has_unclaimed(job))
-        unqueue(pool, job);
+        kvn_queue_remove(&pool->queue, job);
     job->in_motion++;
     pool->moving++;
     wake_worker(pool);
@@ -114,20 +85,42 @@ static void work_on(kvn_pool *pool, kvn_job *job)
     job->in_motion--;
     if (status != KVN_OK) {
         kvn_job_fail(job, &piece, status, &fault);
-        unqueue(pool, job);
+        kvn_queue_remove(&pool->queue, job);
     }
     if (job->in_motion == 0 && !kvn_job_has_unclaimed(job))
         finish(job);
 }
 
+/* Waits for the next job without sleeping, for a moment; with the mutex held. */
+static void look_for_work(kvn_pool *pool)
+{
+    unsigned seen = atomic_load_explicit(&pool->calls, memory_order_relaxed);
+    int64_t until = kvn_now_ns() + LOOK_NS;
+
+    pool->looking++;
+    pthread_mutex_unlock(&pool->mutex);
+    while (atomic_load_explicit(&pool->calls, memory_order_relaxed) == seen &&
+           kvn_now_ns() < until)
+        pause_cpu();
+    pthread_mutex_lock(&pool->mutex);
+    pool->looking--;
+}
+
 static void *worker_main(void *argument)
 {
     kvn_pool *pool = argument;
+    bool looked = true; /* since it last moved something */
 
     pthread_mutex_lock(&pool->mutex);
     while (!pool->stopping) {
-        if (pool->head && pool->moving < pool->threads) {
-            work_on(pool, pool->head);
+        if (pool->queue.head && pool->moving < pool->threads) {
+            work_on(pool, pool->queue.head);
+            looked = false;
+            continue;
+        }
+        if (!looked) {
+            looked = true;
+            look_for_work(pool);
             continue;
         }
         pool->idle++;
@@ -163,6 +156,19 @@ static int start_workers(kvn_pool *pool)
     return error;
 }
 
+/* Held for a fraction of a microsecond between pieces: to look again beats to sleep. */
+static void init_mutex(pthread_mutex_t *mutex)
+{
+    pthread_mutexattr_t attributes;
+
+    pthread_mutexattr_init(&attributes);
+#if defined(__GLIBC__)
+    pthread_mutexattr_settype(&attributes, PTHREAD_MUTEX_ADAPTIVE_NP);
+#endif
+    pthread_mutex_init(mutex, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+}
+
 kvn_pool *kvn_pool_create(unsigned threads)
 {
     kvn_pool *pool;
@@ -175,7 +181,7 @@ kvn_pool *kvn_pool_create(unsigned threads)
     pool = calloc(1, sizeof *pool + threads * sizeof(pthread_t));
     if (!pool)
         return NULL;
-    pthread_mutex_init(&pool->mutex, NULL);
+    init_mutex(&pool->mutex);
     pthread_cond_init(&pool->work, NULL);
     pool->threads = threads;
     pool->pid = getpid();
@@ -234,7 +240,7 @@ int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *rep
     job->pool = pool;
     kvn_job_start(job, total);
     pthread_mutex_lock(&pool->mutex);
-    queue_last(pool, job);
+    kvn_queue_last(&pool->queue, job);
     wake_worker(pool);
     pthread_mutex_unlock(&pool->mutex);
     return KVN_OK;
@@ -263,11 +269,8 @@ static void spin_until_finished(const kvn_job *job)
 {
     int64_t until = kvn_now_ns() + SPIN_NS;
 
-    while (!kvn_job_is_finished(job) && kvn_now_ns() < until) {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
-    }
+    while (!kvn_job_is_finished(job) && kvn_now_ns() < until)
+        pause_cpu();
 }
 
 /* False when the deadline has passed. */
@@ -305,7 +308,7 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
             pthread_mutex_lock(&pool->mutex);
         } else {
             if (job->queued)
-                queue_first(pool, job);
+                kvn_queue_first(&pool->queue, job);
             wake_worker(pool);
             if (!sleep_until(pool, job, deadline_ns))
                 break;
@@ -340,7 +343,7 @@ int kvn_job_abort(kvn_job *job, int why, kvn_report *report)
     if (kvn_job_has_unclaimed(job)) {
         job->report.status = why;
         kvn_job_abandon(job);
-        unqueue(pool, job);
+        kvn_queue_remove(&pool->queue, job);
         if (job->in_motion == 0)
             finish(job);
     }

@@ -78,8 +78,8 @@ def test_thousands_of_tiny_tasks() -> None:
     case.assert_moved()
 
 
-def test_thousands_of_tiny_tasks_on_the_pool() -> None:
-    cases = [scatter([140_000], seed=seed) for seed in range(20)]
+def test_thousands_of_small_tasks_on_the_pool() -> None:
+    cases = [scatter([300_000], seed=seed) for seed in range(20)]
     executor = Executor(host_backend(ThreadPool(3)))
     tasks = [executor.submit(case.descriptors) for _ in range(100) for case in cases]
     assert {task.wait().status for task in reversed(tasks)} == {KVN_OK}
