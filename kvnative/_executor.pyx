@@ -109,10 +109,10 @@ cdef class Task:
 
     @staticmethod
     cdef Task begin(Backend backend, Descriptors descriptors, object keep, dict siblings):
-        cdef kvn_columns columns = descriptors.columns()
+        cdef kvn_columns columns
         cdef Task self = Task.__new__(Task)
         cdef int status
-        descriptors.hold()
+        columns = descriptors.hold_columns()
         self.backend = backend
         self.descriptors = descriptors
         self.keep = keep
@@ -288,8 +288,7 @@ cdef class Executor:
         cdef kvn_columns columns
         cdef int status
         self.check_usable()
-        columns = descriptors.columns()
-        descriptors.hold()
+        columns = descriptors.hold_columns()
         with nogil:
             status = kvn_task_submit(&task, self._backend.handle, &columns)
             if status == KVN_PENDING:

@@ -24,5 +24,7 @@ cdef class Descriptors:
     cdef int hold(self) except -1
     # Ends one hold(); any thread, no GIL needed.
     cdef void release(self) noexcept nogil
+    # hold() and then the columns, so that they cannot change between the two.
+    cdef kvn_columns hold_columns(self) except *
     # The columns, valid while held. ValueError where the layout is not "columns".
     cdef kvn_columns columns(self) except *

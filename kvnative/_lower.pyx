@@ -345,6 +345,14 @@ cdef class Descriptors:
     cdef void release(self) noexcept nogil:
         kvn_lease_done(&self.leases)
 
+    cdef kvn_columns hold_columns(self) except *:
+        self.hold()
+        try:
+            return self.columns()
+        except BaseException:
+            self.release()
+            raise
+
     cdef kvn_columns columns(self) except *:
         cdef kvn_columns columns
         cdef size_t stride = kvn_column_stride(self.num_descriptors)
