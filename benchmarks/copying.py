@@ -25,6 +25,8 @@ TENSORS, POOL_BLOCKS = 64, 1536
 LARGEST_BLOCK = 32 << 10
 TENSOR_NBYTES = POOL_BLOCKS * LARGEST_BLOCK
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+CACHES = 64 * MIB
+"""More than is likely to be found in a cache again."""
 
 Column = NDArray[np.uint64]
 
@@ -146,6 +148,8 @@ def copy_ratio(run: Run, name: str, block: int, total: int, rounds: int) -> Row:
         timed(lambda: execute(executor, descriptors)),
         *(partial(team.copy_seconds, how, columns) for how in COPIES),
         rounds=rounds,
+        # Streaming into what a plain copy left in a cache, or the reverse, is up to twice as slow.
+        settle=2 if total < CACHES else 0,
     )
     best = min(bare)
     note = (

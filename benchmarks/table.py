@@ -68,15 +68,25 @@ class Run:
             self.shared[key] = make()
         return self.shared[key]
 
-    def medians(self, *candidates: Callable[[], float], rounds: int) -> list[float]:
+    def medians(
+        self, *candidates: Callable[[], float], rounds: int, settle: int = 0
+    ) -> list[float]:
         """Median seconds of each candidate, taken in turns (A B A B) after one turn of warm-up.
 
-        In turns, so that what else the machine does falls on all of them alike.
+        In turns, so that what else the machine does falls on all of them alike. In its turn a
+        candidate runs `settle` times before it counts, so that it finds the caches as it leaves
+        them itself, and not as another one did.
         """
+
+        def turn(candidate: Callable[[], float]) -> float:
+            for _ in range(settle):
+                candidate()
+            return candidate()
+
         for candidate in candidates:
             candidate()
         rounds = max(3, rounds // 4) if self.quick else rounds
-        turns = [[candidate() for candidate in candidates] for _ in range(rounds)]
+        turns = [[turn(candidate) for candidate in candidates] for _ in range(rounds)]
         return [statistics.median(times) for times in zip(*turns, strict=True)]
 
 

@@ -7,6 +7,7 @@
  * - `submit` copies the three column pointers, not the columns: they outlive the request.
  * - After `wait` returned an outcome, or `abort` returned, the backend touches no byte of the
  *   batch any more.
+ * - `abort` may be called while other threads are in `wait` on the same request.
  * - What cannot be honoured is refused by `submit` with a reason in the report; nothing is ignored. */
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H
