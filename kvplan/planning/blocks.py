@@ -82,7 +82,8 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
         seen[table] = True
         distinct = int(np.count_nonzero(seen))
     else:
-        distinct = len(np.unique(table))
+        ordered = np.sort(table)  # not np.unique, whose first call imports numpy.ma: 8 ms
+        distinct = 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
     if distinct == table.size:
         return
     order = np.argsort(table, kind="stable")
