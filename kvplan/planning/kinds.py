@@ -14,11 +14,12 @@ from kvplan.planning.blocks import (
     block_table,
     check_distinct,
     check_indices,
+    sorted_pairs,
 )
 from kvplan.planning.layer_range import tensor_ranges
 from kvplan.planning.layout import Described, Side, side, slot_index
 from kvplan.planning.plan import Kind, Operation, Plan
-from kvplan.planning.segments import Coalesce, Segments, coalesce
+from kvplan.planning.segments import Coalesce, Segments, merge
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import check_index, check_type
@@ -118,6 +119,9 @@ def block_to_block(
     how: Coalesce | bool,
 ) -> Plan:
     """Plan B2B between checked tables: block `src_table[i]` to block `dst_table[i]`."""
+    how = _coalesce(how)
+    if how is Coalesce.SORTED:
+        src_table, dst_table = sorted_pairs(src_table, dst_table)
     segments = Segments.adopt(
         (src_table * source.stride).view(np.uint64),
         (dst_table * target.stride).view(np.uint64),
@@ -135,9 +139,7 @@ def _plan(
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
 ) -> Plan:
-    if isinstance(how, bool):
-        how = DEFAULT_COALESCE if how else Coalesce.NONE
-    check_type("coalesce", how, Coalesce)
+    how = _coalesce(how)
     src_tensors, dst_tensors = tensor_ranges(source, target, ext_param)
     return Plan(
         operation=operation,
@@ -147,10 +149,16 @@ def _plan(
         src_tensors=src_tensors,
         dst_tensors=dst_tensors,
         tensors_per_layer=ext_param.tensor_num_per_layer,
-        segments=coalesce(slices, how),
+        segments=slices if how is Coalesce.NONE else merge(slices),
         num_slices=len(slices),
         coalesce=how,
     )
+
+
+def _coalesce(how: Coalesce | bool) -> Coalesce:
+    if isinstance(how, bool):
+        return DEFAULT_COALESCE if how else Coalesce.NONE
+    return check_type("coalesce", how, Coalesce)
 
 
 def check_same_blocks(source: Side, target: Side) -> None:

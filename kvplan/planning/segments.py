@@ -109,26 +109,15 @@ def _column(name: str, values: ArrayLike) -> Column:
     return np.array(given, dtype=np.uint64, order="C")
 
 
-def coalesce(slices: Segments, how: Coalesce) -> Segments:
-    """Merge the slices that are adjacent on both sides; the bytes copied stay the same."""
-    if how is Coalesce.NONE or len(slices) < 2:
-        return slices
+def merge(slices: Segments) -> Segments:
+    """Merge neighbours that are adjacent on both sides; the bytes copied stay the same."""
     src, dst, nbytes = slices.src_offsets, slices.dst_offsets, slices.nbytes
-    if how is Coalesce.SORTED and not bool(np.all(src[1:] > src[:-1])):
-        order = np.argsort(src)  # not stable, which is four times faster
-        ordered = src[order]
-        if not bool(np.all(ordered[1:] > ordered[:-1])):
-            # Equal keys: how that sort leaves them differs from machine to machine, and so would
-            # the fingerprint.
-            order = np.lexsort((dst, src))
-            ordered = src[order]
-        src, dst, nbytes = ordered, dst[order], nbytes[order]
     src_ends = src + nbytes
     # The law of merging: a segment goes on where both sides go on.
     adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
+    if not adjacent.any():
+        return slices
     breaks = np.flatnonzero(~adjacent)
-    if len(breaks) == len(src) - 1:
-        return slices if src is slices.src_offsets else Segments.adopt(src, dst, nbytes)
     first = np.concatenate(([0], breaks + 1))
     last = np.concatenate((breaks, [len(src) - 1]))
     merged_src = src[first]
