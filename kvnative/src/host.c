@@ -107,7 +107,7 @@ kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
         errno = error;
         return NULL;
     }
-    self->pooled.max_descriptors = PIECE_DESCRIPTORS;
+    self->pooled.piece.descriptors = PIECE_DESCRIPTORS;
     self->pooled.inline_nbytes = INLINE_NBYTES;
     self->strategy = strategy;
     for (int each = KVN_COPY_AUTO; each < KVN_NUM_STRATEGIES; each++)

@@ -16,13 +16,13 @@ bool kvn_columns_total(const kvn_columns *batch, uint64_t *total)
 }
 
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
-                  uint64_t max_descriptors)
+                  kvn_piece_limits limits)
 {
     memset(job, 0, offsetof(kvn_job, report));
     job->batch = *batch;
     job->move = move;
     job->context = context;
-    job->max_descriptors = max_descriptors;
+    job->limits = limits;
     kvn_report_begin(&job->report);
 }
 
@@ -39,7 +39,7 @@ static uint64_t piece_target(const kvn_job *job, unsigned threads)
 
     if (target < KVN_PIECE_MIN)
         return KVN_PIECE_MIN;
-    return target < KVN_PIECE_MAX ? target : KVN_PIECE_MAX;
+    return target < job->limits.nbytes ? target : job->limits.nbytes;
 }
 
 /* Bytes to take of a descriptor too large for the rest of the piece: up to a page boundary of the
@@ -56,7 +56,7 @@ static void claim(kvn_job *job, uint64_t target, kvn_piece *piece)
 {
     const uint64_t *nbytes = job->batch.nbytes;
     uint64_t index = job->cursor, skip = job->cursor_skip, taken = 0;
-    uint64_t limit = job->batch.count - index > job->max_descriptors ? index + job->max_descriptors
+    uint64_t limit = job->batch.count - index > job->limits.descriptors ? index + job->limits.descriptors
                                                                      : job->batch.count;
 
     piece->first = index;

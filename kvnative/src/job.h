@@ -11,7 +11,7 @@
 
 /* Bytes. Also what an abort waits for: the piece that each thread is moving. */
 #define KVN_PIECE_MIN (64u << 10)
-#define KVN_PIECE_MAX (512u << 10)
+#define KVN_PIECE_MAX (512u << 10) /* unless the mover asks for other pieces */
 
 typedef struct kvn_pool kvn_pool;
 
@@ -37,13 +37,19 @@ typedef struct kvn_fault {
 typedef int (*kvn_move)(void *context, const kvn_columns *batch, const kvn_piece *piece,
                         kvn_fault *fault);
 
+/* The most that one piece holds; both >= 1. */
+typedef struct kvn_piece_limits {
+    uint64_t descriptors; /* IOV_MAX, say */
+    uint64_t nbytes;      /* at least KVN_PIECE_MIN */
+} kvn_piece_limits;
+
 /* What is being moved. Embed it in a request; it must stay in place until released. The fields are
  * pool.c's, under the pool's mutex unless said otherwise. */
 typedef struct kvn_job {
     kvn_columns batch;
     kvn_move move;
     void *context;
-    uint64_t max_descriptors; /* of one piece */
+    kvn_piece_limits limits;
     kvn_pool *pool;           /* NULL: moved by kvn_job_run */
     struct kvn_job *next;     /* in the pool's queue of jobs with unclaimed descriptors */
     struct kvn_job *previous;
@@ -60,10 +66,10 @@ typedef struct kvn_job {
     kvn_report report;           /* the outcome; stable once finished */
 } kvn_job;
 
-/* `context` is passed to `move`; `max_descriptors` >= 1 limits one piece (IOV_MAX, say). The
+/* `context` is passed to `move`. The
  * columns must outlive the outcome. */
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
-                  uint64_t max_descriptors);
+                  kvn_piece_limits limits);
 /* Total bytes of a batch; false if they do not fit in 64 bits. */
 bool kvn_columns_total(const kvn_columns *batch, uint64_t *total);
 

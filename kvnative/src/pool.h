@@ -7,8 +7,8 @@
  * - At most `threads` pieces of a pool are in motion at any moment. A thread in kvn_job_wait helps
  *   with its own job when a place is free, instead of a worker.
  * - Jobs start in the order of submission; one that somebody waits for comes first.
- * - A piece is short (KVN_PIECE_MAX bytes): aborting means claiming no more, and waiting for the
- *   pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
+ * - A piece is short (its backend says how long at most): aborting means claiming no more, and
+ *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
  * - A pool belongs to the process that made it: in a forked child every call is refused
  *   (KVN_INVALID) and destroying it only forgets it. */
 #ifndef KVNATIVE_POOL_H

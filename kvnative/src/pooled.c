@@ -20,7 +20,7 @@ int kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_pool
     self->base.vtable = vtable;
     self->pool = pool;
     self->move = move;
-    self->max_descriptors = UINT64_MAX;
+    self->piece = (kvn_piece_limits){.descriptors = UINT64_MAX, .nbytes = KVN_PIECE_MAX};
     self->capabilities = (kvn_capabilities){
         .max_batch = UINT64_MAX,
         .max_nbytes = UINT64_MAX,
@@ -74,7 +74,7 @@ int kvn_pooled_submit(kvn_backend *base, const kvn_columns *batch, kvn_request *
                                             "no memory for a request (%zu bytes)",
                                             sizeof *request), report);
     atomic_init(&request->told, false);
-    kvn_job_init(&request->job, batch, self->move, self, self->max_descriptors);
+    kvn_job_init(&request->job, batch, self->move, self, self->piece);
     if (total <= self->inline_nbytes)
         kvn_job_run(&request->job, total);
     else

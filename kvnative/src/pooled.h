@@ -10,7 +10,7 @@ typedef struct kvn_pooled {
     kvn_backend base;         /* vtable: own name and destroy, the rest kvn_pooled_* */
     kvn_pool *pool;           /* not owned */
     kvn_move move;            /* called with the kvn_pooled as context */
-    uint64_t max_descriptors; /* of one piece */
+    kvn_piece_limits piece;
     uint64_t inline_nbytes;   /* batches up to this size are moved by submit itself */
     kvn_capabilities capabilities;
     pthread_mutex_t error_mutex;

@@ -12,6 +12,9 @@
 
 /* Smaller batches are moved by the caller at once: a worker wakes up later than that takes. */
 #define INLINE_NBYTES (128u << 10)
+/* Longer pieces than a plain copy has: a call pins pages and looks the process up. An abort waits for
+ * one of them, half a millisecond. */
+#define PIECE_NBYTES (4u << 20)
 
 typedef struct process_backend {
     kvn_pooled pooled;
@@ -160,7 +163,7 @@ kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction
     }
     self->pid = pid;
     self->is_put = direction == KVN_PEER_PUT;
-    self->pooled.max_descriptors = IOV_MAX;
+    self->pooled.piece = (kvn_piece_limits){.descriptors = IOV_MAX, .nbytes = PIECE_NBYTES};
     self->pooled.inline_nbytes = INLINE_NBYTES;
     self->pooled.capabilities.directions = direction;
     return &self->pooled.base;
