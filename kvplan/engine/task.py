@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from kvplan.engine.outcome import outcome
@@ -25,8 +26,9 @@ class TransferTask:
         self.plan = plan
         self._task = task
         self._memories = memories
+        self._concluded = False
         self._error: LLMException | None = None
-        self._checked = False
+        self._mutex = RLock()  # re-entrant: a signal handler may wait for the task too
 
     @property
     def done(self) -> bool:
@@ -56,11 +58,14 @@ class TransferTask:
         self._task.cancel()
 
     def _conclude(self) -> None:
-        if not self._checked:
-            self._checked = True
-            self._error = outcome(self.plan, self._task.report, self._memories)
+        with self._mutex:
+            if not self._concluded:
+                self._error = outcome(self.plan, self._task.report, self._memories)
+                # Only now: what interrupts the checks must not leave a success behind.
+                self._concluded = True
         if self._error is not None:
-            raise self._error
+            # Without the frames, and what they hold, of those who were told before.
+            raise self._error.with_traceback(None)
 
     def explain(self) -> str:
         """Return how far each layer came, as text: confirmed descriptors, and what failed."""
