@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._host import check_memory
-from kvplan.status import invalid
+from kvplan.engine.dlpack import from_dlpack
+from kvplan.status import LLMException, invalid
 from kvplan.types import Cache, CacheDesc
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class TensorMemory(Protocol):
         addresses: shape (num_tensors,), as the backend reaches them.
         nbytes: shape (num_tensors,), bytes that may be used from each address on.
         writable: whether it can be a destination.
+        in_process: whether the addresses are of this process, so that overlaps with its own show.
     """
 
     @property
@@ -40,6 +42,10 @@ class TensorMemory(Protocol):
     def writable(self) -> bool:
         """See above."""
 
+    @property
+    def in_process(self) -> bool:
+        """See above."""
+
     def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
         """Return the backend that reaches this memory; None: plain memory of this process."""
 
@@ -52,6 +58,8 @@ class TensorMemory(Protocol):
 
 class HostMemory:
     """Memory of this process: arrays, or addresses that were checked to be mapped."""
+
+    in_process = True
 
     def __init__(
         self, addresses: Addresses, nbytes: NDArray[np.uint64], *, writable: bool, owner: object
@@ -68,11 +76,13 @@ class HostMemory:
     def from_arrays(cls, arrays: Sequence[Any]) -> HostMemory:
         """Return the memory of `arrays`: NumPy, or anything with the buffer protocol or DLPack.
 
-        They are held, and so live as long as this object and every transfer that uses it.
+        They are held, and so live as long as this object and every transfer that uses it. An array
+        over a mapped file dies with SIGBUS, here as in NumPy, if the file is cut under it.
 
         Raises:
-            TypeError: an element that is no array.
-            LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, or empty.
+            TypeError: an element that is no array, or an array of Python objects.
+            LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
+                host memory.
         """
         held = [_as_array(position, array) for position, array in enumerate(arrays)]
         return cls(
@@ -129,6 +139,12 @@ class HostMemory:
                 check_memory(address, nbytes, self.writable)
             except ValueError as error:
                 raise invalid(f"tensor {position}: {error}") from None
+            except OSError as error:  # /proc is not there, or no descriptor is left to read it
+                raise LLMException(f"tensor {position}: {error}") from error
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would hold other arrays than those that its addresses point to.
+        raise TypeError("HostMemory cannot be copied or pickled: its addresses are this process's")
 
     def __repr__(self) -> str:
         return f"<HostMemory {len(self.addresses)} tensors, {int(self.nbytes.sum())} bytes>"
@@ -161,7 +177,7 @@ def _as_array(position: int, given: Any) -> NDArray[Any]:
     if isinstance(given, np.ndarray):
         array = given
     elif hasattr(given, "__dlpack__"):
-        array = np.from_dlpack(given)
+        return from_dlpack(f"arrays[{position}]", given)
     else:
         try:
             array = np.asarray(memoryview(given))
@@ -170,6 +186,11 @@ def _as_array(position: int, given: Any) -> NDArray[Any]:
                 f"arrays[{position}] must be an array (NumPy, buffer protocol or DLPack), not "
                 f"{type(given).__name__}"
             ) from None
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"arrays[{position}] has dtype {array.dtype}: references to Python objects, whose "
+            "bytes cannot be copied"
+        )
     if not array.flags.c_contiguous or array.nbytes == 0:
         raise invalid(
             f"arrays[{position}] of shape {array.shape} and strides {array.strides} must be "

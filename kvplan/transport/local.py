@@ -105,6 +105,8 @@ class LocalTransport:
             if len(memory) != 2:
                 raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
             address, nbytes = memory
+        elif getattr(getattr(memory, "dtype", None), "hasobject", False):
+            raise TypeError("memory holds references to Python objects, which no peer may write")
         else:
             try:
                 pin = Pin(memory, writable=writable)

@@ -1,0 +1,144 @@
+"""What is memory, and what is refused as such."""
+
+import copy
+import ctypes
+import pickle
+import resource
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode
+from kvplan.engine import dlpack
+from kvplan.transport.local import LocalTransport
+
+DESC = CacheDesc(1, (6, 8), DataType.DT_BF16)
+PLAN = kvplan.plan_copy_blocks(DESC, {0: [3]}, DESC)
+
+
+def tensor() -> np.ndarray:
+    return np.arange(48, dtype=np.uint16).reshape(6, 8)
+
+
+class Foreign:
+    """A tensor of a library that speaks DLPack 1.0."""
+
+    def __init__(self, array, *, change=None):
+        self.array = array
+        self.change = change or (lambda tensor: None)
+
+    def __dlpack__(self, *, max_version=None):
+        capsule = self.array.__dlpack__(max_version=max_version)
+        name = b"dltensor" if max_version is None else b"dltensor_versioned"
+        layout = dlpack._Tensor if max_version is None else dlpack._Versioned
+        exported = layout.from_address(dlpack._pointer(capsule, name))
+        self.change(exported if max_version is None else exported.tensor)
+        return capsule
+
+
+class OldForeign(Foreign):
+    """One of a library from before DLPack 1.0."""
+
+    def __dlpack__(self):
+        return super().__dlpack__()
+
+
+@pytest.mark.parametrize("library", [Foreign, OldForeign])
+class TestDLPack:
+    def test_is_source_and_destination(self, library):
+        src, dst = tensor(), np.zeros((6, 8), np.uint16)
+        kvplan.execute(PLAN, [library(src)], [library(dst)])
+        np.testing.assert_array_equal(dst[3], src[0])
+        assert not dst[[0, 1, 2, 4, 5]].any()
+
+    def test_of_bfloat16(self, library):
+        """NumPy has no such type; the bytes are the same."""
+
+        def to_bfloat16(exported):
+            exported.code = 4  # kDLBfloat
+
+        dst = np.zeros((6, 8), np.uint16)
+        kvplan.execute(PLAN, [tensor()], [library(dst, change=to_bfloat16)])
+        np.testing.assert_array_equal(dst[3], tensor()[0])
+
+    def test_begins_at_its_byte_offset(self, library):
+        def skip_a_row(exported):
+            exported.byte_offset = 16
+            exported.shape[0] = 5
+
+        src = HostMemory.from_arrays([library(tensor(), change=skip_a_row)])
+        assert src.nbytes.tolist() == [80]
+        dst = np.zeros((6, 8), np.uint16)
+        desc = CacheDesc(1, (5, 8), DataType.DT_BF16)
+        kvplan.execute(kvplan.plan_copy_blocks(desc, {0: [3]}, DESC), src, [dst])
+        np.testing.assert_array_equal(dst[3], tensor()[1])
+
+    def test_on_a_device_is_refused(self, library):
+        def to_cuda(exported):
+            exported.device_type = 2
+
+        with pytest.raises(LLMException, match=r"arrays\[0\] is on DLPack device 2") as caught:
+            HostMemory.from_arrays([library(tensor(), change=to_cuda)])
+        assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+    @pytest.mark.parametrize("bad", [tensor()[:, ::2], tensor().T, tensor()[:0]])
+    def test_that_is_not_contiguous_or_empty_is_refused(self, library, bad):
+        with pytest.raises(LLMException, match=r"arrays\[0\] of shape .* C-contiguous"):
+            HostMemory.from_arrays([library(bad)])
+
+    def test_strides_of_dimensions_of_length_1_do_not_count(self, library):
+        odd = np.lib.stride_tricks.as_strided(tensor(), (1, 48), (6, 2))
+        assert HostMemory.from_arrays([library(odd)]).nbytes.tolist() == [96]
+
+    def test_lives_as_long_as_the_memory(self, library):
+        memory = HostMemory.from_arrays([library(tensor())])
+        found = (ctypes.c_uint16 * 48).from_address(int(memory.addresses[0]))
+        assert list(found) == list(range(48))
+
+
+def test_a_read_only_tensor_is_a_source_only():
+    array = tensor()
+    array.flags.writeable = False
+    memory = HostMemory.from_arrays([Foreign(array)])
+    assert not memory.writable
+    with pytest.raises(LLMException, match="dst is read-only"):
+        kvplan.execute(PLAN, [tensor()], memory)
+
+
+def test_a_tensor_that_its_library_keeps_is_refused():
+    class Kept:
+        def __dlpack__(self, **_):
+            raise RuntimeError("requires grad: detach it")
+
+    with pytest.raises(LLMException, match=r"arrays\[0\]: Kept .*: requires grad: detach it"):
+        HostMemory.from_arrays([Kept()])
+
+
+@pytest.mark.parametrize("dtype", [object, [("key", np.int64), ("value", object)]])
+def test_python_objects_are_refused(dtype):
+    """Copied as bytes, their reference counts would be wrong, and the process die later."""
+    objects = np.zeros(12, dtype)
+    with pytest.raises(TypeError, match="references to Python objects"):
+        HostMemory.from_arrays([objects])
+    with LocalTransport() as transport, pytest.raises(TypeError, match="Python objects"):
+        transport.register(objects)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_memory_is_not_copied(duplicate):
+    """A deep copy would own other arrays than those that its addresses point to."""
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate(HostMemory.from_arrays([tensor()]))
+
+
+def test_addresses_that_cannot_be_checked_are_refused():
+    array = tensor()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(LLMException, match="/proc/self/maps cannot be opened") as caught:
+            HostMemory.from_addresses(DESC, [array.ctypes.data])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
