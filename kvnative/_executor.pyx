@@ -219,13 +219,19 @@ cdef class Task:
         return f"<Task on {self.backend.name}: {state}>"
 
 
-cdef int drop_finished(dict tasks, int most) except -1:
-    """Settle up to `most` of the oldest tasks if they are through; the others become the newest."""
+cdef int drop_finished(int most) except -1:
+    """Settle up to `most` of the oldest tasks if they are through; the others become the newest.
+
+    Those of any executor: nobody else would look at the tasks of one that was dropped.
+    """
     cdef Task task
-    for task in [task for task, _ in zip(tasks, range(most))]:
-        if not task.done:
-            tasks.pop(task, None)
-            tasks[task] = None
+    for task in [task for task, _ in zip(in_flight, range(most))]:
+        if task.backend.pid == getpid() and task.done:
+            continue
+        in_flight.pop(task, None)
+        # Another thread may have settled it since: `done` gives up the GIL.
+        if task.outcome is None:
+            in_flight[task] = None
     return 0
 
 
@@ -235,8 +241,9 @@ cdef class Executor:
     """Moves descriptors with one backend; any thread may submit.
 
     Tasks in flight, their descriptors and what they were told to keep stay alive until their
-    outcome, also if every handle is dropped; what is through is let go at the next submit() or
-    close(). As a context manager it closes itself. A forked child must make its own.
+    outcome, also if every handle is dropped; what is through is let go at the next submit() of
+    any executor, or at close(). As a context manager it closes itself. A forked child must make
+    its own.
     """
 
     def __cinit__(self, Backend backend not None):
@@ -272,7 +279,7 @@ cdef class Executor:
                 from.
         """
         self.check_usable()
-        drop_finished(self.tasks, 2)
+        drop_finished(2)
         return Task.begin(self._backend, descriptors, keep, self.tasks)
 
     def run(self, Descriptors descriptors not None, timeout_ms: float | None = None,

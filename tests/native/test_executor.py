@@ -229,6 +229,21 @@ def test_finished_tasks_are_let_go_by_later_submits(executor: Executor) -> None:
     case.assert_moved()
 
 
+def test_finished_tasks_of_a_dropped_executor_are_let_go_too(
+    pool: ThreadPool, executor: Executor
+) -> None:
+    keep = Owner()
+    alive = weakref.ref(keep)
+    case = scatter([300_000] * 2)
+    dropped = Executor(host_backend(pool))
+    dropped.submit(case.descriptors, keep=keep)
+    del keep, dropped
+    other = scatter([10])
+    while alive() is not None:
+        executor.submit(other.descriptors)
+    case.assert_moved()
+
+
 def test_a_reference_cycle_through_a_task_in_flight_is_not_collected(slow: Executor) -> None:
     case = scatter([1000] * 10_000)
     keep = Owner()
