@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from threading import RLock
 from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
 
-from kvnative._executor import Backend, Executor, ThreadPool, host_backend
+from kvnative._executor import Backend, Executor, NativeError, ThreadPool, host_backend
 from kvnative._lower import Descriptors
 from kvplan.engine.binding import bind
 from kvplan.engine.memory import Direction, HostMemory, Memory, TensorMemory, as_memory
 from kvplan.engine.outcome import outcome
 from kvplan.engine.task import TransferTask
 from kvplan.planning.plan import Plan
-from kvplan.status import invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type
 
 
@@ -35,6 +36,8 @@ class Transfers:
         self._pool = ThreadPool(threads)
         self._wrap = wrap or (lambda backend: backend)
         self._host = Executor(self._wrap(host_backend(self._pool)))
+        self._mutex = RLock()  # of what follows; `wrap` may submit
+        self._closed = False
         self._peers: WeakKeyDictionary[TensorMemory, dict[Direction, Executor | None]] = (
             WeakKeyDictionary()
         )
@@ -53,10 +56,14 @@ class Transfers:
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID if memory and plan do not fit; the memory's own status
-                if it is no longer valid. Nothing was copied then.
+                if it is no longer valid; LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a forked
+                child. Nothing was copied then.
         """
         executor, descriptors, memories = self._prepare(plan, src, dst)
-        task = executor.submit(descriptors, keep=(plan, *memories))
+        try:
+            task = executor.submit(descriptors, keep=(plan, *memories))
+        except NativeError as error:
+            raise self._unusable(error) from error
         return TransferTask(plan, task, memories)
 
     def execute(
@@ -67,10 +74,13 @@ class Transfers:
         Arguments and errors as for `submit` and `TransferTask.wait`.
         """
         executor, descriptors, memories = self._prepare(plan, src, dst)
-        report = executor.run(descriptors, timeout_ms, keep=(plan, *memories))
-        error = outcome(plan, report, memories)
-        if error is not None:
-            raise error
+        try:
+            report = executor.run(descriptors, timeout_ms, keep=(plan, *memories))
+        except NativeError as error:
+            raise self._unusable(error) from error
+        failure = outcome(plan, report, memories)
+        if failure is not None:
+            raise failure
 
     def _prepare(
         self, plan: Plan, src: Memory, dst: Memory
@@ -79,32 +89,45 @@ class Transfers:
         source, target = as_memory("src", src), as_memory("dst", dst)
         source.check()
         target.check()
-        getter, putter = self._peer(source, "get"), self._peer(target, "put")
+        try:
+            getter, putter = self._peer(source, "get"), self._peer(target, "put")
+        except NativeError as error:
+            raise self._unusable(error) from error
         if getter is not None and putter is not None:
             raise invalid(
                 "src and dst are both memory of other processes; one of them must be this one's"
             )
         peer = getter or putter
-        descriptors = bind(plan, source, target, one_space=peer is None)
+        one_space = source.in_process and target.in_process
+        descriptors = bind(plan, source, target, one_space=one_space)
         return peer or self._host, descriptors, (source, target)
 
     def _peer(self, memory: TensorMemory, direction: Direction) -> Executor | None:
         """The executor that reaches another process's memory; None for this one's."""
         if isinstance(memory, HostMemory):
             return None
-        executors = self._peers.setdefault(memory, {})
-        if direction not in executors:
-            backend = memory.backend(self._pool, direction)
-            executors[direction] = None if backend is None else Executor(self._wrap(backend))
-        return executors[direction]
+        with self._mutex:
+            if self._closed:
+                raise self._unusable(NativeError("the transfers are closed"))
+            executors = self._peers.setdefault(memory, {})
+            if direction not in executors:
+                backend = memory.backend(self._pool, direction)
+                executors[direction] = None if backend is None else Executor(self._wrap(backend))
+            return executors[direction]
+
+    def _unusable(self, error: NativeError) -> LLMException:
+        finalized = LLMStatusCode.LLM_ENGINE_FINALIZED
+        code = finalized if self._closed else LLMStatusCode.LLM_FAILED
+        return LLMException(str(error), status_code=code)
 
     def close(self, *, cancel: bool = False) -> None:
         """Wait for what is in flight (or cancel it), and take no more; idempotent."""
-        for executors in self._peers.values():
-            for executor in executors.values():
-                if executor is not None:
-                    executor.close(cancel)
-        self._host.close(cancel)
+        with self._mutex:
+            self._closed = True
+            executors = [it for pair in self._peers.values() for it in pair.values()]
+        for executor in (*executors, self._host):
+            if executor is not None:
+                executor.close(cancel)
 
     def __enter__(self) -> Self:
         return self

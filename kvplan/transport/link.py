@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from operator import index
 from typing import TYPE_CHECKING
@@ -59,6 +60,11 @@ class Link:
         """Who the peer is and what it had registered when it last said so."""
         return self._metadata
 
+    @property
+    def is_to_self(self) -> bool:
+        """Whether the peer is this process: good for a try; its memory is never mapped anew."""
+        return self._metadata.identity.pid == os.getpid()
+
     def update(self, metadata: bytes) -> None:
         """Take newer metadata of the same peer: it may have registered more by now.
 
@@ -111,7 +117,9 @@ class Link:
         ranges = self._locate(starts, sizes, writable=writable)
         memory = PeerMemory(self, starts, sizes, writable, ranges)
         memory.check()
-        if all(it.arena is not None for it in ranges):
+        # Mapped a second time, this process's own arena would have two addresses for one byte, and
+        # no overlap with its first would show.
+        if all(it.arena is not None for it in ranges) and not self.is_to_self:
             memory.translate([self._map(it) for it in ranges])
         else:
             self._probe()

@@ -54,6 +54,11 @@ class PeerMemory:
         )
         self._arenas = tuple({id(arena): arena for _, arena in mapped}.values())
 
+    @property
+    def in_process(self) -> bool:
+        """Whether the addresses are of this process: mapped here, or the peer is this process."""
+        return bool(self._arenas) or self._link.is_to_self
+
     def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
         """What reaches the addresses; None: they are mapped here, so a plain copy does."""
         return None if self._arenas else self._link.backend(pool, direction)
