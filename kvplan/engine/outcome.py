@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvplan.engine.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
+_FAILED = LLMStatusCode.LLM_FAILED
 _CODES = {
     native.KVN_TIMEOUT: LLMStatusCode.LLM_TIMEOUT,
     native.KVN_CANCELLED: LLMStatusCode.LLM_FAILED,
@@ -29,25 +30,35 @@ def outcome(
     plan: Plan, report: native.Report, memories: tuple[TensorMemory, TensorMemory]
 ) -> LLMException | None:
     """Return what went wrong, or None if every byte arrived where and whence the plan says."""
-    if report.status != native.KVN_OK:
-        return _failure(plan, report)
+    moved = report.status == native.KVN_OK
+    # A range that is not mapped may be so because its owner has gone: then that is the reason.
+    lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
+    if not moved:
+        return _failure(plan, report, lost)
+    if lost is None:
+        return None
+    # The copy went through, but what was copied is not what was registered.
+    return LLMException(
+        f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed",
+        status_code=lost.status_code,
+        unconfirmed=((0, plan.num_descriptors),),
+    )
+
+
+def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
     try:
         for memory in memories:
             memory.check()
     except LLMException as error:
-        # The copy went through, but what was copied is not what was registered.
-        return LLMException(
-            f"{plan.operation} {plan.kind}: {error.args[0]}; no descriptor is confirmed",
-            status_code=error.status_code,
-            unconfirmed=((0, plan.num_descriptors),),
-        )
+        return error
     return None
 
 
-def _failure(plan: Plan, report: native.Report) -> LLMException:
+def _failure(plan: Plan, report: native.Report, cause: LLMException | None) -> LLMException:
+    """What a report says; `cause` is why the memory went, where that is known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)
-    parts = [f"{plan.operation} {plan.kind}: {report.message}"]
+    parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
     parts.append(
@@ -55,7 +66,7 @@ def _failure(plan: Plan, report: native.Report) -> LLMException:
     )
     return LLMException(
         "; ".join(parts),
-        status_code=_CODES.get(report.status, LLMStatusCode.LLM_FAILED),
+        status_code=cause.status_code if cause else _CODES.get(report.status, _FAILED),
         origin=origin,
         unconfirmed=report.unconfirmed,
     )

@@ -144,6 +144,22 @@ class TestUnmapped:
         assert "remote memory" in str(error)
         assert error.unconfirmed
 
+    def test_while_bytes_move_after_deregistering(
+        self, owner: Owner, link: Link, setup: str
+    ) -> None:
+        """The range is gone because its owner was through with it: that is the reason to tell."""
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        local = np.zeros(NBYTES, dtype=np.uint8)
+        with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, NBYTES / 0.2)) as slow:
+            task = slow.submit(EVERY_BLOCK, memory, [local])
+            owner.run(f"""
+                transport.deregister(memory)
+                libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t({NBYTES}))
+            """)
+            code = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+            error = refuses(code, "has deregistered", task.wait, timeout_ms=30_000)
+        assert error.unconfirmed
+
 
 @KINDS
 class TestDuring:
