@@ -268,6 +268,7 @@ cdef class Executor:
 
         Args:
             descriptors: in layout "columns". They cannot be lowered into again until the outcome.
+                Their addresses are taken as they are: a wrong one ends the process.
             keep: any object (a tuple, say), kept alive until the outcome: the memory's owner.
 
         Returns:

@@ -1,8 +1,9 @@
 """Memory of this host: arenas that a peer can map, the board of registrations, checks."""
 
 from types import TracebackType
-from typing import Literal, Self, final
+from typing import Any, Literal, Self, final
 
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 __all__ = ["Arena", "Board", "Pin", "check_memory"]
@@ -47,7 +48,7 @@ class Arena:
 
 @final
 class Pin:
-    def __init__(self, exporter: Buffer, *, writable: bool = False) -> None: ...
+    def __init__(self, exporter: Buffer | NDArray[Any], *, writable: bool = False) -> None: ...
     @property
     def address(self) -> int: ...
     @property

@@ -223,6 +223,9 @@ cdef class Descriptors:
     def from_columns(dst, src, nbytes):
         """Copy the caller's own descriptors into layout "columns".
 
+        Nobody checks the addresses, here or later: the process dies of a wrong one when an
+        executor moves it. `kvplan.submit` checks what it is given; this is the way around it.
+
         Args:
             dst, src: contiguous uint64 columns of addresses.
             nbytes: contiguous uint64 column of sizes in bytes, each at least 1.
@@ -238,6 +241,8 @@ cdef class Descriptors:
     @staticmethod
     def from_array(array, layout="columns"):
         """Copy the caller's own descriptors from a structured array, one row each.
+
+        Nobody checks the addresses, as in from_columns().
 
         Args:
             array: of exactly the fields of ``layout``: names, order, offsets and formats. For

@@ -129,6 +129,9 @@ class Transfers:
             if executor is not None:
                 executor.close(cancel)
 
+    def __repr__(self) -> str:
+        return f"<Transfers of {self.threads} threads{', closed' if self._closed else ''}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -19,7 +19,8 @@ class TransferTask:
     """The handle of a submitted plan.
 
     The plan, its descriptors and both memories live until the outcome, whether or not the handle
-    does. Dropping the handle does not stop the transfer; `cancel` does.
+    does. Dropping the handle does not stop the transfer; `cancel` does. All methods may be called
+    from several threads; a forked child has no part in its parent's task, and gets a NativeError.
     """
 
     def __init__(self, plan: Plan, task: Task, memories: tuple[TensorMemory, TensorMemory]) -> None:

@@ -169,6 +169,10 @@ class Link:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._peer.closed else f"{len(self._metadata.ranges)} ranges"
+        return f"<Link to process {self._metadata.identity.pid}: {state}>"
+
     def _locate(self, starts: Column, sizes: Column, *, writable: bool) -> list[Range]:
         """The registered range that each tensor lies in; an arena where there is a choice."""
         ranges = sorted(self._metadata.ranges, key=lambda it: it.arena is None)

@@ -15,7 +15,13 @@ from kvplan.transport.link import Link
 from kvplan.transport.metadata import ArenaRef, BoardRef, Metadata, Range
 
 if TYPE_CHECKING:
+    from typing import Any
+
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
+
+    # NumPy's arrays have a typed buffer from Python 3.12 on only.
+    AnyBuffer = Buffer | NDArray[Any]
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -75,7 +81,8 @@ class LocalTransport:
         `deregister` it before closing it.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY.
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED:
+                no file descriptor is left, say.
         """
         try:
             arena = Arena(nbytes, prefault=prefault)
@@ -83,11 +90,15 @@ class LocalTransport:
             raise invalid(str(error)) from error
         except MemoryError as error:
             raise _out_of_memory(error) from error
+        except OSError as error:
+            raise LLMException(str(error)) from error
         with self._mutex:
             self._arenas[arena] = self._add(Pin(arena), arena.address, nbytes, True, arena)
         return arena
 
-    def register(self, memory: Buffer | tuple[int, int], *, writable: bool = True) -> Registration:
+    def register(
+        self, memory: AnyBuffer | tuple[int, int], *, writable: bool = True
+    ) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Args:
@@ -117,6 +128,8 @@ class LocalTransport:
             check_memory(address, nbytes, writable)
         except ValueError as error:
             raise invalid(f"memory: {error}") from error
+        except OSError as error:  # /proc is not there, or no descriptor is left to read it
+            raise LLMException(f"memory: {error}") from error
         arena = memory if isinstance(memory, Arena) and memory.fd >= 0 else None
         with self._mutex:
             return self._add(pin, address, nbytes, writable, arena)
@@ -175,6 +188,10 @@ class LocalTransport:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._board.closed else f"{len(self._registrations)} registrations"
+        return f"<LocalTransport of process {self._identity.pid}: {state}>"
 
     def _add(
         self, pin: Pin | None, address: int, nbytes: int, writable: bool, arena: Arena | None

@@ -73,6 +73,11 @@ class PeerMemory:
         """
         self._link.check_ranges(self._ranges, self._slots, self._generations)
 
+    def __repr__(self) -> str:
+        return (
+            f"<PeerMemory {len(self.addresses)} tensors, {self.nbytes.sum()} bytes: {self._link}>"
+        )
+
 
 def columns(ranges: Sequence[Range]) -> tuple[Column, Column]:
     """Return the slots and generations of `ranges`, as `Peer.check` takes them."""
