@@ -83,15 +83,17 @@ def test_a_forked_child_makes_its_own() -> None:
 
 def test_a_child_forked_in_the_midst_of_transfers_ends_well() -> None:
     run("""
+        held = slow.submit(case.descriptors)  # the others may be through before the fork
         for _ in range(20):
             tasks = [executor.submit(case.descriptors) for _ in range(10)]
             def child():
-                global tasks, executor, slow, pool
-                assert refused(lambda: tasks[-1].wait())
-                del tasks, executor, slow, pool
+                global held, tasks, executor, slow, pool
+                assert refused(lambda: held.wait())
+                del held, tasks, executor, slow, pool
             in_child(child)
             for task in tasks:
                 assert task.wait().status == KVN_OK
+        assert held.cancel().status == KVN_CANCELLED
         """)
 
 
