@@ -130,3 +130,17 @@ def test_the_backend_says_what_it_takes() -> None:
     assert backend.capabilities.directions == ("host_to_host",)
     assert backend.capabilities.asynchronous
     assert backend.last_error == ""
+
+
+def test_of_many_failures_the_first_is_told() -> None:
+    """Every piece of 512 KiB ends in a descriptor that overlaps itself, and several threads fail."""
+    pieces, good, bad = 16, 448 << 10, 64 << 10
+    memory = np.zeros(pieces * (2 * good + 2 * bad), np.uint8)
+    nbytes = np.array([good, bad] * pieces, np.uint64)
+    src = memory.ctypes.data + 2 * np.cumsum(nbytes) - 2 * nbytes
+    dst = src + np.array([good, 1] * pieces, np.uint64)
+    descriptors = Descriptors.from_columns(dst.astype(np.uint64), src.astype(np.uint64), nbytes)
+    for _ in range(2000):
+        report = EXECUTORS["auto"].submit(descriptors).wait()
+        assert (report.status, report.failed) == (KVN_INVALID, 1)
+        assert report.unconfirmed[-1][1] == 2 * pieces

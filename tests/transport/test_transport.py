@@ -1,0 +1,54 @@
+"""The transport's objects: what they show of themselves, and what happens without descriptors."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvplan import LLMException, LLMStatusCode, Transfers
+from kvplan.transport.local import LocalTransport
+
+
+def test_they_say_what_they_are(transport: LocalTransport) -> None:
+    pid = os.getpid()
+    registration = transport.register(np.zeros(200, np.uint8))
+    assert repr(transport) == f"<LocalTransport of process {pid}: 1 registrations>"
+    link = transport.connect(transport.metadata())
+    memory = link.memory([registration.address, registration.address + 100], 100)
+    assert repr(link) == f"<Link to process {pid}: 1 ranges>"
+    assert repr(memory) == f"<PeerMemory 2 tensors, 200 bytes: {link!r}>"
+    link.close()
+    transport.close()
+    assert repr(link) == f"<Link to process {pid}: closed>"
+    assert repr(transport) == f"<LocalTransport of process {pid}: closed>"
+    with Transfers(2) as transfers:
+        assert repr(transfers) == "<Transfers of 2 threads>"
+    assert repr(transfers) == "<Transfers of 2 threads, closed>"
+
+
+@pytest.fixture
+def no_descriptors(transport: LocalTransport) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("no_descriptors")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda transport: transport.allocate(4096),
+        lambda transport: transport.register(bytearray(100)),
+    ],
+)
+def test_without_a_free_descriptor_it_is_an_error_of_the_interface(
+    transport: LocalTransport, call: Callable[[LocalTransport], object]
+) -> None:
+    with pytest.raises(LLMException, match="cannot be opened|Too many open files") as refused:
+        call(transport)
+    assert refused.value.status_code is LLMStatusCode.LLM_FAILED
