@@ -133,7 +133,7 @@ def test_the_backend_says_what_it_takes() -> None:
 
 
 def test_of_many_failures_the_first_is_told() -> None:
-    """Every piece of 512 KiB ends in a descriptor that overlaps itself, and several threads fail."""
+    """Every piece of 512 KiB ends in a descriptor that overlaps itself; several threads fail."""
     pieces, good, bad = 16, 448 << 10, 64 << 10
     memory = np.zeros(pieces * (2 * good + 2 * bad), np.uint8)
     nbytes = np.array([good, bad] * pieces, np.uint64)
