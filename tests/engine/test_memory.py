@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import mmap
 import pickle
 import resource
 
@@ -130,6 +131,24 @@ def test_memory_is_not_copied(duplicate):
     """A deep copy would own other arrays than those that its addresses point to."""
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         duplicate(HostMemory.from_arrays([tensor()]))
+
+
+def test_addresses_are_checked_again_before_each_transfer():
+    page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    memory = HostMemory.from_addresses(DESC, [page.ctypes.data])
+    kvplan.execute(PLAN, memory, memory)
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(page.ctypes.data), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    with pytest.raises(LLMException, match=r"tensor 0: .* is not readable") as caught:
+        kvplan.execute(PLAN, memory, memory)
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_addresses_with_an_owner_are_believed():
+    held = mmap.mmap(-1, mmap.PAGESIZE)
+    memory = HostMemory.from_addresses(DESC, [np.frombuffer(held).ctypes.data], owner="mine")
+    held.close()
+    memory.check()
 
 
 def test_addresses_that_cannot_be_checked_are_refused():

@@ -167,6 +167,22 @@ def test_an_arena_is_mapped_once(owner: Owner, transport: LocalTransport) -> Non
         np.testing.assert_array_equal(one.addresses, two.addresses)
 
 
+def test_each_tensor_in_an_arena_of_its_own(owner: Owner, transport: LocalTransport) -> None:
+    addresses = owner.run(f"""
+        arenas = [transport.allocate({TENSOR} + i) for i in range({TENSORS})]
+        for i, arena in enumerate(arenas):
+            np.frombuffer(arena, np.uint8)[i:] = pattern(5 + i, {TENSOR})
+        result = [arena.address + i for i, arena in enumerate(arenas)]
+    """)
+    order = [2, 0, 1]
+    with transport.connect(owner.metadata()) as link:
+        local = tensors(2)
+        memory = link.memory([addresses[i] for i in order], TENSOR)
+        kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, SRC, DST), memory, local)
+    source = [pattern(5 + i, TENSOR) for i in order]
+    np.testing.assert_array_equal(local, after_transfer(source, tensors(2)))
+
+
 def test_what_was_registered_after_linking_can_be_reached(
     owner: Owner, transport: LocalTransport
 ) -> None:

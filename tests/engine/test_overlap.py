@@ -1,0 +1,70 @@
+"""Memory that overlaps: accepted if and only if no order of the copies changes the result."""
+
+import numpy as np
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import kvplan
+from kvplan import CacheDesc, Coalesce, DataType, LLMException
+
+ROWS, ROW, TENSORS = 3, 4, 2
+DESC = CacheDesc(TENSORS, (ROWS, ROW), DataType.DT_UINT8)
+NBYTES = DESC.tensor_nbytes
+HEAP = 4 * NBYTES
+
+starts = st.lists(st.integers(0, HEAP - NBYTES), min_size=TENSORS, max_size=TENSORS)
+
+
+def is_order_free(copies: list[tuple[int, int]]) -> bool:
+    """Whether (src, dst) rows, of ROW bytes each, can be copied in any order; byte by byte."""
+    writers: dict[int, int] = {}
+    for i, (_, dst) in enumerate(copies):
+        for byte in range(dst, dst + ROW):
+            if writers.setdefault(byte, i) != i:
+                return False
+    return all(
+        copies[writers[byte]][0] == copies[writers[byte]][1]
+        for src, _ in copies
+        for byte in range(src, src + ROW)
+        if byte in writers
+    )
+
+
+@given(
+    starts,
+    starts,
+    st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS),
+    st.permutations(range(ROWS)),
+    st.sampled_from([Coalesce.NONE, Coalesce.SORTED]),
+)
+@example([0, 12], [6, 30], [0], [0, 1, 2], Coalesce.NONE)  # a writer begins inside what is read
+@example([6, 30], [0, 18], [0], [1, 0, 2], Coalesce.NONE)  # and ends inside it
+def test_what_depends_on_the_order_is_refused_and_nothing_else(
+    src_starts, dst_starts, src_blocks, order, how
+):
+    dst_blocks = list(order)[: len(src_blocks)]
+    plan = kvplan.plan_pull_blocks(DESC, DESC, src_blocks, dst_blocks, coalesce=how)
+    heap = np.random.default_rng(0).integers(0, 256, HEAP, dtype=np.uint8)
+    before = heap.copy()
+    src, dst = ([heap[at : at + NBYTES] for at in side] for side in (src_starts, dst_starts))
+    copies = [
+        (s + ROW * a, d + ROW * b)
+        for s, d in zip(src_starts, dst_starts, strict=True)
+        for a, b in zip(src_blocks, dst_blocks, strict=True)
+    ]
+    said = ""
+    try:
+        kvplan.execute(plan, src, dst)
+    except LLMException as error:
+        said = str(error)
+    accepted = not said
+    assert accepted or "overlap in memory" in said
+    # Rows that were merged are one copy: what they read and write of each other then counts too.
+    if len(plan.segments) == len(src_blocks):
+        assert accepted == is_order_free(copies)
+    expected = before.copy()
+    if accepted:
+        assert is_order_free(copies)
+        for s, d in copies:
+            expected[d : d + ROW] = before[s : s + ROW]
+    np.testing.assert_array_equal(heap, expected)
