@@ -19,6 +19,7 @@ from kvplan.planning import (
     plan_push_blocks,
     plan_push_cache,
     plan_swap_blocks,
+    reference,
 )
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import (
@@ -67,6 +68,7 @@ __all__ = [
     "plan_push_blocks",
     "plan_push_cache",
     "plan_swap_blocks",
+    "reference",
     "submit",
 ]
 
