@@ -84,6 +84,8 @@ cdef extern from "executor.h" nogil:
     int kvn_task_report(kvn_task *task, kvn_report *report)
     void kvn_task_release(kvn_task *task)
 
-cdef extern from "report.h" nogil:
+cdef extern from "clock.h" nogil:
     int64_t kvn_now_ns()
+
+cdef extern from "report.h" nogil:
     uint64_t kvn_report_unconfirmed(const kvn_report *report)

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "clock.h"
 #include "job.h"
 #include "report.h"
 #include "wrappers.h"
@@ -155,13 +156,11 @@ static void absorb(kvn_backend *inner, bandwidth_request *request, const kvn_rep
 /* Why to stop, or KVN_OK once `until_ns` has come. */
 static int sleep_or_give_up(bandwidth_request *request, int64_t until_ns)
 {
-    struct timespec until;
     int why;
 
-    kvn_timespec(until_ns, &until);
     pthread_mutex_lock(&request->mutex);
     while (request->give_up == KVN_OK && kvn_now_ns() < until_ns)
-        pthread_cond_timedwait(&request->changed, &request->mutex, &until);
+        kvn_cond_wait(&request->changed, &request->mutex, until_ns);
     why = request->give_up;
     pthread_mutex_unlock(&request->mutex);
     return why;
@@ -217,13 +216,11 @@ static void drive(bandwidth *self, bandwidth_request *request, int64_t deadline_
 static int drive_until(bandwidth *self, bandwidth_request *request, int64_t deadline_ns,
                        kvn_report *report)
 {
-    struct timespec deadline;
     int64_t now = kvn_now_ns();
 
-    kvn_timespec(deadline_ns, &deadline);
     pthread_mutex_lock(&request->mutex);
     while (request->driven && now < deadline_ns) {
-        pthread_cond_timedwait(&request->changed, &request->mutex, &deadline);
+        kvn_cond_wait(&request->changed, &request->mutex, deadline_ns);
         now = kvn_now_ns();
     }
     if (request->driven) {
@@ -253,17 +250,13 @@ static int bandwidth_submit(kvn_backend *base, const kvn_columns *batch, kvn_req
                             kvn_report *report)
 {
     bandwidth_request *request = calloc(1, sizeof *request);
-    pthread_condattr_t attributes;
 
     *out = NULL;
     (void)base;
     if (!request)
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
     pthread_mutex_init(&request->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&request->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    kvn_cond_init(&request->changed);
     request->batch = *batch;
     kvn_columns_total(batch, &request->total);
     if (batch->count == 0)

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "clock.h"
 #include "job.h"
 #include "report.h"
 #include "wrappers.h"
@@ -27,7 +28,6 @@ typedef struct delay_request {
 static int delay_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
                         kvn_report *report)
 {
-    pthread_condattr_t attributes;
     delay_request *request = calloc(1, sizeof *request);
     int status;
 
@@ -43,10 +43,7 @@ static int delay_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
         return status;
     }
     pthread_mutex_init(&request->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&request->aborted, &attributes);
-    pthread_condattr_destroy(&attributes);
+    kvn_cond_init(&request->aborted);
     *out = (kvn_request *)request;
     return KVN_OK;
 }
@@ -83,12 +80,10 @@ static int delay_poll(kvn_backend *base, kvn_request *handle, kvn_report *report
 static void sleep_until_due(delay_request *request, int64_t deadline_ns)
 {
     int64_t until_ns = request->due_ns < deadline_ns ? request->due_ns : deadline_ns;
-    struct timespec until;
 
-    kvn_timespec(until_ns, &until);
     pthread_mutex_lock(&request->mutex);
     while (request->why == KVN_OK && kvn_now_ns() < until_ns)
-        pthread_cond_timedwait(&request->aborted, &request->mutex, &until);
+        kvn_cond_wait(&request->aborted, &request->mutex, until_ns);
     pthread_mutex_unlock(&request->mutex);
 }
 

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "clock.h"
 #include "job.h"
 #include "report.h"
 
@@ -92,16 +93,11 @@ static void step(kvn_task *task)
 
 static void init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
 {
-    pthread_condattr_t attributes;
-
     memset(task, 0, offsetof(kvn_task, outcome));
     task->backend = backend;
     task->columns = *columns;
     pthread_mutex_init(&task->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&task->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    kvn_cond_init(&task->changed);
 }
 
 /* Index of the first descriptor larger than `max_nbytes`; count if there is none. */
@@ -168,17 +164,6 @@ static void let_go(kvn_task *task)
     pthread_cond_broadcast(&task->changed);
 }
 
-/* False when the deadline has passed. */
-static bool sleep_until(kvn_task *task, int64_t deadline_ns)
-{
-    struct timespec deadline;
-
-    if (deadline_ns == KVN_FOREVER)
-        return pthread_cond_wait(&task->changed, &task->mutex) == 0;
-    kvn_timespec(deadline_ns, &deadline);
-    return pthread_cond_timedwait(&task->changed, &task->mutex, &deadline) != ETIMEDOUT;
-}
-
 int kvn_task_poll(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
@@ -195,7 +180,7 @@ int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
     pthread_mutex_lock(&task->mutex);
     while (!task->settled) {
         if (is_in_use(task)) {
-            if (!sleep_until(task, deadline_ns))
+            if (!kvn_cond_wait(&task->changed, &task->mutex, deadline_ns))
                 break;
             continue;
         }
@@ -226,7 +211,7 @@ int kvn_task_abort(kvn_task *task, int why)
     task->aborting--;
     let_go(task);
     while (!task->settled && is_in_use(task))
-        sleep_until(task, KVN_FOREVER);
+        kvn_cond_wait(&task->changed, &task->mutex, KVN_FOREVER);
     return leave(task);
 }
 

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "queue.h"
+#include "clock.h"
 #include "report.h"
 
 /* To sleep and be woken costs some 30 us (measured: docs/adr/0002-copy-strategies.md). So a waiter
@@ -225,18 +226,13 @@ static int refuse_foreign(const kvn_job *job, const kvn_pool *pool, kvn_report *
 
 int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *report)
 {
-    pthread_condattr_t attributes;
-
     if (!kvn_pool_is_ours(pool))
         return refuse_foreign(job, pool, report);
     if (job->batch.count == 0) {
         kvn_job_run(job, 0);
         return KVN_OK;
     }
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&job->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    kvn_cond_init(&job->changed);
     job->pool = pool;
     kvn_job_start(job, total);
     pthread_mutex_lock(&pool->mutex);
@@ -276,18 +272,12 @@ static void spin_until_finished(const kvn_job *job)
 /* False when the deadline has passed. */
 static bool sleep_until(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
 {
-    struct timespec deadline;
-    int error;
+    bool in_time;
 
     job->waiters++;
-    if (deadline_ns == KVN_FOREVER) {
-        error = pthread_cond_wait(&job->changed, &pool->mutex);
-    } else {
-        kvn_timespec(deadline_ns, &deadline);
-        error = pthread_cond_timedwait(&job->changed, &pool->mutex, &deadline);
-    }
+    in_time = kvn_cond_wait(&job->changed, &pool->mutex, deadline_ns);
     job->waiters--;
-    return error != ETIMEDOUT;
+    return in_time;
 }
 
 /* Works on the job while there is a place; then sleeps. With the mutex held. */

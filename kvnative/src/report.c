@@ -4,7 +4,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 void kvn_report_begin(kvn_report *report)
 {
@@ -95,20 +94,4 @@ void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t 
              " descriptors are not confirmed",
              why == KVN_TIMEOUT ? "the deadline passed" : "cancelled", report->bytes_done, total,
              kvn_report_unconfirmed(report), count);
-}
-
-int64_t kvn_now_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-void kvn_timespec(int64_t ns, struct timespec *out)
-{
-    if (ns < 0)
-        ns = 0;
-    out->tv_sec = (time_t)(ns / 1000000000);
-    out->tv_nsec = (long)(ns % 1000000000);
 }

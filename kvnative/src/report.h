@@ -20,9 +20,4 @@ uint64_t kvn_report_unconfirmed(const kvn_report *report);
 /* The message of a batch that was given up for `why`, from the spans and bytes already filled in. */
 void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total);
 
-/* CLOCK_MONOTONIC, nanoseconds. */
-int64_t kvn_now_ns(void);
-struct timespec;
-void kvn_timespec(int64_t ns, struct timespec *out);
-
 #endif

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "job.h"
+#include "clock.h"
 #include "report.h"
 #include "wrappers.h"
 
