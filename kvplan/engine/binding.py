@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from kvnative._lower import Descriptors, lower
 from kvplan.engine.memory import Addresses, TensorMemory
+from kvplan.planning.invariants import first_overlap
 from kvplan.planning.layout import Side
 from kvplan.planning.plan import Plan
 from kvplan.status import invalid
@@ -71,19 +72,14 @@ def _may_overlap(plan: Plan, src: Addresses, dst: Addresses, one_space: bool) ->
         sizes = np.concatenate(
             (sizes, np.full(len(sources), plan.src.tensor_nbytes, dtype=np.uint64))
         )
-    order = np.argsort(starts)
-    ends = starts[order] + sizes[order]
-    return bool(np.any(ends[:-1] > starts[order][1:]))
+    return first_overlap(starts, sizes) is not None
 
 
 def _check_order_free(plan: Plan, descriptors: Descriptors, one_space: bool) -> None:
     """Refuse descriptors whose result would depend on their order. Expanded: rare and exact."""
     src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
-    order = np.argsort(dst)
-    starts, ends = dst[order], dst[order] + nbytes[order]
-    clash = np.flatnonzero(ends[:-1] > starts[1:])
-    if len(clash):
-        first, second = sorted(int(order[clash[0] + i]) for i in (0, 1))
+    if (clash := first_overlap(dst, nbytes)) is not None:
+        first, second = sorted(clash)
         raise invalid(
             f"dst tensors overlap in memory: {plan.origin(first)} and {plan.origin(second)} write "
             "the same bytes"
@@ -91,10 +87,11 @@ def _check_order_free(plan: Plan, descriptors: Descriptors, one_space: bool) -> 
     if not one_space:
         return
     # A copy onto itself changes nothing, so it neither spoils a reader nor is spoilt.
-    moves = src[order] != dst[order]
-    starts, ends, writers = starts[moves], ends[moves], order[moves]
-    if not len(starts):
+    writers = np.flatnonzero(src != dst)
+    if not len(writers):
         return
+    writers = writers[np.argsort(dst[writers])]
+    starts, ends = dst[writers], dst[writers] + nbytes[writers]
     reader = _first_overlapped(src, src + nbytes, starts, ends)
     if reader is not None:
         writer = int(writers[np.searchsorted(ends, src[reader], side="right")])

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvplan.planning.layout import Side
 from kvplan.planning.plan import Kind, Operation, Plan
-from kvplan.planning.segments import Coalesce, Column, Segments
+from kvplan.planning.segments import Coalesce, Column
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, UINT32_MAX
 
@@ -64,18 +64,18 @@ def check_invariants(plan: Plan) -> None:
             f"src_tensors={plan.src_tensors} and dst_tensors={plan.dst_tensors} must be of equal "
             "length"
         )
-    if (overlap := first_overlap(segments)) is not None:
+    if (overlap := first_overlap(segments.dst_offsets, segments.nbytes)) is not None:
         raise invalid(
             f"segments {overlap[0]} and {overlap[1]} write the same destination bytes, from "
             f"dst offset {int(segments.dst_offsets[overlap[1]])}"
         )
 
 
-def first_overlap(segments: Segments) -> tuple[int, int] | None:
-    """Return two segments that write one destination byte, or None."""
-    order = np.argsort(segments.dst_offsets, kind="stable")
-    starts = segments.dst_offsets[order]
-    ends = starts + segments.nbytes[order]
+def first_overlap(starts: Column, nbytes: Column) -> tuple[int, int] | None:
+    """Return the indices of two ranges [start, start + nbytes) that share a byte, or None."""
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = starts + nbytes[order]
     clashes = np.flatnonzero(ends[:-1] > starts[1:])
     if not len(clashes):
         return None
