@@ -87,8 +87,6 @@ class Transfers:
     ) -> tuple[Executor, Descriptors, tuple[TensorMemory, TensorMemory]]:
         check_type("plan", plan, Plan)
         source, target = as_memory("src", src), as_memory("dst", dst)
-        source.check()
-        target.check()
         try:
             getter, putter = self._peer(source, "get"), self._peer(target, "put")
         except NativeError as error:

@@ -155,10 +155,11 @@ Memory = TensorMemory | Cache | Sequence[Any]
 
 
 def as_memory(name: str, memory: Memory) -> TensorMemory:
-    """Return `memory` as TensorMemory.
+    """Return `memory` as TensorMemory, checked to be valid now.
 
     Raises:
         TypeError: neither memory, nor a Cache, nor a sequence of arrays; names the argument.
+        LLMException: the memory's own status, if it is not valid.
     """
     if isinstance(memory, Cache):
         return HostMemory.from_addresses(memory.cache_desc, memory.tensor_addrs)
@@ -170,6 +171,7 @@ def as_memory(name: str, memory: Memory) -> TensorMemory:
             f"{name} must be TensorMemory, a Cache or a sequence of arrays (one for each tensor), "
             f"not {type(memory).__name__}"
         )
+    memory.check()
     return memory
 
 
