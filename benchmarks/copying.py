@@ -80,13 +80,19 @@ def threads_of(run: Run) -> ThreadPool:
 
 def host_executor(run: Run) -> Executor:
     """The run's executor of plain copies."""
-    make = lambda: run.opened.enter_context(Executor(host_backend(threads_of(run))))  # noqa: E731
+
+    def make() -> Executor:
+        return run.opened.enter_context(Executor(host_backend(threads_of(run))))
+
     return cast("Executor", run.share("host executor", make))
 
 
 def team_of(run: Run) -> Team:
     """As many bare threads as kvplan has."""
-    make = lambda: run.opened.enter_context(Team(threads_of(run).threads))  # noqa: E731
+
+    def make() -> Team:
+        return run.opened.enter_context(Team(threads_of(run).threads))
+
     return cast("Team", run.share("team", make))
 
 
