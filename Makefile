@@ -34,8 +34,8 @@ unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the 
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300
 
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then those with threads under ThreadSanitizer
-	tools/sanitize address,undefined tests/native tests/engine tests/transport tests/project/test_native_build.py
-	tools/sanitize thread tests/native/test_executor{,_concurrency}.py tests/native/test_wrappers.py tests/engine \
+	tools/sanitize address,undefined tests/native tests/execution tests/transport tests/project/test_native_build.py
+	tools/sanitize thread tests/native/test_executor{,_concurrency}.py tests/native/test_wrappers.py tests/execution \
 	  tests/project/test_native_build.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl

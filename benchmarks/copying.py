@@ -14,9 +14,9 @@ from benchmarks.limits import COPIES, Columns, Team, repeat_seconds
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
 from kvnative._lower import Descriptors, lower
-from kvplan.engine.binding import bind
-from kvplan.engine.execution import Transfers
-from kvplan.engine.memory import HostMemory
+from kvplan.execution.binding import bind
+from kvplan.execution.memory import HostMemory
+from kvplan.execution.transfers import Transfers
 from kvplan.planning import plan_pull_blocks
 from kvplan.types import CacheDesc, DataType
 

@@ -37,7 +37,7 @@ from kvplan.types import (
 )
 
 if TYPE_CHECKING:
-    from kvplan.engine import HostMemory, Transfers, TransferTask, execute, submit
+    from kvplan.execution import HostMemory, Transfers, TransferTask, execute, submit
 
 __version__ = "0.1.0"
 
@@ -77,7 +77,7 @@ _NATIVE = {"HostMemory", "TransferTask", "Transfers", "execute", "submit"}
 
 def __getattr__(name: str) -> Any:
     if name in _NATIVE:
-        return getattr(import_module("kvplan.engine"), name)
+        return getattr(import_module("kvplan.execution"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

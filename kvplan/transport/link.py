@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
-    from kvplan.engine.memory import Direction
+    from kvplan.execution.memory import Direction
 
     Column = NDArray[np.uint64]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
-    from kvplan.engine.memory import Direction
+    from kvplan.execution.memory import Direction
     from kvplan.transport.link import Link
     from kvplan.transport.metadata import Range
 

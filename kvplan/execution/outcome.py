@@ -9,7 +9,7 @@ from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
-    from kvplan.engine.memory import TensorMemory
+    from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
 _FAILED = LLMStatusCode.LLM_FAILED

@@ -1,8 +1,8 @@
 """Plans meet memory here: addresses are checked and bound, descriptors lowered and submitted."""
 
-from kvplan.engine.execution import Transfers, default_transfers, execute, submit
-from kvplan.engine.memory import HostMemory, Memory, TensorMemory
-from kvplan.engine.task import TransferTask
+from kvplan.execution.memory import HostMemory, Memory, TensorMemory
+from kvplan.execution.task import TransferTask
+from kvplan.execution.transfers import Transfers, default_transfers, execute, submit
 
 __all__ = [
     "HostMemory",

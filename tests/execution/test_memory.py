@@ -11,7 +11,7 @@ import pytest
 
 import kvplan
 from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode
-from kvplan.engine import dlpack
+from kvplan.execution import dlpack
 from kvplan.transport.local import LocalTransport
 
 DESC = CacheDesc(1, (6, 8), DataType.DT_BF16)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._host import check_memory
-from kvplan.engine.dlpack import from_dlpack
+from kvplan.execution.dlpack import from_dlpack
 from kvplan.status import LLMException, invalid
 from kvplan.types import Cache, CacheDesc
 

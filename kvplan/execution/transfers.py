@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 from kvnative._executor import Backend, Executor, NativeError, ThreadPool, host_backend
 from kvnative._lower import Descriptors
-from kvplan.engine.binding import bind
-from kvplan.engine.memory import Direction, HostMemory, Memory, TensorMemory, as_memory
-from kvplan.engine.outcome import outcome
-from kvplan.engine.task import TransferTask
+from kvplan.execution.binding import bind
+from kvplan.execution.memory import Direction, HostMemory, Memory, TensorMemory, as_memory
+from kvplan.execution.outcome import outcome
+from kvplan.execution.task import TransferTask
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._lower import Descriptors, lower
-from kvplan.engine.memory import Addresses, TensorMemory
+from kvplan.execution.memory import Addresses, TensorMemory
 from kvplan.planning.invariants import first_overlap
 from kvplan.planning.layout import Side
 from kvplan.planning.plan import Plan

@@ -5,13 +5,13 @@ from __future__ import annotations
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from kvplan.engine.outcome import outcome
+from kvplan.execution.outcome import outcome
 from kvplan.inspection.units import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvnative._executor import Task
-    from kvplan.engine.memory import TensorMemory
+    from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
 
