@@ -1,0 +1,193 @@
+"""One call of an operation, from its arguments to its outcome."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from kvplan.engine.engine import PlanEvent
+from kvplan.engine.log import log_operation, status_of
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, RemoteCache
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine
+    from kvplan.engine.links import PeerClaim, PeerLink
+    from kvplan.engine.registry import CacheEntry
+    from kvplan.execution import TensorMemory
+    from kvplan.planning import Plan
+    from kvplan.types import AnyCacheKey, Cache
+
+
+class Prepared(NamedTuple):
+    """All that a transfer needs."""
+
+    plan: Plan
+    src: TensorMemory
+    dst: TensorMemory
+
+
+class Peer(NamedTuple):
+    """A cache of a peer: what to plan with, and where it is.
+
+    Attributes:
+        cache: as its owner describes it.
+        slot: that a CacheKey stands for; None: the one that the key itself names.
+        memory: its tensors.
+    """
+
+    cache: RemoteCache
+    slot: int | None
+    memory: TensorMemory
+
+
+class Call:
+    """What a call has found, and what it holds until its outcome.
+
+    Args:
+        moves: False for a call that only plans: it holds nothing, and is not counted.
+    """
+
+    __slots__ = (
+        "_cache_id",
+        "_claim",
+        "_engine",
+        "_link",
+        "_moves",
+        "_operation",
+        "_plan",
+        "_started",
+    )
+
+    def __init__(self, engine: Engine, operation: str, *, moves: bool) -> None:
+        self._engine = engine
+        self._operation = operation
+        self._moves = moves
+        self._cache_id: int | None = None
+        self._link: PeerLink | None = None
+        self._claim: PeerClaim | None = None
+        self._plan: Plan | None = None
+        self._started = perf_counter()
+        if moves:
+            engine.enter()
+
+    def own(self, argument: str, cache: Cache, *, paged: bool) -> CacheEntry:
+        """Return the cache of this process that an argument names.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: it is contiguous
+                where a paged one is needed, or the other way round.
+        """
+        entry = self._engine.registry.resolve(cache)
+        if entry.paged is not paged and entry.paged is not None:  # None: addresses say nothing
+            _refuse_kind(argument, f"cache {entry.cache.cache_id}", paged)
+        if self._cache_id is None:
+            self._cache_id = entry.cache.cache_id
+        return entry
+
+    def peer(
+        self,
+        argument: str,
+        key: AnyCacheKey,
+        kinds: tuple[type[AnyCacheKey], ...],
+        *,
+        paged: bool,
+        writable: bool,
+    ) -> Peer:
+        """Return the cache of a peer that an argument names; a slot by CacheKey is claimed.
+
+        Args:
+            kinds: of key that the operation takes.
+
+        Raises:
+            TypeError: another kind of key.
+            LLMException: LLM_PARAM_INVALID: this engine's own cluster, a key of both or neither
+                request and prefix, or a cache that is not `paged` as needed; LLM_NOT_YET_LINK,
+                LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST, LLM_REPEAT_REQUEST.
+        """
+        if not isinstance(key, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{argument}={shown(key)} must be {names}, not {type(key).__name__}")
+        engine = self._engine
+        if key.cluster_id == engine.cluster_id:
+            raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
+        link = engine.links.get(key.cluster_id)
+        if self._moves:
+            link.begin()
+            self._link = link
+        slot = None
+        if not isinstance(key, CacheKey):
+            found = link.cache(key)
+        else:
+            _check_names_one(argument, key)
+            if self._moves:
+                self._claim = claim = link.claim(key)
+                found, slot = claim.cache, claim.batch_index
+            else:
+                found, slot = link.find(key)
+        if found.paged is not paged:
+            _refuse_kind(argument, str(key), paged)
+        desc = found.desc
+        if isinstance(key, CacheKeyByIdAndIndex) and key.batch_index >= desc.batch_size:
+            raise LLMException(
+                f"{argument}={key}: batch_index={key.batch_index} is out of range "
+                f"[0, {desc.batch_size}) of that cache",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        return Peer(RemoteCache(key, desc), slot, link.memory(found, writable=writable))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a peer takes part."""
+        return self._link is not None
+
+    def show(self, plan: Plan) -> None:
+        """Let the hooks see the plan that is about to be executed."""
+        self._plan = plan
+        for hook in tuple(self._engine.hooks.values()):
+            cache_id = -1 if self._cache_id is None else self._cache_id
+            hook(PlanEvent(plan, self._operation, cache_id, self._cluster_id))
+
+    def end(self, error: BaseException | None) -> None:
+        """Give back what the call holds, and record how it went. Once, whatever it came to."""
+        seconds = perf_counter() - self._started
+        engine, plan, link = self._engine, self._plan, self._link
+        nbytes = plan.nbytes if plan is not None and error is None else 0
+        status = status_of(error)
+        try:
+            if self._claim is not None:
+                self._claim.release(plan.src_tensors if plan is not None and not error else None)
+            if link is not None:
+                pulls = self._operation.startswith("pull")
+                link.end(nbytes if pulls else 0, 0 if pulls else nbytes, error)
+        finally:
+            engine.metrics.record(self._operation, status, nbytes, seconds)
+            engine.leave()
+        log_operation(
+            self._operation,
+            status,
+            seconds,
+            error,
+            cluster=engine.cluster_id,
+            peer=self._cluster_id,
+            cache=self._cache_id,
+            kind=plan and plan.kind,
+            descriptors=plan and plan.num_descriptors,
+            bytes=nbytes,
+        )
+
+    @property
+    def _cluster_id(self) -> int | None:
+        return None if self._link is None else self._link.cluster_id
+
+
+def _refuse_kind(argument: str, name: str, paged: bool) -> NoReturn:
+    is_, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
+    raise invalid(f"{argument}={name} is a {is_} cache; this needs a {needed} one")
+
+
+def _check_names_one(argument: str, key: CacheKey) -> None:
+    if (key.req_id == NO_ID) is (key.prefix_id == NO_ID):
+        raise invalid(f"{argument}={key} must name either a request (req_id) or a prefix")
