@@ -40,7 +40,7 @@ class CacheStatus:
 
 
 class CacheOperations(Running):
-    """Caches and their keys. Each method but `arrays` may raise also:
+    """Caches and their keys. Each method may raise, besides what it says itself, the following.
 
     Raises:
         LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.

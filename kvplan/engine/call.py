@@ -6,9 +6,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from kvplan.engine.engine import PlanEvent
-from kvplan.engine.log import log_operation, status_of
+from kvplan.engine.log import level_of, log_operation, logger, status_of
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, RemoteCache
+from kvplan.types import NO_ID, CacheKey, CacheKeyByIdAndIndex, RemoteCache
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Call:
         self._engine = engine
         self._operation = operation
         self._moves = moves
-        self._cache_id: int | None = None
+        self._cache_id = -1
         self._link: PeerLink | None = None
         self._claim: PeerClaim | None = None
         self._plan: Plan | None = None
@@ -83,7 +83,7 @@ class Call:
         entry = self._engine.registry.resolve(cache)
         if entry.paged is not paged and entry.paged is not None:  # None: addresses say nothing
             _refuse_kind(argument, f"cache {entry.cache.cache_id}", paged)
-        if self._cache_id is None:
+        if self._cache_id < 0:
             self._cache_id = entry.cache.cache_id
         return entry
 
@@ -146,37 +146,38 @@ class Call:
     def show(self, plan: Plan) -> None:
         """Let the hooks see the plan that is about to be executed."""
         self._plan = plan
-        for hook in tuple(self._engine.hooks.values()):
-            cache_id = -1 if self._cache_id is None else self._cache_id
-            hook(PlanEvent(plan, self._operation, cache_id, self._cluster_id))
+        if hooks := self._engine.hooks:
+            event = PlanEvent(plan, self._operation, self._cache_id, self._cluster_id)
+            for hook in tuple(hooks.values()):
+                hook(event)
 
     def end(self, error: BaseException | None) -> None:
         """Give back what the call holds, and record how it went. Once, whatever it came to."""
         seconds = perf_counter() - self._started
         engine, plan, link = self._engine, self._plan, self._link
         nbytes = plan.nbytes if plan is not None and error is None else 0
-        status = status_of(error)
         try:
             if self._claim is not None:
-                self._claim.release(plan.src_tensors if plan is not None and not error else None)
+                moved = plan is not None and error is None
+                self._claim.release(plan.src_tensors if moved else None)
             if link is not None:
                 pulls = self._operation.startswith("pull")
                 link.end(nbytes if pulls else 0, 0 if pulls else nbytes, error)
         finally:
-            engine.metrics.record(self._operation, status, nbytes, seconds)
+            engine.metrics.record(self._operation, status_of(error), nbytes, seconds)
             engine.leave()
-        log_operation(
-            self._operation,
-            status,
-            seconds,
-            error,
-            cluster=engine.cluster_id,
-            peer=self._cluster_id,
-            cache=self._cache_id,
-            kind=plan and plan.kind,
-            descriptors=plan and plan.num_descriptors,
-            bytes=nbytes,
-        )
+        if logger.isEnabledFor(level_of(error)):
+            log_operation(
+                self._operation,
+                seconds,
+                error,
+                cluster=engine.cluster_id,
+                peer=self._cluster_id,
+                cache=self._cache_id,
+                kind=plan and plan.kind,
+                descriptors=plan and plan.num_descriptors,
+                bytes=nbytes,
+            )
 
     @property
     def _cluster_id(self) -> int | None:

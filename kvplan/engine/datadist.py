@@ -100,7 +100,6 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
             self._engine = engine
             log_operation(
                 "initialize",
-                LLMStatusCode.LLM_SUCCESS,
                 perf_counter() - started,
                 cluster=self._cluster_id,
                 role=self._role.name,
@@ -122,7 +121,6 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
             engine.close()
             log_operation(
                 "finalize",
-                LLMStatusCode.LLM_SUCCESS,
                 perf_counter() - started,
                 cluster=self._cluster_id,
             )
@@ -294,9 +292,8 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
     def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
         for it in results:
             self._metrics.record(operation, it.status, 0, seconds)
-            log_operation(
-                operation, it.status, seconds, it.error, cluster=self._cluster_id, peer=it.cluster_id
-            )
+            fields = {"cluster": self._cluster_id, "peer": it.cluster_id}
+            log_operation(operation, seconds, it.error, **fields)
         return results
 
     def __enter__(self) -> Self:

@@ -73,7 +73,8 @@ class Engine:
         self.listen_address: str | None = None
         self._calls = 0  # transferring, from before they look at a cache until their outcome
         self._closing = False
-        self._changed = Condition(RLock())
+        self._mutex = RLock()  # re-entrant: a signal handler may transfer too
+        self._changed = Condition(self._mutex)
         with ExitStack() as held:
             transports = make_transports(options.transport)
             for transport in transports:
@@ -116,14 +117,14 @@ class Engine:
 
     def enter(self) -> None:
         """Begin a transferring call; `leave` ends it."""
-        with self._changed:
+        with self._mutex:
             if self._closing:
                 raise finalized()
             self._calls += 1
 
     def leave(self) -> None:
         """End a transferring call: it touches nothing of this engine any more."""
-        with self._changed:
+        with self._mutex:
             self._calls -= 1
             if self._closing:
                 self._changed.notify_all()
@@ -145,7 +146,7 @@ class Engine:
         """
         if self.inherited:
             return
-        with self._changed:
+        with self._mutex:
             if self._closing:
                 return
             self._closing = True

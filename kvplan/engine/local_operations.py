@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LocalOperations(Running):
     """Each operation three times: executed, only planned, and submitted.
 
-    Every one of them may raise:
+    Each may raise the following.
 
     Raises:
         TypeError: an argument of another type.

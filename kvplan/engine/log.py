@@ -23,27 +23,31 @@ def status_of(error: BaseException | None) -> LLMStatusCode:
     return LLMStatusCode.LLM_FAILED
 
 
+def level_of(error: BaseException | None) -> int:
+    """INFO, or WARNING for what failed."""
+    return logging.INFO if error is None else logging.WARNING
+
+
 def log_operation(
     operation: str,
-    status: LLMStatusCode,
     seconds: float,
     error: BaseException | None = None,
     **fields: object,
 ) -> None:
-    """Log how an operation went: INFO, or WARNING for one that failed. Fields of None are left out.
+    """Log how an operation went; fields of None are left out.
 
     Args:
         seconds: how long it took.
+        error: what it failed with; None: it did not.
     """
-    failed = status != LLMStatusCode.LLM_SUCCESS
-    level = logging.WARNING if failed else logging.INFO
+    level = level_of(error)
     if not logger.isEnabledFor(level):
         return
     shown = {
         "operation": operation,
         **fields,
         "us": f"{seconds * 1e6:.1f}",
-        "status": status.name,
+        "status": status_of(error).name,
         "error": error.args[0] if isinstance(error, LLMException) else error,
     }
     pairs = (f"{key}={_quoted(value)}" for key, value in shown.items() if value is not None)

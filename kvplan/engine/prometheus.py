@@ -1,6 +1,6 @@
 """An engine's counters for Prometheus; needs the extra `kvplan[prometheus]`.
 
-    REGISTRY.register(PrometheusCollector(datadist))
+Use: `prometheus_client.REGISTRY.register(PrometheusCollector(datadist))`.
 """
 
 from __future__ import annotations

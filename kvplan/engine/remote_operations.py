@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class RemoteOperations(Running):
     """Each operation three times: executed, only planned, and submitted.
 
-    All layers of an operation are one plan and one submission. Every one of them may raise:
+    All layers of an operation are one plan and one submission. Each may raise the following.
 
     Raises:
         TypeError: an argument of another type.
@@ -78,9 +78,7 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `pull_cache` with the peer's own description; nothing moves, no key is claimed."""
-        return self._plan(
-            operations.pull_cache, src, dst, batch_index, size, ext_param, coalesce
-        )
+        return self._plan(operations.pull_cache, src, dst, batch_index, size, ext_param, coalesce)
 
     def submit_pull_cache(
         self,
@@ -93,9 +91,7 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
-        return self._submit(
-            operations.pull_cache, src, dst, batch_index, size, ext_param, coalesce
-        )
+        return self._submit(operations.pull_cache, src, dst, batch_index, size, ext_param, coalesce)
 
     def pull_blocks(
         self,

@@ -41,11 +41,9 @@ class Running(ABC):
             failure = error
             raise
         finally:
-            seconds, status = perf_counter() - started, status_of(failure)
-            engine.metrics.record(operation, status, 0, seconds)
-            log_operation(
-                operation, status, seconds, failure, cluster=engine.cluster_id, **fields
-            )
+            seconds = perf_counter() - started
+            engine.metrics.record(operation, status_of(failure), 0, seconds)
+            log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
 
     def _execute(
         self,
@@ -67,9 +65,7 @@ class Running(ABC):
             raise
         call.end(None)
 
-    def _submit(
-        self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs
-    ) -> TransferTask:
+    def _submit(self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs) -> TransferTask:
         engine = self._running()
         call = Call(engine, operation.__name__, moves=True)
         try:
