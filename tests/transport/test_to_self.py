@@ -17,7 +17,9 @@ DESC = CacheDesc(1, (BLOCKS, BLOCK), DataType.DT_UINT8)
 
 
 def arena(transport: LocalTransport) -> np.ndarray:
-    return np.frombuffer(transport.allocate(DESC.nbytes), dtype=np.uint8)
+    memory = np.frombuffer(transport.allocate(DESC.nbytes), dtype=np.uint8)
+    transport.register(memory)
+    return memory
 
 
 def registered(transport: LocalTransport) -> np.ndarray:
