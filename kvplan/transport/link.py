@@ -171,7 +171,10 @@ class Link:
         Arenas that `PeerMemory` objects still use stay mapped until those are gone, but their
         checks fail from here on.
         """
-        self._arenas.close()
+        if (
+            os.getpid() == self._pid
+        ):  # else the lock may be held for ever, by a thread of the parent
+            self._arenas.close()
         self._peer.close()
 
     def __enter__(self) -> Link:

@@ -192,6 +192,23 @@ class TestArenas:
         assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
+class TestRefusal:
+    """Asked beforehand, in order to choose: the reasons of `connect`, as text."""
+
+    def test_none(self, owner: Owner, transport: LocalTransport) -> None:
+        assert transport.refusal(owner.metadata()) is None
+        assert transport.refusal(transport.metadata()) is None
+
+    def test_of_a_dead_peer(self, owner: Owner, transport: LocalTransport) -> None:
+        metadata = owner.metadata()
+        owner.kill()
+        reason = f"process {owner.pid} has exited"
+        assert transport.refusal(metadata) == f"peer {owner.pid} cannot be reached: {reason}"
+
+    def test_of_what_is_no_metadata(self, transport: LocalTransport) -> None:
+        assert "is no JSON" in str(transport.refusal(b"nothing"))
+
+
 @needs_root
 class TestPermission:
     """Both sides are processes of their own here, so that they can drop root's rights."""
