@@ -48,7 +48,8 @@ if TYPE_CHECKING:
         LinkStatus,
         RegisterMemStatus,
     )
-    from kvplan.engine.options import Options, PoolConfig
+    from kvplan.engine.options import Options
+    from kvplan.engine.pools import PoolConfig
     from kvplan.execution import HostMemory, Transfers, TransferTask, execute, submit
 
 __version__ = "0.1.0"
@@ -103,7 +104,8 @@ _LAZY = {
         "kvplan.engine.engine": "PlanEvent",
         "kvplan.engine.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
-        "kvplan.engine.options": "Options PoolConfig",
+        "kvplan.engine.options": "Options",
+        "kvplan.engine.pools": "PoolConfig",
     }.items()
     for name in names.split()
 }

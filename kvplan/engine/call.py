@@ -14,7 +14,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.engine.links import PeerClaim, PeerLink
-    from kvplan.engine.registry import CacheEntry
+    from kvplan.engine.cache_entry import CacheEntry
     from kvplan.execution import TensorMemory
     from kvplan.planning import Plan
     from kvplan.types import AnyCacheKey, Cache
@@ -155,11 +155,11 @@ class Call:
         """Give back what the call holds, and record how it went. Once, whatever it came to."""
         seconds = perf_counter() - self._started
         engine, plan, link = self._engine, self._plan, self._link
-        nbytes = plan.nbytes if plan is not None and error is None else 0
+        moved = plan if error is None else None  # every byte of it has arrived
+        nbytes = 0 if moved is None else moved.nbytes
         try:
             if self._claim is not None:
-                moved = plan is not None and error is None
-                self._claim.release(plan.src_tensors if moved else None)
+                self._claim.release(None if moved is None else moved.src_tensors)
             if link is not None:
                 pulls = self._operation.startswith("pull")
                 link.end(nbytes if pulls else 0, 0 if pulls else nbytes, error)

@@ -124,7 +124,7 @@ class LocalOperations(Running):
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
         """
-        if isinstance(blocks, Mapping) and not blocks:
+        if blocks == {}:
             self._running()
             return
         self._execute(operations.copy_blocks, timeout_ms, cache, blocks, coalesce)
