@@ -15,8 +15,7 @@ from kvplan.transport.metadata import ArenaRef
 if TYPE_CHECKING:
     from kvplan.transport.metadata import Range
 
-# What this process offers, so that a link to itself finds the arena: mapped a second time, one byte
-# would have two addresses, and no overlap between them would show.
+# What this process offers, so that a link to itself finds the arena instead of mapping it anew.
 _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
 
 
@@ -45,7 +44,7 @@ class PeerArenas:
     def __init__(self, pid: int, *, prefault: bool) -> None:
         self._pid = pid
         self._prefault = prefault
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
         self._kept: dict[ArenaRef, Arena] = {}
         self._closed = False

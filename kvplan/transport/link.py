@@ -203,24 +203,27 @@ class Link:
         Nothing if one of them is in no arena: then all are reached by the peer's own addresses,
         since a transfer has one way.
         """
+        refs = [it.arena for it in ranges if it.arena is not None]
         arenas: list[Arena | Pin] = []
-        shifts = []
-        for it in ranges:
-            arena = None if it.arena is None else self._hold(it)
-            if it.arena is None or arena is None:
-                return [], np.empty(0, np.uint64)
-            arenas.append(arena)
-            shifts.append((arena.address - it.arena.address) % 2**64)
+        if len(refs) == len(ranges):
+            arenas = [arena for it in ranges if (arena := self._hold(it)) is not None]
+        if len(arenas) < len(ranges):
+            return [], np.empty(0, np.uint64)
+        pairs = zip(arenas, refs, strict=True)
+        shifts = [(arena.address - ref.address) % 2**64 for arena, ref in pairs]
         return arenas, np.array(shifts, dtype=np.uint64)
 
     def _hold(self, it: Range) -> Arena | Pin | None:
-        """Of this process its own arena, if it is one indeed; of a peer a mapping."""
+        """Of a peer a mapping; of this process its own arena, None where the like was not offered.
+
+        Mapped a second time, one byte would have two addresses here, and no overlap would show.
+        """
         assert it.arena is not None
         try:
-            if self.is_to_self:
-                arena = offered(it.arena)
-                return None if arena is None else Pin(arena, writable=it.writable)
-            return self._arenas.map(it)
+            if not self.is_to_self:
+                return self._arenas.map(it)
+            arena = offered(it.arena)
+            return None if arena is None else Pin(arena, writable=it.writable)
         except (OSError, ValueError, MemoryError) as error:
             # It may have ended just now: then that is the true reason.
             self.check_ranges([it], *columns([it]))

@@ -81,7 +81,8 @@ class LocalTransport:
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
         self._registrations: dict[int, Registration] = {}  # by slot
-        self._mutex = threading.Lock()
+        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
+        self._mutex = threading.RLock()
         if permit_any_peer:
             # EINVAL where there is no Yama: then nobody asks for it either.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
@@ -166,8 +167,7 @@ class LocalTransport:
         self._check_process()
         it = _own(registration)
         with self._mutex:
-            if self._registrations.get(it.range.slot) is it:
-                self._remove(it)
+            self._remove(it)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """What a peer needs to reach this process: its identity and `registrations` (None: all).
@@ -240,6 +240,8 @@ class LocalTransport:
         return f"<LocalTransport of process {self._identity.pid}: {state}>"
 
     def _remove(self, it: Registration) -> None:
+        if self._registrations.get(it.range.slot) is not it:
+            return
         del self._registrations[it.range.slot]
         self._board.release(it.range.slot, it.range.generation)
         if it.pin is not None:

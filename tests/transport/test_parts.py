@@ -123,6 +123,21 @@ def test_one_that_is_freed_and_used_anew_is_another(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(pool.part(0)), expected(0))
 
 
+def test_one_that_takes_the_slot_of_another_is_not_it() -> None:
+    with LocalTransport(max_registrations=1) as transport:
+        arena = transport.allocate(100)
+        with transport.connect(transport.metadata()) as link:
+            first = transport.register(arena)
+            memory = link.memory([first.address], 100, metadata=transport.metadata([first]))
+            transport.deregister(first)
+            second = transport.register(arena)
+            assert second.range.slot == first.range.slot
+            transport.deregister(first)  # has ended already: the second is not touched
+            link.memory([second.address], 100, metadata=transport.metadata([second]))
+            with pytest.raises(LLMException, match="has deregistered"):
+                memory.check()
+
+
 def test_one_that_is_freed_while_bytes_move(pool: Pool) -> None:
     memory = pool.part(2)
     local = np.zeros(PART, dtype=np.uint8)
