@@ -12,9 +12,9 @@ from kvplan.types import NO_ID, CacheKey, CacheKeyByIdAndIndex, RemoteCache
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
+    from kvplan.engine.cache_entry import CacheEntry
     from kvplan.engine.engine import Engine
     from kvplan.engine.links import PeerClaim, PeerLink
-    from kvplan.engine.cache_entry import CacheEntry
     from kvplan.execution import TensorMemory
     from kvplan.planning import Plan
     from kvplan.types import AnyCacheKey, Cache

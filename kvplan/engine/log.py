@@ -48,7 +48,7 @@ def log_operation(
         **fields,
         "us": f"{seconds * 1e6:.1f}",
         "status": status_of(error).name,
-        "error": error.args[0] if isinstance(error, LLMException) else error,
+        "error": error.args[0] if isinstance(error, LLMException) else error and repr(error),
     }
     pairs = (f"{key}={_quoted(value)}" for key, value in shown.items() if value is not None)
     logger.log(level, "%s", " ".join(pairs))

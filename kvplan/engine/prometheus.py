@@ -33,10 +33,14 @@ class PrometheusCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield what there is now."""
         operations = CounterMetricFamily(
-            "kvplan_operations", "Calls that have ended.", labels=("cluster_id", "operation", "status")
+            "kvplan_operations",
+            "Calls that have ended.",
+            labels=("cluster_id", "operation", "status"),
         )
         nbytes = CounterMetricFamily(
-            "kvplan_bytes", "Bytes moved by calls that succeeded.", labels=("cluster_id", "operation")
+            "kvplan_bytes",
+            "Bytes moved by calls that succeeded.",
+            labels=("cluster_id", "operation"),
         )
         seconds = HistogramMetricFamily(
             "kvplan_operation_seconds", "How long calls took.", labels=("cluster_id", "operation")

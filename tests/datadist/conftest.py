@@ -23,9 +23,7 @@ def make_engine() -> Iterator[MakeEngine]:
             transfers: Transfers | None = None,
             **options: str,
         ) -> LlmDataDist:
-            engine = held.enter_context(
-                LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
-            )
+            engine = held.enter_context(LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers))
             address = {"ListenIpInfo": "127.0.0.1:0"} if listen else {}
             engine.initialize({**address, **options})
             return engine

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, LlmDataDist, Placement
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMException, LLMStatusCode, Placement
 
 
 def desc(placement: Placement = Placement.DEVICE, rows: int = 4) -> CacheDesc:
@@ -22,7 +22,7 @@ def filled(engine: LlmDataDist, cache: Cache) -> Cache:
     return cache
 
 
-@pytest.mark.parametrize(("src", "dst"), product(Placement, repeat=2))
+@pytest.mark.parametrize(("src", "dst"), [*product(Placement, repeat=2)])
 def test_a_slot_is_copied_wherever_it_is(
     engine: LlmDataDist, src: Placement, dst: Placement
 ) -> None:

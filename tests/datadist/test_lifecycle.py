@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,10 @@ from kvplan import (
     CacheKey,
     ClusterInfo,
     DataType,
-    LLMException,
-    LLMStatusCode,
     LlmDataDist,
+    LLMException,
     LlmRole,
+    LLMStatusCode,
     Options,
 )
 from tests.datadist.conftest import MakeEngine
@@ -63,7 +64,7 @@ def status_of(call: Callable[[], object]) -> LLMStatusCode:
 
 
 def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    return {it.name for it in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -186,7 +187,7 @@ def test_an_engine_that_is_dropped_is_released() -> None:
     assert datadist.listen_address is not None
     host, _, port = datadist.listen_address.rpartition(":")
     socket.create_connection((host, int(port))).close()
-    datadist.on_plan(lambda _: datadist.metrics())  # a cycle: the collector's work
+    datadist.on_plan(partial(print, datadist))  # a cycle: the collector's work
     del datadist
     gc.collect()
     join_released()
@@ -224,7 +225,7 @@ def test_a_forked_child_is_refused_and_does_its_parent_no_harm(
             os.write(write, " ".join(sorted(set(said))).encode())
             os._exit(0)
     os.close(write)
-    with open(read, "rb") as answer:
+    with os.fdopen(read, "rb") as answer:
         assert answer.read() == b"LLM_FAILED"
     os.waitpid(child, 0)
     user.pull_cache(CacheIndex(1, 1), target)

@@ -17,9 +17,9 @@ from kvplan import (
     CacheKey,
     DataType,
     KvCacheExtParam,
+    LlmDataDist,
     LLMException,
     LLMStatusCode,
-    LlmDataDist,
     Placement,
 )
 from tests.datadist.peer import Peer
@@ -160,9 +160,7 @@ def test_a_request_is_consumed_by_its_pull_and_an_index_never(
 ) -> None:
     user.pull_cache(CacheKey(1, 71), slots)
     assert (user.arrays(slots)[0][0] == theirs(SLOTS)[0][1]).all()
-    refused(
-        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots)
-    )
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
     user.pull_cache(CacheIndex(1, CACHE, 1), slots)
 
 
@@ -170,9 +168,7 @@ def test_pulls_of_layers_consume_a_request_together(user: LlmDataDist, slots: Ca
     for layer in (0, 1):
         ext_param = KvCacheExtParam((layer, layer), (layer, layer))
         user.pull_cache(CacheKey(1, 71), slots, ext_param=ext_param)
-    refused(
-        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots)
-    )
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
 
 
 def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
@@ -198,9 +194,7 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
     user.pull_cache(CacheIndex(1, 3), slots)
     assert (user.arrays(slots)[1][0] == 8).all()
     peer.run("datadist.deallocate_cache(later)")
-    refused(
-        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheIndex(1, 3), slots)
-    )
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheIndex(1, 3), slots))
 
 
 def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> None:
