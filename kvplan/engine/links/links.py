@@ -1,0 +1,257 @@
+"""All links of one engine, as its user has them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvplan.control import ClusterKey, ControlLoop, Server
+from kvplan.control.endpoint import Endpoint
+from kvplan.engine.links.answering import Answerer
+from kvplan.engine.links.calling import Caller
+from kvplan.engine.links.clusters import ClusterInfo
+from kvplan.engine.links.local_end import LocalEnd
+from kvplan.engine.links.peer_handler import PeerHandler
+from kvplan.engine.links.peer_link import PeerLink
+from kvplan.engine.links.results import LinkResult, LinkResults
+from kvplan.engine.links.telling import tell_later
+from kvplan.engine.links.transitions import Transitions
+from kvplan.engine.links.unlinking import Unlinker
+from kvplan.engine.options import Options
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import LlmRole
+from kvplan.validation import UINT64_MAX, check_type, check_width, shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.links.state import LinkStatus
+    from kvplan.engine.registry import CacheRegistry
+    from kvplan.transport.protocol import Transport
+
+_T = TypeVar("_T")
+_INT32_MAX = 2**31 - 1
+_CLOSING_S = 0.5  # for telling all peers; some may be stopped
+
+
+class Links:
+    """The links of one engine; may be used from several threads.
+
+    In a forked child every call raises LLMException (LLM_FAILED), and `close` does nothing: all of
+    it is the parent's.
+
+    Args:
+        cluster_id: of this engine.
+        role: of this engine, when asked.
+        options: limits and deadlines.
+        registry: the caches that are offered.
+        transports: in order of preference.
+
+    Raises:
+        LLMException: the cluster key file cannot be used.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        role: Callable[[], LlmRole],
+        options: Options,
+        registry: CacheRegistry,
+        transports: Sequence[Transport],
+    ) -> None:
+        key_file = options.cluster_key_file
+        self._pid = os.getpid()
+        self._control = ControlLoop(f"kvplan-control-{cluster_id}")
+        self._end = LocalEnd(
+            cluster_id=cluster_id,
+            instance=secrets.token_bytes(16),
+            role=role,
+            options=options,
+            registry=registry,
+            transports=tuple(transports),
+            control=self._control,
+            key=None if key_file is None else ClusterKey.load(Path(key_file)),
+        )
+        self._steps = Transitions(self._end)
+        self._caller = Caller(self._end, self._steps)
+        self._answerer = Answerer(self._end, self._steps, self._caller.overtaken)
+        self._unlinker = Unlinker(self._end, self._steps, self._caller.overtaken)
+        self._handler = PeerHandler(self._end, self._steps, self._answerer, self._unlinker)
+        self._server: Server | None = None
+        self._is_news_due = False
+        self._started = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the control thread; links can be made from here on."""
+        self._control.start()
+        self._started = True
+
+    def listen(self, endpoint: Endpoint) -> Endpoint:
+        """Let peers link with this engine at `endpoint`; returns it with the real port.
+
+        Raises:
+            LLMException: LLM_FAILED: the address cannot be had, or this engine listens already.
+        """
+        return self._run(self._listen(endpoint))
+
+    def stop_listening(self) -> None:
+        """Let nobody link from here on; links that peers have made are broken."""
+        self._run(self._stop_listening())
+
+    def close(self) -> None:
+        """End every link and tell the peers; takes a second at most, and works a second time."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        try:
+            if self._started:
+                self._control.run(self._close(), None)
+        finally:
+            self._control.stop()
+
+    def link(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
+        """Link with each cluster, all at once.
+
+        Raises:
+            TypeError, ValueError: an argument of another type or width.
+            LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an address that cannot
+                be, or timeout_ms < 1. What becomes of a cluster is in its result.
+        """
+        calls = [(it.remote_cluster_id, it.endpoint()) for it in _checked(clusters, ClusterInfo)]
+        timeout_s = _seconds(timeout_ms)
+        for cluster_id, _ in calls:
+            if cluster_id == self._end.cluster_id:
+                raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
+        return self._run(
+            _all(
+                (cluster_id, self._caller.link(cluster_id, endpoint, self._handler, timeout_s))
+                for cluster_id, endpoint in calls
+            )
+        )
+
+    def unlink(
+        self, clusters: Sequence[ClusterInfo | int], timeout_ms: int, *, force: bool = False
+    ) -> LinkResults:
+        """End the link with each cluster, at both ends, all at once.
+
+        Args:
+            clusters: as linked, or only their ids.
+            timeout_ms: milliseconds that transfers in flight and the peers may take.
+            force: end it here at once, whatever is in flight and whether or not the peer answers.
+
+        Raises:
+            TypeError, ValueError: an argument of another type or width.
+            LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms < 1. What becomes of a
+                cluster is in its result.
+        """
+        given = _checked(clusters, ClusterInfo | int)
+        ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in given]
+        for cluster_id in ids:
+            check_width("clusters", cluster_id, 0, UINT64_MAX)
+        timeout_s = _seconds(timeout_ms)
+        check_type("force", force, bool)
+        return self._run(
+            _all((it, self._unlinker.unlink(it, timeout_s, force=force)) for it in ids)
+        )
+
+    def live(self) -> int:
+        """How many links stand, are being made, or are being ended."""
+        return len(self._steps.live())
+
+    def get(self, cluster_id: int) -> PeerLink:
+        """The link with a cluster, in whatever state.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK: there is none, and why the last try failed.
+        """
+        link = self._steps.links.get(cluster_id)
+        if link is None:
+            raise self._steps.not_linked(cluster_id)
+        if os.getpid() != self._pid:
+            raise self._forked()
+        return link
+
+    def status(self) -> list[LinkStatus]:
+        """All links as they are now, by cluster id; a broken one stays until linked anew."""
+        steps = self._steps
+        links = {**steps.answering, **steps.calling, **steps.links}
+        return [links[cluster_id].status() for cluster_id in sorted(links)]
+
+    def tables_changed(self) -> None:
+        """Tell all peers soon of what has changed in the registry; many changes at once as one."""
+        if not self._is_news_due and not self._closed and os.getpid() == self._pid:
+            self._is_news_due = True
+            self._control.call_soon(self._tell_all)
+
+    def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
+        """Run `task` in the control thread and wait for it."""
+        if os.getpid() != self._pid or self._closed:
+            task.close()
+            raise self._forked() if os.getpid() != self._pid else _finalized()
+        return self._control.run(task, None)
+
+    def _forked(self) -> LLMException:
+        return LLMException(
+            f"the engine belongs to process {self._pid}; this is its forked child {os.getpid()}"
+        )
+
+    def _tell_all(self) -> None:
+        self._is_news_due = False
+        for link in self._steps.links.values():
+            if link.is_live:
+                self._steps.spawn(tell_later(link, self._end.registry))
+
+    async def _listen(self, endpoint: Endpoint) -> Endpoint:
+        if self._server is not None:
+            raise LLMException(f"the engine listens at {self._server.endpoint} already")
+        self._server = await Server.listen(self._control, endpoint, self._handler, self._end.key)
+        return self._server.endpoint
+
+    async def _stop_listening(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            server.close()
+
+    async def _close(self) -> None:
+        reason = f"cluster {self._end.cluster_id} is finalized"
+        self._steps.refuse_new(reason)
+        for cluster_id in self._steps.live():
+            self._unlinker.drop(cluster_id, reason)
+        await self._steps.finish(_CLOSING_S)
+        await self._stop_listening()
+
+
+async def _all(tasks: Iterable[tuple[int, Coroutine[Any, Any, object]]]) -> LinkResults:
+    async def result(cluster_id: int, task: Coroutine[Any, Any, object]) -> LinkResult:
+        try:
+            await task
+        except LLMException as error:
+            return LinkResult(cluster_id, error.status_code, error)
+        return LinkResult(cluster_id)
+
+    return LinkResults(await asyncio.gather(*(result(*it) for it in tasks)))
+
+
+def _checked(clusters: Sequence[_T], kind: type[_T] | UnionType) -> Sequence[_T]:
+    if not isinstance(clusters, list | tuple):
+        raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
+    if not clusters:
+        raise invalid("clusters is empty; at least one is needed")
+    for position, cluster in enumerate(clusters):
+        if not isinstance(cluster, kind) or isinstance(cluster, bool):
+            raise TypeError(f"clusters[{position}]={shown(cluster)} must be ClusterInfo")
+    return clusters
+
+
+def _seconds(timeout_ms: int) -> float:
+    if check_width("timeout_ms", timeout_ms, -(2**31), _INT32_MAX) < 1:
+        raise invalid(f"timeout_ms={timeout_ms} is out of range [1, {_INT32_MAX}]")
+    return timeout_ms / 1000
+
+
+def _finalized() -> LLMException:
+    return LLMException("the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
