@@ -18,7 +18,7 @@ def serve(kind: str) -> None:
             pool = Pool(np.frombuffer(arena, dtype=np.uint64)).fill()
         else:
             pool = Pool.mapped().fill()
-            transport.register(pool.words)
+        transport.register(pool.words)
         print(pool.words.ctypes.data, transport.metadata().hex(), flush=True)
         sys.stdin.read()
 

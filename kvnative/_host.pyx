@@ -66,6 +66,7 @@ cdef class Arena:
 
     cdef kvn_arena arena
     cdef Py_ssize_t exports  # live buffers; the mapping must outlive them
+    cdef object __weakref__
 
     def __cinit__(self):
         self.arena.fd = -1

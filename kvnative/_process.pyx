@@ -101,6 +101,11 @@ cdef class Peer:
         return self.peer.pid
 
     @property
+    def pidfd(self):
+        """Polls readable once the process has exited; closed by `close`, and -1 from there on."""
+        return self.peer.pidfd
+
+    @property
     def closed(self):
         return self.peer.pidfd < 0
 

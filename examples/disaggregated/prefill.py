@@ -35,6 +35,7 @@ def run(channel: Channel, settings: Settings) -> None:
         # One arena holds all tensors, one after the other. It is plain memory, which a process
         # that was given the transport's metadata can map.
         arena = transport.allocate(num_tensors * tensor_nbytes)
+        transport.register(arena)
         whole = np.frombuffer(memoryview(arena), CACHE_DTYPE).reshape(num_tensors, *shape)
         cache = PagedCache(list(whole))
 

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 
 from kvnative._host import Arena, Board, Pin, check_memory
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.arenas import arena_of, offer
 from kvplan.transport.identity import Identity
 from kvplan.transport.link import Link
-from kvplan.transport.metadata import ArenaRef, BoardRef, Metadata, Range
+from kvplan.transport.metadata import BoardRef, Metadata, Range
 
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-    from typing_extensions import Buffer
-
-    # NumPy's arrays have a typed buffer from Python 3.12 on only.
-    AnyBuffer = Buffer | NDArray[Any]
+    from kvplan.transport import protocol
+    from kvplan.transport.protocol import Registrable
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -64,54 +62,62 @@ class LocalTransport:
     make another there.
     """
 
+    name = "local"
+
     def __init__(self, *, max_registrations: int = 65536, permit_any_peer: bool = False) -> None:
-        self._board = Board(max_registrations)
-        self._identity = Identity.of_self()
+        """Show this process to its peers.
+
+        Args:
+            max_registrations: how many there can be at once; each takes 8 bytes.
+            permit_any_peer: let every process of this user trace this one, as Yama demands.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24];
+                LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no descriptor is left.
+        """
+        try:
+            self._identity = Identity.of_self()
+            self._board = Board(max_registrations)
+        except (ValueError, MemoryError, OSError) as error:
+            raise _refused(error) from error
         self._registrations: dict[int, Registration] = {}  # by slot
-        self._arenas: dict[Arena, Registration] = {}
-        self._mutex = threading.Lock()
+        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
+        self._mutex = threading.RLock()
         if permit_any_peer:
             # EINVAL where there is no Yama: then nobody asks for it either.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
     def allocate(self, nbytes: int, *, prefault: bool = False) -> Arena:
-        """New zeroed memory of `nbytes` bytes, registered, which peers reach by a plain copy.
+        """New zeroed memory of `nbytes` bytes, which peers reach by a plain copy.
 
-        With `prefault` every page is present on return; otherwise pages come at first use.
-        `deregister` it before closing it.
+        They reach what of it is registered. With `prefault` every page is present on return;
+        otherwise pages come at first use. It goes with its last user here and in the peers.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED:
                 no file descriptor is left, say.
         """
+        self._check_process()
         try:
-            arena = Arena(nbytes, prefault=prefault)
-        except ValueError as error:
-            raise invalid(str(error)) from error
-        except MemoryError as error:
-            raise _out_of_memory(error) from error
-        except OSError as error:
-            raise LLMException(str(error)) from error
-        with self._mutex:
-            self._arenas[arena] = self._add(Pin(arena), arena.address, nbytes, True, arena)
-        return arena
+            return Arena(nbytes, prefault=prefault)
+        except (ValueError, MemoryError, OSError) as error:
+            raise _refused(error) from error
 
-    def register(
-        self, memory: AnyBuffer | tuple[int, int], *, writable: bool = True
-    ) -> Registration:
+    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Args:
             memory: anything with a contiguous buffer (NumPy array, bytearray, mmap), which is held
                 until deregistered; or (address, nbytes), as of `tensor.data_ptr()`, which the
-                caller holds.
+                caller holds. An arena, a slice of its memoryview or an array over one is reached
+                by a plain copy, whichever transport has allocated it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or
                 not contiguous; LLM_OUT_OF_MEMORY: `max_registrations` are registered already.
             TypeError: neither of these.
         """
-        pin = None
+        pin = arena = None
         if isinstance(memory, tuple):
             if len(memory) != 2:
                 raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
@@ -124,46 +130,87 @@ class LocalTransport:
             except (BufferError, ValueError) as error:
                 raise invalid(f"memory of type {type(memory).__name__}: {error}") from error
             address, nbytes = pin.address, pin.nbytes
+            arena = arena_of(memory)
         try:
             check_memory(address, nbytes, writable)
         except ValueError as error:
             raise invalid(f"memory: {error}") from error
         except OSError as error:  # /proc is not there, or no descriptor is left to read it
             raise LLMException(f"memory: {error}") from error
-        arena = memory if isinstance(memory, Arena) and memory.fd >= 0 else None
+        # as_strided makes arrays that reach beyond what they are over.
+        if (
+            arena is not None
+            and not arena.address <= address <= arena.address + arena.nbytes - nbytes
+        ):
+            arena = None
+        ref = None if arena is None else offer(arena)
         with self._mutex:
-            return self._add(pin, address, nbytes, writable, arena)
+            self._check_process()
+            try:
+                slot, generation = self._board.take()
+            except MemoryError as error:
+                raise LLMException(
+                    f"{error}: deregister memory, or make the transport with more "
+                    "max_registrations",
+                    status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+                ) from error
+            it = Registration(Range(address, nbytes, slot, generation, writable, ref), pin)
+            self._registrations[slot] = it
+        return it
 
-    def deregister(self, memory: Registration | Arena) -> None:
+    def deregister(self, registration: protocol.Registration) -> None:
         """End it: from here on no peer reports a success for it. It may be freed afterwards.
 
         A peer's `put` that is in flight at this moment may still write to it; agree on the end of
         transfers first. A second time is fine.
         """
         self._check_process()
-        if not isinstance(memory, Registration | Arena):
-            raise TypeError(
-                f"memory is a {type(memory).__name__}; it must be a Registration or an Arena"
-            )
+        it = _own(registration)
         with self._mutex:
-            it = self._arenas.pop(memory, None) if isinstance(memory, Arena) else memory
-            if it is not None and self._registrations.get(it.range.slot) is it:
-                self._remove(it)
+            self._remove(it)
 
-    def metadata(self) -> bytes:
-        """What a peer needs to `connect` to this process: its identity and registered memory."""
+    def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
+        """What a peer needs to reach this process: its identity and `registrations` (None: all).
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
+            TypeError: one of them is no `Registration`.
+        """
         self._check_process()
+        given = None if registrations is None else [_own(it) for it in registrations]
         with self._mutex:
+            self._check_process()
             board = self._board
             ref = BoardRef(board.fd, board.inode, board.num_slots, board.address)
-            ranges = tuple(it.range for it in self._registrations.values())
+            held = self._registrations
+            for it in given or ():
+                if held.get(it.range.slot) is not it:
+                    raise invalid(f"{it!r} is not registered here, or no longer")
+            ranges = tuple(it.range for it in (held.values() if given is None else given))
         return Metadata(self._identity, ref, ranges).to_bytes()
 
-    def connect(self, metadata: bytes, *, prefault: bool = False) -> Link:
+    def refusal(self, metadata: bytes) -> str | None:
+        """Why the process of `metadata` cannot be reached from here; None: it can.
+
+        Found out by linking to it, which takes some 0.1 ms.
+        """
+        self._check_process()
+        try:
+            self.connect(metadata).close()
+        except LLMException as error:
+            return str(error.args[0])
+        return None
+
+    def connect(
+        self, metadata: bytes, *, timeout_ms: float | None = None, prefault: bool = False
+    ) -> Link:
         """Link to the process whose `metadata` this is; it takes no part in that.
 
-        With `prefault` the pages of an arena are mapped with it, which costs time and page tables,
-        instead of one fault a page at first use.
+        Args:
+            metadata: the peer's.
+            timeout_ms: of no account, since nobody is waited for.
+            prefault: map the pages of an arena with it, which costs time and page tables, instead
+                of one fault a page at first use.
 
         Raises:
             LLMException: LLM_LINK_FAILED: another host or PID namespace, exited, or the system
@@ -180,7 +227,6 @@ class LocalTransport:
         with self._mutex:
             for it in tuple(self._registrations.values()):
                 self._remove(it)
-            self._arenas.clear()
             self._board.close()
 
     def __enter__(self) -> LocalTransport:
@@ -193,20 +239,9 @@ class LocalTransport:
         state = "closed" if self._board.closed else f"{len(self._registrations)} registrations"
         return f"<LocalTransport of process {self._identity.pid}: {state}>"
 
-    def _add(
-        self, pin: Pin | None, address: int, nbytes: int, writable: bool, arena: Arena | None
-    ) -> Registration:
-        self._check_process()
-        try:
-            slot, generation = self._board.take()
-        except MemoryError as error:
-            raise _out_of_memory(error) from error
-        ref = None if arena is None else ArenaRef(arena.fd, arena.inode)
-        it = Registration(Range(address, nbytes, slot, generation, writable, ref), pin)
-        self._registrations[slot] = it
-        return it
-
     def _remove(self, it: Registration) -> None:
+        if self._registrations.get(it.range.slot) is not it:
+            return
         del self._registrations[it.range.slot]
         self._board.release(it.range.slot, it.range.generation)
         if it.pin is not None:
@@ -222,5 +257,19 @@ class LocalTransport:
             )
 
 
-def _out_of_memory(error: MemoryError) -> LLMException:
-    return LLMException(str(error), status_code=LLMStatusCode.LLM_OUT_OF_MEMORY)
+def _own(registration: protocol.Registration) -> Registration:
+    if not isinstance(registration, Registration):
+        raise TypeError(
+            f"registration is a {type(registration).__name__}; it must be a Registration that "
+            "`register` of a local transport has returned"
+        )
+    return registration
+
+
+def _refused(error: Exception) -> LLMException:
+    """What the system, or the native layer, refuses, as an error of the interface."""
+    if isinstance(error, ValueError):
+        return invalid(str(error))
+    if isinstance(error, MemoryError):
+        return LLMException(str(error), status_code=LLMStatusCode.LLM_OUT_OF_MEMORY)
+    return LLMException(str(error))

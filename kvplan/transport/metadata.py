@@ -7,7 +7,7 @@ outside, though, so nothing in it is believed before it is checked.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from reprlib import repr as show  # short, however long or deep the value is
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ _BOARD = {
     "address": (1, 2**64 - 1),
 }
 _RANGE = {"address": (1, 2**64 - 1), "nbytes": _SIZE, "slot": _INT31, "generation": _UINT64}
-_ARENA = {"fd": _INT31, "inode": _UINT64}
+_ARENA = {"fd": _INT31, "inode": _UINT64, "address": (1, 2**64 - 1), "nbytes": _SIZE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,20 @@ class BoardRef:
 
 @dataclass(frozen=True, slots=True)
 class ArenaRef:
-    """Where an arena is found: its descriptor in the owner, and its inode."""
+    """Where an arena is found, by descriptor and inode, and where its owner has mapped it."""
 
     fd: int
     inode: int
+    address: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
     """Registered memory [address, address + nbytes) of a process, in bytes.
 
-    `slot` and `generation` say on the board whether it is still registered; `arena` is None for
-    memory that is reached by process_vm_readv only.
+    `slot` and `generation` say on the board whether it is still registered; `arena` is what it is
+    a part of, None for memory that is reached by process_vm_readv only.
     """
 
     address: int
@@ -91,7 +93,16 @@ class Metadata:
 
     def to_bytes(self) -> bytes:
         """As JSON, UTF-8."""
-        document = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(self)}
+        document = {
+            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
+            "identity": _fields(self.identity),
+            "board": _fields(self.board),
+            "ranges": [
+                {**_fields(it), "arena": None if it.arena is None else _fields(it.arena)}
+                for it in self.ranges
+            ],
+        }
         return json.dumps(document, separators=(",", ":")).encode()
 
     @classmethod
@@ -134,6 +145,11 @@ class Metadata:
         )
 
 
+def _fields(value: Identity | BoardRef | Range | ArenaRef) -> dict[str, Any]:
+    # dataclasses.asdict copies deeply: ten times the time.
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
 def _range(path: str, value: object, board: BoardRef) -> Range:
     fields = _object(path, value, {"writable", "arena", *_RANGE})
     numbers = _numbers(path, fields, _RANGE)
@@ -150,6 +166,12 @@ def _range(path: str, value: object, board: BoardRef) -> Range:
         arena_path = f"{path}.arena"
         found = _object(arena_path, fields["arena"], set(_ARENA))
         arena = ArenaRef(**_numbers(arena_path, found, _ARENA))
+        offset = numbers["address"] - arena.address
+        if offset < 0 or offset + numbers["nbytes"] > arena.nbytes:
+            raise _bad(
+                f"{path} is not inside its arena: address {numbers['address']}, nbytes "
+                f"{numbers['nbytes']}; arena at {arena.address}, nbytes {arena.nbytes}"
+            )
     return Range(writable=fields["writable"], arena=arena, **numbers)
 
 

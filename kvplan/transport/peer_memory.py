@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
-    from kvnative._host import Arena
+    from kvnative._host import Arena, Pin
     from kvplan.execution.memory import Direction
     from kvplan.transport.link import Link
     from kvplan.transport.metadata import Range
@@ -35,24 +35,19 @@ class PeerMemory:
         addresses: Column,
         nbytes: Column,
         writable: bool,
-        ranges: list[Range],
+        ranges: Sequence[Range],
+        arenas: Sequence[Arena | Pin],
     ) -> None:
+        for column in (addresses, nbytes):
+            column.flags.writeable = False
         self.addresses = addresses
         self.nbytes = nbytes
         self.writable = writable
         self._link = link
-        self._arenas: tuple[Arena, ...] = ()  # what the addresses point into
-        self._ranges = list(dict.fromkeys(ranges))
-        self._slots, self._generations = columns(self._ranges)
-
-    def translate(self, mapped: list[tuple[Range, Arena]]) -> None:
-        """From here on reach the tensors in arenas that are mapped here, one for each tensor."""
-        shifts = [arena.address - it.address for it, arena in mapped]
-        self.addresses = np.array(
-            [start + shift for start, shift in zip(self.addresses.tolist(), shifts, strict=True)],
-            dtype=np.uint64,
-        )
-        self._arenas = tuple({id(arena): arena for _, arena in mapped}.values())
+        self._ranges = ranges
+        self._slots, self._generations = columns(ranges)
+        # What the addresses point into, held open; empty where they are the peer's own.
+        self._arenas = arenas
 
     @property
     def in_process(self) -> bool:

@@ -20,6 +20,7 @@ from kvplan.transport.local import LocalTransport
 from tests.transport.owner import Owner
 
 NOBODY = 65534
+ARENA = "transport.register(transport.allocate(100))"
 REGISTERED = "memory = np.zeros(100, np.uint8); transport.register(memory)"
 DROP = f"import os; os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)"
 DUMPABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)"  # setuid has cleared it
@@ -146,7 +147,7 @@ class TestArenas:
 
     @pytest.fixture
     def metadata(self, owner: Owner) -> dict[str, Any]:
-        owner.run("arena = transport.allocate(8192)")
+        owner.run("memory = transport.register(transport.allocate(8192))")
         return dict(json.loads(owner.metadata()))
 
     def test_unsealed(
@@ -158,7 +159,7 @@ class TestArenas:
             os.ftruncate(fd, 8192)
             result = [fd, os.fstat(fd).st_ino]
         """)
-        metadata["ranges"][0]["arena"] = {"fd": fd, "inode": inode}
+        metadata["ranges"][0]["arena"] |= {"fd": fd, "inode": inode}
         error = self.memory(transport, json.dumps(metadata).encode())
         assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
         assert "not sealed" in str(error)
@@ -167,13 +168,16 @@ class TestArenas:
     def test_of_another_size(
         self, transport: LocalTransport, metadata: dict[str, Any], nbytes: int
     ) -> None:
-        metadata["ranges"][0]["nbytes"] = nbytes
+        metadata["ranges"][0]["nbytes"] = 4096
+        metadata["ranges"][0]["arena"]["nbytes"] = nbytes
         error = self.memory(transport, json.dumps(metadata).encode())
         assert "size differs" in str(error)
 
     def test_of_two_sizes(self, transport: LocalTransport, metadata: dict[str, Any]) -> None:
         """The second must not be reached through the mapping of the first."""
-        metadata["ranges"].append({**metadata["ranges"][0], "nbytes": 1 << 40})
+        whole = metadata["ranges"][0]
+        larger = {"nbytes": 1 << 40}
+        metadata["ranges"].append({**whole, **larger, "arena": {**whole["arena"], **larger}})
         with transport.connect(json.dumps(metadata).encode()) as link:
             base = link.metadata.ranges[0].address
             link.memory([base], 8192)
@@ -183,16 +187,33 @@ class TestArenas:
     def test_deregistered_and_closed(
         self, owner: Owner, transport: LocalTransport, metadata: dict[str, Any]
     ) -> None:
-        owner.run("transport.deregister(arena); arena.close()")
+        owner.run("transport.deregister(memory)")
         error = self.memory(transport, json.dumps(metadata).encode())
         assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+class TestRefusal:
+    """Asked beforehand, in order to choose: the reasons of `connect`, as text."""
+
+    def test_none(self, owner: Owner, transport: LocalTransport) -> None:
+        assert transport.refusal(owner.metadata()) is None
+        assert transport.refusal(transport.metadata()) is None
+
+    def test_of_a_dead_peer(self, owner: Owner, transport: LocalTransport) -> None:
+        metadata = owner.metadata()
+        owner.kill()
+        reason = f"process {owner.pid} has exited"
+        assert transport.refusal(metadata) == f"peer {owner.pid} cannot be reached: {reason}"
+
+    def test_of_what_is_no_metadata(self, transport: LocalTransport) -> None:
+        assert "is no JSON" in str(transport.refusal(b"nothing"))
 
 
 @needs_root
 class TestPermission:
     """Both sides are processes of their own here, so that they can drop root's rights."""
 
-    KINDS = ("transport.allocate(100)", REGISTERED)
+    KINDS = (ARENA, REGISTERED)
 
     @pytest.mark.parametrize("kind", KINDS, ids=["arena", "registered"])
     def test_one_user_is_enough(self, kind: str) -> None:
@@ -223,7 +244,7 @@ class TestPermission:
 def test_a_sandbox_without_process_vm(owner: Owner) -> None:
     with owners([]) as (importer,):
         importer.run(NO_PROCESS_VM)
-        owner.run("transport.allocate(100)")
+        owner.run(ARENA)
         assert refusal_in(importer, owner.metadata()) == "", "arenas need no process_vm_readv"
         owner.run(REGISTERED)
         message = refusal_in(importer, owner.metadata())
@@ -262,17 +283,17 @@ class TestNamespaces:
     def test_two_in_one(self) -> None:
         with owners([*PID_NAMESPACE, "--mount-proc"]) as (inner,):
             inner.run("from kvplan.transport.local import LocalTransport; other = LocalTransport()")
-            inner.run("other.allocate(100)")
+            inner.run("other.register(other.allocate(100))")
             metadata = inner.run("result = other.metadata().decode()").encode()
             assert refusal_in(inner, metadata) == ""
 
     def test_a_foreign_proc(self) -> None:
         with owners(PID_NAMESPACE) as (inner,):
-            inner.run("transport.allocate(100)")
+            inner.run(ARENA)
             assert "--mount-proc" in refusal_in(inner, inner.metadata())
 
     def test_a_proc_that_hides_others(self, owner: Owner) -> None:
-        owner.run("transport.allocate(100)")
+        owner.run(ARENA)
         with owners(["unshare", "--mount", "sh", "-c", HIDE_OTHERS, "sh"]) as (inner,):
             inner.run(DROP)
             assert "hidepid" in refusal_in(inner, owner.metadata())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import mmap
+import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,11 @@ NBYTES = 64 * PAGE
 DESC = CacheDesc(1, (64, PAGE), DataType.DT_UINT8)
 EVERY_BLOCK = kvplan.plan_pull_blocks(DESC, DESC, range(64), range(64)[::-1])
 
-ARENA = f"memory = arena = transport.allocate({NBYTES}); result = arena.address"
+ARENA = f"""
+    arena = transport.allocate({NBYTES})
+    memory = transport.register(arena)
+    result = memory.address
+"""
 # Mapped by hand, so that it can be unmapped by hand.
 REGISTERED = f"""
     import ctypes
@@ -216,13 +221,55 @@ class TestThisSide:
             os.close(other_end)
             os.wait()
             result = os.read(end, 1000).decode()
-            arena = transport.allocate(100)
+            transport.register(transport.allocate(100))
         """)
         assert "forked child" in answer
         assert "closed" in answer
         metadata = owner.metadata()
         with LocalTransport() as transport, transport.connect(metadata) as link:
             link.check()  # the child's close took nothing down
+
+    def test_a_forked_child_of_the_user_is_not_the_user(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
+        user = Owner()
+        try:
+            answer = user.run(f"""
+                import os
+                link = transport.connect({owner.run(ARENA) and owner.metadata()!r})
+                it = link.metadata.ranges[0]
+                memory = link.memory([it.address], it.nbytes)
+                end, other_end = os.pipe()
+                if os.fork() == 0:
+                    for call in (memory.check, link.check, lambda: link.memory([it.address], 1)):
+                        try:
+                            call()
+                        except Exception as error:
+                            os.write(other_end, f"{{error}}|".encode())
+                    link.close()
+                    os._exit(0)
+                os.close(other_end)
+                os.wait()
+                result = os.read(end, 1000).decode()
+                memory.check()
+            """)
+        finally:
+            user.close()
+        assert answer.count("forked child") == answer.count("LLM_FAILED") == 3
+
+    def test_a_link_that_is_closed_while_bytes_move(
+        self, owner: Owner, transport: LocalTransport
+    ) -> None:
+        owner.run(ARENA)
+        link = transport.connect(owner.metadata())
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        local = np.zeros(NBYTES, dtype=np.uint8)
+        with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, NBYTES / 0.2)) as slow:
+            task = slow.submit(EVERY_BLOCK, memory, [local])
+            del memory
+            link.close()
+            code = LLMStatusCode.LLM_NOT_YET_LINK
+            refuses(code, "is closed", task.wait, timeout_ms=30_000)
 
     def test_a_closed_transport(self, transport: LocalTransport) -> None:
         registration = transport.register(bytearray(10))
@@ -235,6 +282,7 @@ class TestThisSide:
             lambda: transport.deregister(registration),
             lambda: transport.connect(metadata),
             lambda: transport.allocate(10),
+            lambda: transport.refusal(metadata),
         ):
             refuses(LLMStatusCode.LLM_FAILED, "is closed", act)
 
@@ -249,9 +297,10 @@ class TestThisSide:
         transport.deregister(registration)  # a second time is fine
         growing.append(1)
         arena = transport.allocate(10)
+        registration = transport.register(memoryview(arena)[3:5])
         with pytest.raises(BufferError):
             arena.close()
-        transport.deregister(arena)
+        transport.deregister(registration)
         arena.close()
 
     def test_mappings_outlive_a_closed_link_as_long_as_they_are_used(
@@ -269,9 +318,9 @@ class TestThisSide:
     def test_nothing_is_left_of_a_hundred_links(
         self, owner: Owner, transport: LocalTransport
     ) -> None:
-        owner.run(ARENA, REGISTERED)
+        address = owner.run(ARENA)
+        owner.run(REGISTERED)
         metadata = owner.metadata()
-        address = owner.run("result = arena.address")
 
         def once() -> None:
             with transport.connect(metadata) as link:
@@ -303,10 +352,26 @@ class TestThisSide:
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_the_death_of_a_peer_can_be_polled_for(owner: Owner, transport: LocalTransport) -> None:
+    link = transport.connect(owner.metadata())
+    assert link.death_fd is not None
+    poll = select.poll()
+    poll.register(link.death_fd, select.POLLIN)
+    assert poll.poll(0) == []
+    owner.kill()
+    assert poll.poll(30_000) == [(link.death_fd, select.POLLIN)]
+    link.close()
+    assert link.death_fd is None
+
+
 def test_every_slot_taken() -> None:
     with LocalTransport(max_registrations=2) as transport:
         held = [transport.register(bytearray(8)) for _ in range(2)]
-        for act in (lambda: transport.register(bytearray(8)), lambda: transport.allocate(8)):
-            refuses(LLMStatusCode.LLM_OUT_OF_MEMORY, "all 2 slots", act)
+        refuses(
+            LLMStatusCode.LLM_OUT_OF_MEMORY,
+            "all 2 slots .* more max_registrations",
+            transport.register,
+            bytearray(8),
+        )
         transport.deregister(held[0])
         transport.register(bytearray(8))

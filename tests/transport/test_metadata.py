@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,11 +29,20 @@ identities = st.builds(
 ranges = st.builds(
     Range,
     address=st.integers(1, 2**63),
-    nbytes=st.integers(1, 2**63 - 1),
+    nbytes=st.integers(1, 2**62),
     slot=st.integers(0, 99),
     generation=uint64,
     writable=st.booleans(),
-    arena=st.none() | st.builds(ArenaRef, fd=fd, inode=uint64),
+    arena=st.none(),
+)
+parts = st.builds(
+    lambda it, fd, inode, after: replace(
+        it, arena=ArenaRef(fd, inode, it.address, it.nbytes + after)
+    ),
+    ranges,
+    fd=fd,
+    inode=uint64,
+    after=st.integers(0, 2**62),
 )
 boards = st.builds(
     BoardRef,
@@ -41,12 +51,12 @@ boards = st.builds(
     num_slots=st.integers(100, 2**24),
     address=st.integers(1, 2**64 - 1),
 )
-metadata = st.builds(Metadata, identities, boards, st.lists(ranges, max_size=5).map(tuple))
+metadata = st.builds(Metadata, identities, boards, st.lists(ranges | parts, max_size=5).map(tuple))
 
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
     BoardRef(fd=6, inode=7, num_slots=8, address=4096),
-    (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10)),),
+    (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10, 4000, 200)),),
 )
 
 
@@ -64,12 +74,13 @@ def test_what_is_written_is_read(given: Metadata) -> None:
 
 def test_a_transport_writes_what_it_is(transport: LocalTransport) -> None:
     arena = transport.allocate(5000)
+    part = transport.register(memoryview(arena)[1000:3000])
     registration = transport.register(bytearray(10), writable=False)
     found = Metadata.from_bytes(transport.metadata())
     assert found.identity == Identity.of_self()
-    assert found.ranges[0].arena == ArenaRef(arena.fd, arena.inode)
-    assert (found.ranges[0].address, found.ranges[0].nbytes) == (arena.address, 5000)
-    assert found.ranges[1] == registration.range
+    assert found.ranges == (part.range, registration.range)
+    assert part.range.arena == ArenaRef(arena.fd, arena.inode, arena.address, 5000)
+    assert (part.address, part.nbytes) == (arena.address + 1000, 2000)
     assert [it.writable for it in found.ranges] == [True, False]
 
 
@@ -105,7 +116,10 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         f"ranges[0].{name}": lambda it: it["ranges"][0]
         for name in ("address", "nbytes", "slot", "generation", "writable", "arena")
     },
-    **{f"ranges[0].arena.{name}": lambda it: it["ranges"][0]["arena"] for name in ("fd", "inode")},
+    **{
+        f"ranges[0].arena.{name}": lambda it: it["ranges"][0]["arena"]
+        for name in ArenaRef.__slots__
+    },
 }
 WRONG = [-1, 2**64, 1.0, "1", [], {}, [[]], float("nan")]
 
@@ -132,6 +146,8 @@ def test_every_field_is_checked(path: str) -> None:
         ("slot", 8, "the board has 8 slots"),
         ("nbytes", 2**63, f"in [1, {2**63 - 1}]"),
         ("address", 2**64 - 50, "ends past 2**64"),
+        ("address", 3999, "not inside its arena"),
+        ("nbytes", 105, "not inside its arena"),
         ("writable", 1, "true or false"),
         ("generation", True, "a whole number"),
     ],

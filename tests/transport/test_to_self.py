@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode
+from kvnative._executor import ThreadPool, limit_bandwidth
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
 from tests.transport.owner_process import pattern
 
@@ -17,7 +19,9 @@ DESC = CacheDesc(1, (BLOCKS, BLOCK), DataType.DT_UINT8)
 
 
 def arena(transport: LocalTransport) -> np.ndarray:
-    return np.frombuffer(transport.allocate(DESC.nbytes), dtype=np.uint8)
+    memory = np.frombuffer(transport.allocate(DESC.nbytes), dtype=np.uint8)
+    transport.register(memory)
+    return memory
 
 
 def registered(transport: LocalTransport) -> np.ndarray:
@@ -62,3 +66,57 @@ class TestOverlap:
             source = link.memory([memory.ctypes.data], DESC.nbytes)
             kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [6, 7]), source, [memory])
         np.testing.assert_array_equal(memory.reshape(BLOCKS, BLOCK), expected)
+
+
+class TestArenaPart:
+    """Two engines in one process: as between two, by a plain copy, and as safe."""
+
+    PLAN = kvplan.plan_pull_blocks(DESC, DESC, range(BLOCKS), range(BLOCKS)[::-1])
+
+    def test_it_is_copied_in_place(self, transport: LocalTransport) -> None:
+        with LocalTransport() as other:
+            arena = other.allocate(3 * DESC.nbytes)
+            part = other.register(memoryview(arena)[DESC.nbytes : 2 * DESC.nbytes])
+            view = np.frombuffer(arena, np.uint8)[DESC.nbytes : 2 * DESC.nbytes]
+            view[:] = pattern(1, DESC.nbytes)
+            link = transport.connect(other.metadata(()))
+            memory = link.memory([part.address], DESC.nbytes, metadata=other.metadata([part]))
+            assert memory.backend(ThreadPool(1), "get") is None
+            assert memory.addresses.tolist() == [part.address]
+            local = np.zeros(DESC.nbytes, np.uint8)
+            kvplan.execute(self.PLAN, memory, [local])
+            np.testing.assert_array_equal(
+                local.reshape(BLOCKS, BLOCK), pattern(1, DESC.nbytes).reshape(BLOCKS, BLOCK)[::-1]
+            )
+            other.deregister(part)
+            with pytest.raises(LLMException, match="has deregistered") as refused:
+                kvplan.execute(self.PLAN, memory, [local])
+            assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+    def test_one_that_is_let_go_of_while_bytes_move_stays_mapped(
+        self, transport: LocalTransport
+    ) -> None:
+        arena = transport.allocate(2 * DESC.nbytes)
+        part = transport.register(memoryview(arena)[DESC.nbytes :])
+        link = transport.connect(transport.metadata())
+        memory = link.memory([part.address], DESC.nbytes)
+        local = np.zeros(DESC.nbytes, np.uint8)
+        with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, DESC.nbytes / 0.2)) as slow:
+            task = slow.submit(self.PLAN, memory, [local])
+            transport.deregister(part)
+            with pytest.raises(BufferError):
+                arena.close()
+            del arena, part, memory
+            gc.collect()
+            with pytest.raises(LLMException, match="has deregistered"):
+                task.wait(timeout_ms=30_000)
+
+    def test_one_that_was_closed_is_deregistered(self, transport: LocalTransport) -> None:
+        arena = transport.allocate(100)
+        part = transport.register(memoryview(arena)[10:20])
+        link = transport.connect(transport.metadata())
+        transport.deregister(part)
+        arena.close()
+        with pytest.raises(LLMException, match="has deregistered") as refused:
+            link.memory([part.address], 10)
+        assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

@@ -25,6 +25,7 @@ SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
 ARENA = f"""
     arena = transport.allocate({TENSORS * TENSOR})
     memory = np.frombuffer(arena, dtype=np.uint8)
+    transport.register(arena)
 """
 REGISTERED = f"""
     memory = np.zeros({TENSORS * TENSOR}, dtype=np.uint8)
@@ -34,6 +35,7 @@ REGISTERED = f"""
 MIXED = f"""
     arena = transport.allocate({TENSOR})
     first = np.frombuffer(arena, dtype=np.uint8)
+    transport.register(first)
     rest = np.zeros({(TENSORS - 1) * TENSOR}, dtype=np.uint8)
     registration = transport.register(rest)
 """
@@ -150,6 +152,7 @@ def test_tensors_of_both_kinds_in_one_transfer(owner: Owner, transport: LocalTra
 def test_between_two_transports_of_one_process(transport: LocalTransport) -> None:
     with LocalTransport() as other:
         arena = other.allocate(TENSORS * TENSOR)
+        other.register(arena)
         view = np.frombuffer(arena, dtype=np.uint8)
         view[:] = pattern(1, TENSORS * TENSOR)
         with transport.connect(other.metadata()) as link:
@@ -172,6 +175,7 @@ def test_each_tensor_in_an_arena_of_its_own(owner: Owner, transport: LocalTransp
         arenas = [transport.allocate({TENSOR} + i) for i in range({TENSORS})]
         for i, arena in enumerate(arenas):
             np.frombuffer(arena, np.uint8)[i:] = pattern(5 + i, {TENSOR})
+            transport.register(arena)
         result = [arena.address + i for i, arena in enumerate(arenas)]
     """)
     order = [2, 0, 1]
@@ -193,15 +197,16 @@ def test_what_was_registered_after_linking_can_be_reached(
         assert refused.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         link.update(owner.metadata())
         tensors_of(link, base, writable=True).check()
-        owner.run("arena = transport.allocate(4096)")
+        owner.run("arena = transport.allocate(4096); transport.register(arena)")
         link.update(owner.metadata())
         link.memory([owner.run("result = arena.address")], 4096).check()
 
 
 def test_prefault_maps_the_pages_with_the_arena(owner: Owner, transport: LocalTransport) -> None:
-    base = owner.run(
-        f"arena = transport.allocate({TENSORS * TENSOR}, prefault=True); result = arena.address"
-    )
+    base = owner.run(f"""
+        arena = transport.allocate({TENSORS * TENSOR}, prefault=True)
+        result = transport.register(arena).address
+    """)
     with transport.connect(owner.metadata(), prefault=True) as link:
         local = tensors(2)
         plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)

@@ -1,0 +1,49 @@
+"""Which ways of reaching another process there are, and which of them work here."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.local import LocalTransport
+from kvplan.validation import check_type, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvplan.transport.protocol import Transport
+
+_LOGGER = logging.getLogger("kvplan")
+
+# In order of preference.
+TRANSPORTS: Final[Mapping[str, Callable[[], Transport]]] = {
+    "local": LocalTransport,
+}
+
+
+def make_transports(choice: str = "auto") -> tuple[Transport, ...]:
+    """Make the transport of that name, or with "auto" all that work here, the preferred first.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: no transport has that name; LLM_FEATURE_NOT_ENABLED: none
+            of them works here, and why.
+        TypeError: not a str.
+    """
+    check_type("transport", choice, str)
+    if choice != "auto" and choice not in TRANSPORTS:
+        known = ", ".join(["auto", *TRANSPORTS])
+        raise invalid(f"transport={shown(choice)}; it must be one of {known}")
+    made, reasons = [], []
+    for name in TRANSPORTS if choice == "auto" else (choice,):
+        try:
+            made.append(TRANSPORTS[name]())
+        except LLMException as error:
+            reasons.append(f"{name}: {error.args[0]}")
+            _LOGGER.info("transport=%s cannot be used: %s", name, error)
+    if not made:
+        raise LLMException(
+            f"transport={choice!r} does not work here: {'; '.join(reasons)}",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    return tuple(made)

@@ -1,0 +1,155 @@
+"""Contract 3: what a way of reaching the memory of another process offers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvnative._host import Arena
+    from kvplan.execution.memory import TensorMemory
+
+    # NumPy's arrays have a typed buffer from Python 3.12 on only.
+    Registrable = Buffer | NDArray[Any] | tuple[int, int]
+    """What can be registered: a contiguous buffer, which is then held, or (address, nbytes)."""
+
+
+class Registration(Protocol):
+    """Memory [address, address + nbytes) of this process that peers may reach.
+
+    Attributes:
+        address: of the first byte, in this process.
+        nbytes: its size in bytes.
+        writable: whether peers may write to it.
+    """
+
+    @property
+    def address(self) -> int:
+        """See above."""
+
+    @property
+    def nbytes(self) -> int:
+        """See above."""
+
+    @property
+    def writable(self) -> bool:
+        """See above."""
+
+
+class Transport(Protocol):
+    """What this process lets its peers reach, and its links to them.
+
+    One-sided: while a peer transfers, the owner's Python takes no part. All methods may be called
+    from several threads. It belongs to the process that made it; in a forked child every method
+    but `close` raises LLMException (LLM_FAILED).
+
+    Attributes:
+        name: by which two processes agree on a transport, such as "local".
+    """
+
+    @property
+    def name(self) -> str:
+        """See above."""
+
+    def allocate(self, nbytes: int) -> Arena:
+        """New zeroed memory of `nbytes` bytes that this transport reaches best.
+
+        Nobody reaches it before it, or a part of it, is registered. It goes with its last user.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
+        """
+
+    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
+        """Let peers reach `memory`, and write to it unless `writable` is False.
+
+        A part of an arena (a slice of `memoryview(arena)`, or an array over one) is reached as well
+        as the arena; each registration ends by itself, however many share one arena.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: memory that is not as asked; LLM_OUT_OF_MEMORY: no
+                room for another registration.
+            TypeError: neither a buffer nor (address, nbytes).
+        """
+
+    def deregister(self, registration: Registration) -> None:
+        """End it: from here on no peer reports a success for it; a second time is fine."""
+
+    def metadata(self, registrations: Iterable[Registration] | None = None) -> bytes:
+        """Who this process is, and where `registrations` are; None: all of them.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
+        """
+
+    def refusal(self, metadata: bytes) -> str | None:
+        """Why the peer of `metadata` cannot be reached from here; None: it can."""
+
+    def connect(self, metadata: bytes, *, timeout_ms: float) -> TransportLink:
+        """Link to the peer of `metadata`; both ends may do so at once.
+
+        Args:
+            metadata: the peer's, whichever registrations it names.
+            timeout_ms: milliseconds that this may take.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot be reached, and why; LLM_TIMEOUT;
+                LLM_PARAM_INVALID: bad metadata.
+        """
+
+    def close(self) -> None:
+        """End every registration; idempotent. Links live on."""
+
+
+class TransportLink(Protocol):
+    """A way to one peer. All methods may be called from several threads."""
+
+    def memory(
+        self,
+        addresses: Sequence[int] | NDArray[np.uint64],
+        nbytes: int | Sequence[int] | NDArray[np.uint64],
+        *,
+        writable: bool = False,
+        metadata: bytes | None = None,
+    ) -> TensorMemory:
+        """The peer's tensors, for use as the remote side of a transfer.
+
+        Args:
+            addresses: of each tensor, in the peer.
+            nbytes: of each tensor, or one number for all.
+            writable: whether the transfer writes to them.
+            metadata: the peer's, naming the registrations that hold them; None: the one that the
+                link was made with.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or
+                that has ended; LLM_PARAM_INVALID: bad sizes or metadata, another peer's metadata,
+                or a read-only registration to be written; LLM_LINK_FAILED: the peer is gone or
+                refuses access; LLM_NOT_YET_LINK: the link was closed.
+            TypeError: not whole numbers.
+        """
+
+    def check(self) -> None:
+        """Raise LLMException unless the peer lives and the link is open.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer is gone; LLM_NOT_YET_LINK: the link was closed.
+        """
+
+    @property
+    def death_fd(self) -> int | None:
+        """A descriptor that polls readable once the peer has died; None where there is none.
+
+        It is the link's: stop polling it before `close`.
+        """
+
+    def close(self) -> None:
+        """Let go of the peer; idempotent.
+
+        Transfers in flight keep what they need mapped, but fail their check from here on.
+        """

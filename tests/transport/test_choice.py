@@ -1,0 +1,52 @@
+"""Which transports there are is a table; "auto" takes what works here."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.choice import TRANSPORTS, make_transports
+
+
+@pytest.mark.parametrize("choice", ["auto", "local"])
+def test_what_works_here_is_made(choice: str) -> None:
+    made = make_transports(choice)
+    assert [it.name for it in made] == ["local"]
+    for transport in made:
+        transport.close()
+
+
+def test_each_row_has_the_name_of_what_it_makes() -> None:
+    for name, make in TRANSPORTS.items():
+        transport = make()
+        assert transport.name == name
+        transport.close()
+
+
+@pytest.mark.parametrize("choice", ["", "hccl", "Local", "local,auto"])
+def test_an_unknown_name(choice: str) -> None:
+    with pytest.raises(LLMException, match="must be one of auto, local") as refused:
+        make_transports(choice)
+    assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert repr(choice) in str(refused.value)
+
+
+@pytest.mark.parametrize("choice", [None, 1, ["local"]])
+def test_a_name_is_a_str(choice: Any) -> None:
+    with pytest.raises(TypeError, match="transport="):
+        make_transports(choice)
+
+
+@pytest.mark.parametrize("choice", ["auto", "local"])
+def test_where_none_works_the_reason_is_told(choice: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(LLMException, match=r"local: .*Too many open files") as refused:
+            make_transports(choice)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED

@@ -1,0 +1,304 @@
+"""Parts of an arena, each registered by itself, as pools need: a peer maps the arena once."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from threading import Barrier, Semaphore
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+import kvplan
+from kvnative._executor import ThreadPool, limit_bandwidth
+from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan.transport.local import LocalTransport
+from kvplan.transport.peer_memory import PeerMemory
+from tests.transport.owner import Owner
+from tests.transport.owner_process import pattern
+
+PART, PARTS = 16 * 4096, 8
+DESC = CacheDesc(1, (16, 4096), DataType.DT_UINT8)
+PLAN = kvplan.plan_pull_blocks(DESC, DESC, range(16), range(16)[::-1])
+
+POOL = f"""
+    arena = transport.allocate({PARTS * PART})
+    memory = np.frombuffer(arena, dtype=np.uint8)
+    memory[:] = pattern(1, memory.size)
+    part = lambda i: memoryview(arena)[i * {PART} : (i + 1) * {PART}]
+    registrations = [transport.register(part(i)) for i in range({PARTS})]
+    result = arena.address
+"""
+
+
+class Pool:
+    """The arena of an owner, and a link to that; `part` is found as an engine finds a cache."""
+
+    def __init__(self, owner: Owner, transport: LocalTransport) -> None:
+        self.owner = owner
+        self.base: int = owner.run(POOL)
+        self.link = transport.connect(self.metadata("[]"), timeout_ms=1000)
+
+    def metadata(self, registrations: str) -> bytes:
+        return str(
+            self.owner.run(f"result = transport.metadata({registrations}).decode()")
+        ).encode()
+
+    def part(self, i: int, *, writable: bool = False) -> PeerMemory:
+        metadata = self.metadata(f"[registrations[{i}]]")
+        address = self.base + i * PART
+        return self.link.memory([address], PART, writable=writable, metadata=metadata)
+
+
+@pytest.fixture
+def pool(owner: Owner, transport: LocalTransport) -> Pool:
+    return Pool(owner, transport)
+
+
+def expected(i: int) -> np.ndarray:
+    whole = pattern(1, PARTS * PART).reshape(PARTS, 16, 4096)
+    return whole[i, ::-1].reshape(-1)
+
+
+def pulled(memory: PeerMemory) -> np.ndarray:
+    local = np.zeros(PART, dtype=np.uint8)
+    kvplan.execute(PLAN, memory, [local])
+    return local
+
+
+def mappings(inode: int) -> int:
+    """How often this process maps the file of that inode."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(line.split()[4] == str(inode) for line in lines)
+
+
+def not_exist(memory: PeerMemory) -> None:
+    with pytest.raises(LLMException, match="has deregistered") as refused:
+        pulled(memory)
+    assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_each_is_reached_by_the_one_mapping(pool: Pool) -> None:
+    inode = pool.owner.run("result = arena.inode")
+    memories = [pool.part(i) for i in range(PARTS)]
+    for i, memory in enumerate(memories):
+        np.testing.assert_array_equal(pulled(memory), expected(i))
+    addresses = np.concatenate([it.addresses for it in memories])
+    np.testing.assert_array_equal(np.diff(addresses), PART)
+    assert mappings(inode) == 1
+
+
+def test_one_is_written_and_the_others_are_not(pool: Pool) -> None:
+    source = pattern(2, PART)
+    kvplan.execute(
+        kvplan.plan_push_blocks(DESC, DESC, range(16), range(16)),
+        [source],
+        pool.part(3, writable=True),
+    )
+    wanted = pattern(1, PARTS * PART)
+    wanted[3 * PART : 4 * PART] = source
+    assert pool.owner.run("result = memory.tobytes().hex()") == wanted.tobytes().hex()
+
+
+def test_one_that_is_freed_fails_and_the_others_go_on(pool: Pool) -> None:
+    first, second = pool.part(0), pool.part(1)
+    metadata = pool.metadata("[registrations[0]]")
+    pool.owner.run("transport.deregister(registrations[0])")
+    not_exist(first)
+    with pytest.raises(LLMException, match="has deregistered"):
+        pool.link.memory([pool.base], PART, metadata=metadata)
+    np.testing.assert_array_equal(pulled(second), expected(1))
+
+
+def test_one_that_is_freed_and_used_anew_is_another(pool: Pool) -> None:
+    """The pool gives the same bytes to the next cache, which is not what was asked for."""
+    old = pool.part(0)
+    pool.owner.run("""
+        transport.deregister(registrations[0])
+        registrations[0] = transport.register(part(0))
+    """)
+    not_exist(old)
+    np.testing.assert_array_equal(pulled(pool.part(0)), expected(0))
+
+
+def test_one_that_takes_the_slot_of_another_is_not_it() -> None:
+    with LocalTransport(max_registrations=1) as transport:
+        arena = transport.allocate(100)
+        with transport.connect(transport.metadata()) as link:
+            first = transport.register(arena)
+            memory = link.memory([first.address], 100, metadata=transport.metadata([first]))
+            transport.deregister(first)
+            second = transport.register(arena)
+            assert second.range.slot == first.range.slot
+            transport.deregister(first)  # has ended already: the second is not touched
+            link.memory([second.address], 100, metadata=transport.metadata([second]))
+            with pytest.raises(LLMException, match="has deregistered"):
+                memory.check()
+
+
+def test_one_that_is_freed_while_bytes_move(pool: Pool) -> None:
+    memory = pool.part(2)
+    local = np.zeros(PART, dtype=np.uint8)
+    with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, PART / 0.2)) as slow:
+        task = slow.submit(PLAN, memory, [local])
+        pool.owner.run("transport.deregister(registrations[2])")
+        with pytest.raises(LLMException, match="has deregistered") as refused:
+            task.wait(timeout_ms=30_000)
+    assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_no_success_has_the_bytes_of_a_later_cache(transport: LocalTransport) -> None:
+    """A pool gives the same bytes to cache after cache, each freed while a peer begins to pull."""
+    with LocalTransport() as other:
+        part = np.frombuffer(other.allocate(2 * PART), np.uint8)[:PART]
+        link = transport.connect(other.metadata(()))
+        offers: Queue[tuple[int, bytes]] = Queue()
+        begun = Semaphore(0)
+
+        def own() -> None:
+            for seed in range(200):
+                part[:] = seed
+                registration = other.register(part)
+                offers.put((seed, other.metadata([registration])))
+                assert begun.acquire(timeout=30)
+                other.deregister(registration)
+
+        wrong = 0
+        with ThreadPoolExecutor(1) as threads:
+            owning = threads.submit(own)
+            for _ in range(200):
+                seed, metadata = offers.get(timeout=30)
+                memory = link.memory([part.ctypes.data], PART, metadata=metadata)
+                begun.release()
+                try:
+                    local = pulled(memory)
+                except LLMException as error:
+                    wrong += error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+                else:
+                    wrong += bool((local != seed).any())
+            owning.result()
+    assert wrong == 0
+
+
+def test_a_tensor_must_not_reach_into_the_next(pool: Pool) -> None:
+    with pytest.raises(LLMException, match="not inside one range") as refused:
+        pool.link.memory([pool.base + 1], PART, metadata=pool.metadata("None"))
+    assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_the_mapping_of_a_pool_stays_while_its_caches_come_and_go(pool: Pool) -> None:
+    inode = pool.owner.run("result = arena.inode")
+    addresses = {int(pool.part(0).addresses[0]) for _ in range(50)}
+    assert len(addresses) == 1
+    assert mappings(inode) == 1
+    pool.link.close()
+    assert mappings(inode) == 0
+
+
+def test_an_arena_that_is_offered_whole_goes_with_its_last_user(pool: Pool) -> None:
+    address, inode = pool.owner.run("""
+        single = transport.allocate(5000)
+        registrations.append(transport.register(single))
+        result = [single.address, single.inode]
+    """)
+    memory = pool.link.memory([address], 5000, metadata=pool.metadata("registrations[-1:]"))
+    assert mappings(inode) == 1
+    pool.owner.run("transport.deregister(registrations.pop()); del single")
+    with pytest.raises(LLMException, match="has deregistered"):
+        memory.check()
+    assert mappings(inode) == 1
+    del memory
+    gc.collect()
+    assert mappings(inode) == 0
+
+
+def test_a_pool_that_its_owner_gave_up_is_let_go_of_with_the_next(pool: Pool) -> None:
+    inode = pool.owner.run("result = arena.inode")
+    pool.part(0)
+    assert mappings(inode) == 1
+    pool.owner.run(
+        "for it in registrations: transport.deregister(it)", "del arena, memory, it, part"
+    )
+    assert mappings(inode) == 1
+    pool.base = pool.owner.run(POOL)
+    pool.part(0)
+    assert mappings(inode) == 0
+
+
+def test_threads_that_ask_at_once_share_the_mapping(pool: Pool) -> None:
+    inode = pool.owner.run("result = arena.inode")
+    metadata = pool.metadata("None")
+    start = Barrier(8)
+
+    def ask(i: int) -> PeerMemory:
+        start.wait(timeout=30)
+        for _ in range(100):
+            memory = pool.link.memory([pool.base + i * PART], PART, metadata=metadata)
+        return memory
+
+    with ThreadPoolExecutor(8) as threads:
+        memories = list(threads.map(ask, range(8)))
+    assert mappings(inode) == 1
+    np.testing.assert_array_equal(pulled(memories[5]), expected(5))
+
+
+class TestForms:
+    """What counts as a part of an arena."""
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            "arena",
+            "memoryview(arena)[100:200]",
+            "np.frombuffer(arena, np.uint8)[100:200]",
+            "np.frombuffer(memoryview(arena)[8:], np.float32)[3:5]",
+            "np.frombuffer(arena, np.uint8).reshape(16, -1)[2:4]",
+            "memoryview(np.frombuffer(arena, np.uint8)[7:])",
+        ],
+    )
+    def test_a_view_of_one_is(self, owner: Owner, transport: LocalTransport, form: str) -> None:
+        address, nbytes = owner.run(f"""
+            arena = transport.allocate(4096)
+            it = transport.register({form})
+            result = [it.address, it.nbytes]
+        """)
+        with transport.connect(owner.metadata()) as link:
+            memory = link.memory([address], nbytes)
+            assert memory.backend(ThreadPool(1), "get") is None
+
+    def test_what_reaches_beyond_it_is_not(self, transport: LocalTransport) -> None:
+        arena, beside = transport.allocate(4096), np.zeros(4096, np.uint8)
+        whole = np.frombuffer(arena, np.uint8)
+        shift = beside.ctypes.data - whole.ctypes.data
+        elsewhere = as_strided(whole, shape=(2, 100), strides=(shift, 1))[1]
+        assert elsewhere.ctypes.data == beside.ctypes.data
+        assert transport.register(elsewhere).range.arena is None
+
+
+class TestMetadata:
+    """`metadata(registrations)` and `memory(metadata=...)`: each names what it may."""
+
+    def test_only_what_is_registered_here(self, transport: LocalTransport) -> None:
+        ended = transport.register(bytearray(10))
+        transport.deregister(ended)
+        with LocalTransport() as other:
+            for registration in (ended, other.register(bytearray(10))):
+                with pytest.raises(LLMException, match="not registered here") as refused:
+                    transport.metadata([registration])
+                assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+        with pytest.raises(TypeError, match="a range"):
+            transport.metadata([range(3)])  # type: ignore[list-item]
+
+    def test_only_of_the_peer_that_is_linked(self, pool: Pool) -> None:
+        with LocalTransport() as other:
+            registration = other.register(bytearray(10))
+            with pytest.raises(LLMException, match="another transport") as refused:
+                pool.link.memory([registration.address], 10, metadata=other.metadata())
+        assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+    def test_what_the_link_knows_is_not_changed_by_it(self, pool: Pool) -> None:
+        pool.part(0)
+        assert pool.link.metadata.ranges == ()
