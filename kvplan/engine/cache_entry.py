@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvplan.execution.memory import HostMemory
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc
+
+if TYPE_CHECKING:
+    from kvplan.transport.protocol import Registrable, Transport
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,6 +67,14 @@ def memory_of_tensors(
     Raises:
         TypeError, ValueError, LLMException: as `CacheRegistry.register`.
     """
+    if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"tensors must be a sequence of addresses or arrays, not {type(tensors).__name__}"
+        )
+    if len(tensors) != desc.num_tensors:
+        raise invalid(
+            f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
+        )
     if all(isinstance(it, int | np.integer) for it in tensors):
         return HostMemory.from_addresses(
             desc,
@@ -94,3 +107,27 @@ def merged_ranges(memory: HostMemory) -> list[tuple[int, int]]:
         else:
             ranges.append((address, nbytes))
     return ranges
+
+
+def offer(
+    transports: Sequence[Transport],
+    ranges: Sequence[Registrable],
+    writable: bool,
+    undo: ExitStack,
+) -> Mapping[str, bytes]:
+    """Let peers reach `ranges` until `undo` is closed; return what they need for that.
+
+    No ranges: nothing is offered, and nobody needs anything.
+
+    Raises:
+        LLMException: the transport's, that cannot offer them.
+    """
+    metadata = {}
+    for transport in transports if ranges else ():
+        registrations = []
+        for memory_range in ranges:
+            registration = transport.register(memory_range, writable=writable)
+            undo.callback(transport.deregister, registration)
+            registrations.append(registration)
+        metadata[transport.name] = transport.metadata(registrations)
+    return MappingProxyType(metadata)
