@@ -76,15 +76,16 @@ class TestNames:
 
 
 class TestConsumption:
-    def test_a_request_is_pulled_once(self, registry):
+    def test_a_request_is_pulled_once(self, registry, transport):
         entry = registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
-        claim = claimed(registry, key(2))
-        assert (claim.entry, claim.batch_index) == (entry, 1)
-        registry.release(claim.claim_id, ALL_TENSORS)
-        with missing("no cache has"):
-            claimed(registry, key(2))
-        claimed(registry, key(1))
+        for it, row in ((key(2), 1), (key(1), 0)):
+            claim = claimed(registry, it)
+            assert (claim.entry, claim.batch_index) == (entry, row)
+            registry.release(claim.claim_id, ALL_TENSORS)
+            with missing("no cache has"):
+                claimed(registry, it)
         assert registry.get(1) is entry
+        assert pulled(transport, entry) == [0, 0]  # by id, as often as one likes
 
     def test_layer_by_layer_adds_up_and_a_failed_pull_does_not_count(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[key(1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -63,6 +64,17 @@ def test_registered_arrays_are_reached_where_they_are(registry, transport):
     assert registry.offered() == {}
 
 
+@pytest.mark.parametrize("writable", [None, False])
+def test_registered_arrays_are_held_until_they_are_unregistered(registry, writable):
+    held = np.zeros((2, *SLOTS.shape), np.uint8)
+    gone = weakref.ref(held)
+    registry.register(SLOTS, list(held), paged=False, writable=writable)
+    del held
+    assert gone() is not None
+    registry.unregister(1)
+    assert gone() is None
+
+
 def test_addresses_are_as_good_as_arrays(registry, transport):
     arrays = tensors(value=8)
     for given in (addresses(arrays), tuple(np.array(addresses(arrays), np.uint64))):
@@ -70,11 +82,12 @@ def test_addresses_are_as_good_as_arrays(registry, transport):
         assert pulled(transport, entry) == [8, 9]
 
 
-def test_adjacent_tensors_are_one_range(registry):
-    both = np.zeros((2, *SLOTS.shape), np.uint8)
+def test_adjacent_tensors_are_one_range(registry, transport):
+    both = np.full((2, *SLOTS.shape), 5, np.uint8)
     wide = CacheDesc(num_tensors=1, shape=SLOTS.shape, data_type=DataType.DT_UINT8)
     for _ in range(MAX_RANGES):  # one each, in any order
-        registry.register(SLOTS, [both[1], both[0]], paged=False)
+        entry = registry.register(SLOTS, [both[1], both[0]], paged=False)
+        assert pulled(transport, entry) == [5, 5]
     with refused(f"{MAX_RANGES}", "LLM_OUT_OF_MEMORY"):
         registry.register(wide, [both[0]], paged=False)
     registry.unregister(1)
@@ -220,7 +233,11 @@ class TestEnds:
             registry.find(key(1))
         with refused("finalized", "LLM_ENGINE_FINALIZED"):
             registry.allocate(SLOTS, paged=False)
-        assert tensor_arrays(SLOTS, entry.memory)[0].shape == SLOTS.shape
+        cache = Cache(SLOTS, tensor_addrs=entry.cache.tensor_addrs)
+        registry.resolve(cache)  # somebody uses it still
+        del entry, claim
+        with refused("not mapped"):
+            registry.resolve(cache)
 
 
 class TestRefusals:

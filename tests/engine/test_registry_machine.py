@@ -18,7 +18,7 @@ from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
 from kvplan.types import Placement
 
-from .caches import tried
+from .caches import as_peer, tried
 
 PAGE = 1 << 10
 PAGES = 10
@@ -208,6 +208,8 @@ class RegistryMachine(RuleBasedStateMachine):
         ids = {it.cache_id for it in self.caches if it.by_id}
         assert self.registry.offered().keys() == self.offered.keys() == ids
         assert [it.cache.cache_id for it in self.registry.entries()] == sorted(ids)
+        for entry in self.offered.values():
+            as_peer(self.transport, entry).check()
 
     @invariant()
     def what_lives_is_registered_and_nothing_else(self) -> None:
