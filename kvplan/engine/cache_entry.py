@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from kvplan.types import BlocksCacheKey, Cache, CacheDesc
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable, Transport
+
+# Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
+# and after every transfer.
+_USER: Final = "the user, until it is unregistered"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,6 +84,7 @@ def memory_of_tensors(
             desc,
             [it if isinstance(it, int) else int(it) for it in tensors],
             writable=writable is not False,
+            owner=_USER,
         )
     memory = HostMemory.from_arrays(tensors)
     other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))

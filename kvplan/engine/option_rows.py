@@ -108,7 +108,7 @@ def _check_resources(name: str, value: object) -> None:
     given = _json_object(name, text) if text else {}
     for key in given.keys() & _RESOURCES.keys():
         number, high = given[key], _RESOURCES[key]
-        if isinstance(number, str):  # both are seen in the wild
+        if isinstance(number, str):  # a number or its digits
             number = _whole(key, number)
         if type(number) is not int or not 1 <= number <= high:
             raise invalid(f"{key}={shown(number)} of {name} is out of range [1, {high}]")

@@ -109,8 +109,8 @@ class CacheRegistry:
 
         Args:
             desc: of the cache.
-            tensors: an address for each (the user keeps the memory until it is unregistered), or
-                an array for each: NumPy, DLPack or buffer, which is held.
+            tensors: an address for each, checked to be mapped now (the user keeps it so until it is
+                unregistered), or an array for each: NumPy, DLPack or buffer, which is held.
             paged: whether it is addressed by blocks.
             keys: as of `allocate`.
             remote_accessible: whether peers may reach it.
