@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvplan.execution.memory import HostMemory
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc
+
+if TYPE_CHECKING:
+    from kvplan.transport.protocol import Registrable, Transport
+
+# Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
+# and after every transfer.
+_USER: Final = "the user, until it is unregistered"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,11 +71,20 @@ def memory_of_tensors(
     Raises:
         TypeError, ValueError, LLMException: as `CacheRegistry.register`.
     """
+    if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"tensors must be a sequence of addresses or arrays, not {type(tensors).__name__}"
+        )
+    if len(tensors) != desc.num_tensors:
+        raise invalid(
+            f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
+        )
     if all(isinstance(it, int | np.integer) for it in tensors):
         return HostMemory.from_addresses(
             desc,
             [it if isinstance(it, int) else int(it) for it in tensors],
             writable=writable is not False,
+            owner=_USER,
         )
     memory = HostMemory.from_arrays(tensors)
     other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
@@ -94,3 +112,27 @@ def merged_ranges(memory: HostMemory) -> list[tuple[int, int]]:
         else:
             ranges.append((address, nbytes))
     return ranges
+
+
+def offer(
+    transports: Sequence[Transport],
+    ranges: Sequence[Registrable],
+    writable: bool,
+    undo: ExitStack,
+) -> Mapping[str, bytes]:
+    """Let peers reach `ranges` until `undo` is closed; return what they need for that.
+
+    No ranges: nothing is offered, and nobody needs anything.
+
+    Raises:
+        LLMException: the transport's, that cannot offer them.
+    """
+    metadata = {}
+    for transport in transports if ranges else ():
+        registrations = []
+        for memory_range in ranges:
+            registration = transport.register(memory_range, writable=writable)
+            undo.callback(transport.deregister, registration)
+            registrations.append(registration)
+        metadata[transport.name] = transport.metadata(registrations)
+    return MappingProxyType(metadata)

@@ -169,7 +169,7 @@ class KeyIndex:
             return None
         bound.num_claims -= 1
         if bound.missing is not None and tensors is not None:
-            bound.missing.difference_update(tensors)
+            bound.missing = {it for it in bound.missing if it not in tensors}
             if not bound.missing and self._bound.get(bound.name) is bound:
                 del self._bound[bound.name]
                 self._forget_use(bound)

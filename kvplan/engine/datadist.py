@@ -151,7 +151,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
             engine.role = self._role = role
 
     def link_clusters(
-        self, clusters: Sequence[ClusterInfo], timeout_ms: float = 1000
+        self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000
     ) -> LinkResults:
         """Link with clusters that listen, all at once.
 
@@ -173,7 +173,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
     def unlink_clusters(
         self,
         clusters: Sequence[ClusterInfo | int],
-        timeout_ms: float = 1000,
+        timeout_ms: int = 1000,
         force: bool = False,
     ) -> LinkResults:
         """End links, at both ends; transfers in flight are waited for.
@@ -192,7 +192,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
             LLMException: LLM_PARAM_INVALID: no cluster.
         """
         started = perf_counter()
-        results = self._running().links.unlink(clusters, timeout_ms, force)
+        results = self._running().links.unlink(clusters, timeout_ms, force=force)
         return self._reported("unlink_clusters", results, perf_counter() - started)
 
     def link(

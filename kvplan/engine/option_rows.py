@@ -24,10 +24,11 @@ OPTION_MEM_POOL_CONFIG: Final = "llm.MemPoolConfig"
 OPTION_HOST_MEM_POOL_CONFIG: Final = "llm.HostMemPoolConfig"
 
 _INT32_MAX = 2**31 - 1
+_PORT_MAX = 65535
 _INT32 = (-(2**31), _INT32_MAX)
 _UINT32 = (0, UINT32_MAX)
 _RESOURCES = {  # of the global resource config: the largest value; the smallest is 1
-    "comm_resource_config.listen_port": 65535,
+    "comm_resource_config.listen_port": _PORT_MAX,
     "comm_resource_config.max_active_channels": UINT32_MAX,
     "connect_pool.task_queue_capacity": 65535,
     "connect_pool.thread_num": 64,
@@ -107,7 +108,7 @@ def _check_resources(name: str, value: object) -> None:
     given = _json_object(name, text) if text else {}
     for key in given.keys() & _RESOURCES.keys():
         number, high = given[key], _RESOURCES[key]
-        if isinstance(number, str):  # both are seen in the wild
+        if isinstance(number, str):  # a number or its digits
             number = _whole(key, number)
         if type(number) is not int or not 1 <= number <= high:
             raise invalid(f"{key}={shown(number)} of {name} is out of range [1, {high}]")
@@ -144,9 +145,11 @@ def _check_address(name: str, value: object) -> None:
     text = check_type(name, value, str)
     if not text or text.startswith("ipc://"):
         return
-    host, colon, port = text.rpartition(":")
-    if not host or not colon or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-        raise invalid(f'{name}={shown(text)} must be "ip:port" with a port in [0, 65535]')
+    host, _, port = text.rpartition(":")
+    if ";" in text or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > _PORT_MAX:
+        raise invalid(
+            f'{name}={shown(text)} must be one address, "ip:port" with port in [0, {_PORT_MAX}]'
+        )
 
 
 def _check_backend(name: str, value: object) -> None:
@@ -195,7 +198,7 @@ ROWS: Final = (
     _number("heartbeat_timeout_ms", "kvplan.heartbeat_timeout_ms", low=1, high=_INT32_MAX),
     _number("max_links", "kvplan.max_links", low=1, high=65536),
     _number("max_tensors", "kvplan.max_tensors", low=1, high=UINT32_MAX),
-    _number("comm_port", "kvplan.comm_port", low=0, high=65535),
+    _number("comm_port", "kvplan.comm_port", low=0, high=_PORT_MAX),
     _string("comm_dir", "kvplan.comm_dir", optional=True),
 )
 """All options that have a field."""

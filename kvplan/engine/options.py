@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any
 
 from kvplan.engine.option_rows import ROWS, SPELLINGS, WITHOUT_MEANING
@@ -73,7 +72,7 @@ class Options:
     max_tensors: int = 240
     comm_port: int = 26900
     comm_dir: str | None = None
-    other: Mapping[str, str] = field(default_factory=dict)
+    other: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for row in ROWS:
@@ -85,7 +84,7 @@ class Options:
                 f"heartbeat_interval_ms={self.heartbeat_interval_ms}"
             )
         check_mapping("other", self.other)
-        object.__setattr__(self, "other", MappingProxyType(dict(self.other)))
+        object.__setattr__(self, "other", dict(self.other))  # the caller's may change
 
     @classmethod
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:

@@ -12,7 +12,11 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvnative._host import Arena
+    from kvplan.transport.protocol import Transport
+    from kvplan.types import Placement
 
 DEFAULT_PAGE_SHIFT: Final = 16
 _PAGE_SHIFTS = (10, 30)
@@ -143,3 +147,43 @@ class Pool:
             f"in {len(sizes)} spans, the largest of {max(sizes, default=0)}",
             status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
         )
+
+
+class Pools:
+    """Where caches are allocated: in the pool of their placement, else in arenas of their own.
+
+    Args:
+        transport: whose arenas these are.
+        configs: of the pools.
+
+    Raises:
+        LLMException: LLM_OUT_OF_MEMORY: no memory for a pool.
+    """
+
+    def __init__(
+        self, transport: Transport, configs: Mapping[Placement, PoolConfig | None]
+    ) -> None:
+        self._transport = transport
+        self._pools = {
+            placement: Pool(transport.allocate(it.memory_size), it.page_shift)
+            for placement, it in configs.items()
+            if it is not None
+        }
+
+    def take(self, placement: Placement, nbytes: int) -> Span:
+        """Return a span of at least `nbytes` bytes.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY, of the pool or the system.
+        """
+        if (pool := self._pools.get(placement)) is not None:
+            return pool.take(nbytes)
+        return Span(self._transport.allocate(nbytes), 0, nbytes, None)
+
+    def free_nbytes(self) -> dict[Placement, int]:
+        """Bytes that are free in each pool."""
+        return {placement: pool.free_nbytes for placement, pool in self._pools.items()}
+
+    def close(self) -> None:
+        """Let go of the pools; memory that somebody uses stays until then."""
+        self._pools = {}

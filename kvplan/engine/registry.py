@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvplan.engine.cache_entry import (
@@ -16,10 +15,11 @@ from kvplan.engine.cache_entry import (
     memory_of_span,
     memory_of_tensors,
     merged_ranges,
+    offer,
 )
 from kvplan.engine.cache_keys import AnyKey, BoundKey, KeyIndex, check_keys, not_exist
 from kvplan.engine.options import Options
-from kvplan.engine.pools import Pool, Span
+from kvplan.engine.pools import Pools
 from kvplan.execution.memory import HostMemory
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
@@ -63,11 +63,7 @@ class CacheRegistry:
             Placement.DEVICE: options.mem_pool_config,
             Placement.HOST: options.host_mem_pool_config,
         }
-        self._pools = {
-            placement: Pool(self._transports[0].allocate(it.memory_size), it.page_shift)
-            for placement, it in configs.items()
-            if it is not None
-        }
+        self.pools = Pools(self._transports[0], configs)
         self._mutex = threading.Lock()
         self._closed = False
         self._last_id = 0
@@ -91,9 +87,10 @@ class CacheRegistry:
             TypeError: an argument of another type.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: too many keys, or one that is taken.
         """
+        check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
         cache_id = self._next_id(desc, keys)
-        span = self._take(desc)
+        span = self.pools.take(desc.placement, desc.nbytes)
         memory = memory_of_span(desc, span.address, span)
         view = span.view(desc.nbytes)
         return self._publish(cache_id, desc, memory, (view,), paged, keys, owned=True)
@@ -112,8 +109,8 @@ class CacheRegistry:
 
         Args:
             desc: of the cache.
-            tensors: an address for each (the user keeps the memory until it is unregistered), or
-                an array for each: NumPy, DLPack or buffer, which is held.
+            tensors: an address for each, checked to be mapped now (the user keeps it so until it is
+                unregistered), or an array for each: NumPy, DLPack or buffer, which is held.
             paged: whether it is addressed by blocks.
             keys: as of `allocate`.
             remote_accessible: whether peers may reach it.
@@ -125,19 +122,16 @@ class CacheRegistry:
             LLMException: LLM_PARAM_INVALID: as `allocate`, another number or size of tensors, more
                 than `max_tensors`, or memory that is not mapped or not writable.
         """
+        check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
         check_type("remote_accessible", remote_accessible, bool)
         if writable is not None:
             check_type("writable", writable, bool)
-        if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
-            raise TypeError(
-                f"tensors must be a sequence of addresses or arrays, not {type(tensors).__name__}"
-            )
         cache_id = self._next_id(desc, keys)
-        if not len(tensors) == desc.num_tensors <= self._max_tensors:
+        if desc.num_tensors > self._max_tensors:
             raise invalid(
-                f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed, "
-                f"and at most max_tensors={self._max_tensors} can be registered"
+                f"num_tensors={desc.num_tensors}; at most max_tensors={self._max_tensors} can be "
+                "registered"
             )
         memory = memory_of_tensors(desc, tensors, writable=writable)
         ranges = merged_ranges(memory) if remote_accessible else ()
@@ -294,8 +288,8 @@ class CacheRegistry:
             self._held.clear()
             self._entries.clear()
             self._keys = KeyIndex()
-            self._pools = {}
         self._end(held)
+        self.pools.close()
 
     def _next_id(self, desc: CacheDesc, keys: Sequence[AnyKey]) -> int:
         """Ids rise with every attempt, so that peers which try the same get the same ids."""
@@ -311,11 +305,6 @@ class CacheRegistry:
             )
         return cache_id
 
-    def _take(self, desc: CacheDesc) -> Span:
-        if (pool := self._pools.get(desc.placement)) is not None:
-            return pool.take(desc.nbytes)
-        return Span(self._transports[0].allocate(desc.nbytes), 0, desc.nbytes, None)
-
     def _publish(
         self,
         cache_id: int,
@@ -328,16 +317,9 @@ class CacheRegistry:
         owned: bool,
     ) -> CacheEntry:
         """Offer the memory to peers, and make the cache known: both, or neither."""
-        metadata = {}
         # Without the lock: to register much memory takes long, and links must not wait for it.
         with ExitStack() as undo:
-            for transport in self._transports if ranges else ():
-                registrations = []
-                for memory_range in ranges:
-                    it = transport.register(memory_range, writable=memory.writable)
-                    undo.callback(transport.deregister, it)
-                    registrations.append(it)
-                metadata[transport.name] = transport.metadata(registrations)
+            metadata = offer(self._transports, ranges, memory.writable, undo)
             entry = CacheEntry(
                 cache=Cache(desc, cache_id, tuple(memory.addresses.tolist())),
                 paged=paged,
@@ -345,7 +327,7 @@ class CacheRegistry:
                 blocks_key=next((key for key in keys if isinstance(key, BlocksCacheKey)), None),
                 remote_accessible=bool(ranges),
                 owned=owned,
-                metadata=MappingProxyType(metadata),
+                metadata=metadata,
                 created=time.time(),
             )
             with self._mutex:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from queue import Queue
+from threading import Barrier, Semaphore
 
 import numpy as np
 import pytest
@@ -147,6 +148,39 @@ def test_one_that_is_freed_while_bytes_move(pool: Pool) -> None:
         with pytest.raises(LLMException, match="has deregistered") as refused:
             task.wait(timeout_ms=30_000)
     assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_no_success_has_the_bytes_of_a_later_cache(transport: LocalTransport) -> None:
+    """A pool gives the same bytes to cache after cache, each freed while a peer begins to pull."""
+    with LocalTransport() as other:
+        part = np.frombuffer(other.allocate(2 * PART), np.uint8)[:PART]
+        link = transport.connect(other.metadata(()))
+        offers: Queue[tuple[int, bytes]] = Queue()
+        begun = Semaphore(0)
+
+        def own() -> None:
+            for seed in range(200):
+                part[:] = seed
+                registration = other.register(part)
+                offers.put((seed, other.metadata([registration])))
+                assert begun.acquire(timeout=30)
+                other.deregister(registration)
+
+        wrong = 0
+        with ThreadPoolExecutor(1) as threads:
+            owning = threads.submit(own)
+            for _ in range(200):
+                seed, metadata = offers.get(timeout=30)
+                memory = link.memory([part.ctypes.data], PART, metadata=metadata)
+                begun.release()
+                try:
+                    local = pulled(memory)
+                except LLMException as error:
+                    wrong += error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+                else:
+                    wrong += bool((local != seed).any())
+            owning.result()
+    assert wrong == 0
 
 
 def test_a_tensor_must_not_reach_into_the_next(pool: Pool) -> None:
