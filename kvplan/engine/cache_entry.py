@@ -1,0 +1,138 @@
+"""A cache of an engine as a value, and the memory that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvplan.execution.memory import HostMemory
+from kvplan.status import invalid
+from kvplan.types import BlocksCacheKey, Cache, CacheDesc
+
+if TYPE_CHECKING:
+    from kvplan.transport.protocol import Registrable, Transport
+
+# Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
+# and after every transfer.
+_USER: Final = "the user, until it is unregistered"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CacheEntry:
+    """A cache of this engine.
+
+    Attributes:
+        cache: its id, description and addresses.
+        paged: whether it is addressed by blocks; None: ad-hoc memory, which is used either way.
+        memory: its tensors; whoever uses them holds this, and so they stay.
+        blocks_key: of a paged cache, if it has one.
+        remote_accessible: whether peers may reach it.
+        owned: whether it was allocated here; False: registered, the memory is the user's.
+        metadata: what a peer needs to reach it, by the name of the transport.
+        created: seconds since the epoch.
+    """
+
+    cache: Cache
+    paged: bool | None
+    memory: HostMemory
+    blocks_key: BlocksCacheKey | None
+    remote_accessible: bool
+    owned: bool
+    metadata: Mapping[str, bytes] = field(repr=False)
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to pull by a key; ended by `CacheRegistry.release`."""
+
+    claim_id: int
+    entry: CacheEntry
+    batch_index: int
+
+
+def memory_of_span(desc: CacheDesc, address: int, owner: object) -> HostMemory:
+    """The tensors of a cache, one behind the other from `address` on, in memory of `owner`."""
+    sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
+    offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
+    return HostMemory(np.uint64(address) + offsets, sizes, writable=True, owner=owner)
+
+
+def memory_of_tensors(
+    desc: CacheDesc, tensors: Sequence[Any], *, writable: bool | None
+) -> HostMemory:
+    """The user's tensors: an address or an array for each.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `CacheRegistry.register`.
+    """
+    if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"tensors must be a sequence of addresses or arrays, not {type(tensors).__name__}"
+        )
+    if len(tensors) != desc.num_tensors:
+        raise invalid(
+            f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
+        )
+    if all(isinstance(it, int | np.integer) for it in tensors):
+        return HostMemory.from_addresses(
+            desc,
+            [it if isinstance(it, int) else int(it) for it in tensors],
+            writable=writable is not False,
+            owner=_USER,
+        )
+    memory = HostMemory.from_arrays(tensors)
+    other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
+    if len(other):
+        raise invalid(
+            f"tensors[{other[0]}] has {memory.nbytes[other[0]]} bytes; a tensor of the cache has "
+            f"{desc.tensor_nbytes}"
+        )
+    if writable and not memory.writable:
+        raise invalid("writable=True, but one of the tensors is a read-only array")
+    if writable is False and memory.writable:
+        return HostMemory(memory.addresses, memory.nbytes, writable=False, owner=memory)
+    return memory
+
+
+def merged_ranges(memory: HostMemory) -> list[tuple[int, int]]:
+    """The (address, nbytes) that the tensors fill: adjacent ones are one range."""
+    ranges: list[tuple[int, int]] = []
+    for address, nbytes in sorted(
+        zip(memory.addresses.tolist(), memory.nbytes.tolist(), strict=True)
+    ):
+        start, before = ranges[-1] if ranges else (0, -1)
+        if address <= start + before:
+            ranges[-1] = (start, max(before, address + nbytes - start))
+        else:
+            ranges.append((address, nbytes))
+    return ranges
+
+
+def offer(
+    transports: Sequence[Transport],
+    ranges: Sequence[Registrable],
+    writable: bool,
+    undo: ExitStack,
+) -> Mapping[str, bytes]:
+    """Let peers reach `ranges` until `undo` is closed; return what they need for that.
+
+    No ranges: nothing is offered, and nobody needs anything.
+
+    Raises:
+        LLMException: the transport's, that cannot offer them.
+    """
+    metadata = {}
+    for transport in transports if ranges else ():
+        registrations = []
+        for memory_range in ranges:
+            registration = transport.register(memory_range, writable=writable)
+            undo.callback(transport.deregister, registration)
+            registrations.append(registration)
+        metadata[transport.name] = transport.metadata(registrations)
+    return MappingProxyType(metadata)

@@ -1,0 +1,195 @@
+"""The keys that caches are pulled by: which slot each names, who claims it, what was pulled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import NO_ID, BlocksCacheKey, CacheKey
+from kvplan.validation import check_type, shown
+
+AnyKey = CacheKey | BlocksCacheKey
+
+
+class KeyName(NamedTuple):
+    """What a key names whatever cluster it was given for: at its owner all are of one cluster."""
+
+    kind: str  # "request", "prefix" or "blocks": each has ids of its own
+    model_id: int
+    number: int
+
+
+def name_of(key: AnyKey) -> KeyName | None:
+    """Return what `key` names; None: nothing, it only fills a row (a padding key).
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: it names both a request and a prefix.
+    """
+    if isinstance(key, BlocksCacheKey):
+        return KeyName("blocks", key.model_id, 0)
+    if key.prefix_id == NO_ID:
+        return None if key.req_id == NO_ID else KeyName("request", key.model_id, key.req_id)
+    if key.req_id != NO_ID:
+        raise invalid(
+            f"{key} names a request and a prefix; one of req_id and prefix_id must be {NO_ID}"
+        )
+    return KeyName("prefix", key.model_id, key.prefix_id)
+
+
+def check_keys(keys: Sequence[AnyKey], paged: bool) -> None:
+    """Refuse keys of another type than the cache takes.
+
+    Raises:
+        TypeError: no sequence of BlocksCacheKey for a paged cache, of CacheKey for another.
+        LLMException: LLM_PARAM_INVALID: several for a paged cache.
+    """
+    expected = BlocksCacheKey if paged else CacheKey
+    if not isinstance(keys, Sequence):
+        raise TypeError(f"keys={shown(keys)} must be a sequence of {expected.__name__}")
+    for row, key in enumerate(keys):
+        check_type(f"keys[{row}]", key, expected)
+    if paged and len(keys) > 1:
+        raise invalid(f"keys={shown(keys)}: a paged cache has at most one")
+
+
+@dataclass(eq=False, slots=True)
+class BoundKey:
+    """A key and the slot that it names.
+
+    Attributes:
+        name: what it names, unique in an index.
+        cache_id: of the cache.
+        batch_index: the slot in it.
+        missing: tensors that were not pulled by it yet; it goes with the last. None: it stays.
+        holder: who claims it now; only of a key that goes.
+        num_claims: of that holder.
+    """
+
+    name: KeyName
+    cache_id: int
+    batch_index: int
+    missing: set[int] | None
+    holder: Hashable = None
+    num_claims: int = 0
+
+
+class KeyIndex:
+    """The keys of an engine, and their claims. For one thread at a time: its user has a lock."""
+
+    def __init__(self) -> None:
+        self._bound: dict[KeyName, BoundKey] = {}
+        self._claims: dict[int, tuple[BoundKey, Hashable]] = {}
+        self._last_claim_id = 0
+        self._uses: Counter[int] = Counter()  # keys and claims, by cache id
+
+    def is_used(self, cache_id: int) -> bool:
+        """Whether a key names the cache, or a claim on it is open."""
+        return self._uses[cache_id] > 0
+
+    def bind(
+        self, cache_id: int, keys: Sequence[AnyKey], *, num_tensors: int, consumable: bool
+    ) -> None:
+        """Let key i name slot i of the cache: all of them, or none.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a key is given twice, or names a cache already.
+        """
+        found: dict[KeyName, BoundKey] = {}
+        for row, key in enumerate(keys):
+            if (name := name_of(key)) is None:
+                continue
+            if (other := found.get(name) or self._bound.get(name)) is not None:
+                owner = "this cache" if name in found else f"cache {other.cache_id}"
+                raise invalid(f"keys[{row}]={key} names row {other.batch_index} of {owner} already")
+            goes = consumable and name.kind == "request"
+            found[name] = BoundKey(name, cache_id, row, set(range(num_tensors)) if goes else None)
+        self._bound.update(found)
+        self._uses[cache_id] += len(found)
+
+    def find(self, key: AnyKey) -> BoundKey:
+        """What `key` names.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: nothing; LLM_PARAM_INVALID: a padding key.
+        """
+        if (name := name_of(key)) is None:
+            raise invalid(f"{key} names neither a request nor a prefix")
+        if (bound := self._bound.get(name)) is None:
+            raise not_exist(f"no cache has {key}")
+        return bound
+
+    def remove(self, key: AnyKey) -> int | None:
+        """Forget `key`; return the id of the cache that it named, None: it named none."""
+        name = name_of(key)
+        bound = None if name is None else self._bound.pop(name, None)
+        return None if bound is None else self._forget_use(bound)
+
+    def unbind(self, cache_id: int) -> None:
+        """Forget all keys of a cache. Its claims stay open."""
+        for bound in [it for it in self._bound.values() if it.cache_id == cache_id]:
+            del self._bound[bound.name]
+            self._forget_use(bound)
+
+    def claim(self, key: AnyKey, holder: Hashable) -> tuple[int, BoundKey]:
+        """Let `holder` pull by `key`; what the key names stays until the claim is released.
+
+        Raises:
+            LLMException: as `find`; LLM_REPEAT_REQUEST: another holder pulls by this key now, and
+                it goes with that pull.
+        """
+        bound = self.find(key)
+        if bound.missing is not None:
+            if bound.num_claims and bound.holder != holder:
+                raise LLMException(
+                    f"{key} is being pulled by {bound.holder}; only one can have it",
+                    status_code=LLMStatusCode.LLM_REPEAT_REQUEST,
+                )
+            bound.holder = holder
+        bound.num_claims += 1
+        self._uses[bound.cache_id] += 1
+        self._last_claim_id += 1
+        self._claims[self._last_claim_id] = bound, holder
+        return self._last_claim_id, bound
+
+    def release(self, claim_id: int, tensors: range | None) -> int | None:
+        """End a claim; a key that goes has gone once all tensors were pulled by it.
+
+        Args:
+            claim_id: of `claim`; unknown: nothing happens.
+            tensors: that were pulled, every byte confirmed; None: nobody can say, or none.
+
+        Returns:
+            The id of the cache that was claimed; None: the claim is unknown.
+        """
+        bound, _ = self._claims.pop(claim_id, (None, None))
+        if bound is None:
+            return None
+        bound.num_claims -= 1
+        if bound.missing is not None and tensors is not None:
+            bound.missing = {it for it in bound.missing if it not in tensors}
+            if not bound.missing and self._bound.get(bound.name) is bound:
+                del self._bound[bound.name]
+                self._forget_use(bound)
+        return self._forget_use(bound)
+
+    def holder_of(self, claim_id: int) -> Hashable:
+        """Who has the claim; None: it is unknown."""
+        return self._claims.get(claim_id, (None, None))[1]
+
+    def claims_of(self, holder: Hashable) -> list[int]:
+        """The ids of the open claims of `holder`."""
+        return [claim_id for claim_id, (_, it) in self._claims.items() if it == holder]
+
+    def _forget_use(self, bound: BoundKey) -> int:
+        self._uses[bound.cache_id] -= 1
+        if not self._uses[bound.cache_id]:
+            del self._uses[bound.cache_id]
+        return bound.cache_id
+
+
+def not_exist(message: str) -> LLMException:
+    """There is no such cache: LLM_KV_CACHE_NOT_EXIST."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

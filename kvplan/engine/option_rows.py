@@ -1,0 +1,225 @@
+"""Every option: its keys, how its text is read, and the rule that its value is held to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvplan.engine.pools import PoolConfig
+from kvplan.status import invalid
+from kvplan.validation import UINT32_MAX, check_type, check_width, shown
+
+OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
+OPTION_DEVICE_ID: Final = "llm.DeviceId"
+OPTION_SYNC_CACHE_WAIT_TIME: Final = "llm.SyncKvCacheWaitTime"
+OPTION_BUF_POOL_CFG: Final = "llm.BufPoolCfg"
+OPTION_ENABLE_SET_ROLE: Final = "llm.EnableSwitchRole"
+OPTION_LOCAL_COMM_RES: Final = "llm.LocalCommRes"
+OPTION_TRANSFER_BACKEND: Final = "llm.TransferBackend"
+OPTION_GLOBAL_RESOURCE_CONFIG: Final = "llm.GlobalResourceConfig"
+OPTION_MEM_POOL_CONFIG: Final = "llm.MemPoolConfig"
+OPTION_HOST_MEM_POOL_CONFIG: Final = "llm.HostMemPoolConfig"
+
+_INT32_MAX = 2**31 - 1
+_PORT_MAX = 65535
+_INT32 = (-(2**31), _INT32_MAX)
+_UINT32 = (0, UINT32_MAX)
+_RESOURCES = {  # of the global resource config: the largest value; the smallest is 1
+    "comm_resource_config.listen_port": _PORT_MAX,
+    "comm_resource_config.max_active_channels": UINT32_MAX,
+    "connect_pool.task_queue_capacity": 65535,
+    "connect_pool.thread_num": 64,
+    "fabric_memory.max_capacity": 1024,
+    "fabric_memory.task_stream_num": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An option: its field, its keys, how its text is read, and how its value is checked."""
+
+    field: str
+    keys: tuple[str, ...]
+    read: Callable[[str, str], Any]
+    check: Callable[[str, Any], object]
+    optional: bool = False  # may be None
+
+
+def _check_range(name: str, value: object, low: int, high: int) -> None:
+    if not low <= check_type(name, value, int) <= high:
+        raise invalid(f"{name}={value} is out of range [{low}, {high}]")
+
+
+def _whole(name: str, text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,20}", text):
+        raise invalid(f"{name}={shown(text)} must be one whole number")
+    return int(text)
+
+
+def _flag(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise invalid(f'{name}={shown(text)} must be "0" or "1"')
+    return text == "1"
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{name}={shown(text)} is no JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise invalid(f"{name}={shown(text)} must be a JSON object")
+    return document
+
+
+def _number(
+    name: str, *keys: str, low: int, high: int, width: tuple[int, int] | None = None
+) -> Row:
+    def check(shown_name: str, value: object) -> None:
+        if width is not None:
+            check_width(shown_name, value, *width)
+        _check_range(shown_name, value, low, high)
+
+    return Row(name, keys, _whole, check)
+
+
+def _string(name: str, *keys: str, optional: bool = False) -> Row:
+    return Row(name, keys, _text, lambda name, value: check_type(name, value, str), optional)
+
+
+def _check_json(name: str, value: object) -> None:
+    if text := check_type(name, value, str):
+        _json_object(name, text)
+
+
+def _json(name: str, key: str) -> Row:
+    return Row(name, (key,), _text, _check_json)
+
+
+def _check_resources(name: str, value: object) -> None:
+    text = check_type(name, value, str)
+    given = _json_object(name, text) if text else {}
+    for key in given.keys() & _RESOURCES.keys():
+        number, high = given[key], _RESOURCES[key]
+        if isinstance(number, str):  # a number or its digits
+            number = _whole(key, number)
+        if type(number) is not int or not 1 <= number <= high:
+            raise invalid(f"{key}={shown(number)} of {name} is out of range [1, {high}]")
+
+
+def _boolean(name: str, key: str) -> Row:
+    return Row(name, (key,), _flag, lambda name, value: check_type(name, value, bool))
+
+
+def _pool_config(name: str, text: str) -> PoolConfig | None:
+    if not text:
+        return None
+    given = _json_object(name, text)
+    if "memory_size" not in given or given.keys() - {"memory_size", "page_shift"}:
+        raise invalid(f"{name}={shown(text)} must have memory_size, and may have page_shift")
+    try:
+        return PoolConfig(**given)
+    except TypeError as error:
+        raise invalid(f"{name}={shown(text)}: {error}") from None
+
+
+def _pool(name: str, key: str) -> Row:
+    return Row(
+        name,
+        (key,),
+        _pool_config,
+        lambda name, value: check_type(name, value, PoolConfig),
+        optional=True,
+    )
+
+
+def _check_address(name: str, value: object) -> None:
+    """Refuse what is surely no address; which there are is the listener's to say."""
+    text = check_type(name, value, str)
+    if not text or text.startswith("ipc://"):
+        return
+    host, _, port = text.rpartition(":")
+    if ";" in text or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > _PORT_MAX:
+        raise invalid(
+            f'{name}={shown(text)} must be one address, "ip:port" with port in [0, {_PORT_MAX}]'
+        )
+
+
+def _check_backend(name: str, value: object) -> None:
+    if check_type(name, value, str) not in ("", "hixl"):
+        raise invalid(f'{name}={shown(value)} must be empty or "hixl"')
+
+
+def _check_traffic_class(name: str, value: object) -> None:
+    number = check_width(name, value, *_UINT32)
+    if number > 255 or number % 4:
+        raise invalid(f"{name}={number} must be a multiple of 4 in [0, 255]")
+
+
+ROWS: Final = (
+    Row("listen_ip_info", (OPTION_LISTEN_IP_INFO, "llm.listenIpInfo"), _text, _check_address),
+    _number(
+        "device_id", OPTION_DEVICE_ID, "ge.exec.deviceId", low=0, high=_INT32_MAX, width=_INT32
+    ),
+    _number(
+        "sync_kv_cache_wait_time", OPTION_SYNC_CACHE_WAIT_TIME, low=1, high=_INT32_MAX, width=_INT32
+    ),
+    _pool("mem_pool_config", OPTION_MEM_POOL_CONFIG),
+    _pool("host_mem_pool_config", OPTION_HOST_MEM_POOL_CONFIG),
+    _json("buf_pool_cfg", OPTION_BUF_POOL_CFG),
+    _json("local_comm_res", OPTION_LOCAL_COMM_RES),
+    Row("global_resource_config", (OPTION_GLOBAL_RESOURCE_CONFIG,), _text, _check_resources),
+    Row("transfer_backend", (OPTION_TRANSFER_BACKEND,), _text, _check_backend),
+    _boolean("enable_switch_role", OPTION_ENABLE_SET_ROLE),
+    _boolean("enable_cache_manager", "llm.EnableCacheManager"),
+    _boolean("enable_remote_cache_accessible", "llm.EnableRemoteCacheAccessible"),
+    _number("link_total_time", "llm.LinkTotalTime", low=0, high=UINT32_MAX),
+    _number("link_retry_count", "llm.LinkRetryCount", low=1, high=100),
+    Row(
+        "rdma_traffic_class", ("llm.RdmaTrafficClass",), _whole, _check_traffic_class, optional=True
+    ),
+    Row(
+        "rdma_service_level",
+        ("llm.RdmaServiceLevel",),
+        _whole,
+        _number("", low=0, high=7, width=_UINT32).check,
+        optional=True,
+    ),
+    _string("transport", "kvplan.transport"),
+    _string("cluster_key_file", "kvplan.cluster_key_file", optional=True),
+    _number("heartbeat_interval_ms", "kvplan.heartbeat_interval_ms", low=1, high=_INT32_MAX),
+    _number("heartbeat_timeout_ms", "kvplan.heartbeat_timeout_ms", low=1, high=_INT32_MAX),
+    _number("max_links", "kvplan.max_links", low=1, high=65536),
+    _number("max_tensors", "kvplan.max_tensors", low=1, high=UINT32_MAX),
+    _number("comm_port", "kvplan.comm_port", low=0, high=_PORT_MAX),
+    _string("comm_dir", "kvplan.comm_dir", optional=True),
+)
+"""All options that have a field."""
+
+SPELLINGS: Final = {
+    spelling: row
+    for row in ROWS
+    for key in row.keys
+    for spelling in (key, key.removeprefix("llm.").removeprefix("kvplan."))
+}
+"""Each way to write an option's key."""
+
+WITHOUT_MEANING: Final = frozenset(
+    {
+        "ClusterInfo",
+        "ListenIp",
+        "ListenPort",
+        "MemoryUtilization",
+        "OutputMaxSize",
+        "Role",
+        "deployResPath",
+    }
+)
+"""Options of the reference that nothing here reads; so are all that begin with `ge.`."""

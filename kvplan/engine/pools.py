@@ -1,0 +1,189 @@
+"""Memory that caches are allocated from: whole pages of an arena, given back by the last user."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import check_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvnative._host import Arena
+    from kvplan.transport.protocol import Transport
+    from kvplan.types import Placement
+
+DEFAULT_PAGE_SHIFT: Final = 16
+_PAGE_SHIFTS = (10, 30)
+_MAX_MEMORY_SIZE = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """A pool of memory that caches are allocated from.
+
+    Attributes:
+        memory_size: bytes, at least one page; what is more than whole pages is not used.
+        page_shift: a page has 2**page_shift bytes.
+
+    Raises:
+        TypeError: not an int.
+        LLMException: LLM_PARAM_INVALID: out of range.
+    """
+
+    memory_size: int
+    page_shift: int = DEFAULT_PAGE_SHIFT
+
+    def __post_init__(self) -> None:
+        low, high = _PAGE_SHIFTS
+        if not low <= check_type("page_shift", self.page_shift, int) <= high:
+            raise invalid(f"page_shift={self.page_shift} is out of range [{low}, {high}]")
+        page = 1 << self.page_shift
+        if not page <= check_type("memory_size", self.memory_size, int) <= _MAX_MEMORY_SIZE:
+            raise invalid(
+                f"memory_size={self.memory_size} is out of range [{page}, {_MAX_MEMORY_SIZE}]: "
+                f"at least one page of page_shift={self.page_shift}"
+            )
+
+
+class Span:
+    """Memory [address, address + nbytes) of an arena, which goes back to its pool with this object.
+
+    Whatever uses the memory (a cache, a transfer in flight, an array over it) holds this object, so
+    no byte of it is another cache's before the last user is gone.
+    """
+
+    __slots__ = ("_offset", "_returned", "address", "arena", "nbytes")
+
+    def __init__(
+        self, arena: Arena, offset: int, nbytes: int, returned: deque[tuple[int, int]] | None
+    ) -> None:
+        self.arena = arena
+        self.address = arena.address + offset
+        self.nbytes = nbytes
+        self._offset = offset
+        self._returned = returned
+
+    def view(self, nbytes: int) -> memoryview:
+        """The first `nbytes` bytes, as transports register them."""
+        return memoryview(self.arena)[self._offset : self._offset + nbytes]
+
+    def __del__(self) -> None:
+        # No lock: the garbage collector may come here from a thread that holds the pool's.
+        if self._returned is not None:
+            self._returned.append((self._offset, self.nbytes))
+
+    def __repr__(self) -> str:
+        return f"<Span {self.address:#x}+{self.nbytes}>"
+
+
+class Pool:
+    """Spans of whole pages of one arena; the smallest hole that fits is used, neighbours merge.
+
+    May be used from several threads. Memory that was used before is not cleared.
+    """
+
+    def __init__(self, arena: Arena, page_shift: int = DEFAULT_PAGE_SHIFT) -> None:
+        self._arena = arena
+        self._page_shift = page_shift
+        self._nbytes = arena.nbytes >> page_shift << page_shift
+        self._holes: list[tuple[int, int]] = [(0, self._nbytes)]  # (offset, nbytes), in order
+        self._returned: deque[tuple[int, int]] = deque()
+        self._mutex = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self._nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the pages that nobody uses."""
+        with self._mutex:
+            self._reclaim()
+            return sum(size for _, size in self._holes)
+
+    def take(self, nbytes: int) -> Span:
+        """Return a span of at least `nbytes` bytes, in whole pages.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY, telling what was asked for and what is there.
+        """
+        size = -(-nbytes >> self._page_shift) << self._page_shift
+        with self._mutex:
+            self._reclaim()
+            fitting = [(hole, offset) for offset, hole in self._holes if hole >= size]
+            if not fitting:
+                raise self._out_of_memory(nbytes)
+            hole, offset = min(fitting)
+            at = bisect(self._holes, (offset, 0))
+            self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []
+        return Span(self._arena, offset, size, self._returned)
+
+    def _reclaim(self) -> None:
+        while True:
+            try:
+                offset, size = self._returned.popleft()
+            except IndexError:
+                return
+            at = bisect(self._holes, (offset, 0))
+            if at < len(self._holes) and self._holes[at][0] == offset + size:
+                size += self._holes.pop(at)[1]
+            if at and sum(self._holes[at - 1]) == offset:
+                at -= 1
+                offset, before = self._holes.pop(at)
+                size += before
+            self._holes.insert(at, (offset, size))
+
+    def _out_of_memory(self, nbytes: int) -> LLMException:
+        sizes = [size for _, size in self._holes]
+        return LLMException(
+            f"{nbytes} bytes were asked for; of the pool's {self._nbytes}, {sum(sizes)} are free "
+            f"in {len(sizes)} spans, the largest of {max(sizes, default=0)}",
+            status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+        )
+
+
+class Pools:
+    """Where caches are allocated: in the pool of their placement, else in arenas of their own.
+
+    Args:
+        transport: whose arenas these are.
+        configs: of the pools.
+
+    Raises:
+        LLMException: LLM_OUT_OF_MEMORY: no memory for a pool.
+    """
+
+    def __init__(
+        self, transport: Transport, configs: Mapping[Placement, PoolConfig | None]
+    ) -> None:
+        self._transport = transport
+        self._pools = {
+            placement: Pool(transport.allocate(it.memory_size), it.page_shift)
+            for placement, it in configs.items()
+            if it is not None
+        }
+
+    def take(self, placement: Placement, nbytes: int) -> Span:
+        """Return a span of at least `nbytes` bytes.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY, of the pool or the system.
+        """
+        if (pool := self._pools.get(placement)) is not None:
+            return pool.take(nbytes)
+        return Span(self._transport.allocate(nbytes), 0, nbytes, None)
+
+    def free_nbytes(self) -> dict[Placement, int]:
+        """Bytes that are free in each pool."""
+        return {placement: pool.free_nbytes for placement, pool in self._pools.items()}
+
+    def close(self) -> None:
+        """Let go of the pools; memory that somebody uses stays until then."""
+        self._pools = {}

@@ -1,0 +1,374 @@
+"""The caches of an engine: made, offered to peers, named by id and by key, freed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvplan.engine.cache_entry import (
+    CacheEntry,
+    Claim,
+    memory_of_span,
+    memory_of_tensors,
+    merged_ranges,
+    offer,
+)
+from kvplan.engine.cache_keys import AnyKey, BoundKey, KeyIndex, check_keys, not_exist
+from kvplan.engine.options import Options
+from kvplan.engine.pools import Pools
+from kvplan.execution.memory import HostMemory
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
+from kvplan.validation import INT64_MAX, check_type, check_width, shown
+
+if TYPE_CHECKING:
+    from kvplan.transport.protocol import Registrable, Transport
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Held:
+    """A cache that lives, by its id, a key or a claim."""
+
+    entry: CacheEntry
+    withdraw: ExitStack  # ends its registrations
+
+
+class CacheRegistry:
+    """All caches of one engine; may be used from several threads.
+
+    A cache that was allocated lives as long as its id, one of its keys or a claim; peers reach it
+    until then, and its memory goes back when the last transfer and array over it are gone. One that
+    was registered ends when it is unregistered: the memory is its user's.
+
+    Args:
+        transports: what offers the caches to peers; the first one's arenas hold them.
+        options: the pools, and how many tensors may be registered at once.
+        on_change: called after `offered` has changed, in the thread that has changed it.
+
+    Raises:
+        LLMException: LLM_OUT_OF_MEMORY: no memory for a pool.
+    """
+
+    def __init__(
+        self, transports: Sequence[Transport], options: Options, on_change: Callable[[], None]
+    ) -> None:
+        self._transports = tuple(transports)
+        self._max_tensors = options.max_tensors
+        self._on_change = on_change
+        configs = {
+            Placement.DEVICE: options.mem_pool_config,
+            Placement.HOST: options.host_mem_pool_config,
+        }
+        self.pools = Pools(self._transports[0], configs)
+        self._mutex = threading.Lock()
+        self._closed = False
+        self._last_id = 0
+        self._held: dict[int, _Held] = {}
+        # Those that live by their id. `get` reads it without the lock.
+        self._entries: dict[int, CacheEntry] = {}
+        self._keys = KeyIndex()
+
+    def allocate(self, desc: CacheDesc, *, paged: bool, keys: Sequence[AnyKey] = ()) -> CacheEntry:
+        """Make a cache in memory of the engine: of the placement's pool, else an arena of its own.
+
+        Fresh arenas are zeroed; pages of a pool hold whatever they held before.
+
+        Args:
+            desc: of the cache; its tensors lie one behind the other.
+            paged: whether it is addressed by blocks.
+            keys: at most one BlocksCacheKey for a paged cache; else a CacheKey for each row, from
+                the first on, with padding keys for rows without.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: too many keys, or one that is taken.
+        """
+        check_type("cache_desc", desc, CacheDesc)
+        check_keys(keys, paged)
+        cache_id = self._next_id(desc, keys)
+        span = self.pools.take(desc.placement, desc.nbytes)
+        memory = memory_of_span(desc, span.address, span)
+        view = span.view(desc.nbytes)
+        return self._publish(cache_id, desc, memory, (view,), paged, keys, owned=True)
+
+    def register(
+        self,
+        desc: CacheDesc,
+        tensors: Sequence[Any],
+        *,
+        paged: bool,
+        keys: Sequence[AnyKey] = (),
+        remote_accessible: bool = True,
+        writable: bool | None = None,
+    ) -> CacheEntry:
+        """Make a cache of memory that the user has.
+
+        Args:
+            desc: of the cache.
+            tensors: an address for each, checked to be mapped now (the user keeps it so until it is
+                unregistered), or an array for each: NumPy, DLPack or buffer, which is held.
+            paged: whether it is addressed by blocks.
+            keys: as of `allocate`.
+            remote_accessible: whether peers may reach it.
+            writable: whether transfers may write to it; None: addresses yes, arrays as they are.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an address outside uint64.
+            LLMException: LLM_PARAM_INVALID: as `allocate`, another number or size of tensors, more
+                than `max_tensors`, or memory that is not mapped or not writable.
+        """
+        check_type("cache_desc", desc, CacheDesc)
+        check_keys(keys, paged)
+        check_type("remote_accessible", remote_accessible, bool)
+        if writable is not None:
+            check_type("writable", writable, bool)
+        cache_id = self._next_id(desc, keys)
+        if desc.num_tensors > self._max_tensors:
+            raise invalid(
+                f"num_tensors={desc.num_tensors}; at most max_tensors={self._max_tensors} can be "
+                "registered"
+            )
+        memory = memory_of_tensors(desc, tensors, writable=writable)
+        ranges = merged_ranges(memory) if remote_accessible else ()
+        return self._publish(cache_id, desc, memory, ranges, paged, keys, owned=False)
+
+    def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
+        """Free an allocated cache: a paged one now, with its key; another once its keys are gone.
+
+        An id that is unknown, or was freed before, is fine.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it was registered, or is not `paged` as the caller
+                thinks.
+        """
+        with self._mutex:
+            if (entry := self._entry_of(cache_id, owned=True)) is None:
+                return
+            if paged is not None and entry.paged is not paged:
+                kinds = {True: "paged", False: "contiguous"}
+                raise invalid(
+                    f"cache_id={cache_id} is a {kinds[not paged]} cache, not a {kinds[paged]} one"
+                )
+            del self._entries[cache_id]
+            if entry.paged:
+                self._keys.unbind(cache_id)
+            unused = self._pop_unused(cache_id)
+        self._end(unused)
+        self._on_change()
+
+    def unregister(self, cache_id: int) -> None:
+        """End a registered cache, its keys and its claims; an id that is unknown is fine.
+
+        On return no peer reports a success for it any more.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it was allocated.
+        """
+        with self._mutex:
+            if self._entry_of(cache_id, owned=False) is None:
+                return
+            del self._entries[cache_id]
+            self._keys.unbind(cache_id)
+            ended = self._held.pop(cache_id)
+        self._end([ended])
+        self._on_change()
+
+    def remove_key(self, key: CacheKey) -> None:
+        """Forget a key of an allocated cache, which goes with its last if its id was freed.
+
+        An unknown key is fine; keys of registered caches stay.
+        """
+        check_type("key", key, CacheKey)
+        with self._mutex:
+            try:
+                bound = self._keys.find(key)
+            except LLMException:
+                return
+            if not self._held[bound.cache_id].entry.owned:
+                return
+            self._keys.remove(key)
+            unused = self._pop_unused(bound.cache_id)
+        self._end(unused)
+
+    def get(self, cache_id: int) -> CacheEntry:
+        """The cache with this id.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none, or it was freed.
+        """
+        try:
+            return self._entries[cache_id]
+        except KeyError:
+            with self._mutex:
+                there = shown(sorted(self._entries))
+            raise not_exist(f"cache_id={cache_id} is not here; there are {there}") from None
+
+    def resolve(self, cache: Cache) -> CacheEntry:
+        """The cache that `cache` means: by its id alone, or without one by its addresses.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: no such id; LLM_PARAM_INVALID: neither id nor
+                addresses, or addresses that are not mapped.
+        """
+        check_type("cache", cache, Cache)
+        if cache.cache_id != -1:
+            return self.get(cache.cache_id)
+        memory = HostMemory.from_addresses(cache.cache_desc, cache.tensor_addrs)
+        return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
+
+    def entries(self) -> list[CacheEntry]:
+        """The caches that live by their id, in its order."""
+        with self._mutex:
+            return [self._entries[cache_id] for cache_id in sorted(self._entries)]
+
+    def offered(self) -> dict[int, CacheEntry]:
+        """The caches that peers may reach by id, now."""
+        with self._mutex:
+            return {i: entry for i, entry in self._entries.items() if entry.remote_accessible}
+
+    def find(self, key: AnyKey) -> tuple[CacheEntry, int]:
+        """The cache and batch index that peers reach by `key`.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: none; LLM_PARAM_INVALID: a padding key.
+        """
+        with self._mutex:
+            bound = self._keys.find(key)
+            return self._reached(key, bound), bound.batch_index
+
+    def claim(self, key: CacheKey, holder: Hashable) -> Claim:
+        """Let `holder` pull by `key`: the cache stays, and a key that goes is nobody else's.
+
+        Raises:
+            LLMException: as `find`; LLM_REPEAT_REQUEST: another holder has claimed it.
+        """
+        check_type("key", key, CacheKey)
+        with self._mutex:
+            entry = self._reached(key, self._keys.find(key))
+            claim_id, bound = self._keys.claim(key, holder)
+            return Claim(claim_id, entry, bound.batch_index)
+
+    def release(self, claim_id: int, tensors: range | None, *, holder: Hashable = None) -> None:
+        """End a claim. A key of a request goes once all tensors of the cache were pulled by it.
+
+        Args:
+            claim_id: unknown: nothing happens.
+            tensors: that were pulled, every byte confirmed; None: the pull failed.
+            holder: whose claim it must be; another's is unknown to it. None: anybody's.
+        """
+        check_type("claim_id", claim_id, int)
+        with self._mutex:
+            if holder is not None and self._keys.holder_of(claim_id) != holder:
+                return
+            cache_id = self._keys.release(claim_id, tensors)
+            unused = [] if cache_id is None else self._pop_unused(cache_id)
+        self._end(unused)
+
+    def release_holder(self, holder: Hashable) -> None:
+        """End all claims of `holder`, who is gone; none of its pulls counts."""
+        with self._mutex:
+            unused = []
+            for claim_id in self._keys.claims_of(holder):
+                cache_id = self._keys.release(claim_id, None)
+                assert cache_id is not None
+                unused += self._pop_unused(cache_id)
+        self._end(unused)
+
+    def close(self) -> None:
+        """End every cache; idempotent. Memory that a transfer or an array uses stays until then."""
+        with self._mutex:
+            self._closed = True
+            held = list(self._held.values())
+            self._held.clear()
+            self._entries.clear()
+            self._keys = KeyIndex()
+        self._end(held)
+        self.pools.close()
+
+    def _next_id(self, desc: CacheDesc, keys: Sequence[AnyKey]) -> int:
+        """Ids rise with every attempt, so that peers which try the same get the same ids."""
+        with self._mutex:
+            if self._closed:
+                raise _finalized()
+            self._last_id += 1
+            cache_id = self._last_id
+        if len(keys) > desc.batch_size:
+            raise invalid(
+                f"keys has {len(keys)} elements; at most batch_size={desc.batch_size} rows can be "
+                "named"
+            )
+        return cache_id
+
+    def _publish(
+        self,
+        cache_id: int,
+        desc: CacheDesc,
+        memory: HostMemory,
+        ranges: Sequence[Registrable],  # none: peers cannot reach it
+        paged: bool,
+        keys: Sequence[AnyKey],
+        *,
+        owned: bool,
+    ) -> CacheEntry:
+        """Offer the memory to peers, and make the cache known: both, or neither."""
+        # Without the lock: to register much memory takes long, and links must not wait for it.
+        with ExitStack() as undo:
+            metadata = offer(self._transports, ranges, memory.writable, undo)
+            entry = CacheEntry(
+                cache=Cache(desc, cache_id, tuple(memory.addresses.tolist())),
+                paged=paged,
+                memory=memory,
+                blocks_key=next((key for key in keys if isinstance(key, BlocksCacheKey)), None),
+                remote_accessible=bool(ranges),
+                owned=owned,
+                metadata=metadata,
+                created=time.time(),
+            )
+            with self._mutex:
+                if self._closed:
+                    raise _finalized()
+                self._keys.bind(cache_id, keys, num_tensors=desc.num_tensors, consumable=owned)
+                self._held[cache_id] = _Held(entry, undo.pop_all())
+                self._entries[cache_id] = entry
+        self._on_change()
+        return entry
+
+    def _entry_of(self, cache_id: int, *, owned: bool) -> CacheEntry | None:
+        check_width("cache_id", cache_id, -(2**63), INT64_MAX)
+        entry = self._entries.get(cache_id)
+        if entry is not None and entry.owned is not owned:
+            was, ends = ("allocated", "deallocate") if entry.owned else ("registered", "unregister")
+            raise invalid(f"cache_id={cache_id} was {was}; {ends} it instead")
+        return entry
+
+    def _reached(self, key: AnyKey, bound: BoundKey) -> CacheEntry:
+        entry = self._held[bound.cache_id].entry
+        if not entry.remote_accessible:
+            raise not_exist(f"the cache that has {key} is not remote accessible")
+        return entry
+
+    def _pop_unused(self, cache_id: int) -> list[_Held]:
+        if cache_id in self._entries or self._keys.is_used(cache_id):
+            return []
+        held = self._held.pop(cache_id, None)  # None: it was unregistered under a claim
+        return [] if held is None else [held]
+
+    @staticmethod
+    def _end(held: Iterable[_Held]) -> None:
+        """End the registrations of caches that nothing names any more.
+
+        The caller still holds them: memory goes back to its pool after no peer can reach it.
+        """
+        with ExitStack() as all_of_them:
+            for it in held:
+                all_of_them.callback(it.withdraw.close)
+
+
+def _finalized() -> LLMException:
+    return LLMException("the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)

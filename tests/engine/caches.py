@@ -1,0 +1,61 @@
+"""What tests of the registry share: descriptions, keys, refusals, and a peer's view of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode, Placement
+from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.registry import CacheRegistry
+from kvplan.transport.local import LocalTransport
+
+_T = TypeVar("_T")
+
+SLOTS = CacheDesc(num_tensors=2, shape=(4, 256), data_type=DataType.DT_UINT8)
+BLOCKS = CacheDesc(num_tensors=2, shape=(16, 64), data_type=DataType.DT_UINT8)
+ALL_TENSORS = range(2)
+
+
+def key(req_id: int, cluster_id: int = 7) -> CacheKey:
+    return CacheKey(cluster_id, req_id)
+
+
+def refused(match: str, status: str = "LLM_PARAM_INVALID") -> Any:
+    return pytest.raises(LLMException, match=f"{match}.*{status}")
+
+
+def missing(match: str = "") -> Any:
+    return refused(match, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST.name)
+
+
+def tried(call: Callable[[], _T]) -> tuple[_T | None, LLMStatusCode]:
+    """What `call` returned, or None and the status that it was refused with."""
+    try:
+        return call(), LLMStatusCode.LLM_SUCCESS
+    except LLMException as error:
+        return None, error.status_code
+
+
+def free_nbytes(registry: CacheRegistry) -> int:
+    return registry.pools.free_nbytes()[Placement.DEVICE]
+
+
+def as_peer(transport: LocalTransport, entry: CacheEntry) -> Any:
+    """The cache's memory as a peer takes it from what the registry tells peers."""
+    desc = entry.cache.cache_desc
+    link = transport.connect(entry.metadata[transport.name])
+    return link.memory(entry.cache.tensor_addrs, desc.tensor_nbytes)
+
+
+def pulled(transport: LocalTransport, entry: CacheEntry) -> list[int]:
+    """The first byte of each tensor, as a peer gets it."""
+    desc = entry.cache.cache_desc
+    into = [np.zeros(desc.shape, np.uint8) for _ in range(desc.num_tensors)]
+    plan = kvplan.plan_pull_cache(desc, desc)
+    kvplan.execute(plan, src=as_peer(transport, entry), dst=into)
+    return [int(tensor.flat[0]) for tensor in into]

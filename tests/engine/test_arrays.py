@@ -1,0 +1,85 @@
+"""Arrays over a cache: its bytes, its shape, its memory for as long as they live."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvplan import CacheDesc, DataType, LLMException
+from kvplan.engine.arrays import numpy_dtype, tensor_arrays
+from kvplan.execution.memory import HostMemory
+
+from .caches import SLOTS, free_nbytes
+from .conftest import POOL
+
+
+def test_they_view_the_memory(registry):
+    desc = CacheDesc(2, (3, 5), DataType.DT_FLOAT16)
+    given = [np.zeros(desc.shape, np.float16) for _ in range(2)]
+    entry = registry.register(desc, given, paged=False)
+    arrays = tensor_arrays(desc, entry.memory)
+    arrays[1][2, 4] = 1.5
+    assert given[1][2, 4] == 1.5
+    assert [(a.shape, a.dtype) for a in arrays] == [((3, 5), np.dtype(np.float16))] * 2
+
+
+def test_they_keep_the_memory(registry):
+    arrays = tensor_arrays(SLOTS, registry.allocate(SLOTS, paged=False).memory)
+    view = arrays[1][2:].reshape(-1)
+    view[:] = 7
+    del arrays
+    registry.deallocate(1)
+    others = [registry.allocate(SLOTS, paged=False) for _ in range(3)]
+    for entry in others:
+        for array in tensor_arrays(SLOTS, entry.memory):
+            array[:] = 1
+    assert (view == 7).all()
+    before = free_nbytes(registry)
+    del view
+    assert free_nbytes(registry) > before
+    assert free_nbytes(registry) < POOL
+
+
+def test_read_only_memory_gives_read_only_arrays():
+    memory = HostMemory.from_arrays([bytes(8)])
+    desc = CacheDesc(1, (1, 8), DataType.DT_INT8)
+    with pytest.raises(ValueError, match="read-only"):
+        tensor_arrays(desc, memory)[0][:] = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("DT_FLOAT", "float32"),
+        ("DT_DOUBLE", "float64"),
+        ("DT_BOOL", "bool"),
+        ("DT_COMPLEX64", "complex64"),
+        ("DT_COMPLEX128", "complex128"),
+        ("DT_QINT8", "int8"),
+        ("DT_BF16", "uint16"),
+        ("DT_FLOAT8_E4M3FN", "uint8"),
+        ("DT_COMPLEX32", "uint32"),
+        ("DT_INT4", "uint8"),
+        ("DT_FLOAT6_E3M2", "uint8"),
+    ],
+)
+def test_types(name, twin):
+    assert numpy_dtype(DataType[name]) == np.dtype(twin)
+
+
+def test_every_type_with_a_width_has_arrays():
+    for data_type in DataType:
+        try:
+            desc = CacheDesc(1, (2, 3, 8), data_type)
+        except LLMException:
+            continue
+        memory = HostMemory.from_arrays([bytearray(desc.nbytes)])
+        (array,) = tensor_arrays(desc, memory)
+        assert array.nbytes == desc.nbytes
+        assert len(array) == 2
+
+
+def test_a_row_of_packed_elements_is_flat():
+    desc = CacheDesc(1, (1, 2, 3, 8), DataType.DT_INT4, batch_dim_index=1)
+    (array,) = tensor_arrays(desc, HostMemory.from_arrays([bytearray(desc.nbytes)]))
+    assert array.shape == (1, 2, 12)

@@ -1,0 +1,223 @@
+"""Keys: what they name, who may pull by them, when they and their cache go."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import kvplan
+from kvnative._executor import delay
+from kvplan import BlocksCacheKey, CacheKey, Transfers
+from kvplan.types import NO_ID
+
+from .caches import (
+    ALL_TENSORS,
+    BLOCKS,
+    SLOTS,
+    as_peer,
+    free_nbytes,
+    key,
+    missing,
+    pulled,
+    refused,
+)
+from .conftest import POOL
+from .test_registry import tensors
+
+PADDING = CacheKey(7)
+PREFIX = CacheKey(7, prefix_id=1)
+
+
+def claimed(registry, it, holder="decode"):
+    return registry.claim(it, holder)
+
+
+class TestNames:
+    def test_key_i_names_row_i_whatever_cluster_it_was_given_for(self, registry):
+        entry = registry.allocate(SLOTS, paged=False, keys=[key(5, 98), PADDING, key(6, 99)])
+        assert registry.find(key(5)) == (entry, 0)
+        assert registry.find(key(6, cluster_id=2)) == (entry, 2)
+        for unknown in (key(7), CacheKey(7, 5, model_id=1), CacheKey(7, prefix_id=5)):
+            with missing("no cache has"):
+                registry.find(unknown)
+        with refused("neither a request nor a prefix"):
+            registry.find(PADDING)
+
+    def test_a_key_has_one_owner(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[PADDING, key(5)])
+        with refused(r"keys\[0\].* row 1 of cache 1"):
+            registry.register(SLOTS, tensors(), paged=False, keys=[key(5, cluster_id=3)])
+        with refused(r"keys\[2\].* row 1 of this cache"):
+            registry.allocate(SLOTS, paged=False, keys=[PADDING, key(6), key(6)])
+        registry.allocate(SLOTS, paged=False, keys=[PADDING, PADDING, key(6)])  # nothing was bound
+
+    def test_a_key_names_a_request_or_a_prefix(self, registry):
+        with refused("a request and a prefix"):
+            registry.allocate(SLOTS, paged=False, keys=[CacheKey(7, 1, prefix_id=1)])
+        registry.allocate(SLOTS, paged=False, keys=[key(1), PREFIX])
+        assert registry.find(key(1))[1] == 0
+        assert registry.find(PREFIX)[1] == 1
+
+    @pytest.mark.parametrize("first", ["allocate", "register"])
+    @pytest.mark.parametrize("second", ["allocate", "register"])
+    def test_a_paged_cache_of_a_model_is_not_replaced(self, registry, first, second):
+        def make(how, model_id):
+            given = () if how == "allocate" else (tensors(BLOCKS),)
+            blocks_key = BlocksCacheKey(7, model_id)
+            return getattr(registry, how)(BLOCKS, *given, paged=True, keys=[blocks_key])
+
+        entry = make(first, 1)
+        with refused("of cache 1"):
+            make(second, 1)
+        make(second, 2)
+        assert entry.blocks_key == BlocksCacheKey(7, 1)
+        assert registry.find(BlocksCacheKey(9, 1)) == (entry, 0)
+
+
+class TestConsumption:
+    def test_a_request_is_pulled_once(self, registry, transport):
+        entry = registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
+        for it, row in ((key(2), 1), (key(1), 0)):
+            claim = claimed(registry, it)
+            assert (claim.entry, claim.batch_index) == (entry, row)
+            registry.release(claim.claim_id, ALL_TENSORS)
+            with missing("no cache has"):
+                claimed(registry, it)
+        assert registry.get(1) is entry
+        assert pulled(transport, entry) == [0, 0]  # by id, as often as one likes
+
+    def test_layer_by_layer_adds_up_and_a_failed_pull_does_not_count(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[key(1)])
+        for part in (range(1), None, range(0), range(1)):
+            registry.release(claimed(registry, key(1)).claim_id, part)
+        registry.release(claimed(registry, key(1)).claim_id, range(1, 10**18))  # as a peer may say
+        with missing():
+            claimed(registry, key(1))
+
+    def test_prefixes_and_registered_caches_are_pulled_by_many(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[PREFIX])
+        registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
+        for it in (PREFIX, key(1)):
+            claims = [claimed(registry, it, holder) for holder in ("decode", "other")]
+            for claim in claims:
+                registry.release(claim.claim_id, ALL_TENSORS)
+            registry.find(it)
+
+    def test_a_claimed_request_is_nobody_elses(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[key(1)])
+        claims = [claimed(registry, key(1)) for _ in range(2)]  # two layers at once
+        with refused("being pulled by decode", "LLM_REPEAT_REQUEST"):
+            claimed(registry, key(1), "other")
+        for claim in claims:
+            registry.release(claim.claim_id, None)
+        other = claimed(registry, key(1), "other")
+        registry.release(claims[0].claim_id, ALL_TENSORS)  # over already
+        registry.release(other.claim_id, ALL_TENSORS, holder="decode")  # not its own
+        registry.find(key(1))
+        registry.release_holder("decode")
+        registry.release(other.claim_id, ALL_TENSORS, holder="other")
+        with missing():
+            registry.find(key(1))
+
+    def test_of_two_claims_of_one_holder_the_first_may_consume(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[key(1)])
+        first, second = (claimed(registry, key(1)) for _ in range(2))
+        registry.release(first.claim_id, ALL_TENSORS)
+        registry.allocate(SLOTS, paged=False, keys=[key(1)])  # the key's next life
+        registry.release(second.claim_id, ALL_TENSORS)
+        assert registry.find(key(1))[0].cache.cache_id == 2
+
+    def test_a_lost_holder_has_pulled_nothing(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
+        for it in (key(1), key(2)):
+            claimed(registry, it)
+        registry.release_holder("decode")
+        registry.release_holder("decode")
+        for it in (key(1), key(2)):
+            claimed(registry, it, "other")
+
+
+class TestLifetime:
+    def test_a_contiguous_cache_is_free_when_its_keys_are_gone(self, registry, transport, changes):
+        registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
+        registry.deallocate(1)
+        assert changes == [[1], []]  # by id it cannot be pulled
+        with missing():
+            registry.get(1)
+        claim = claimed(registry, key(1))
+        assert pulled(transport, claim.entry) == [0, 0]  # but by key
+        registry.release(claim.claim_id, ALL_TENSORS)
+        del claim
+        assert free_nbytes(registry) < POOL
+        registry.remove_key(key(2))
+        assert free_nbytes(registry) == POOL
+
+    def test_keys_may_go_first(self, registry):
+        registry.allocate(SLOTS, paged=False, keys=[key(1)])
+        for _ in range(2):
+            registry.remove_key(key(1))
+        registry.get(1)
+        registry.deallocate(1)
+        assert free_nbytes(registry) == POOL
+
+    def test_a_paged_cache_is_free_at_once_with_its_key(self, registry):
+        registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(7)])
+        registry.deallocate(1, paged=True)
+        assert free_nbytes(registry) == POOL
+        with missing():
+            registry.find(BlocksCacheKey(7))
+        registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(7)])
+
+    @pytest.mark.parametrize("end", ["release", "fail", "holder"])
+    def test_freed_while_claimed_it_stays_until_the_claim_ends(self, registry, transport, end):
+        remote = as_peer(transport, registry.allocate(SLOTS, paged=False, keys=[key(1)]))
+        claim_id = claimed(registry, key(1)).claim_id
+        registry.deallocate(1)
+        registry.remove_key(key(1))
+        remote.check()
+        assert free_nbytes(registry) < POOL
+        {
+            "release": lambda: registry.release(claim_id, ALL_TENSORS),
+            "fail": lambda: registry.release(claim_id, None),
+            "holder": lambda: registry.release_holder("decode"),
+        }[end]()
+        with missing("deregistered"):
+            remote.check()
+        assert free_nbytes(registry) == POOL
+
+    def test_keys_of_registered_caches_go_with_them_alone(self, registry, transport):
+        entry = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
+        registry.remove_key(key(1))
+        remote = as_peer(transport, entry)
+        claim = claimed(registry, key(1))
+        registry.unregister(1)  # the memory is its user's: no claim keeps it
+        with missing("deregistered"):
+            remote.check()
+        with missing():
+            registry.find(key(1))
+        registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
+        registry.release(claim.claim_id, ALL_TENSORS)
+        registry.find(key(1))
+
+    def test_remove_key_takes_what_names_nothing(self, registry):
+        for it in (key(1), PADDING, CacheKey(7, 1, prefix_id=1), CacheKey(7, NO_ID, 3, 4)):
+            registry.remove_key(it)
+        with pytest.raises(TypeError, match="key=BlocksCacheKey"):
+            registry.remove_key(BlocksCacheKey(7))
+
+    def test_freed_under_a_transfer_it_stays_until_the_transfer_ends(self, registry):
+        def start(transfers):
+            src, dst = (registry.allocate(SLOTS, paged=True) for _ in range(2))
+            plan = kvplan.plan_pull_blocks(SLOTS, SLOTS, [0, 1], [2, 3])
+            return transfers.submit(plan, src.memory, dst.memory)
+
+        with Transfers(wrap=lambda backend: delay(backend, 60_000)) as transfers:
+            task = start(transfers)
+            for cache_id in (1, 2):
+                registry.deallocate(cache_id)
+            assert free_nbytes(registry) == POOL - 2 * (1 << 12)
+            task.cancel()
+        del task
+        gc.collect()
+        assert free_nbytes(registry) == POOL

@@ -1,0 +1,171 @@
+"""Options: the reference's keys and rules, typed values, and help with a mistyped key."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+
+from kvplan.engine import option_rows
+from kvplan.engine.options import Options
+from kvplan.engine.pools import PoolConfig
+
+from .caches import refused
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "field", "value"),
+    [
+        ("llm.ListenIpInfo", "192.168.1.1:26000", "listen_ip_info", "192.168.1.1:26000"),
+        ("llm.listenIpInfo", "[::1]:0", "listen_ip_info", "[::1]:0"),
+        ("listenIpInfo", "node-1:65535", "listen_ip_info", "node-1:65535"),
+        ("ListenIpInfo", "ipc:///run/kv", "listen_ip_info", "ipc:///run/kv"),
+        ("llm.DeviceId", "3", "device_id", 3),
+        ("ge.exec.deviceId", "3", "device_id", 3),
+        ("llm.SyncKvCacheWaitTime", "5", "sync_kv_cache_wait_time", 5),
+        ("MemPoolConfig", '{"memory_size": 4096, "page_shift": 12}', "mem_pool_config",
+         PoolConfig(4096, 12)),
+        ("llm.HostMemPoolConfig", '{"memory_size": 65536}', "host_mem_pool_config",
+         PoolConfig(65536, 16)),
+        ("llm.MemPoolConfig", "", "mem_pool_config", None),
+        ("llm.BufPoolCfg", '{"buf_cfg":[]}', "buf_pool_cfg", '{"buf_cfg":[]}'),
+        ("llm.LocalCommRes", "", "local_comm_res", ""),
+        ("llm.TransferBackend", "hixl", "transfer_backend", "hixl"),
+        ("llm.EnableSwitchRole", "0", "enable_switch_role", False),
+        ("llm.EnableCacheManager", "1", "enable_cache_manager", True),
+        ("llm.EnableRemoteCacheAccessible", "1", "enable_remote_cache_accessible", True),
+        ("llm.LinkTotalTime", "4294967295", "link_total_time", 2**32 - 1),
+        ("llm.LinkRetryCount", "100", "link_retry_count", 100),
+        ("llm.RdmaTrafficClass", "252", "rdma_traffic_class", 252),
+        ("llm.RdmaServiceLevel", "7", "rdma_service_level", 7),
+        ("kvplan.transport", "local", "transport", "local"),
+        ("cluster_key_file", "/etc/kv.key", "cluster_key_file", "/etc/kv.key"),
+        ("kvplan.max_links", "600", "max_links", 600),
+    ],
+)  # fmt: skip
+def test_a_key_and_its_text(key, text, field, value):
+    assert Options.of({key: text}) == Options(**{field: value})
+
+
+def test_the_constants_of_the_header_are_keys():
+    names = [name for name in vars(option_rows) if name.startswith("OPTION_")]
+    assert len(names) == 10
+    for name in names:
+        assert getattr(option_rows, name) in option_rows.SPELLINGS
+
+
+def test_every_field_has_a_key():
+    fields = {it.name for it in dataclasses.fields(Options)}
+    assert fields - {row.field for row in option_rows.ROWS} == {"other"}
+
+
+def test_what_has_no_meaning_here_is_kept():
+    given = {"ge.flowGraphMemMaxSize": "10", "llm.MemoryUtilization": "0.95", "llm.Role": "1"}
+    assert Options.of(given).other == given
+
+
+def test_nothing_given_is_the_defaults():
+    assert Options.of(None) == Options.of({}) == Options()
+    options = Options(device_id=3)
+    assert Options.of(options) is options
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert hash(options) == hash(Options(device_id=3))
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("llm.SyncKvCacheWaitTme", "llm.SyncKvCacheWaitTime"),
+        ("DeviceID", "DeviceId"),
+        ("llm.mempoolconfig", "llm.MemPoolConfig"),
+        ("kvplan.heartbeat_ms", "heartbeat_timeout_ms"),
+    ],
+)
+def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
+    with pytest.warns(UserWarning, match=f"{key}.*nearest is .*{near}") as caught:
+        assert Options.of({key: "1"}) == Options()
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "match"),
+    [
+        ("llm.ListenIpInfo", "x", 'listen_ip_info .*="?.x.* "ip:port"'),
+        ("llm.ListenIpInfo", "127.0.0.1:abc", "ip:port"),
+        ("llm.ListenIpInfo", "127.0.0.1:65536", "65535"),
+        ("llm.ListenIpInfo", ":26000", "ip:port"),
+        ("llm.ListenIpInfo", "1.2.3.4:1;1.2.3.5:1", "one address"),
+        ("llm.DeviceId", "0;1", "one whole number"),
+        ("llm.DeviceId", "-1", "device_id .*-1 is out of range"),
+        ("llm.DeviceId", "1.5", "one whole number"),
+        ("llm.SyncKvCacheWaitTime", "abc", "llm.SyncKvCacheWaitTime='abc'"),
+        ("llm.SyncKvCacheWaitTime", "0", "range \\[1"),
+        ("llm.LinkRetryCount", "101", "range \\[1, 100\\]"),
+        ("llm.LinkTotalTime", "4294967296", "range"),
+        ("llm.RdmaTrafficClass", "6", "multiple of 4"),
+        ("llm.RdmaTrafficClass", "256", "multiple of 4"),
+        ("llm.RdmaServiceLevel", "8", "range \\[0, 7\\]"),
+        ("llm.EnableRemoteCacheAccessible", "2", '"0" or "1"'),
+        ("llm.TransferBackend", "bogus", "hixl"),
+        ("llm.MemPoolConfig", "x", "no JSON"),
+        ("llm.MemPoolConfig", "[1]", "JSON object"),
+        ("llm.MemPoolConfig", "{}", "must have memory_size"),
+        ("llm.MemPoolConfig", '{"memory_size": 65536, "size": 1}', "may have page_shift"),
+        ("llm.MemPoolConfig", '{"memory_size": "1"}', "memory_size='1' must be int"),
+        ("llm.MemPoolConfig", '{"memory_size": -1}', "memory_size=-1"),
+        ("llm.MemPoolConfig", '{"memory_size": 65536, "page_shift": 9}', "page_shift=9"),
+        ("llm.HostMemPoolConfig", '{"memory_size": 65536, "page_shift": 31}', "page_shift=31"),
+        ("llm.LocalCommRes", "{", "no JSON"),
+        ("llm.BufPoolCfg", "[" * 100_000, "no JSON"),
+        ("llm.GlobalResourceConfig", '{"connect_pool.thread_num": 65}', "range \\[1, 64\\]"),
+        ("llm.GlobalResourceConfig", '{"connect_pool.thread_num": "x"}', "whole number"),
+        ("llm.GlobalResourceConfig", '{"connect_pool.thread_num": true}', "True of"),
+        ("kvplan.max_links", "0", "max_links .*range"),
+        ("kvplan.comm_port", "65536", "range"),
+        ("kvplan.heartbeat_timeout_ms", "1000", "more than heartbeat_interval_ms=1000"),
+    ],
+)
+def test_rules(key, text, match):
+    with refused(match):
+        Options.of({key: text})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"llm.DeviceId": str(2**31)}, ValueError),
+        ({"llm.RdmaServiceLevel": str(2**32)}, ValueError),
+        ({"llm.DeviceId": 0}, TypeError),
+        ({0: "0"}, TypeError),
+        ("llm.DeviceId", TypeError),
+        (5, TypeError),
+    ],
+)
+def test_other_types_and_widths(options, error):
+    with pytest.raises(error):
+        Options.of(options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device_id": "0"},
+        {"device_id": True},
+        {"device_id": None},
+        {"listen_ip_info": None},
+        {"mem_pool_config": '{"memory_size": 65536}'},
+        {"enable_switch_role": 1},
+        {"other": 5},
+    ],
+    ids=str,
+)
+def test_fields_are_typed(wrong):
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        Options(**wrong)
+
+
+def test_one_option_by_two_keys_has_one_value():
+    assert Options.of({"llm.DeviceId": "2", "ge.exec.deviceId": "2"}).device_id == 2
+    with refused("ge.exec.deviceId='3' and llm.DeviceId='2' are the same option"):
+        Options.of({"llm.DeviceId": "2", "ge.exec.deviceId": "3"})

@@ -1,0 +1,131 @@
+"""Pools: no byte has two owners, everything comes back, and exhaustion says what is there."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvnative._host import Arena
+from kvplan import LLMStatusCode
+from kvplan.engine.pools import Pool, PoolConfig
+
+from .caches import refused, tried
+
+PAGE = 1 << 10
+PAGES = 12
+
+
+def pool(pages: int = PAGES) -> Pool:
+    return Pool(Arena(pages * PAGE), page_shift=10)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool beside a list of which page is whose."""
+
+    spans = Bundle("spans")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena(PAGES * PAGE)
+        self.pool = Pool(self.arena, page_shift=10)
+        self.owners: list[int | None] = [None] * PAGES
+        self.last = 0
+
+    def holes(self) -> dict[int, int]:
+        """The first page of each hole, and how many it has."""
+        found: dict[int, int] = {}
+        start = 0
+        for is_free, run in groupby(self.owners, lambda owner: owner is None):
+            pages = len(list(run))
+            if is_free:
+                found[start] = pages
+            start += pages
+        return found
+
+    @rule(target=spans, pages=st.integers(1, 6), less=st.integers(0, PAGE - 1))
+    def take(self, pages: int, less: int):
+        fitting = {first: size for first, size in self.holes().items() if size >= pages}
+        span, status = tried(lambda: self.pool.take(pages * PAGE - less))
+        if span is None:
+            assert (status, fitting) == (LLMStatusCode.LLM_OUT_OF_MEMORY, {})
+            return []
+        first = (span.address - self.arena.address) // PAGE
+        assert span.nbytes == pages * PAGE
+        assert fitting[first] == min(fitting.values())
+        self.last += 1
+        self.owners[first : first + pages] = [self.last] * pages
+        return [span, self.last]
+
+    @rule(taken=consumes(spans))
+    def give_back(self, taken) -> None:
+        if taken:
+            number = taken[1]
+            taken.clear()  # the last reference to the span
+            self.owners = [None if owner == number else owner for owner in self.owners]
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        assert self.pool.free_nbytes == self.owners.count(None) * PAGE
+
+
+TestPoolMachine = PoolMachine.TestCase
+
+
+def test_exhaustion_tells_what_was_asked_and_what_is_there():
+    it = pool(8)
+    spans: list[object] = [it.take(PAGE) for _ in range(8)]
+    exhausted = "LLM_OUT_OF_MEMORY"
+    with refused("1 bytes were asked for; .* 8192, 0 are free in 0 spans.* of 0", exhausted):
+        it.take(1)
+    for freed in (1, 2, 3, 6):
+        spans[freed] = None
+    with refused("5000 bytes were asked for; .*, 4096 are free in 2 spans.* of 3072", exhausted):
+        it.take(5000)
+    assert it.take(3 * PAGE)
+
+
+def test_all_of_it_can_be_had_again_and_again():
+    it = pool()
+    for _ in range(50):
+        spans = [it.take(2 * PAGE) for _ in range(PAGES // 2)]
+        assert it.free_nbytes == 0
+        spans.reverse()
+        del spans
+        whole = it.take(PAGES * PAGE)
+        del whole
+
+
+def test_a_part_of_a_page_is_not_used():
+    it = Pool(Arena(2 * PAGE + 7), page_shift=10)
+    assert it.nbytes == it.free_nbytes == 2 * PAGE
+
+
+def test_a_span_outlives_its_pool():
+    span = pool().take(100)
+    span.view(100)[:3] = b"abc"
+    assert bytes(span.view(4)) == b"abc\0"
+
+
+@pytest.mark.parametrize(
+    ("size", "shift", "error"),
+    [
+        (1 << 20, 9, "page_shift=9 is out of range \\[10, 30\\]"),
+        (1 << 20, 31, "page_shift=31"),
+        ((1 << 16) - 1, 16, "memory_size=65535 is out of range \\[65536"),
+        (-1, 16, "memory_size=-1"),
+        (2**63, 16, "memory_size=9223372036854775808"),
+    ],
+)
+def test_configs_are_checked(size, shift, error):
+    with refused(error):
+        PoolConfig(size, shift)
+
+
+def test_configs_are_whole_numbers():
+    with pytest.raises(TypeError, match="memory_size"):
+        PoolConfig("5")
+    with pytest.raises(TypeError, match="page_shift"):
+        PoolConfig(1 << 20, True)

@@ -1,0 +1,299 @@
+"""Caches that are made, offered and ended: ids, what peers reach, refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+
+from kvplan import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMException, Placement
+from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.options import Options
+from kvplan.engine.registry import CacheRegistry
+from kvplan.transport.local import LocalTransport
+
+from .caches import BLOCKS, SLOTS, as_peer, free_nbytes, key, missing, pulled, refused
+from .conftest import MAX_RANGES, POOL
+
+TOO_LARGE = CacheDesc(num_tensors=1, shape=(1, POOL + 1), data_type=DataType.DT_UINT8)
+
+
+def tensors(desc=SLOTS, value=0):
+    return [np.full(desc.shape, value + i, np.uint8) for i in range(desc.num_tensors)]
+
+
+def addresses(arrays):
+    return [array.ctypes.data for array in arrays]
+
+
+def test_ids_rise_from_one_with_every_attempt(registry):
+    assert registry.allocate(SLOTS, paged=False).cache.cache_id == 1
+    with refused("1048577 bytes were asked for", "LLM_OUT_OF_MEMORY"):
+        registry.allocate(TOO_LARGE, paged=False)
+    with refused("tensors has 1 elements; num_tensors=2"):
+        registry.register(SLOTS, [1], paged=False)
+    with pytest.raises(TypeError, match=r"keys\[0\]"):  # refused before it is an attempt
+        registry.allocate(SLOTS, paged=False, keys=[5])
+    assert registry.register(SLOTS, tensors(), paged=False).cache.cache_id == 4
+
+
+def test_peers_reach_what_is_offered_until_it_is_freed(registry, transport, changes):
+    entry = registry.allocate(SLOTS, paged=False)
+    for i, array in enumerate(tensor_arrays(SLOTS, entry.memory)):
+        array[:] = 5 + i
+    assert registry.offered() == {1: entry}
+    assert pulled(transport, entry) == [5, 6]
+    remote = as_peer(transport, entry)
+    registry.deallocate(1)
+    assert changes == [[1], []]
+    with missing("deregistered"):
+        remote.check()
+    with missing(r"cache_id=1 is not here; there are \[\]"):
+        registry.get(1)
+
+
+def test_registered_arrays_are_reached_where_they_are(registry, transport):
+    arrays = tensors(value=3)
+    entry = registry.register(SLOTS, arrays, paged=False)
+    assert entry.cache.tensor_addrs == tuple(addresses(arrays))
+    assert pulled(transport, entry) == [3, 4]
+    registry.unregister(entry.cache.cache_id)
+    assert registry.offered() == {}
+
+
+@pytest.mark.parametrize("writable", [None, False])
+def test_registered_arrays_are_held_until_they_are_unregistered(registry, writable):
+    held = np.zeros((2, *SLOTS.shape), np.uint8)
+    gone = weakref.ref(held)
+    registry.register(SLOTS, list(held), paged=False, writable=writable)
+    del held
+    assert gone() is not None
+    registry.unregister(1)
+    assert gone() is None
+
+
+def test_addresses_are_as_good_as_arrays(registry, transport):
+    arrays = tensors(value=8)
+    for given in (addresses(arrays), tuple(np.array(addresses(arrays), np.uint64))):
+        entry = registry.register(SLOTS, given, paged=False)
+        assert pulled(transport, entry) == [8, 9]
+
+
+def test_adjacent_tensors_are_one_range(registry, transport):
+    both = np.full((2, *SLOTS.shape), 5, np.uint8)
+    wide = CacheDesc(num_tensors=1, shape=SLOTS.shape, data_type=DataType.DT_UINT8)
+    for _ in range(MAX_RANGES):  # one each, in any order
+        entry = registry.register(SLOTS, [both[1], both[0]], paged=False)
+        assert pulled(transport, entry) == [5, 5]
+    with refused(f"{MAX_RANGES}", "LLM_OUT_OF_MEMORY"):
+        registry.register(wide, [both[0]], paged=False)
+    registry.unregister(1)
+    registry.register(wide, [both[0]], paged=False)
+
+
+def test_what_cannot_be_offered_leaves_nothing_behind(registry, transport, changes):
+    apart = np.zeros((4, *SLOTS.shape), np.uint8)
+    for _ in range(MAX_RANGES // 2 - 1):
+        registry.register(SLOTS, [apart[0], apart[2]], paged=False)
+    registry.allocate(SLOTS, paged=False)
+    before, offered = free_nbytes(registry), transport.metadata()
+    with refused("max_registrations", "LLM_OUT_OF_MEMORY"):  # its first range is, its second not
+        registry.register(SLOTS, [apart[0], apart[2]], paged=False, keys=[key(1)])
+    assert transport.metadata() == offered
+    registry.allocate(SLOTS, paged=False, keys=[key(1)])  # the key is free
+    with refused("max_registrations", "LLM_OUT_OF_MEMORY"):
+        registry.allocate(SLOTS, paged=False)
+    assert free_nbytes(registry) == before - (1 << 12)
+    assert len(changes) == MAX_RANGES // 2 + 1
+
+
+def test_caches_that_peers_do_not_reach(registry, transport):
+    entry = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)], remote_accessible=False)
+    assert (entry.metadata, registry.offered()) == ({}, {})
+    assert registry.entries() == [entry]
+    assert transport.metadata() == transport.metadata([])
+    with missing("not remote accessible"):
+        registry.find(key(1))
+    with missing("not remote accessible"):
+        registry.claim(key(1), "decode")
+
+
+def test_read_only_arrays_are_not_offered_for_writing(registry, transport):
+    arrays = tensors()
+    arrays[1].flags.writeable = False
+    entry = registry.register(SLOTS, arrays, paged=False)
+    assert not entry.memory.writable
+    with refused("writable=False"):
+        transport.connect(entry.metadata["local"]).memory(
+            entry.cache.tensor_addrs, SLOTS.tensor_nbytes, writable=True
+        )
+    with refused("writable=True"):
+        registry.register(SLOTS, arrays, paged=False, writable=True)
+    for given in (tensors(), addresses(arrays)):
+        assert not registry.register(SLOTS, given, paged=False, writable=False).memory.writable
+
+
+def test_without_a_pool_a_cache_has_an_arena_of_its_own(registry, transport):
+    host = CacheDesc(1, (2, 100), DataType.DT_UINT8, placement=Placement.HOST)
+    before = free_nbytes(registry)
+    entry = registry.allocate(host, paged=True)
+    assert pulled(transport, entry) == [0]
+    assert free_nbytes(registry) == before
+    registry.deallocate(1)
+
+
+def test_an_arena_of_ones_own_is_zeroed_and_goes_with_its_last_user(transport):
+    registry = CacheRegistry((transport,), Options(), lambda: None)
+    entry = registry.allocate(SLOTS, paged=False)
+    arrays = tensor_arrays(SLOTS, entry.memory)
+    address = arrays[0].ctypes.data
+    assert not arrays[0].any()
+    registry.deallocate(1)
+    registry.close()
+    del entry
+    arrays[0][:] = 7  # still there
+    del arrays
+    with refused("not mapped"):
+        registry.resolve(Cache(SLOTS, tensor_addrs=(address, address + SLOTS.tensor_nbytes)))
+
+
+def test_every_transport_offers_it(transport):
+    with LocalTransport() as second:
+        second.name = "second"
+        registry = CacheRegistry((transport, second), Options(), lambda: None)
+        entry = registry.allocate(SLOTS, paged=False)
+        assert list(entry.metadata) == ["local", "second"]
+        for each in (transport, second):
+            as_peer(each, entry).check()
+        registry.close()
+        assert second.metadata() == second.metadata([])
+
+
+class TestResolve:
+    def test_the_id_alone_says_which(self, registry):
+        entry = registry.allocate(SLOTS, paged=True)
+        other = Cache(BLOCKS, cache_id=1, tensor_addrs=(1, 2))
+        assert registry.resolve(other) is entry
+        assert registry.resolve(pickle.loads(pickle.dumps(entry.cache))) is entry
+
+    def test_without_id_the_addresses(self, registry):
+        arrays = tensors()
+        entry = registry.resolve(Cache(SLOTS, tensor_addrs=addresses(arrays)))
+        assert entry.memory.addresses.tolist() == addresses(arrays)
+        assert entry.paged is None
+        assert registry.offered() == {}
+
+    def test_neither(self, registry):
+        with refused("addresses is empty"):
+            registry.resolve(Cache(SLOTS))
+        with missing("cache_id=3"):
+            registry.resolve(Cache(SLOTS, cache_id=3))
+        with pytest.raises(TypeError, match="cache=3 must be Cache"):
+            registry.resolve(3)
+
+
+class TestEnds:
+    def test_what_is_unknown_or_gone_is_fine(self, registry):
+        registry.allocate(SLOTS, paged=False)
+        for _ in range(2):
+            for cache_id in (1, 5, -1):
+                registry.deallocate(cache_id)
+            registry.unregister(1)
+        registry.register(SLOTS, tensors(), paged=False)
+        for _ in range(2):
+            registry.unregister(2)
+
+    def test_each_kind_has_its_own(self, registry):
+        registry.allocate(SLOTS, paged=False)
+        registry.register(SLOTS, tensors(), paged=False)
+        with refused("cache_id=1 was allocated; deallocate it"):
+            registry.unregister(1)
+        with refused("cache_id=2 was registered; unregister it"):
+            registry.deallocate(2)
+        with refused("cache_id=1 is a contiguous cache, not a paged one"):
+            registry.deallocate(1, paged=True)
+        registry.deallocate(1, paged=False)
+        with pytest.raises(TypeError, match="cache_id='a'"):
+            registry.unregister("a")
+        with pytest.raises(ValueError, match="cache_id"):
+            registry.deallocate(2**63)
+
+    def test_closed_is_closed(self, registry, transport):
+        entry = registry.allocate(SLOTS, paged=False, keys=[key(1)])
+        claim = registry.claim(key(1), "decode")
+        for _ in range(2):
+            registry.close()
+        assert registry.entries() == []
+        assert transport.metadata() == transport.metadata([])
+        registry.release(claim.claim_id, range(2))
+        with missing():
+            registry.find(key(1))
+        with refused("finalized", "LLM_ENGINE_FINALIZED"):
+            registry.allocate(SLOTS, paged=False)
+        cache = Cache(SLOTS, tensor_addrs=entry.cache.tensor_addrs)
+        registry.resolve(cache)  # somebody uses it still
+        del entry, claim
+        with refused("not mapped"):
+            registry.resolve(cache)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("given", "error"),
+        [
+            ("ab", TypeError),
+            ({1, 2}, TypeError),
+            (np.zeros((2, 4, 256), np.uint8), TypeError),
+            ([1, "a"], TypeError),
+            ([True, True], TypeError),
+            ([0, 4096], ValueError),
+            ([-1, 4096], ValueError),
+            ([2**64, 4096], ValueError),
+            ([4096, 8192], LLMException),
+            ([], LLMException),
+            ([np.zeros(1024, np.uint8)], LLMException),
+            ([np.zeros(1024, np.uint8), np.zeros(1023, np.uint8)], LLMException),
+            ([np.zeros(1024, np.uint8), np.zeros(2048, np.uint8)[::2]], LLMException),
+        ],
+        ids=str,
+    )
+    def test_tensors(self, registry, given, error):
+        with pytest.raises(error):
+            registry.register(SLOTS, given, paged=False)
+        assert registry.entries() == []
+
+    def test_more_tensors_than_the_options_allow(self, registry):
+        nine = CacheDesc(num_tensors=9, shape=(1, 8), data_type=DataType.DT_UINT8)
+        with refused("num_tensors=9; at most max_tensors=8"):
+            registry.register(nine, tensors(nine), paged=True)
+
+    def test_keys(self, registry):
+        with refused("keys has 5 elements; at most batch_size=4"):
+            registry.allocate(SLOTS, paged=False, keys=[key(i) for i in range(5)])
+        with refused("keys.*at most one"):
+            registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(1), BlocksCacheKey(1, 2)])
+        for paged, wrong in ((True, CacheKey(1, 1)), (False, BlocksCacheKey(1))):
+            with pytest.raises(TypeError, match=r"keys\[0\]"):
+                registry.allocate(SLOTS, paged=paged, keys=[wrong])
+        with pytest.raises(TypeError, match="keys=5"):
+            registry.allocate(SLOTS, paged=False, keys=5)
+
+    def test_no_description(self, registry):
+        with pytest.raises(TypeError, match="cache_desc=5"):
+            registry.allocate(5, paged=False)
+
+
+def test_addresses_are_looked_up_once_when_they_are_registered(registry):
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    size = ctypes.c_size_t(SLOTS.nbytes)
+    memory = libc.mmap(None, size, 3, 0x22, -1, 0)
+    given = [memory, memory + SLOTS.tensor_nbytes]
+    entry = registry.register(SLOTS, given, paged=False)
+    libc.munmap(ctypes.c_void_p(memory), size)
+    entry.memory.check()  # the user has promised; to look again at each transfer is too dear
+    with refused("not mapped"):
+        registry.register(SLOTS, given, paged=False)

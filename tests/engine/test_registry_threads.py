@@ -1,0 +1,126 @@
+"""Many threads, one registry: each byte, id and key has one owner, and all comes back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from kvplan import CacheDesc, DataType, LLMStatusCode
+from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.options import Options
+from kvplan.engine.pools import PoolConfig
+from kvplan.engine.registry import CacheRegistry
+from kvplan.transport.local import LocalTransport
+
+from .caches import ALL_TENSORS, SLOTS, free_nbytes, key, tried
+
+_T = TypeVar("_T")
+THREADS = 6
+ROUNDS = 60
+POOL = 64 << 10
+
+
+def in_threads(work: Callable[[int], _T]) -> list[_T]:
+    start = threading.Barrier(THREADS)
+
+    def run(number: int) -> _T:
+        start.wait(30)
+        return work(number)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return [it.result(60) for it in [threads.submit(run, i) for i in range(THREADS)]]
+
+
+def made(transport: LocalTransport) -> CacheRegistry:
+    options = Options(mem_pool_config=PoolConfig(POOL, page_shift=10))
+    return CacheRegistry((transport,), options, lambda: None)
+
+
+def test_caches_come_and_go_in_all_threads():
+    def work(number: int) -> list[int]:
+        chance = np.random.default_rng(number)
+        ids = []
+        while len(ids) < ROUNDS:
+            desc = CacheDesc(1, (1, int(chance.integers(1, 8)) << 10), DataType.DT_UINT8)
+            entry, status = tried(
+                lambda: registry.allocate(desc, paged=False, keys=[key(number)])  # noqa: B023
+            )
+            if entry is None:
+                assert status is LLMStatusCode.LLM_OUT_OF_MEMORY
+                gc.collect()  # of all threads
+                continue
+            ids.append(entry.cache.cache_id)
+            (array,) = tensor_arrays(desc, entry.memory)
+            array[:] = number
+            assert registry.offered()[ids[-1]] is registry.get(ids[-1])
+            claim = registry.claim(key(number), number)
+            registry.deallocate(ids[-1])
+            assert (array == number).all()
+            registry.release(claim.claim_id, ALL_TENSORS)
+            # Garbage in a cycle: its memory goes back from whichever thread collects it, at a
+            # moment when that thread may be in the pool.
+            cycle: list[object] = [entry, claim, array]
+            cycle.append(cycle)
+        return ids
+
+    with LocalTransport() as transport:
+        registry = made(transport)
+        ids = [it for one in in_threads(work) for it in one]
+        assert len(ids) == len(set(ids)) == THREADS * ROUNDS
+        gc.collect()
+        assert registry.entries() == []
+        assert free_nbytes(registry) == POOL
+        assert transport.metadata() == transport.metadata([])
+        registry.close()
+
+
+def test_of_many_who_want_a_key_one_gets_it():
+    def bind(number: int) -> LLMStatusCode:
+        return tried(lambda: registry.allocate(SLOTS, paged=False, keys=[key(1)]))[1]
+
+    def pull(number: int) -> LLMStatusCode:
+        claim, status = tried(lambda: registry.claim(key(1), number))
+        if claim is not None:
+            registry.release(claim.claim_id, ALL_TENSORS)
+        return status
+
+    refusals = {
+        bind: {LLMStatusCode.LLM_PARAM_INVALID},
+        pull: {LLMStatusCode.LLM_REPEAT_REQUEST, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST},
+    }
+    with LocalTransport() as transport:
+        registry = made(transport)
+        for _ in range(ROUNDS):
+            for work, allowed in refusals.items():
+                results = in_threads(work)
+                results.remove(LLMStatusCode.LLM_SUCCESS)
+                assert set(results) <= allowed
+            (entry,) = registry.entries()
+            registry.deallocate(entry.cache.cache_id)
+            del entry
+        gc.collect()
+        assert free_nbytes(registry) == POOL
+        registry.close()
+
+
+def test_closing_leaves_nothing_behind_of_what_is_being_made():
+    def work(number: int) -> LLMStatusCode:
+        if number == 0:
+            registry.close()
+        status = LLMStatusCode.LLM_SUCCESS
+        while status is LLMStatusCode.LLM_SUCCESS:
+            _, status = tried(lambda: registry.register(SLOTS, arrays, paged=False))
+        return status
+
+    arrays = [np.zeros(SLOTS.shape, np.uint8) for _ in range(2)]
+    with LocalTransport() as transport:
+        for _ in range(10):
+            registry = made(transport)
+            assert set(in_threads(work)) == {LLMStatusCode.LLM_ENGINE_FINALIZED}
+            assert registry.entries() == []
+            assert transport.metadata() == transport.metadata([])
