@@ -193,6 +193,7 @@ ROWS: Final = (
         optional=True,
     ),
     _string("transport", "kvplan.transport"),
+    _boolean("permit_any_peer", "kvplan.permit_any_peer"),
     _string("cluster_key_file", "kvplan.cluster_key_file", optional=True),
     _number("heartbeat_interval_ms", "kvplan.heartbeat_interval_ms", low=1, high=_INT32_MAX),
     _number("heartbeat_timeout_ms", "kvplan.heartbeat_timeout_ms", low=1, high=_INT32_MAX),

@@ -32,6 +32,8 @@ class Options:
         link_retry_count: times that a link is tried.
         rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
         transport: how peers' memory is reached; "auto" chooses.
+        permit_any_peer: let every process of this user trace this one. Where Yama asks for it
+            (`kernel.yama.ptrace_scope=1`, as on Ubuntu), peers reach registered memory only so.
         cluster_key_file: path of the key that all engines of a cluster share; None: no
             authentication.
         heartbeat_interval_ms: ms without a message after which a link sends one.
@@ -65,6 +67,7 @@ class Options:
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
     transport: str = "auto"
+    permit_any_peer: bool = False
     cluster_key_file: str | None = None
     heartbeat_interval_ms: int = 1000
     heartbeat_timeout_ms: int = 5000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -16,13 +17,28 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("kvplan")
 
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """What transports are made with; each takes what is meant for it.
+
+    Attributes:
+        permit_any_peer: let every process of this user trace this one, which Yama
+            (`kernel.yama.ptrace_scope=1`) asks for where memory is registered by its users.
+    """
+
+    permit_any_peer: bool = False
+
+
 # In order of preference.
-TRANSPORTS: Final[Mapping[str, Callable[[], Transport]]] = {
-    "local": LocalTransport,
+TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
+    "local": lambda options: LocalTransport(permit_any_peer=options.permit_any_peer),
 }
 
 
-def make_transports(choice: str = "auto") -> tuple[Transport, ...]:
+def make_transports(
+    choice: str = "auto", options: TransportOptions = TransportOptions()
+) -> tuple[Transport, ...]:
     """Make the transport of that name, or with "auto" all that work here, the preferred first.
 
     Raises:
@@ -37,7 +53,7 @@ def make_transports(choice: str = "auto") -> tuple[Transport, ...]:
     made, reasons = [], []
     for name in TRANSPORTS if choice == "auto" else (choice,):
         try:
-            made.append(TRANSPORTS[name]())
+            made.append(TRANSPORTS[name](options))
         except LLMException as error:
             reasons.append(f"{name}: {error.args[0]}")
             _LOGGER.info("transport=%s cannot be used: %s", name, error)

@@ -134,8 +134,8 @@ def advice(peer: Identity) -> str:
         causes.append(
             f"kernel.yama.ptrace_scope is {scope}: "
             + (
-                "make the peer's LocalTransport with permit_any_peer=True, set it to 0, or give "
-                "this process CAP_SYS_PTRACE"
+                "give the peer permit_any_peer=True (an option of its engine, or of its "
+                "LocalTransport), set it to 0, or give this process CAP_SYS_PTRACE"
                 if scope == 1
                 else "set it to 0 or 1 (3 lasts until the next boot), or use arenas"
             )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.choice import TRANSPORTS, make_transports
+from kvplan.transport.choice import TRANSPORTS, TransportOptions, make_transports
 
 
 @pytest.mark.parametrize("choice", ["auto", "local"])
@@ -21,7 +21,7 @@ def test_what_works_here_is_made(choice: str) -> None:
 
 def test_each_row_has_the_name_of_what_it_makes() -> None:
     for name, make in TRANSPORTS.items():
-        transport = make()
+        transport = make(TransportOptions())
         assert transport.name == name
         transport.close()
 
