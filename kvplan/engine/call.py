@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvplan.engine.engine import PlanEvent
 from kvplan.engine.log import level_of, log_operation, logger, status_of
@@ -20,44 +20,26 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey, Cache
 
 
-class Prepared(NamedTuple):
-    """All that a transfer needs."""
-
-    plan: Plan
-    src: TensorMemory
-    dst: TensorMemory
-
-
-class Peer(NamedTuple):
-    """A cache of a peer: what to plan with, and where it is.
-
-    Attributes:
-        cache: as its owner describes it.
-        slot: that a CacheKey stands for; None: the one that the key itself names.
-        memory: its tensors.
-    """
-
-    cache: RemoteCache
-    slot: int | None
-    memory: TensorMemory
-
-
 class Call:
     """What a call has found, and what it holds until its outcome.
 
     Args:
         moves: False for a call that only plans: it holds nothing, and is not counted.
+
+    Attributes:
+        plan: what is executed; set when it is known.
+        link: to the peer that takes part; None inside one process.
     """
 
     __slots__ = (
         "_cache_id",
         "_claim",
         "_engine",
-        "_link",
         "_moves",
         "_operation",
-        "_plan",
         "_started",
+        "link",
+        "plan",
     )
 
     def __init__(self, engine: Engine, operation: str, *, moves: bool) -> None:
@@ -65,9 +47,9 @@ class Call:
         self._operation = operation
         self._moves = moves
         self._cache_id = -1
-        self._link: PeerLink | None = None
+        self.link: PeerLink | None = None
         self._claim: PeerClaim | None = None
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         self._started = perf_counter()
         if moves:
             engine.enter()
@@ -95,11 +77,15 @@ class Call:
         *,
         paged: bool,
         writable: bool,
-    ) -> Peer:
+    ) -> tuple[RemoteCache, int | None, TensorMemory]:
         """Return the cache of a peer that an argument names; a slot by CacheKey is claimed.
 
         Args:
             kinds: of key that the operation takes.
+
+        Returns:
+            The cache as its owner describes it, the slot that a CacheKey stands for (None: what the
+            key itself says), and its tensors.
 
         Raises:
             TypeError: another kind of key.
@@ -116,7 +102,7 @@ class Call:
         link = engine.links.get(key.cluster_id)
         if self._moves:
             link.begin()
-            self._link = link
+            self.link = link
         slot = None
         if not isinstance(key, CacheKey):
             found = link.cache(key)
@@ -136,25 +122,19 @@ class Call:
                 f"[0, {desc.batch_size}) of that cache",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
-        return Peer(RemoteCache(key, desc), slot, link.memory(found, writable=writable))
+        return RemoteCache(key, desc), slot, link.memory(found, writable=writable)
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether a peer takes part."""
-        return self._link is not None
-
-    def show(self, plan: Plan) -> None:
+    def show(self) -> None:
         """Let the hooks see the plan that is about to be executed."""
-        self._plan = plan
-        if hooks := self._engine.hooks:
-            event = PlanEvent(plan, self._operation, self._cache_id, self._cluster_id)
-            for hook in tuple(hooks.values()):
-                hook(event)
+        assert self.plan is not None
+        event = PlanEvent(self.plan, self._operation, self._cache_id, self._cluster_id)
+        for hook in tuple(self._engine.hooks.values()):
+            hook(event)
 
     def end(self, error: BaseException | None) -> None:
         """Give back what the call holds, and record how it went. Once, whatever it came to."""
         seconds = perf_counter() - self._started
-        engine, plan, link = self._engine, self._plan, self._link
+        engine, plan, link = self._engine, self.plan, self.link
         moved = plan if error is None else None  # every byte of it has arrived
         nbytes = 0 if moved is None else moved.nbytes
         try:
@@ -181,7 +161,7 @@ class Call:
 
     @property
     def _cluster_id(self) -> int | None:
-        return None if self._link is None else self._link.cluster_id
+        return None if self.link is None else self.link.cluster_id
 
 
 def _refuse_kind(argument: str, name: str, paged: bool) -> NoReturn:

@@ -150,9 +150,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
             engine.listen(given.listen_ip_info)
             engine.role = self._role = role
 
-    def link_clusters(
-        self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000
-    ) -> LinkResults:
+    def link_clusters(self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000) -> LinkResults:
         """Link with clusters that listen, all at once.
 
         Args:

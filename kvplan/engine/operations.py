@@ -6,9 +6,9 @@ Each function here is one operation; executing, submitting and planning it begin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias
 
-from kvplan.engine.call import Call, Prepared
+from kvplan.engine.call import Call
 from kvplan.planning import (
     plan_copy_blocks,
     plan_copy_cache,
@@ -23,11 +23,14 @@ from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from kvplan.planning import Coalesce
+    from kvplan.execution import TensorMemory
+    from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
     from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
 
 P = ParamSpec("P")
+Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory]"
+"""What is executed: the plan, and the memory of src and of dst."""
 Operation = Callable[Concatenate[Call, P], Prepared]
 
 
@@ -42,17 +45,19 @@ def pull_cache(
 ) -> Prepared:
     """A remote slot into a local one."""
     target = call.own("dst", dst, paged=False)
-    source = call.peer("src", src, (CacheIndex, CacheKey), paged=False, writable=False)
+    source, slot, memory = call.peer(
+        "src", src, (CacheIndex, CacheKey), paged=False, writable=False
+    )
     plan = plan_pull_cache(
-        source.cache,
+        source,
         target.cache,
-        src_batch_index=source.slot,
+        src_batch_index=slot,
         dst_batch_index=batch_index,
         size=size,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return Prepared(plan, source.memory, target.memory)
+    return plan, memory, target.memory
 
 
 def pull_blocks(
@@ -67,17 +72,19 @@ def pull_blocks(
     """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
     target = call.own("dst", dst, paged=True)
     kinds = (CacheIndex, CacheKey, BlocksCacheKey)
-    source = call.peer("src", src, kinds, paged=_has_blocks(src_blocks), writable=False)
+    source, slot, memory = call.peer(
+        "src", src, kinds, paged=_has_blocks(src_blocks), writable=False
+    )
     plan = plan_pull_blocks(
-        source.cache,
+        source,
         target.cache,
         src_blocks,
         dst_blocks,
-        src_batch_index=source.slot,
+        src_batch_index=slot,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return Prepared(plan, source.memory, target.memory)
+    return plan, memory, target.memory
 
 
 def push_cache(
@@ -93,15 +100,15 @@ def push_cache(
     if check_type("size", size, int) != -1:
         raise invalid(f"size={size} must be -1: a push moves the whole row")
     source = call.own("src", src, paged=False)
-    target = call.peer("dst", dst, (CacheIndex,), paged=False, writable=True)
+    target, _, memory = call.peer("dst", dst, (CacheIndex,), paged=False, writable=True)
     plan = plan_push_cache(
         source.cache,
-        target.cache,
+        target,
         src_batch_index=src_batch_index,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return Prepared(plan, source.memory, target.memory)
+    return plan, source.memory, memory
 
 
 def push_blocks(
@@ -117,16 +124,18 @@ def push_blocks(
     if not _has_blocks(src_blocks):
         raise invalid(f"src_blocks={src_blocks} must name a block for each of dst_blocks")
     source = call.own("src", src, paged=True)
-    target = call.peer("dst", dst, (CacheIndex, BlocksCacheKey), paged=True, writable=True)
+    target, _, memory = call.peer(
+        "dst", dst, (CacheIndex, BlocksCacheKey), paged=True, writable=True
+    )
     plan = plan_push_blocks(
         source.cache,
-        target.cache,
+        target,
         src_blocks,
         dst_blocks,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return Prepared(plan, source.memory, target.memory)
+    return plan, source.memory, memory
 
 
 def copy_cache(
@@ -151,7 +160,7 @@ def copy_cache(
         size=size,
         coalesce=coalesce,
     )
-    return Prepared(plan, source.memory, target.memory)
+    return plan, source.memory, target.memory
 
 
 def copy_blocks(
@@ -160,7 +169,7 @@ def copy_blocks(
     """Blocks of one cache to others of it."""
     entry = call.own("cache", cache, paged=True)
     plan = plan_copy_blocks(entry.cache, blocks, coalesce=coalesce)
-    return Prepared(plan, entry.memory, entry.memory)
+    return plan, entry.memory, entry.memory
 
 
 def swap_blocks(
@@ -170,7 +179,7 @@ def swap_blocks(
     source = call.own("src", src, paged=True)
     target = call.own("dst", dst, paged=True)
     plan = plan_swap_blocks(source.cache, target.cache, src_to_dst, coalesce=coalesce)
-    return Prepared(plan, source.memory, target.memory)
+    return plan, source.memory, target.memory
 
 
 def _has_blocks(blocks: object) -> bool:

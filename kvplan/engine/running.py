@@ -56,8 +56,10 @@ class Running(ABC):
         call = Call(engine, operation.__name__, moves=True)
         try:
             plan, src, dst = operation(call, *args, **kwargs)
-            call.show(plan)
-            if timeout_ms is None and call.is_remote:
+            call.plan = plan
+            if engine.hooks:
+                call.show()
+            if timeout_ms is None and call.link is not None:
                 timeout_ms = engine.wait_ms
             engine.transfers.execute(plan, src, dst, timeout_ms)
         except BaseException as error:
@@ -70,7 +72,9 @@ class Running(ABC):
         call = Call(engine, operation.__name__, moves=True)
         try:
             plan, src, dst = operation(call, *args, **kwargs)
-            call.show(plan)
+            call.plan = plan
+            if engine.hooks:
+                call.show()
             task = engine.transfers.submit(plan, src, dst, call.end)
         except BaseException as error:
             call.end(error)
@@ -80,4 +84,4 @@ class Running(ABC):
 
     def _plan(self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs) -> Plan:
         call = Call(self._running(), operation.__name__, moves=False)
-        return operation(call, *args, **kwargs).plan
+        return operation(call, *args, **kwargs)[0]
