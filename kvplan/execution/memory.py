@@ -24,8 +24,8 @@ class TensorMemory(Protocol):
     """Memory that a plan's side can be bound to.
 
     Attributes:
-        addresses: shape (num_tensors,), as the backend reaches them.
-        nbytes: shape (num_tensors,), bytes that may be used from each address on.
+        addresses: contiguous, of shape (num_tensors,), as the backend reaches them.
+        nbytes: as addresses; bytes that may be used from each address on.
         writable: whether it can be a destination.
         in_process: whether the addresses are of this process, so that overlaps with its own show.
     """
