@@ -51,30 +51,21 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         LLMException: LLM_PARAM_INVALID for a remote cache whose key says that it is of the other
             kind: a paged cache read as slots would be copied in silence, and wrong.
     """
-    name = ""
-    match cache:
-        case Cache(desc, cache_id):
-            name = f"cache {cache_id}" if cache_id >= 0 else ""
-        case RemoteCache(key, desc):
-            name = repr(key)
-            if isinstance(key, BlocksCacheKey) and not paged:
-                raise invalid(f"{argument}={name} names a paged cache; its blocks must be given")
-            slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
-            if paged and (slot or isinstance(key, CacheKey)):
-                raise invalid(
-                    f"{argument}={name} names a slot, and a paged cache has none; its key is a "
-                    "BlocksCacheKey or a CacheIndex of batch_index 0"
-                )
-        case _:
-            desc = check_type(argument, cache, CacheDesc)
-    return Side(
-        num_tensors=desc.num_tensors,
-        count=desc.batch_size,
-        stride=desc.stride,
-        paged=paged,
-        placement=desc.placement,
-        name=name,
-    )
+    if isinstance(cache, RemoteCache):
+        desc, key, name = cache.cache_desc, cache.key, repr(cache.key)
+        if isinstance(key, BlocksCacheKey) and not paged:
+            raise invalid(f"{argument}={name} names a paged cache; its blocks must be given")
+        slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
+        if paged and (slot or isinstance(key, CacheKey)):
+            raise invalid(
+                f"{argument}={name} names a slot, and a paged cache has none; its key is a "
+                "BlocksCacheKey or a CacheIndex of batch_index 0"
+            )
+    elif isinstance(cache, Cache):
+        desc, name = cache.cache_desc, f"cache {cache.cache_id}" if cache.cache_id >= 0 else ""
+    else:
+        desc, name = check_type(argument, cache, CacheDesc), ""
+    return Side(desc.num_tensors, desc.batch_size, desc.stride, paged, desc.placement, name)
 
 
 def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
