@@ -52,7 +52,7 @@ class Call:
         self.plan: Plan | None = None
         self._started = perf_counter()
         if moves:
-            engine.enter()
+            engine.enter(self)
 
     def own(self, argument: str, cache: Cache, *, paged: bool) -> CacheEntry:
         """Return the cache of this process that an argument names.
@@ -145,7 +145,7 @@ class Call:
                 link.end(nbytes if pulls else 0, 0 if pulls else nbytes, error)
         finally:
             engine.metrics.record(self._operation, status_of(error), nbytes, seconds)
-            engine.leave()
+            engine.leave(self)
         if logger.isEnabledFor(level_of(error)):
             log_operation(
                 self._operation,

@@ -71,10 +71,11 @@ class Engine:
         self.wait_ms: float = options.sync_kv_cache_wait_time
         self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
         self.listen_address: str | None = None
-        self._calls = 0  # transferring, from before they look at a cache until their outcome
+        # Transferring calls, from before they look at a cache until their outcome. No lock: a call
+        # is put in before it asks whether the engine closes, and `close` looks after it has said so.
+        self._calls: dict[object, None] = {}
         self._closing = False
-        self._mutex = RLock()  # re-entrant: a signal handler may transfer too
-        self._changed = Condition(self._mutex)
+        self._changed = Condition(RLock())
         with ExitStack() as held:
             transports = make_transports(options.transport)
             for transport in transports:
@@ -115,18 +116,22 @@ class Engine:
         if address:
             self.listen_address = str(self.links.listen(Endpoint.parse(address)))
 
-    def enter(self) -> None:
-        """Begin a transferring call; `leave` ends it."""
-        with self._mutex:
-            if self._closing:
-                raise finalized()
-            self._calls += 1
+    def enter(self, call: object) -> None:
+        """Begin a transferring call; `leave` ends it.
 
-    def leave(self) -> None:
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED.
+        """
+        self._calls[call] = None
+        if self._closing:
+            self.leave(call)
+            raise finalized()
+
+    def leave(self, call: object) -> None:
         """End a transferring call: it touches nothing of this engine any more."""
-        with self._mutex:
-            self._calls -= 1
-            if self._closing:
+        del self._calls[call]
+        if self._closing:
+            with self._changed:
                 self._changed.notify_all()
 
     @property
@@ -137,7 +142,7 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Transferring calls that have no outcome yet."""
-        return self._calls
+        return len(self._calls)
 
     def close(self) -> None:
         """Wait for the transfers in flight as long as a pull may take, stop them, release all.
@@ -146,7 +151,7 @@ class Engine:
         """
         if self.inherited:
             return
-        with self._mutex:
+        with self._changed:
             if self._closing:
                 return
             self._closing = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from itertools import accumulate
 from threading import RLock
 from typing import TypedDict
@@ -54,27 +55,26 @@ class Metrics:
             nbytes: bytes that it moved; 0 if it failed.
             seconds: how long it took.
         """
-        bucket = bisect_left(BUCKETS, seconds)
+        row = self._rows.get(operation)
+        if row is None:
+            row = self._rows.setdefault(operation, _Row())
         with self._mutex:
-            row = self._rows.get(operation)
-            if row is None:
-                row = self._rows[operation] = _Row()
-            row.statuses[status] = row.statuses.get(status, 0) + 1
+            row.statuses[status] += 1
             row.nbytes += nbytes
             row.seconds += seconds
-            row.buckets[bucket] += 1
+            row.buckets[bisect_left(BUCKETS, seconds)] += 1
 
     def snapshot(self) -> dict[str, OperationMetrics]:
         """Return what was counted, by operation."""
         with self._mutex:
-            return {operation: row.snapshot() for operation, row in self._rows.items()}
+            return {operation: row.snapshot() for operation, row in list(self._rows.items())}
 
 
 class _Row:
     __slots__ = ("buckets", "nbytes", "seconds", "statuses")
 
     def __init__(self) -> None:
-        self.statuses: dict[LLMStatusCode, int] = {}
+        self.statuses: defaultdict[LLMStatusCode, int] = defaultdict(int)
         self.nbytes = 0
         self.seconds = 0.0
         self.buckets = [0] * (len(BUCKETS) + 1)
