@@ -138,12 +138,13 @@ class Call:
         moved = plan if error is None else None  # every byte of it has arrived
         nbytes = 0 if moved is None else moved.nbytes
         try:
+            # First: the link stays until its peer knows whether the key is consumed.
             if self._claim is not None:
                 self._claim.release(None if moved is None else moved.src_tensors)
+        finally:
             if link is not None:
                 pulls = self._operation.startswith("pull")
                 link.end(nbytes if pulls else 0, 0 if pulls else nbytes, error)
-        finally:
             engine.metrics.record(self._operation, status_of(error), nbytes, seconds)
             engine.leave(self)
         if logger.isEnabledFor(level_of(error)):
@@ -165,8 +166,8 @@ class Call:
 
 
 def _refuse_kind(argument: str, name: str, paged: bool) -> NoReturn:
-    is_, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
-    raise invalid(f"{argument}={name} is a {is_} cache; this needs a {needed} one")
+    found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
+    raise invalid(f"{argument}={name} is a {found} cache; a {needed} one is needed")
 
 
 def _check_names_one(argument: str, key: CacheKey) -> None:

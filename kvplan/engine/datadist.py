@@ -16,7 +16,7 @@ from kvplan.engine.local_operations import LocalOperations
 from kvplan.engine.log import log_operation
 from kvplan.engine.metrics import EngineMetrics, Metrics
 from kvplan.engine.options import Options
-from kvplan.engine.release import released_with
+from kvplan.engine.release import release, released_with
 from kvplan.engine.remote_operations import RemoteOperations
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -118,7 +118,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
                 return
             started = perf_counter()
             self._engine, self._was_finalized = None, True
-            engine.close()
+            release(engine)
             log_operation(
                 "finalize",
                 perf_counter() - started,

@@ -71,8 +71,9 @@ class Engine:
         self.wait_ms: float = options.sync_kv_cache_wait_time
         self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
         self.listen_address: str | None = None
+        self._listen_at = ""
         # Transferring calls, from before they look at a cache until their outcome. No lock: a call
-        # is put in before it asks whether the engine closes, and `close` looks after it has said so.
+        # is put in before it asks whether the engine closes, and `close` says so before it looks.
         self._calls: dict[object, None] = {}
         self._closing = False
         self._changed = Condition(RLock())
@@ -107,14 +108,20 @@ class Engine:
     def listen(self, address: str) -> None:
         """Listen at `address` ("ip:port", port 0: any) and nowhere else; empty: nowhere.
 
+        Where it listens there already, nothing changes.
+
         Raises:
-            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had. Then
-                nobody listens.
+            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had, and
+                nobody listens now.
         """
+        if address == self._listen_at:
+            return
+        endpoint = Endpoint.parse(address) if address else None
         self.links.stop_listening()
-        self.listen_address = None
-        if address:
-            self.listen_address = str(self.links.listen(Endpoint.parse(address)))
+        self._listen_at, self.listen_address = "", None
+        if endpoint is not None:
+            self.listen_address = str(self.links.listen(endpoint))
+            self._listen_at = address
 
     def enter(self, call: object) -> None:
         """Begin a transferring call; `leave` ends it.

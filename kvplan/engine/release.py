@@ -25,15 +25,18 @@ def _release_soon(engine: Engine) -> None:
     # The collector runs in any thread, also in one that `close` would wait for, and holding locks.
     if not (engine.inherited or engine.closed):
         with suppress(RuntimeError):  # no more threads: then at exit
-            Thread(target=_release, args=(engine,), name="kvplan-release", daemon=True).start()
+            Thread(target=release, args=(engine,), name="kvplan-release", daemon=True).start()
 
 
-def _release(engine: Engine) -> None:
-    engine.close()
-    _open.discard(engine)
+def release(engine: Engine) -> None:
+    """Close `engine`, and do not hold it any more."""
+    try:
+        engine.close()
+    finally:
+        _open.discard(engine)
 
 
 @atexit.register
 def _release_all() -> None:
     for engine in tuple(_open):
-        _release(engine)
+        release(engine)
