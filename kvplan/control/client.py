@@ -43,7 +43,7 @@ async def connect(
         if channel is not None:
             channel.close("could not connect")
         if isinstance(error, TimeoutError):
-            reason = f"no answer within {timeout_s:g} s"
+            reason = f"no answer within {timeout_s * 1000:.0f} ms"
         elif isinstance(error, OSError):
             reason = error.strerror or str(error)
         else:

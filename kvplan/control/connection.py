@@ -160,7 +160,7 @@ class Connection:
             self._socket = None
         if self._inner.transport is None:
             self.stream.close()
-        if self.stream.transport is None:
+        if self.stream.transport is None or self.stream.lost:
             self._set_gone()
         else:
             self._cutting = self._loop.call_later(CLOSING_S, self._cut)
@@ -267,6 +267,7 @@ class _Stream(asyncio.Protocol):
         self._ended = ended
         self._receive = receive
         self.transport: asyncio.Transport | None = None
+        self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -275,6 +276,7 @@ class _Stream(asyncio.Protocol):
         self._receive(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
         self._ended(exc)
 
     def pause_writing(self) -> None:
