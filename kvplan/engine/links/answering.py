@@ -7,13 +7,13 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvplan.control import Channel
+from kvplan.control.channel import Channel
 from kvplan.control.messages import Confirm, Hello, Linked, Welcome
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.telling import tell
-from kvplan.engine.links.transitions import Transitions
+from kvplan.engine.links.transitions import Transitions, link_error
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -97,12 +97,16 @@ class Answerer:
             raise link_failed("confirm: there is no handshake to confirm")
         try:
             if confirm.error:
-                raise link_failed(f"transport of the peer: {confirm.error}")
+                raise link_failed(confirm.error)
             if not secrets.compare_digest(confirm.challenge, self._challenges[link]):
                 raise link_failed("confirm: the challenge is another handshake's")
-            await self._steps.connected(link)
+            try:
+                await self._steps.connected(link)
+            except LLMException as error:
+                way = f"cluster {self._end.cluster_id} cannot reach cluster {link.cluster_id}"
+                raise link_error(way, error) from error
         except LLMException as error:
-            self._steps.failed(link, error, tell=False)
+            self._steps.failed(link, error)
             raise
         if link.state is not LinkState.LINKING:
             raise link_failed(link.reason)
@@ -145,7 +149,7 @@ class Answerer:
         if link is None or not link.is_live:
             return
         if is_dead(link):
-            self._steps.broken(link, "the peer has exited", tell=False)
+            self._steps.broken(link, "the peer has exited")
         elif link.instance != hello.instance:
             raise already_linked(
                 f"cluster {self._end.cluster_id} is linked with another process of cluster "

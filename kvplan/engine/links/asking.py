@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from kvplan.control import Channel
+from kvplan.control.channel import Channel
 from kvplan.control.messages import Body
 from kvplan.engine.links.local_end import link_failed
 

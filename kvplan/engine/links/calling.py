@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvplan.control import ChannelClosed, connect
+from kvplan.control.channel import ChannelClosed
+from kvplan.control.client import connect
 from kvplan.control.messages import Confirm, Hello, Linked, Welcome
 from kvplan.engine.links.answering import already_linked
 from kvplan.engine.links.asking import ask
@@ -19,6 +20,9 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
     from kvplan.engine.links.peer_handler import PeerHandler
+
+
+_GRACE_S = 0.02  # the phases have the same deadline, and know more about what was late
 
 
 class Caller:
@@ -110,26 +114,28 @@ class Caller:
         self._handshakes[link] = handshake
         error: LLMException | None = None
         try:
-            await asyncio.wait((handshake,), timeout=left_s)
-            if not handshake.done():
-                error = _no_answer(link, timeout_s)
-            elif handshake.cancelled():
-                error = link_failed(f"{link.phase}: overtaken by the peer's own handshake")
+            await asyncio.wait((handshake,), timeout=left_s + _GRACE_S)
+            if handshake.cancelled():
+                error = link_failed(
+                    f"{endpoint}: {link.phase}: the peer's own handshake was quicker"
+                )
             else:
                 handshake.result()
-        except LLMException as raised:
-            error = raised if link.phase == "connect" else link_error(link.phase, raised)
-        except TimeoutError:
-            error = _no_answer(link, timeout_s)
+        except (TimeoutError, asyncio.InvalidStateError):  # of the phase, or all of them
+            late = f"no answer within {timeout_s * 1000:g} ms"
+            error = link_failed(f"{endpoint}: {link.phase}: {late}")
         except ChannelClosed as raised:
-            error = link_failed(f"{link.phase}: {raised}")
+            error = link_failed(f"{endpoint}: {link.phase}: {raised}")
+        except LLMException as raised:
+            # What cannot connect tells the endpoint and phases of its own.
+            is_told = link.phase == "connect"
+            error = raised if is_told else link_error(f"{endpoint}: {link.phase}", raised)
         finally:
             handshake.cancel()
             del self._handshakes[link]
             if error is not None:
                 error = LLMException(
-                    f"cluster {cluster_id} at {endpoint}: {error.args[0]}",
-                    status_code=error.status_code,
+                    f"cluster {cluster_id} at {error.args[0]}", status_code=error.status_code
                 )
             # Without an error here, the caller was interrupted.
             self._steps.failed(link, error or link_failed(f"cluster {cluster_id}: given up"))
@@ -189,7 +195,3 @@ async def _settled(link: PeerLink, deadline: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _no_answer(link: PeerLink, timeout_s: float) -> LLMException:
-    return link_failed(f"{link.phase}: no answer within {timeout_s * 1000:g} ms")

@@ -6,12 +6,13 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvplan.control import ClusterKey, ControlLoop, Server
+from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.server import Server
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.calling import Caller
 from kvplan.engine.links.clusters import ClusterInfo
@@ -73,7 +74,7 @@ class Links:
             registry=registry,
             transports=tuple(transports),
             control=self._control,
-            key=None if key_file is None else ClusterKey.load(Path(key_file)),
+            key=None if key_file is None else ClusterKey.load(key_file),
         )
         self._steps = Transitions(self._end)
         self._caller = Caller(self._end, self._steps)
@@ -99,7 +100,7 @@ class Links:
         return self._run(self._listen(endpoint))
 
     def stop_listening(self) -> None:
-        """Let nobody link from here on; links that peers have made are broken."""
+        """Let nobody link from here on; links that peers have begun are ended."""
         self._run(self._stop_listening())
 
     def close(self) -> None:
@@ -214,6 +215,12 @@ class Links:
     async def _stop_listening(self) -> None:
         if self._server is not None:
             server, self._server = self._server, None
+            reason = f"cluster {self._end.cluster_id} does not listen any more"
+            channels = set(server.channels)
+            for link in (*self._steps.answering.values(), *self._steps.links.values()):
+                if link.channel in channels:
+                    self._steps.unlinked(link, reason)
+            await asyncio.sleep(0)  # so that the peers hear it
             server.close()
 
     async def _close(self) -> None:
@@ -221,8 +228,8 @@ class Links:
         self._steps.refuse_new(reason)
         for cluster_id in self._steps.live():
             self._unlinker.drop(cluster_id, reason)
-        await self._steps.finish(_CLOSING_S)
         await self._stop_listening()
+        await self._steps.finish(_CLOSING_S)
 
 
 async def _all(tasks: Iterable[tuple[int, Coroutine[Any, Any, object]]]) -> LinkResults:

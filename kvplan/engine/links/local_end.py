@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvplan.control import ClusterKey, ControlLoop
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Offer
 from kvplan.engine.options import Options
 from kvplan.status import LLMException, LLMStatusCode

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvplan.control import Channel
+from kvplan.control.channel import Channel
 from kvplan.control.messages import (
-    Abandon,
     Body,
     Claim,
     Confirm,
@@ -23,7 +22,7 @@ from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.telling import tell
-from kvplan.engine.links.transitions import Transitions, part
+from kvplan.engine.links.transitions import Transitions
 from kvplan.engine.links.unlinking import Unlinker
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import CacheKey
@@ -87,30 +86,27 @@ class PeerHandler:
     def on_notice(self, channel: Channel, body: Body) -> None:
         """Take what a peer tells."""
         link = channel.bound
-        if isinstance(body, Abandon):
-            self._lost(link, f"the peer has dropped the link: {body.reason}")
-        elif not isinstance(link, PeerLink) or not link.is_live:
-            # Whoever still thinks that there is a link must hear that there is none.
-            self._steps.spawn(part(channel, f"cluster {self._end.cluster_id} has no such link"))
+        if not isinstance(link, PeerLink) or not link.is_live:
+            channel.close(f"cluster {self._end.cluster_id} has no such link")
         elif isinstance(body, Table):
             try:
                 link.learn(body)
             except LLMException as error:
-                self._lost(link, f"the peer's table cannot be: {error.args[0]}", tell=True)
+                self._lost(link, f"the peer's table cannot be: {error.args[0]}")
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """The conversation has ended."""
+        """The peer has ended the conversation, or is not heard any more."""
         self._lost(channel.bound, reason)
 
-    def _lost(self, link: object, reason: str, *, tell: bool = False) -> None:
+    def _lost(self, link: object, reason: str) -> None:
         if not isinstance(link, PeerLink):
             return
         if link.state is LinkState.LINKING:
             # Of a handshake begun here, what waits for the peer's answer tells more.
             if self._steps.answering.get(link.cluster_id) is link:
-                self._steps.failed(link, link_failed(reason), tell=tell)
+                self._steps.failed(link, link_failed(reason))
         else:
-            self._steps.broken(link, reason, tell=tell)
+            self._steps.broken(link, reason)
 
     def _linked(self, channel: Channel) -> PeerLink:
         link = channel.bound

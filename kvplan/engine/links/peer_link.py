@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from kvplan.control import Channel, ChannelClosed
+from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Body, Claim, Find, Found, Release, Released, Sync, Synced
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.link_life import LinkLife
@@ -19,7 +19,7 @@ from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
-    from kvplan.control import ControlLoop
+    from kvplan.control.loop import ControlLoop
     from kvplan.control.messages import Table
     from kvplan.engine.links.told_table import ToldTable
     from kvplan.execution.memory import TensorMemory
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvplan")
 _Answer = TypeVar("_Answer", bound=Body)
+_MAX_QUESTIONS = 16  # at a time; a peer refuses to serve much more
 
 
 class PeerLink(LinkLife):
@@ -59,6 +60,7 @@ class PeerLink(LinkLife):
         self.told: ToldTable | None = None
         self.telling = asyncio.Lock()
         self.is_news_due = False
+        self._asking = asyncio.Semaphore(_MAX_QUESTIONS)
         self._control = control
         self._wait_s = wait_ms / 1000
         self._table = PeerTable()
@@ -196,7 +198,7 @@ class PeerLink(LinkLife):
         if channel is None or not self.is_live:
             raise self.refusal()
         try:
-            return self._control.run(ask(channel, question, expected, self._wait_s), None)
+            return self._control.run(self._ask_in_turn(channel, question, expected))
         except TimeoutError:
             raise LLMException(
                 f"cluster {self.cluster_id} has not answered within {self._wait_s * 1000:g} ms",
@@ -208,6 +210,12 @@ class PeerLink(LinkLife):
             raise link_failed(
                 f"the link to cluster {self.cluster_id} has ended: {error}"
             ) from error
+
+    async def _ask_in_turn(
+        self, channel: Channel, question: Body, expected: type[_Answer]
+    ) -> _Answer:
+        async with asyncio.timeout(self._wait_s), self._asking:
+            return await ask(channel, question, expected, self._wait_s)
 
 
 class PeerClaim:

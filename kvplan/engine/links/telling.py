@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvplan.control import ChannelClosed
+from kvplan.control.channel import ChannelClosed
 
 if TYPE_CHECKING:
     from kvplan.engine.links.peer_link import PeerLink

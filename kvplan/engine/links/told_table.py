@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from kvplan.control.messages import MAX_NBYTES, Table, TableEntry
-from kvplan.engine.registry import CacheEntry
+from kvplan.engine.cache_entry import CacheEntry
 
 _LOG = logging.getLogger("kvplan")
 _CHUNK = MAX_NBYTES // 2  # by an estimate of each entry that is never half of what it takes

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvplan.control import Channel, ChannelClosed
-from kvplan.control.messages import MAX_TEXT, Abandon
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.told_table import ToldTable
@@ -20,7 +17,6 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import TransportLink
 
 _LOG = logging.getLogger("kvplan")
-_PARTING_S = 0.2  # for telling a peer that its link has ended; it may be stopped
 _MAX_ERRORS = 1024
 
 
@@ -98,14 +94,17 @@ class Transitions:
         """
         assert link.connecting is not None
         # Shielded: a link that a worker has made must not be lost, however this wait ends.
-        link.transport_link = await asyncio.shield(link.connecting)
+        try:
+            link.transport_link = await asyncio.shield(link.connecting)
+        except LLMException as error:
+            raise link_error(link.transport, error) from error
 
     def linked(self, link: PeerLink) -> None:
         """LINKING -> LINKED, in the place of the link that was there before."""
         assert link.channel is not None
         before = self.links.get(link.cluster_id)
         if before is not None:
-            self.unlinked(before, "the peer has linked anew", tell=False)
+            self.unlinked(before, "the peer has linked anew")
         self._settle(link)
         link.become(LinkState.LINKED)
         self.links[link.cluster_id] = link
@@ -117,39 +116,38 @@ class Transitions:
         self._log(link, logging.INFO)
         self._watch(link)
 
-    def failed(self, link: PeerLink, error: LLMException, *, tell: bool = True) -> None:
+    def failed(self, link: PeerLink, error: LLMException) -> None:
         """LINKING -> UNLINKED."""
         if link.state is not LinkState.LINKING:
             return
         self._settle(link)
-        link.become(LinkState.UNLINKED, str(error))
+        link.become(LinkState.UNLINKED, str(error.args[0]))
         self.errors[link.cluster_id] = error
         while len(self.errors) > _MAX_ERRORS:
             del self.errors[next(iter(self.errors))]
         self._log(link, logging.WARNING)
-        self._release(link, str(error), tell=tell)
+        self._release(link, str(error.args[0]))
 
-    def broken(self, link: PeerLink, reason: str, *, tell: bool = True) -> None:
+    def broken(self, link: PeerLink, reason: str) -> None:
         """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails."""
         if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
             return
         link.become(LinkState.BROKEN, reason)
         self._log(link, logging.WARNING)
-        self._release(link, reason, tell=tell)
+        self._release(link, reason)
         broken = [it for it in self.links.values() if it.state is LinkState.BROKEN]
         if len(broken) > self._end.options.max_links:  # peers that never come back
-            self.unlinked(min(broken, key=lambda it: it.since), "forgotten", tell=False)
+            self.unlinked(min(broken, key=lambda it: it.since), "forgotten")
 
-    def unlinked(self, link: PeerLink, reason: str, *, tell: bool = True) -> None:
+    def unlinked(self, link: PeerLink, reason: str) -> None:
         """Any state -> UNLINKED.
 
         Args:
             link: which.
-            reason: what those are told that still hold it.
-            tell: whether the peer must hear of it; not if it has agreed.
+            reason: what the peer is told, and those who still hold the link.
         """
         if link.state is LinkState.LINKING:
-            self.failed(link, link_error("unlink", LLMException(reason)), tell=tell)
+            self.failed(link, link_error("unlink", LLMException(reason)))
         if link.state is LinkState.UNLINKED:
             return
         was_broken = link.state is LinkState.BROKEN
@@ -158,7 +156,7 @@ class Transitions:
             del self.links[link.cluster_id]
         self._log(link, logging.INFO)
         if not was_broken:
-            self._release(link, reason, tell=tell)
+            self._release(link, reason)
 
     def spawn(self, task: Coroutine[Any, Any, None]) -> None:
         """Run `task` beside; `finish` waits for it."""
@@ -191,9 +189,9 @@ class Transitions:
             reason = "the peer has exited"
         except LLMException as error:
             reason = str(error.args[0])
-        self.broken(link, reason, tell=False)
+        self.broken(link, reason)
 
-    def _release(self, link: PeerLink, reason: str, *, tell: bool) -> None:
+    def _release(self, link: PeerLink, reason: str) -> None:
         """Let go of everything behind a link that has ended."""
         if (fd := self._watched.pop(link, None)) is not None:
             asyncio.get_running_loop().remove_reader(fd)
@@ -202,7 +200,8 @@ class Transitions:
             link.connecting.add_done_callback(_close_result)
         link.forget()
         if link.channel is not None:
-            self.spawn(part(link.channel, reason, tell=tell))
+            # Later: what is served on it now must still be answered.
+            asyncio.get_running_loop().call_soon(link.channel.close, reason)
 
     def _log(self, link: PeerLink, level: int) -> None:
         _LOG.log(
@@ -217,20 +216,11 @@ class Transitions:
         )
 
 
-async def part(channel: Channel, reason: str, *, tell: bool = True) -> None:
-    """Close a conversation, and tell the peer why as well as can be done in a moment."""
-    if tell and not channel.closed:
-        with suppress(TimeoutError, ChannelClosed):
-            async with asyncio.timeout(_PARTING_S):
-                await channel.notify(Abandon(reason[:MAX_TEXT]))
-    channel.close(reason)
-
-
 def _close_result(connecting: asyncio.Task[TransportLink]) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
         connecting.result().close()
 
 
-def link_error(phase: str, error: LLMException) -> LLMException:
-    """`error` with the phase that it came in, which its message need not tell."""
-    return LLMException(f"{phase}: {error.args[0]}", status_code=error.status_code)
+def link_error(where: str, error: LLMException) -> LLMException:
+    """`error` with where it came from, which its message need not tell."""
+    return LLMException(f"{where}: {error.args[0]}", status_code=error.status_code)

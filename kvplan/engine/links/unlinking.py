@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvplan.control import Channel, ChannelClosed
+from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Unlink, Unlinked
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.local_end import LocalEnd
@@ -69,7 +69,7 @@ class Unlinker:
         with self._no_new_operations(link):
             if not await link.until_idle(unlink.timeout_ms / 1000):
                 raise self._busy(link)
-            self._steps.unlinked(link, f"cluster {link.cluster_id} has unlinked", tell=False)
+            self._steps.unlinked(link, f"cluster {link.cluster_id} has unlinked")
         return Unlinked()
 
     def drop(self, cluster_id: int, reason: str) -> None:
@@ -102,7 +102,7 @@ class Unlinker:
                 except ChannelClosed:
                     pass  # the link has ended from the other side
             # Now it is UNLINKING, BROKEN, or the peer was as quick to unlink as this end.
-            self._steps.unlinked(link, "unlinked", tell=False)
+            self._steps.unlinked(link, "unlinked")
 
     @contextmanager
     def _no_new_operations(self, link: PeerLink) -> Iterator[None]:

@@ -1,0 +1,319 @@
+"""An ordered conversation with one peer: requests with replies, notices, heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.connection import DISCONNECTED, Connection
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import (
+    Body,
+    Close,
+    Envelope,
+    Failed,
+    Ping,
+    Pong,
+    Refusal,
+    Undecodable,
+    WrongVersion,
+    decode,
+    encode,
+    encode_refusal,
+)
+from kvplan.status import LLMException, LLMStatusCode
+
+MAX_REQUESTS: Final = 32
+"""Requests of one peer that are served at a time; more are refused."""
+
+MAX_UNDECODABLE: Final = 16
+"""Frames of one peer that are dropped before its conversation is ended."""
+
+_log = logging.getLogger("kvplan.control")
+
+
+class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
+    """The conversation is over; the text says why."""
+
+
+class Handler(Protocol):
+    """What an engine does with what its peers say; called on the loop's thread, in order.
+
+    A request is begun in its turn, and may go on while the next messages are delivered.
+    """
+
+    async def on_request(self, channel: Channel, body: Body) -> Body:
+        """Answer a request; an LLMException becomes a Failed reply."""
+
+    def on_notice(self, channel: Channel, body: Body) -> None:
+        """Take note of what needs no answer."""
+
+    def on_lost(self, channel: Channel, reason: str) -> None:
+        """The conversation has ended, and not by this end's `close`."""
+
+
+class Channel:
+    """One conversation; made by `connect` and `Server`, used on the loop's thread.
+
+    Attributes:
+        bound: what the engine ties to the channel. While it is None, the conversation is only
+            a visitor's: the server ends it when it is silent for long, or others need the room.
+        introduced: whether the handler has heard of this conversation, and so of its end.
+        connection: what carries the frames.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        key: ClusterKey | None,
+        handler: Handler,
+        *,
+        listening: bool,
+        peer: str = "",
+        forget: Callable[[Channel], None] | None = None,
+    ) -> None:
+        self.bound: Any | None = None
+        self.introduced = False
+        self._peer = peer
+        self._refusals = loop.refusals
+        self._forget = forget
+        self._owner = loop
+        self._loop = asyncio.get_running_loop()
+        self._handler = handler
+        loop.keep(self)  # before its connection, which it has to say farewell on
+        self.connection = Connection(
+            loop, key, listening=listening, on_frame=self._receive, on_end=self._break
+        )
+        self._reason: str | None = None
+        self._seq = 0
+        self._waiting: dict[int, asyncio.Future[Body]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
+        self._undecodable = 0
+        self._heard = self._sent = time.monotonic()
+        self._heartbeat: asyncio.TimerHandle | None = None
+
+    @property
+    def peer(self) -> str:
+        """The address of the peer, for messages."""
+        return self._peer or self.connection.address
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request of the peer is being served."""
+        return bool(self._serving)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the conversation is over."""
+        return self._reason is not None
+
+    @property
+    def heard(self) -> float:
+        """When the last message came, on the clock of `time.monotonic`."""
+        return self._heard
+
+    async def request(self, body: Body, timeout_s: float) -> Body:
+        """Send a request and return the reply.
+
+        Raises:
+            TimeoutError: there was none within `timeout_s`.
+            ChannelClosed: the conversation ended before.
+            LLMException: the peer refused or failed, with its status and reason;
+                LLM_PARAM_INVALID where `body` is too large.
+        """
+        self._check_open()
+        self._seq += 1
+        seq = self._seq
+        reply: asyncio.Future[Body] = self._loop.create_future()
+        self._waiting[seq] = reply
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(encode(body, seq=seq))
+                answer = await reply
+        finally:
+            del self._waiting[seq]
+        if isinstance(answer, Failed):
+            raise answer.exception()
+        return answer
+
+    async def notify(self, body: Body) -> None:
+        """Send a notice; waits while the peer does not take what it was sent before.
+
+        Raises:
+            ChannelClosed: the conversation has ended.
+            LLMException: LLM_PARAM_INVALID, `body` is too large.
+        """
+        self._check_open()
+        await self._send(encode(body))
+
+    def keep_alive(self, interval_s: float, timeout_s: float) -> None:
+        """Ping after `interval_s` without sending; end after `timeout_s` without hearing."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if not self.closed:
+            self._beat(interval_s, timeout_s, 0.0, self._heard, time.monotonic())
+
+    def close(self, reason: str = "") -> None:
+        """End the conversation; the peer is told why, if it still listens. Idempotent."""
+        if not self.closed:
+            self._part(Close(reason or "closed by the peer"))
+            self._end(reason or "closed by this end")
+
+    async def wait_closed(self) -> None:
+        """Wait until its connection is gone, after `close`."""
+        await self.connection.wait_closed()
+
+    def _part(self, farewell: Close) -> None:
+        with contextlib.suppress(ConnectionError):
+            self.connection.try_send(encode(farewell))
+
+    def _beat(
+        self, interval_s: float, timeout_s: float, silent: float, heard: float, then: float
+    ) -> None:
+        step = min(interval_s, timeout_s) / 4
+        drained = self.connection.drain()
+        if self.closed:
+            return
+        now = time.monotonic()
+        if self._heard != heard:
+            silent, heard = 0.0, self._heard
+        elif drained:
+            # Time in which this process was held up itself tells nothing about the peer.
+            silent += min(now - then, 2 * step)
+        if silent >= timeout_s:
+            self._lose(f"nothing heard for {silent:.3g} s")
+            return
+        if now - self._sent >= interval_s:
+            self._post(Ping())
+        self._heartbeat = self._loop.call_later(
+            step, self._beat, interval_s, timeout_s, silent, heard, now
+        )
+
+    async def _send(self, frame: bytes) -> None:
+        try:
+            async with self._sending:  # frames keep their order while the peer is slow
+                await self.connection.send(frame)
+        except ConnectionError:
+            self._check_open()
+            raise
+        self._sent = time.monotonic()
+
+    def _post(self, body: Body) -> None:
+        # What is about the connection itself is not worth waiting for.
+        if not self._sending.locked():
+            try:
+                if self.connection.try_send(encode(body)):
+                    self._sent = time.monotonic()
+            except ConnectionError:
+                pass
+
+    def _receive(self, frame: bytes) -> None:
+        if self.closed:
+            return
+        try:
+            envelope = decode(frame)
+        except Refusal as error:
+            self._lose(f"the peer refuses: {error}")
+            return
+        except WrongVersion as error:
+            self._refusals.note(self.peer, str(error))
+            self.connection.try_send(encode_refusal(str(error)))
+            self._lose(str(error))
+            return
+        except Undecodable as error:
+            self._drop(error)
+            return
+        self._heard = time.monotonic()
+        self.introduced = True
+        self._deliver(envelope)
+
+    def _deliver(self, envelope: Envelope) -> None:
+        match envelope:
+            case Envelope(seq=0, reply_to=0, body=Ping()):
+                self._post(Pong())
+            case Envelope(seq=0, reply_to=0, body=Pong()):
+                pass
+            case Envelope(seq=0, reply_to=0, body=Close(reason)):
+                self._lose(reason)
+            case Envelope(seq=0, reply_to=0, body=body):
+                # Tasks begin at the loop's next turn; notices wait for the same one.
+                self._loop.call_soon(self._notice, body)
+            case Envelope(seq=0, reply_to=reply_to, body=body):
+                reply = self._waiting.get(reply_to)
+                if reply is not None and not reply.done():
+                    reply.set_result(body)
+            case Envelope(seq=seq, body=body):
+                task = self._loop.create_task(self._serve(seq, body))
+                self._serving.add(task)
+                task.add_done_callback(self._serving.discard)
+
+    def _notice(self, body: Body) -> None:
+        if not self.closed:
+            self._handler.on_notice(self, body)
+
+    async def _serve(self, seq: int, body: Body) -> None:
+        if self.closed:
+            return
+        try:
+            self._check_room()
+            answer = await self._handler.on_request(self, body)
+            frame = encode(answer, reply_to=seq)
+        except LLMException as error:
+            frame = encode(Failed.of(error), reply_to=seq)
+        except Exception:
+            _log.exception(
+                "event=request_failed peer=%s request=%s", self.peer, type(body).__name__
+            )
+            failure = LLMException("the peer failed to serve the request; its log says why")
+            frame = encode(Failed.of(failure), reply_to=seq)
+        with contextlib.suppress(ConnectionError):
+            await self._send(frame)
+
+    def _drop(self, error: Undecodable) -> None:
+        self._refusals.note(self.peer, str(error))
+        self._undecodable += 1
+        if self._undecodable > MAX_UNDECODABLE:
+            self._part(Close("too many frames that are no messages"))
+            self._lose("too many frames that are no messages")
+
+    def _break(self, reason: str) -> None:
+        if not self.closed and not self.introduced and reason != DISCONNECTED:
+            self._refusals.note(self.peer, reason)
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if not self.closed:
+            self._end(reason)
+            if self.introduced:
+                self._loop.call_soon(self._handler.on_lost, self, reason)
+
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(ChannelClosed(reason))
+        for task in self._serving:
+            task.cancel()
+        self.connection.close(reason)
+        self._owner.forget(self)
+        if self._forget is not None:
+            self._forget(self)
+
+    def _check_room(self) -> None:
+        if len(self._serving) > MAX_REQUESTS:
+            raise LLMException(
+                f"more than {MAX_REQUESTS} requests at a time",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+
+    def _check_open(self) -> None:
+        if self._reason is not None:
+            raise ChannelClosed(self._reason)
