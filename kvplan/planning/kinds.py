@@ -17,7 +17,7 @@ from kvplan.planning.blocks import (
     sorted_pairs,
 )
 from kvplan.planning.layer_range import tensor_ranges
-from kvplan.planning.layout import Described, Side, side, slot_index
+from kvplan.planning.layout import Described, Side, assembled, side, slot_index
 from kvplan.planning.plan import Kind, Operation, Plan
 from kvplan.planning.segments import Coalesce, Segments, merge
 from kvplan.status import LLMException, invalid
@@ -150,9 +150,8 @@ def _plan(
     how = _coalesce(how)
     src_tensors, dst_tensors = tensor_ranges(source, target, ext_param)
     num_slices = len(slices)
-    plan = Plan.__new__(Plan)
-    # At once: a frozen dataclass sets its fields one by one, in 1 us.
-    vars(plan).update(
+    return assembled(
+        Plan,
         operation=operation,
         kind=kind,
         src=source,
@@ -164,7 +163,6 @@ def _plan(
         num_slices=num_slices,
         coalesce=how,
     )
-    return plan
 
 
 def _coalesce(how: Coalesce | bool) -> Coalesce:

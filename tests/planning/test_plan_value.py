@@ -192,6 +192,8 @@ def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
         again = dataclasses.replace(plan, segments=Segments(*columns_of(plan)))
         assert again == plan
         assert vars(again).keys() == vars(plan).keys()
+        for side in (plan.src, plan.dst):
+            assert vars(side) == vars(dataclasses.replace(side))
 
 
 def single(how: Coalesce) -> Plan:
