@@ -1,9 +1,11 @@
 """Another process on this host: held so that it cannot be mistaken, and its memory reached."""
 
 cimport cython
+from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport uint64_t
 
 from kvnative._backend cimport Backend, ThreadPool
+from kvnative._crossing cimport acquire_uint64
 from kvnative._host cimport check, kvn_failure, unsigned
 from kvnative._native cimport kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
 
@@ -66,21 +68,34 @@ cdef class Peer:
         check(kvn_peer_attach(&self.peer, board_fd, number, slots, &failure), &failure)
 
     @cython.critical_section
-    def check(self, const uint64_t[::1] slots, const uint64_t[::1] generations):
+    def check(self, slots, generations):
         """Index of the first slot that no longer has its generation, or -1 when all have.
 
-        ProcessLookupError or PermissionError as `attach`. Everything that was read from the peer
-        before the call was read while it lived and had those generations.
+        ProcessLookupError or PermissionError as `attach`; TypeError or ValueError for what are no
+        uint64 columns of one length. Everything that was read from the peer before the call was
+        read while it lived and had those generations.
         """
-        cdef uint64_t count = slots.shape[0], stale = 0
+        cdef uint64_t count, stale = 0
+        cdef Py_buffer numbers, expected
         cdef kvn_failure failure
         self.check_open()
         if self.peer.board.memory.address is NULL:
             raise ValueError("the peer's board is not attached")
-        if slots.shape[0] != generations.shape[0]:
-            raise ValueError(f"{slots.shape[0]} slots, but {generations.shape[0]} generations")
-        if count:
-            stale = kvn_board_first_stale(&self.peer.board, &slots[0], &generations[0], count)
+        acquire_uint64(&numbers, slots, "slots")
+        try:
+            acquire_uint64(&expected, generations, "generations")
+            try:
+                count = numbers.shape[0]
+                if numbers.shape[0] != expected.shape[0]:
+                    raise ValueError(f"{count} slots, but {expected.shape[0]} generations")
+                stale = kvn_board_first_stale(
+                    &self.peer.board, <const uint64_t *>numbers.buf,
+                    <const uint64_t *>expected.buf, count
+                )
+            finally:
+                PyBuffer_Release(&expected)
+        finally:
+            PyBuffer_Release(&numbers)
         check(kvn_peer_check(&self.peer, &failure), &failure)
         return stale if stale < count else -1
 

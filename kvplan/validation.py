@@ -29,6 +29,8 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
     Raises:
         TypeError: otherwise.
     """
+    if type(value) is expected:  # almost always
+        return value
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise TypeError(
             f"{name}={shown(value)} must be {expected.__name__}, not {type(value).__name__}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
 from kvplan.execution.memory import Addresses, TensorMemory
 from kvplan.planning.invariants import first_overlap
 from kvplan.planning.layout import Side
 from kvplan.planning.plan import Plan
 from kvplan.status import invalid
+
+_NONE = np.empty(0, dtype=np.uint64)
 
 
 def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -> Descriptors:
@@ -27,24 +30,17 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
     _check_fits("dst", plan.dst, dst)
     if not dst.writable:
         raise invalid("dst is read-only")
-    src_bases = _of_tensors(src.addresses, plan.src_tensors)
-    dst_bases = _of_tensors(dst.addresses, plan.dst_tensors)
+    src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
+    dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
     segments = plan.segments
     descriptors = lower(
-        segments.src_offsets,
-        segments.dst_offsets,
-        segments.nbytes,
-        src_bases,
-        dst_bases,
-        local="dst" if plan.local == "dst" else "src",
+        segments.src_offsets, segments.dst_offsets, segments.nbytes, src_bases, dst_bases
     )
-    if _may_overlap(plan, src_bases, dst_bases, one_space):
+    # Whether whole tensors overlap: cheap, and almost always the end of it.
+    read = src_bases if one_space else _NONE
+    if extents_clash(dst_bases, plan.dst.tensor_nbytes, read, plan.src.tensor_nbytes):
         _check_order_free(plan, descriptors, one_space)
     return descriptors
-
-
-def _of_tensors(addresses: Addresses, tensors: range) -> Addresses:
-    return np.ascontiguousarray(addresses[tensors.start : tensors.stop])
 
 
 def _check_fits(name: str, side: Side, memory: TensorMemory) -> None:
@@ -52,27 +48,11 @@ def _check_fits(name: str, side: Side, memory: TensorMemory) -> None:
         raise invalid(
             f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
         )
-    short = np.flatnonzero(memory.nbytes < np.uint64(side.tensor_nbytes))
-    if len(short):
+    needed = side.tensor_nbytes
+    if (short := first_below(memory.nbytes, needed)) >= 0:
         raise invalid(
-            f"{name} tensor {int(short[0])} has {int(memory.nbytes[short[0]])} bytes; the plan "
-            f"needs {side.tensor_nbytes}"
+            f"{name} tensor {short} has {int(memory.nbytes[short])} bytes; the plan needs {needed}"
         )
-
-
-def _may_overlap(plan: Plan, src: Addresses, dst: Addresses, one_space: bool) -> bool:
-    """Whether the extents of two tensors overlap: cheap, and almost always the end of it."""
-    starts, sizes = dst, np.full(len(dst), plan.dst.tensor_nbytes, dtype=np.uint64)
-    if one_space:
-        # A tensor read twice is fine, so equal sources count once. (np.unique would import
-        # numpy.ma, 8 ms at the first transfer.)
-        sources = np.sort(src)
-        sources = sources[np.append(True, sources[1:] != sources[:-1])]
-        starts = np.concatenate((dst, sources))
-        sizes = np.concatenate(
-            (sizes, np.full(len(sources), plan.src.tensor_nbytes, dtype=np.uint64))
-        )
-    return first_overlap(starts, sizes) is not None
 
 
 def _check_order_free(plan: Plan, descriptors: Descriptors, one_space: bool) -> None:

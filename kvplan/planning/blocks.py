@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.planning.layout import Side
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 
 Blocks = Sequence[int] | NDArray[np.integer]
 Indices = NDArray[np.int64]
+
+_TEXT = (str, bytes, bytearray)  # sequences too, and of int
 
 
 def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
@@ -35,12 +37,12 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
     if isinstance(blocks, np.ndarray):
         table = np.asarray(blocks)  # a masked array would hide entries from the checks
     else:
-        if isinstance(blocks, str | bytes | bytearray) or not isinstance(blocks, Sequence):
+        if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
             raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
         types = set(map(type, blocks))
         if types == {int}:
             try:  # a third of the time that np.array takes
-                return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), dtype=np.int64)
+                return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
             except struct.error:  # beyond 64 bits: out of range, but of which?
                 return np.array(blocks, dtype=object)
         # NumPy would take True for 1 and, beside an int, silently.
@@ -68,12 +70,19 @@ def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
     """
     if table.size == 0:
         raise invalid(f"{name} is empty; at least one block is needed")
-    if int(table.min()) < 0 or int(table.max()) >= cache.count:
-        position = int(np.flatnonzero((table < 0) | (table >= cache.count))[0])
-        raise invalid(
-            f"{name}[{position}]={int(table[position])} is out of range [0, {cache.count})"
-        )
-    return table.astype(np.int64, copy=False)
+    try:
+        indices = table.astype(np.int64, copy=False)
+    except OverflowError:  # one is beyond 64 bits
+        raise _out_of_range(name, table, cache) from None
+    unsigned = indices.view(np.uint64)  # what is negative is now beyond any count
+    if (unsigned.item() if table.size == 1 else int(unsigned.max())) >= cache.count:
+        raise _out_of_range(name, table, cache)
+    return indices
+
+
+def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
+    position = int(np.flatnonzero((table < 0) | (table >= cache.count))[0])
+    return invalid(f"{name}[{position}]={int(table[position])} is out of range [0, {cache.count})")
 
 
 def check_distinct(name: str, table: Indices, cache: Side) -> None:
@@ -82,6 +91,8 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
     Raises:
         LLMException: LLM_PARAM_INVALID naming the block and both positions.
     """
+    if table.size == 1:
+        return
     if cache.count <= 64 * table.size:
         # A bitmap is several times faster than sorting while it is not much larger than the table.
         seen = np.zeros(cache.count, dtype=np.bool_)

@@ -17,10 +17,10 @@ from kvplan.planning.blocks import (
     sorted_pairs,
 )
 from kvplan.planning.layer_range import tensor_ranges
-from kvplan.planning.layout import Described, Side, side, slot_index
+from kvplan.planning.layout import Described, Side, assembled, side, slot_index
 from kvplan.planning.plan import Kind, Operation, Plan
 from kvplan.planning.segments import Coalesce, Segments, merge
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import check_index, check_type
 
@@ -54,18 +54,21 @@ def slot_to_slot(
     pulls = operation == "pull_cache"
     rest = target.stride - dst_offset if pulls else source.stride - src_offset
     nbytes = rest if size == -1 else size
-    for word, row, name, offset in (
-        ("src", source, src_name, src_offset),
-        ("dst", target, dst_name, dst_offset),
-    ):
-        if nbytes > row.stride - offset:
-            raise invalid(
-                f"size={size}: {nbytes} bytes from {name}={offset} are out of range "
-                f"[1, {row.stride - offset}] of the {word} row of {row.stride} bytes"
-            )
-    offsets = src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset
-    segments = Segments.adopt(*(np.array([n], dtype=np.uint64) for n in (*offsets, nbytes)))
+    if nbytes > source.stride - src_offset:
+        raise _too_long(size, nbytes, src_name, src_offset, "src", source)
+    if nbytes > target.stride - dst_offset:
+        raise _too_long(size, nbytes, dst_name, dst_offset, "dst", target)
+    segments = Segments.single(
+        src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
+    )
     return _plan(operation, "C2C", source, target, segments, ext_param, how)
+
+
+def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
+    return invalid(
+        f"size={size}: {nbytes} bytes from {name}={offset} are out of range "
+        f"[1, {row.stride - offset}] of the {word} row of {row.stride} bytes"
+    )
 
 
 def to_blocks(
@@ -120,6 +123,11 @@ def block_to_block(
 ) -> Plan:
     """Plan B2B between checked tables: block `src_table[i]` to block `dst_table[i]`."""
     how = _coalesce(how)
+    if len(src_table) == 1:
+        src_block, dst_block, stride = src_table.item(), dst_table.item(), target.stride
+        segments = Segments.single(src_block * stride, dst_block * stride, stride)
+        return _plan(operation, "B2B", source, target, segments, ext_param, how)
+
     if how is Coalesce.SORTED:
         src_table, dst_table = sorted_pairs(src_table, dst_table)
     segments = Segments.adopt(
@@ -141,7 +149,9 @@ def _plan(
 ) -> Plan:
     how = _coalesce(how)
     src_tensors, dst_tensors = tensor_ranges(source, target, ext_param)
-    return Plan(
+    num_slices = len(slices)
+    return assembled(
+        Plan,
         operation=operation,
         kind=kind,
         src=source,
@@ -149,8 +159,8 @@ def _plan(
         src_tensors=src_tensors,
         dst_tensors=dst_tensors,
         tensors_per_layer=ext_param.tensor_num_per_layer,
-        segments=slices if how is Coalesce.NONE else merge(slices),
-        num_slices=len(slices),
+        segments=slices if num_slices == 1 or how is Coalesce.NONE else merge(slices),
+        num_slices=num_slices,
         coalesce=how,
     )
 

@@ -29,32 +29,38 @@ def tensor_ranges(src: Side, dst: Side, ext_param: KvCacheExtParam) -> tuple[ran
     src_layers = _layers("src_layer_range", ext_param.src_layer_range)
     dst_layers = _layers("dst_layer_range", ext_param.dst_layer_range)
     ranged = src_layers is not None or dst_layers is not None
-    for name, cache in (("src", src), ("dst", dst)):
-        # The default passes on a cache of one tensor: nobody asked for it.
-        most = max(cache.num_tensors, DEFAULT_TENSORS_PER_LAYER)
-        if not 1 <= per_layer <= min(most, MAX_TENSORS_PER_LAYER):
+    _check_per_layer("src", src, per_layer, ranged)
+    _check_per_layer("dst", dst, per_layer, ranged)
+    if not ranged:
+        if src.num_tensors != dst.num_tensors:
             raise invalid(
-                f"tensor_num_per_layer={per_layer} is out of range "
-                f"[1, {min(cache.num_tensors, MAX_TENSORS_PER_LAYER)}] of the {name} cache"
+                f"src num_tensors={src.num_tensors} and dst num_tensors={dst.num_tensors} must be "
+                "equal where no layer range is given"
             )
-        if ranged and cache.num_tensors % per_layer:
-            raise invalid(
-                f"tensor_num_per_layer={per_layer} must divide the {cache.num_tensors} tensors of "
-                f"the {name} cache where a layer range is given"
-            )
+        return range(src.num_tensors), range(dst.num_tensors)
     src_tensors = _tensors("src_layer_range", src_layers, src, per_layer)
     dst_tensors = _tensors("dst_layer_range", dst_layers, dst, per_layer)
     if len(src_tensors) != len(dst_tensors):
-        if ranged:
-            raise invalid(
-                f"src_layer_range={_show(src_layers, src, per_layer)} and "
-                f"dst_layer_range={_show(dst_layers, dst, per_layer)} must be of equal length"
-            )
         raise invalid(
-            f"src num_tensors={src.num_tensors} and dst num_tensors={dst.num_tensors} must be "
-            "equal where no layer range is given"
+            f"src_layer_range={_show(src_layers, src, per_layer)} and "
+            f"dst_layer_range={_show(dst_layers, dst, per_layer)} must be of equal length"
         )
     return src_tensors, dst_tensors
+
+
+def _check_per_layer(name: str, cache: Side, per_layer: int, ranged: bool) -> None:
+    # The default passes on a cache of one tensor: nobody asked for it.
+    most = cache.num_tensors if cache.num_tensors > 1 else DEFAULT_TENSORS_PER_LAYER
+    if not 1 <= per_layer <= most or per_layer > MAX_TENSORS_PER_LAYER:
+        raise invalid(
+            f"tensor_num_per_layer={per_layer} is out of range "
+            f"[1, {min(cache.num_tensors, MAX_TENSORS_PER_LAYER)}] of the {name} cache"
+        )
+    if ranged and cache.num_tensors % per_layer:
+        raise invalid(
+            f"tensor_num_per_layer={per_layer} must divide the {cache.num_tensors} tensors of "
+            f"the {name} cache where a layer range is given"
+        )
 
 
 def _layers(name: str, given: LayerRange) -> range | None:

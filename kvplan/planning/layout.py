@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from kvplan.status import invalid
 from kvplan.types import (
@@ -16,11 +17,13 @@ from kvplan.types import (
 )
 from kvplan.validation import check_index, check_type
 
+_T = TypeVar("_T")
+
 Described = CacheDesc | Cache | RemoteCache
 """Whatever describes a cache to the planner; addresses, if it has any, are not looked at."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Side:
     """A cache as the plan sees it: `num_tensors` tensors of `count` rows of `stride` bytes."""
 
@@ -43,6 +46,16 @@ class Side:
         return "block" if self.paged else "slot"
 
 
+def assembled(cls: type[_T], **fields: Any) -> _T:
+    """Return a frozen dataclass made of all its fields, as they are.
+
+    Its own constructor sets each through `object.__setattr__`: 1 us more for a plan.
+    """
+    value = cls.__new__(cls)
+    vars(value).update(fields)
+    return value
+
+
 def side(argument: str, cache: Described, *, paged: bool) -> Side:
     """Return the side for `cache`, read as paged (rows are blocks) or contiguous (slots).
 
@@ -51,23 +64,22 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         LLMException: LLM_PARAM_INVALID for a remote cache whose key says that it is of the other
             kind: a paged cache read as slots would be copied in silence, and wrong.
     """
-    name = ""
-    match cache:
-        case Cache(desc, cache_id):
-            name = f"cache {cache_id}" if cache_id >= 0 else ""
-        case RemoteCache(key, desc):
-            name = repr(key)
-            if isinstance(key, BlocksCacheKey) and not paged:
-                raise invalid(f"{argument}={name} names a paged cache; its blocks must be given")
-            slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
-            if paged and (slot or isinstance(key, CacheKey)):
-                raise invalid(
-                    f"{argument}={name} names a slot, and a paged cache has none; its key is a "
-                    "BlocksCacheKey or a CacheIndex of batch_index 0"
-                )
-        case _:
-            desc = check_type(argument, cache, CacheDesc)
-    return Side(
+    if isinstance(cache, RemoteCache):
+        desc, key, name = cache.cache_desc, cache.key, repr(cache.key)
+        if isinstance(key, BlocksCacheKey) and not paged:
+            raise invalid(f"{argument}={name} names a paged cache; its blocks must be given")
+        slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
+        if paged and (slot or isinstance(key, CacheKey)):
+            raise invalid(
+                f"{argument}={name} names a slot, and a paged cache has none; its key is a "
+                "BlocksCacheKey or a CacheIndex of batch_index 0"
+            )
+    elif isinstance(cache, Cache):
+        desc, name = cache.cache_desc, f"cache {cache.cache_id}" if cache.cache_id >= 0 else ""
+    else:
+        desc, name = check_type(argument, cache, CacheDesc), ""
+    return assembled(
+        Side,
         num_tensors=desc.num_tensors,
         count=desc.batch_size,
         stride=desc.stride,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from kvplan.validation import UINT64_MAX, shown
 
 Column = NDArray[np.uint64]
+
+_ROW = Struct("=3Q")
 
 
 class Coalesce(StrEnum):
@@ -51,15 +54,26 @@ class Segments:
         self._own(*columns)
 
     def _own(self, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> None:
-        for name, column in zip(self.columns(), (src_offsets, dst_offsets, nbytes), strict=True):
-            column.flags.writeable = False
-            object.__setattr__(self, name, column)
+        assign = object.__setattr__
+        assign(self, "src_offsets", src_offsets)
+        assign(self, "dst_offsets", dst_offsets)
+        assign(self, "nbytes", nbytes)
 
     @classmethod
     def adopt(cls, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> Segments:
         """Take over columns that nobody else holds, without copying them."""
+        for column in (src_offsets, dst_offsets, nbytes):
+            column.setflags(write=False)
         segments = cls.__new__(cls)
         segments._own(src_offsets, dst_offsets, nbytes)
+        return segments
+
+    @classmethod
+    def single(cls, src_offset: int, dst_offset: int, nbytes: int) -> Segments:
+        """One segment; its columns lie in one piece of memory, which is read-only."""
+        row = np.frombuffer(_ROW.pack(src_offset, dst_offset, nbytes), np.uint64)
+        segments = cls.__new__(cls)
+        segments._own(row[0:1], row[1:2], row[2:3])
         return segments
 
     @staticmethod
@@ -106,7 +120,9 @@ def _column(name: str, values: ArrayLike) -> Column:
             raise TypeError(f"{name}={shown(values)} must hold int only")
     if given.size and not 0 <= int(given.min()) <= int(given.max()) <= UINT64_MAX:
         raise ValueError(f"{name}={shown(values)} is out of range [0, {UINT64_MAX}]")
-    return np.array(given, dtype=np.uint64, order="C")
+    column = np.array(given, dtype=np.uint64, order="C")
+    column.setflags(write=False)
+    return column
 
 
 def merge(slices: Segments) -> Segments:

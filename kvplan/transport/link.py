@@ -141,7 +141,6 @@ class Link:
         generations: Column,
     ) -> None:
         """As `check`, and LLM_KV_CACHE_NOT_EXIST for a range that is deregistered by now."""
-        pid = self.metadata.identity.pid
         if os.getpid() != self._pid:
             raise LLMException(
                 f"the link belongs to process {self._pid}; this is its forked child {os.getpid()}, "
@@ -151,13 +150,14 @@ class Link:
             stale = self._peer.check(slots, generations)
         except ValueError:
             raise LLMException(
-                f"the link to peer {pid} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+                f"the link to peer {self.metadata.identity.pid} is closed",
+                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
             ) from None
         except OSError as error:
             raise self._refusal(error, "is lost") from error
         if stale >= 0:
             raise LLMException(
-                f"peer {pid} has deregistered {ranges[stale]}",
+                f"peer {self.metadata.identity.pid} has deregistered {ranges[stale]}",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 

@@ -264,6 +264,11 @@ class TestPeer:
         assert peer.check(beyond, np.array([1, 0], dtype=np.uint64)) == 1
         with pytest.raises(ValueError, match="4 slots, but 3 generations"):
             peer.check(slots, generations[:3])
+        for wrong in (slots.astype(np.int64), slots[::2], slots.tolist()):
+            with pytest.raises((TypeError, ValueError), match="slots: expected"):
+                peer.check(wrong, generations)
+            with pytest.raises((TypeError, ValueError), match="generations: expected"):
+                peer.check(slots, wrong)
         peer.close()
         peer.close()
         with pytest.raises(ValueError, match="closed"):

@@ -134,6 +134,12 @@ def test_an_index_out_of_range_is_named_whatever_holds_it(
         plan_pull_blocks(DESC, DESC, **tables)
     assert f"{name}[1]={value} is out of range [0, 8)" in str(raised.value)
 
+    # One block alone is looked at without NumPy's reductions.
+    alone = {"src_blocks": [0], "dst_blocks": [0]} | {name: blocks[1:]}
+    with pytest.raises(LLMException) as raised:
+        plan_pull_blocks(DESC, DESC, **alone)
+    assert f"{name}[0]={value} is out of range [0, 8)" in str(raised.value)
+
 
 @given(st.lists(st.integers(-3, 12), min_size=1, max_size=6))
 def test_a_source_table_is_accepted_if_and_only_if_it_is_in_range(blocks: list[int]) -> None:

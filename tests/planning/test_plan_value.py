@@ -26,6 +26,7 @@ from kvplan import (
     Plan,
     RemoteCache,
     plan_pull_blocks,
+    plan_pull_cache,
     plan_push_blocks,
 )
 from kvplan.planning import Segments
@@ -181,10 +182,32 @@ def test_nothing_can_be_assigned(name: str) -> None:
         delattr(make(), name)
 
 
-@pytest.mark.parametrize("name", ["src_offsets", "dst_offsets", "nbytes"])
 @pytest.mark.parametrize("how", Coalesce)
-def test_no_column_can_be_written(name: str, how: Coalesce) -> None:
-    column = getattr(make(coalesce=how).segments, name)
+def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
+    """The planner makes plans past the constructor, and a single segment past its checks."""
+    slot, block = plan_pull_cache(DESC, DESC, size=5, coalesce=how), single(how)
+    assert list(slot.segments) == [(0, 0, 5)]
+    assert list(block.segments) == [(4 * DESC.stride, 7 * DESC.stride, DESC.stride)]
+    for plan in (slot, block, make(coalesce=how)):
+        again = dataclasses.replace(plan, segments=Segments(*columns_of(plan)))
+        assert again == plan
+        assert vars(again).keys() == vars(plan).keys()
+        for side in (plan.src, plan.dst):
+            assert vars(side) == vars(dataclasses.replace(side))
+
+
+def single(how: Coalesce) -> Plan:
+    return plan_pull_blocks(DESC, DESC, [4], [7], coalesce=how)
+
+
+def columns_of(plan: Plan) -> list[Any]:
+    return [getattr(plan.segments, name) for name in Segments.columns()]
+
+
+@pytest.mark.parametrize("name", ["src_offsets", "dst_offsets", "nbytes"])
+@pytest.mark.parametrize("plan", [*(make(coalesce=how) for how in Coalesce), single(Coalesce.NONE)])
+def test_no_column_can_be_written(name: str, plan: Plan) -> None:
+    column = getattr(plan.segments, name)
     with pytest.raises(ValueError, match="read-only"):
         column += np.uint64(1)
     with pytest.raises(ValueError, match="read-only"):
