@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from threading import Condition, RLock
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvplan.control import Endpoint
+from kvplan.control.endpoint import Endpoint
 from kvplan.engine.links import Links
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
