@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,7 +14,7 @@ from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.cache_entry import CacheEntry
-    from kvplan.engine.engine import Engine
+    from kvplan.engine.engine import Engine, PlanHook
     from kvplan.engine.links import PeerClaim, PeerLink
     from kvplan.execution import TensorMemory
     from kvplan.planning import Plan
@@ -124,11 +125,11 @@ class Call:
             )
         return RemoteCache(key, desc), slot, link.memory(found, writable=writable)
 
-    def show(self) -> None:
+    def show(self, hooks: Mapping[object, PlanHook]) -> None:
         """Let the hooks see the plan that is about to be executed."""
         assert self.plan is not None
         event = PlanEvent(self.plan, self._operation, self._cache_id, self._cluster_id)
-        for hook in tuple(self._engine.hooks.values()):
+        for hook in tuple(hooks.values()):
             hook(event)
 
     def end(self, error: BaseException | None) -> None:

@@ -51,7 +51,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
         self._role = check_type("role", role, LlmRole)
         self._transfers = transfers
         self._metrics = Metrics()
-        self._hooks: dict[object, PlanHook] = {}
+        self._hooks = {}
         self._engine: Engine | None = None
         self._was_finalized = False
         self._mutex = RLock()  # of initialize, finalize and set_role
@@ -93,9 +93,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
                 self._running()
                 return
             started = perf_counter()
-            engine = Engine(
-                self._cluster_id, self._role, options, self._transfers, self._metrics, self._hooks
-            )
+            engine = Engine(self._cluster_id, self._role, options, self._transfers, self._metrics)
             released_with(self, engine)
             self._engine = engine
             log_operation(

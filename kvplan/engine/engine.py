@@ -59,7 +59,6 @@ class Engine:
         options: Options,
         transfers: Transfers | None,
         metrics: Metrics,
-        hooks: dict[object, PlanHook],
     ) -> None:
         self._pid = os.getpid()
         self.cluster_id = cluster_id
@@ -67,7 +66,6 @@ class Engine:
         self.options = options
         self.transfers = transfers or default_transfers()
         self.metrics = metrics
-        self.hooks = hooks
         self.wait_ms: float = options.sync_kv_cache_wait_time
         self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
         self.listen_address: str | None = None

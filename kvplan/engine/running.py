@@ -12,7 +12,7 @@ from kvplan.engine.call import Call
 from kvplan.engine.log import log_operation, status_of
 
 if TYPE_CHECKING:
-    from kvplan.engine.engine import Engine
+    from kvplan.engine.engine import Engine, PlanHook
     from kvplan.engine.operations import Operation, P
     from kvplan.execution import TransferTask
     from kvplan.planning import Plan
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 class Running(ABC):
     """What the public operations are made with."""
+
+    # Not the engine's: a hook may hold this object, which would then never be dropped.
+    _hooks: dict[object, PlanHook]
 
     @abstractmethod
     def _running(self) -> Engine:
@@ -57,8 +60,8 @@ class Running(ABC):
         try:
             plan, src, dst = operation(call, *args, **kwargs)
             call.plan = plan
-            if engine.hooks:
-                call.show()
+            if self._hooks:
+                call.show(self._hooks)
             if timeout_ms is None and call.link is not None:
                 timeout_ms = engine.wait_ms
             engine.transfers.execute(plan, src, dst, timeout_ms)
@@ -73,8 +76,8 @@ class Running(ABC):
         try:
             plan, src, dst = operation(call, *args, **kwargs)
             call.plan = plan
-            if engine.hooks:
-                call.show()
+            if self._hooks:
+                call.show(self._hooks)
             task = engine.transfers.submit(plan, src, dst, call.end)
         except BaseException as error:
             call.end(error)

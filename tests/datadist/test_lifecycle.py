@@ -124,6 +124,7 @@ def test_nothing_is_left_behind() -> None:
             user.submit_pull_cache(CacheIndex(1, 1), user.allocate_cache(DESC)).wait()
 
     live()  # what the process has for good: its copying threads
+    gc.collect()
     before = threading.active_count(), descriptors()
     live()
     gc.collect()

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvplan import ClusterInfo, LLMException, LLMStatusCode, LlmDataDist, LlmRole, Options
+from kvplan import ClusterInfo, LlmDataDist, LLMException, LlmRole, LLMStatusCode, Options
 from tests.datadist.conftest import MakeEngine, link
 
 ANYWHERE = {"llm.ListenIpInfo": "127.0.0.1:0"}
