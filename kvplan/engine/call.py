@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvplan.engine.engine import PlanEvent
 from kvplan.engine.log import level_of, log_operation, logger, status_of
+from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.types import NO_ID, CacheKey, CacheKeyByIdAndIndex, RemoteCache
+from kvplan.types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
-    from kvplan.engine.cache_entry import CacheEntry
     from kvplan.engine.engine import Engine, PlanHook
     from kvplan.engine.links import PeerClaim, PeerLink
     from kvplan.execution import TensorMemory
@@ -55,8 +55,8 @@ class Call:
         if moves:
             engine.enter(self)
 
-    def own(self, argument: str, cache: Cache, *, paged: bool) -> CacheEntry:
-        """Return the cache of this process that an argument names.
+    def own(self, argument: str, cache: Cache, *, paged: bool) -> tuple[Side, TensorMemory]:
+        """Return the cache of this process that an argument names, to plan with and to transfer.
 
         Raises:
             TypeError: no Cache.
@@ -64,11 +64,14 @@ class Call:
                 where a paged one is needed, or the other way round.
         """
         entry = self._engine.registry.resolve(cache)
-        if entry.paged is not paged and entry.paged is not None:  # None: addresses say nothing
-            _refuse_kind(argument, f"cache {entry.cache.cache_id}", paged)
         if self._cache_id < 0:
             self._cache_id = entry.cache.cache_id
-        return entry
+        found = entry.side
+        if found is None:  # addresses alone do not say which kind they are
+            return side(argument, entry.cache, paged=paged), entry.memory
+        if found.paged is not paged:
+            _refuse_kind(argument, found.name, paged)
+        return found, entry.memory
 
     def peer(
         self,
@@ -78,21 +81,18 @@ class Call:
         *,
         paged: bool,
         writable: bool,
-    ) -> tuple[RemoteCache, int | None, TensorMemory]:
-        """Return the cache of a peer that an argument names; a slot by CacheKey is claimed.
+    ) -> tuple[Side, int, TensorMemory]:
+        """Return the cache and the slot of a peer that an argument names; by CacheKey: claimed.
 
         Args:
             kinds: of key that the operation takes.
 
-        Returns:
-            The cache as its owner describes it, the slot that a CacheKey stands for (None: what the
-            key itself says), and its tensors.
-
         Raises:
             TypeError: another kind of key.
             LLMException: LLM_PARAM_INVALID: this engine's own cluster, a key of both or neither
-                request and prefix, or a cache that is not `paged` as needed; LLM_NOT_YET_LINK,
-                LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST, LLM_REPEAT_REQUEST.
+                request and prefix, a slot of a paged cache, or a cache that is not `paged` as
+                needed; LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST,
+                LLM_REPEAT_REQUEST.
         """
         if not isinstance(key, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -104,8 +104,10 @@ class Call:
         if self._moves:
             link.begin()
             self.link = link
-        slot = None
-        if not isinstance(key, CacheKey):
+        slot = 0
+        if isinstance(key, CacheKeyByIdAndIndex):
+            found, slot = link.cache(key), key.batch_index
+        elif isinstance(key, BlocksCacheKey):
             found = link.cache(key)
         else:
             _check_names_one(argument, key)
@@ -114,16 +116,12 @@ class Call:
                 found, slot = claim.cache, claim.batch_index
             else:
                 found, slot = link.find(key)
-        if found.paged is not paged:
+        theirs = found.side
+        if theirs.paged is not paged:
             _refuse_kind(argument, str(key), paged)
-        desc = found.desc
-        if isinstance(key, CacheKeyByIdAndIndex) and key.batch_index >= desc.batch_size:
-            raise LLMException(
-                f"{argument}={key}: batch_index={key.batch_index} is out of range "
-                f"[0, {desc.batch_size}) of that cache",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
-        return RemoteCache(key, desc), slot, link.memory(found, writable=writable)
+        if slot >= (1 if paged else theirs.count):
+            _refuse_slot(argument, key, theirs)
+        return theirs, slot, link.memory(found, writable=writable)
 
     def show(self, hooks: Mapping[object, PlanHook]) -> None:
         """Let the hooks see the plan that is about to be executed."""
@@ -169,6 +167,15 @@ class Call:
 def _refuse_kind(argument: str, name: str, paged: bool) -> NoReturn:
     found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
     raise invalid(f"{argument}={name} is a {found} cache; a {needed} one is needed")
+
+
+def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
+    if found.paged:
+        raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
+    raise LLMException(
+        f"{argument}={key} is out of range: that cache has {found.count} slots",
+        status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    )
 
 
 def _check_names_one(argument: str, key: CacheKey) -> None:

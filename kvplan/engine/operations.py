@@ -44,20 +44,20 @@ def pull_cache(
     coalesce: Coalesce | bool,
 ) -> Prepared:
     """A remote slot into a local one."""
-    target = call.own("dst", dst, paged=False)
-    source, slot, memory = call.peer(
+    target, ours = call.own("dst", dst, paged=False)
+    source, slot, theirs = call.peer(
         "src", src, (CacheIndex, CacheKey), paged=False, writable=False
     )
     plan = plan_pull_cache(
         source,
-        target.cache,
+        target,
         src_batch_index=slot,
         dst_batch_index=batch_index,
         size=size,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return plan, memory, target.memory
+    return plan, theirs, ours
 
 
 def pull_blocks(
@@ -70,21 +70,21 @@ def pull_blocks(
     coalesce: Coalesce | bool,
 ) -> Prepared:
     """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
-    target = call.own("dst", dst, paged=True)
+    target, ours = call.own("dst", dst, paged=True)
     kinds = (CacheIndex, CacheKey, BlocksCacheKey)
-    source, slot, memory = call.peer(
+    source, slot, theirs = call.peer(
         "src", src, kinds, paged=_has_blocks(src_blocks), writable=False
     )
     plan = plan_pull_blocks(
         source,
-        target.cache,
+        target,
         src_blocks,
         dst_blocks,
         src_batch_index=slot,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return plan, memory, target.memory
+    return plan, theirs, ours
 
 
 def push_cache(
@@ -99,16 +99,17 @@ def push_cache(
     """A local slot into a remote one."""
     if check_type("size", size, int) != -1:
         raise invalid(f"size={size} must be -1: a push moves the whole row")
-    source = call.own("src", src, paged=False)
-    target, _, memory = call.peer("dst", dst, (CacheIndex,), paged=False, writable=True)
+    source, ours = call.own("src", src, paged=False)
+    target, slot, theirs = call.peer("dst", dst, (CacheIndex,), paged=False, writable=True)
     plan = plan_push_cache(
-        source.cache,
+        source,
         target,
         src_batch_index=src_batch_index,
+        dst_batch_index=slot,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return plan, source.memory, memory
+    return plan, ours, theirs
 
 
 def push_blocks(
@@ -123,19 +124,19 @@ def push_blocks(
     """Local blocks into remote ones."""
     if not _has_blocks(src_blocks):
         raise invalid(f"src_blocks={src_blocks} must name a block for each of dst_blocks")
-    source = call.own("src", src, paged=True)
-    target, _, memory = call.peer(
+    source, ours = call.own("src", src, paged=True)
+    target, _, theirs = call.peer(
         "dst", dst, (CacheIndex, BlocksCacheKey), paged=True, writable=True
     )
     plan = plan_push_blocks(
-        source.cache,
+        source,
         target,
         src_blocks,
         dst_blocks,
         ext_param=ext_param,
         coalesce=coalesce,
     )
-    return plan, source.memory, memory
+    return plan, ours, theirs
 
 
 def copy_cache(
@@ -149,37 +150,37 @@ def copy_cache(
     coalesce: Coalesce | bool,
 ) -> Prepared:
     """A local slot into another."""
-    source = call.own("src", src, paged=False)
-    target = call.own("dst", dst, paged=False)
+    source, src_memory = call.own("src", src, paged=False)
+    target, dst_memory = call.own("dst", dst, paged=False)
     plan = plan_copy_cache(
-        source.cache,
-        target.cache,
+        source,
+        target,
         src_batch_index=src_batch_index,
         dst_batch_index=dst_batch_index,
         offset=offset,
         size=size,
         coalesce=coalesce,
     )
-    return plan, source.memory, target.memory
+    return plan, src_memory, dst_memory
 
 
 def copy_blocks(
     call: Call, cache: Cache, blocks: Mapping[int, Sequence[int]], coalesce: Coalesce | bool
 ) -> Prepared:
     """Blocks of one cache to others of it."""
-    entry = call.own("cache", cache, paged=True)
-    plan = plan_copy_blocks(entry.cache, blocks, coalesce=coalesce)
-    return plan, entry.memory, entry.memory
+    own, memory = call.own("cache", cache, paged=True)
+    plan = plan_copy_blocks(own, blocks, coalesce=coalesce)
+    return plan, memory, memory
 
 
 def swap_blocks(
     call: Call, src: Cache, dst: Cache, src_to_dst: Mapping[int, int], coalesce: Coalesce | bool
 ) -> Prepared:
     """Local blocks of a host cache to a device cache, or the other way round."""
-    source = call.own("src", src, paged=True)
-    target = call.own("dst", dst, paged=True)
-    plan = plan_swap_blocks(source.cache, target.cache, src_to_dst, coalesce=coalesce)
-    return plan, source.memory, target.memory
+    source, src_memory = call.own("src", src, paged=True)
+    target, dst_memory = call.own("dst", dst, paged=True)
+    plan = plan_swap_blocks(source, target, src_to_dst, coalesce=coalesce)
+    return plan, src_memory, dst_memory
 
 
 def _has_blocks(blocks: object) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvplan.control.messages import Table, TableEntry
+from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc
 
@@ -24,6 +25,7 @@ class PeerCache:
         metadata: what the transport needs to reach them.
         writable: whether it can be pushed to.
         model_id: of its BlocksCacheKey; None: it has none.
+        side: as a plan sees it.
     """
 
     cache_id: int
@@ -33,6 +35,13 @@ class PeerCache:
     metadata: bytes
     writable: bool
     model_id: int | None = None
+    side: Side = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        named = replace(
+            side("cache", self.desc, paged=self.paged), name=f"remote cache {self.cache_id}"
+        )
+        object.__setattr__(self, "side", named)
 
     @classmethod
     def of(cls, entry: TableEntry) -> PeerCache:
