@@ -59,6 +59,12 @@ class End:
     def status(self, cluster_id: int) -> LinkStatus:
         return self.links.get(cluster_id).status()
 
+    def wait_until(self, cluster_id: int, state: LinkState | None) -> None:
+        """Wait for a state that is entered without a line in the log."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.state(cluster_id) is not state:
+            assert time.monotonic() < deadline, f"{self.state(cluster_id)} is not {state}"
+
     def wait_for(self, cluster_id: int, state: str) -> str:
         """Wait until the link with a cluster enters a state; returns the line that tells it."""
         return self.log.wait_for(f"peer={cluster_id} state={state} ")

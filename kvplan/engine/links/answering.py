@@ -139,7 +139,7 @@ class Answerer:
         """
         link = self._steps.answering.get(hello.cluster_id)
         if link is not None:
-            if link.instance != hello.instance and not is_dead(link):
+            if link.instance != hello.instance and not link.death():
                 raise LLMException(
                     f"another process of cluster {hello.cluster_id} is linking",
                     status_code=LLMStatusCode.LLM_PROCESSING_LINK,
@@ -148,8 +148,8 @@ class Answerer:
         link = self._steps.links.get(hello.cluster_id)
         if link is None or not link.is_live:
             return
-        if is_dead(link):
-            self._steps.broken(link, "the peer has exited")
+        if death := link.death():
+            self._steps.broken(link, death)
         elif link.instance != hello.instance:
             raise already_linked(
                 f"cluster {self._end.cluster_id} is linked with another process of cluster "
@@ -171,20 +171,6 @@ class Answerer:
         finally:
             timer.cancel()
             del self._challenges[link]
-
-
-def is_dead(link: PeerLink) -> bool:
-    """Whether the transport knows that the peer is gone."""
-    connecting = link.connecting
-    if connecting is None or not connecting.done() or connecting.cancelled():
-        return False
-    if connecting.exception() is not None:
-        return True
-    try:
-        connecting.result().check()
-    except LLMException:
-        return True
-    return False
 
 
 def already_linked(reason: str) -> LLMException:

@@ -96,7 +96,10 @@ class PeerHandler:
 
     def on_lost(self, channel: Channel, reason: str) -> None:
         """The peer has ended the conversation, or is not heard any more."""
-        self._lost(channel.bound, reason)
+        link = channel.bound
+        if isinstance(link, PeerLink) and link.is_live and (death := link.death()):
+            reason = f"{reason}: {death}"
+        self._lost(link, reason)
 
     def _lost(self, link: object, reason: str) -> None:
         if not isinstance(link, PeerLink):

@@ -162,6 +162,17 @@ class PeerLink(LinkLife):
                 for writable in (False, True):
                     self._memories.pop((cache_id, writable), None)
 
+    def death(self) -> str:
+        """Why the transport knows that the peer is gone; empty: it does not."""
+        connecting = self.connecting
+        if connecting is None or not connecting.done() or connecting.cancelled():
+            return ""
+        try:
+            connecting.result().check()
+        except LLMException as error:
+            return str(error.args[0])
+        return ""
+
     def status(self) -> LinkStatus:
         """The link as it is now."""
         return LinkStatus(

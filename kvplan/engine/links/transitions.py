@@ -183,13 +183,7 @@ class Transitions:
             asyncio.get_running_loop().add_reader(fd, self._died, link)
 
     def _died(self, link: PeerLink) -> None:
-        assert link.transport_link is not None
-        try:
-            link.transport_link.check()
-            reason = "the peer has exited"
-        except LLMException as error:
-            reason = str(error.args[0])
-        self.broken(link, reason)
+        self.broken(link, link.death() or "the peer has exited")
 
     def _release(self, link: PeerLink, reason: str) -> None:
         """Let go of everything behind a link that has ended."""
