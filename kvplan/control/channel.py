@@ -13,6 +13,7 @@ from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.connection import DISCONNECTED, Connection
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
+    MAX_TEXT,
     Body,
     Close,
     Envelope,
@@ -31,8 +32,13 @@ from kvplan.status import LLMException, LLMStatusCode
 MAX_REQUESTS: Final = 32
 """Requests of one peer that are served at a time; more are refused."""
 
+MAX_VISITOR_REQUESTS: Final = 4
+"""The same while the channel is bound to nothing."""
+
 MAX_UNDECODABLE: Final = 16
 """Frames of one peer that are dropped before its conversation is ended."""
+
+_MEANINGLESS: Final = "too many frames that are no messages"
 
 _log = logging.getLogger("kvplan.control")
 
@@ -162,16 +168,18 @@ class Channel:
     def close(self, reason: str = "") -> None:
         """End the conversation; the peer is told why, if it still listens. Idempotent."""
         if not self.closed:
-            self._part(Close(reason or "closed by the peer"))
+            self._post(Close((reason or "closed by the peer")[:MAX_TEXT]))
             self._end(reason or "closed by this end")
+
+    def drop(self, reason: str) -> None:
+        """End the conversation at once, with nothing left to be said or waited for."""
+        if not self.closed:
+            self._end(reason)
+            self.connection.abort(reason)
 
     async def wait_closed(self) -> None:
         """Wait until its connection is gone, after `close`."""
         await self.connection.wait_closed()
-
-    def _part(self, farewell: Close) -> None:
-        with contextlib.suppress(ConnectionError):
-            self.connection.try_send(encode(farewell))
 
     def _beat(
         self, interval_s: float, timeout_s: float, silent: float, heard: float, then: float
@@ -204,14 +212,13 @@ class Channel:
             raise
         self._sent = time.monotonic()
 
-    def _post(self, body: Body) -> None:
-        # What is about the connection itself is not worth waiting for.
-        if not self._sending.locked():
-            try:
-                if self.connection.try_send(encode(body)):
-                    self._sent = time.monotonic()
-            except ConnectionError:
-                pass
+    def _post(self, body: Body, reply_to: int = 0) -> None:
+        """Send if the peer has room; what is about the conversation itself never waits."""
+        if self._sending.locked():
+            return
+        with contextlib.suppress(ConnectionError):
+            if self.connection.try_send(encode(body, reply_to=reply_to)):
+                self._sent = time.monotonic()
 
     def _receive(self, frame: bytes) -> None:
         if self.closed:
@@ -223,7 +230,8 @@ class Channel:
             return
         except WrongVersion as error:
             self._refusals.note(self.peer, str(error))
-            self.connection.try_send(encode_refusal(str(error)))
+            with contextlib.suppress(ConnectionError):
+                self.connection.try_send(encode_refusal(str(error)))
             self._lose(str(error))
             return
         except Undecodable as error:
@@ -248,6 +256,8 @@ class Channel:
                 reply = self._waiting.get(reply_to)
                 if reply is not None and not reply.done():
                     reply.set_result(body)
+            case Envelope(seq=seq) if len(self._serving) >= self._max_requests:
+                self._post(Failed.of(_too_many(self._max_requests)), reply_to=seq)
             case Envelope(seq=seq, body=body):
                 task = self._loop.create_task(self._serve(seq, body))
                 self._serving.add(task)
@@ -261,7 +271,6 @@ class Channel:
         if self.closed:
             return
         try:
-            self._check_room()
             answer = await self._handler.on_request(self, body)
             frame = encode(answer, reply_to=seq)
         except LLMException as error:
@@ -279,8 +288,8 @@ class Channel:
         self._refusals.note(self.peer, str(error))
         self._undecodable += 1
         if self._undecodable > MAX_UNDECODABLE:
-            self._part(Close("too many frames that are no messages"))
-            self._lose("too many frames that are no messages")
+            self._post(Close(_MEANINGLESS))
+            self._lose(_MEANINGLESS)
 
     def _break(self, reason: str) -> None:
         if not self.closed and not self.introduced and reason != DISCONNECTED:
@@ -307,13 +316,16 @@ class Channel:
         if self._forget is not None:
             self._forget(self)
 
-    def _check_room(self) -> None:
-        if len(self._serving) > MAX_REQUESTS:
-            raise LLMException(
-                f"more than {MAX_REQUESTS} requests at a time",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
+    @property
+    def _max_requests(self) -> int:
+        return MAX_VISITOR_REQUESTS if self.bound is None else MAX_REQUESTS
 
     def _check_open(self) -> None:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
+
+
+def _too_many(limit: int) -> LLMException:
+    return LLMException(
+        f"more than {limit} requests at a time", status_code=LLMStatusCode.LLM_LINK_BUSY
+    )
