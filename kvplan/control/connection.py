@@ -21,6 +21,7 @@ from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import CLOSING_S, ControlLoop
 from kvplan.control.messages import MAX_NBYTES
+from kvplan.control.stream import Stream
 from kvplan.control.vetting import SIGNATURE_NBYTES, Unacceptable, Vetting
 
 QUEUE_LENGTH: Final = 32
@@ -71,8 +72,8 @@ class Connection:
         self._ready = asyncio.Event()
         self._cutting: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
-        self.stream = _Stream(self._from_peer, self._peer_ended)
-        self._inner = _Stream(self._from_zmq, self._zmq_ended)
+        self.stream = Stream(self._from_peer, self._peer_ended)
+        self._inner = Stream(self._from_zmq, self._zmq_ended)
         self.stream.other, self._inner.other = self._inner, self.stream
         loop.keep(self)
 
@@ -270,50 +271,3 @@ class Connection:
             self._cutting.cancel()
         self._gone.set()
         self._owner.forget(self)
-
-
-class _Stream(asyncio.Protocol):
-    """One side; it stops reading while the other side cannot write."""
-
-    other: _Stream
-
-    def __init__(
-        self, receive: Callable[[bytes], None], ended: Callable[[Exception | None], None]
-    ) -> None:
-        self._ended = ended
-        self._receive = receive
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._receive(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
-        self._ended(exc)
-
-    def pause_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.resume_reading()
-
-    def write(self, chunk: bytes) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(chunk)
-
-    def end(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write_eof()
-
-    def close(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
