@@ -1,7 +1,7 @@
 """kvplan: plan, read, test and execute transfers of an LLM's KV cache.
 
 Planning needs NumPy only; the first use of `submit`, `execute` or `HostMemory` loads the native
-part.
+part, that of `LlmDataDist` the sockets too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,19 @@ from kvplan.types import (
 )
 
 if TYPE_CHECKING:
+    from kvplan.engine.datadist import LlmDataDist
+    from kvplan.engine.engine import PlanEvent
+    from kvplan.engine.links import (
+        ClusterInfo,
+        IpInfo,
+        LinkResult,
+        LinkResults,
+        LinkState,
+        LinkStatus,
+        RegisterMemStatus,
+    )
+    from kvplan.engine.options import Options
+    from kvplan.engine.pools import PoolConfig
     from kvplan.execution import HostMemory, Transfers, TransferTask, execute, submit
 
 __version__ = "0.1.0"
@@ -48,15 +61,26 @@ __all__ = [
     "CacheIndex",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "ClusterInfo",
     "Coalesce",
     "DataType",
     "HostMemory",
+    "IpInfo",
     "KvCacheExtParam",
     "LLMException",
     "LLMStatusCode",
+    "LinkResult",
+    "LinkResults",
+    "LinkState",
+    "LinkStatus",
+    "LlmDataDist",
     "LlmRole",
+    "Options",
     "Placement",
     "Plan",
+    "PlanEvent",
+    "PoolConfig",
+    "RegisterMemStatus",
     "RemoteCache",
     "TransferTask",
     "Transfers",
@@ -72,12 +96,24 @@ __all__ = [
     "submit",
 ]
 
-_NATIVE = {"HostMemory", "TransferTask", "Transfers", "execute", "submit"}
+_LAZY = {
+    name: room
+    for room, names in {
+        "kvplan.execution": "HostMemory TransferTask Transfers execute submit",
+        "kvplan.engine.datadist": "LlmDataDist",
+        "kvplan.engine.engine": "PlanEvent",
+        "kvplan.engine.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
+        "RegisterMemStatus",
+        "kvplan.engine.options": "Options",
+        "kvplan.engine.pools": "PoolConfig",
+    }.items()
+    for name in names.split()
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NATIVE:
-        return getattr(import_module("kvplan.execution"), name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

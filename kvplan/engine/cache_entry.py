@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvplan.execution.memory import HostMemory
+from kvplan.planning.layout import Side, side
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc
 
@@ -35,6 +36,7 @@ class CacheEntry:
         owned: whether it was allocated here; False: registered, the memory is the user's.
         metadata: what a peer needs to reach it, by the name of the transport.
         created: seconds since the epoch.
+        side: as a plan sees it; None: `paged` is not known.
     """
 
     cache: Cache
@@ -45,6 +47,11 @@ class CacheEntry:
     owned: bool
     metadata: Mapping[str, bytes] = field(repr=False)
     created: float
+    side: Side | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
+        object.__setattr__(self, "side", known)
 
 
 @dataclass(frozen=True, slots=True)

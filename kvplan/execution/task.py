@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,23 @@ class TransferTask:
     The plan, its descriptors and both memories live until the outcome, whether or not the handle
     does. Dropping the handle does not stop the transfer; `cancel` does. All methods may be called
     from several threads; a forked child has no part in its parent's task, and gets a NativeError.
+
+    Args:
+        on_outcome: called once, with what went wrong or None, by whoever finds the outcome first:
+            before anyone is told.
     """
 
-    def __init__(self, plan: Plan, task: Task, memories: tuple[TensorMemory, TensorMemory]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        task: Task,
+        memories: tuple[TensorMemory, TensorMemory],
+        on_outcome: Callable[[LLMException | None], None] | None = None,
+    ) -> None:
         self.plan = plan
         self._task = task
         self._memories = memories
+        self._on_outcome = on_outcome
         self._concluded = False
         self._error: LLMException | None = None
         self._mutex = RLock()  # re-entrant: a signal handler may wait for the task too
@@ -64,6 +76,9 @@ class TransferTask:
                 self._error = outcome(self.plan, self._task.report, self._memories)
                 # Only now: what interrupts the checks must not leave a success behind.
                 self._concluded = True
+                on_outcome, self._on_outcome = self._on_outcome, None
+                if on_outcome is not None:
+                    on_outcome(self._error)
         if self._error is not None:
             # Without the frames, and what they hold, of those who were told before.
             raise self._error.with_traceback(None)

@@ -47,11 +47,18 @@ class Transfers:
         """Number of copying threads."""
         return self._pool.threads
 
-    def submit(self, plan: Plan, src: Memory, dst: Memory) -> TransferTask:
+    def submit(
+        self,
+        plan: Plan,
+        src: Memory,
+        dst: Memory,
+        on_outcome: Callable[[LLMException | None], None] | None = None,
+    ) -> TransferTask:
         """Start `plan` from `src` to `dst` and return at once (small transfers: done).
 
         Args:
             src, dst: TensorMemory, a `Cache` with addresses, or a sequence of arrays.
+            on_outcome: as for `TransferTask`; not called if this raises.
 
         Raises:
             TypeError: an argument of another type.
@@ -64,7 +71,7 @@ class Transfers:
             task = executor.submit(descriptors, keep=(plan, *memories))
         except NativeError as error:
             raise self._unusable(error) from error
-        return TransferTask(plan, task, memories)
+        return TransferTask(plan, task, memories, on_outcome)
 
     def execute(
         self, plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None

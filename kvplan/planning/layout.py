@@ -19,9 +19,6 @@ from kvplan.validation import check_index, check_type
 
 _T = TypeVar("_T")
 
-Described = CacheDesc | Cache | RemoteCache
-"""Whatever describes a cache to the planner; addresses, if it has any, are not looked at."""
-
 
 @dataclass(frozen=True)
 class Side:
@@ -46,6 +43,11 @@ class Side:
         return "block" if self.paged else "slot"
 
 
+Described = CacheDesc | Cache | RemoteCache | Side
+"""Whatever describes a cache to the planner; addresses, if it has any, are not looked at. A Side is
+for those who plan with one cache again and again."""
+
+
 def assembled(cls: type[_T], **fields: Any) -> _T:
     """Return a frozen dataclass made of all its fields, as they are.
 
@@ -61,9 +63,13 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
 
     Raises:
         TypeError: `cache` is not a description; names `argument`.
-        LLMException: LLM_PARAM_INVALID for a remote cache whose key says that it is of the other
-            kind: a paged cache read as slots would be copied in silence, and wrong.
+        LLMException: LLM_PARAM_INVALID for a side, or a remote cache whose key says so, of the
+            other kind: a paged cache read as slots would be copied in silence, and wrong.
     """
+    if isinstance(cache, Side):
+        if cache.paged is not paged:
+            raise invalid(f"{argument}={cache.name} has {cache.row}s; it cannot be read otherwise")
+        return cache
     if isinstance(cache, RemoteCache):
         desc, key, name = cache.cache_desc, cache.key, repr(cache.key)
         if isinstance(key, BlocksCacheKey) and not paged:

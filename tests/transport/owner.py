@@ -19,9 +19,11 @@ SCRIPT = Path(__file__).with_name("owner_process.py")
 class Owner:
     """A peer in a process of its own; `prefix` is a command that starts it (unshare, say)."""
 
+    script = SCRIPT
+
     def __init__(self, *, prefix: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(SCRIPT)],
+            [*prefix, sys.executable, str(self.script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -7,6 +7,7 @@ Between two lines no Python runs here: what peers do meanwhile, they do without 
 import json
 import sys
 import traceback
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,8 @@ def pattern(seed: int, nbytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def main() -> None:
-    names = {"transport": LocalTransport(), "np": np, "pattern": pattern}
+def serve(names: dict[str, Any]) -> None:
+    """Execute line after line, until there is none."""
     for line in sys.stdin:
         names["result"] = None
         try:
@@ -32,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve({"transport": LocalTransport(), "np": np, "pattern": pattern})

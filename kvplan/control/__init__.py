@@ -1,0 +1,1 @@
+"""The control protocol: typed messages, authentication, channels between engines."""

@@ -1,0 +1,307 @@
+"""An ordered conversation with one peer: requests with replies, notices, heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.connection import DISCONNECTED, Connection
+from kvplan.control.heartbeat import Heartbeat
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import (
+    MAX_TEXT,
+    Body,
+    Close,
+    Envelope,
+    Failed,
+    Ping,
+    Pong,
+    Refusal,
+    Undecodable,
+    WrongVersion,
+    decode,
+    encode,
+    encode_refusal,
+)
+from kvplan.status import LLMException, LLMStatusCode
+
+MAX_REQUESTS: Final = 32
+"""Requests of one peer that are served at a time; more are refused."""
+
+MAX_VISITOR_REQUESTS: Final = 4
+"""The same while the channel is bound to nothing."""
+
+MAX_UNDECODABLE: Final = 16
+"""Frames of one peer that are dropped before its conversation is ended."""
+
+_MEANINGLESS: Final = "too many frames that are no messages"
+
+_log = logging.getLogger("kvplan.control")
+
+
+class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
+    """The conversation is over; the text says why."""
+
+
+class Handler(Protocol):
+    """What an engine does with what its peers say; called on the loop's thread, in order.
+
+    A request is begun in its turn, and may go on while the next messages are delivered.
+    """
+
+    async def on_request(self, channel: Channel, body: Body) -> Body:
+        """Answer a request; an LLMException becomes a Failed reply."""
+
+    def on_notice(self, channel: Channel, body: Body) -> None:
+        """Take note of what needs no answer."""
+
+    def on_lost(self, channel: Channel, reason: str) -> None:
+        """The conversation has ended, and not by this end's `close`."""
+
+
+class Channel:
+    """One conversation; made by `connect` and `Server`, used on the loop's thread.
+
+    Attributes:
+        bound: what the engine ties to the channel. While it is None, the conversation is only
+            a visitor's: the server ends it when it is silent for long, or others need the room.
+        introduced: whether the handler has heard of this conversation, and so of its end.
+        connection: what carries the frames.
+        heard, sent: when the last message came and went, on the clock of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        key: ClusterKey | None,
+        handler: Handler,
+        *,
+        listening: bool,
+        peer: str = "",
+        forget: Callable[[Channel], None] | None = None,
+    ) -> None:
+        self.bound: Any | None = None
+        self.introduced = False
+        self._peer = peer
+        self._refusals = loop.refusals
+        self._forget = forget
+        self._owner = loop
+        self._loop = asyncio.get_running_loop()
+        self._handler = handler
+        loop.keep(self)  # before its connection, which it has to say farewell on
+        self.connection = Connection(
+            loop, key, listening=listening, on_frame=self._receive, on_end=self._break
+        )
+        self._reason: str | None = None
+        self._seq = 0
+        self._waiting: dict[int, asyncio.Future[Body]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
+        self._undecodable = 0
+        self.heard = self.sent = time.monotonic()
+        self._heartbeat: Heartbeat | None = None
+
+    @property
+    def peer(self) -> str:
+        """The address of the peer, for messages."""
+        return self._peer or self.connection.address
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request of the peer is being served."""
+        return bool(self._serving)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the conversation is over."""
+        return self._reason is not None
+
+    async def request(self, body: Body, timeout_s: float) -> Body:
+        """Send a request and return the reply.
+
+        Raises:
+            TimeoutError: there was none within `timeout_s`.
+            ChannelClosed: the conversation ended before.
+            LLMException: the peer refused or failed, with its status and reason;
+                LLM_PARAM_INVALID where `body` is too large.
+        """
+        self._check_open()
+        self._seq += 1
+        seq = self._seq
+        reply: asyncio.Future[Body] = self._loop.create_future()
+        self._waiting[seq] = reply
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(encode(body, seq=seq))
+                answer = await reply
+        finally:
+            del self._waiting[seq]
+        if isinstance(answer, Failed):
+            raise answer.exception()
+        return answer
+
+    async def notify(self, body: Body) -> None:
+        """Send a notice; waits while the peer does not take what it was sent before.
+
+        Raises:
+            ChannelClosed: the conversation has ended.
+            LLMException: LLM_PARAM_INVALID, `body` is too large.
+        """
+        self._check_open()
+        await self._send(encode(body))
+
+    def keep_alive(self, interval_s: float, timeout_s: float) -> None:
+        """Ping after `interval_s` without sending; end after `timeout_s` without hearing."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if not self.closed:
+            self._heartbeat = Heartbeat(self, interval_s, timeout_s)
+
+    def close(self, reason: str = "") -> None:
+        """End the conversation; the peer is told why, if it still listens. Idempotent."""
+        if not self.closed:
+            self.post(Close((reason or "closed by the peer")[:MAX_TEXT]))
+            self._end(reason or "closed by this end")
+
+    def drop(self, reason: str) -> None:
+        """End the conversation at once, with nothing left to be said or waited for."""
+        if not self.closed:
+            self._end(reason)
+            self.connection.abort(reason)
+
+    async def wait_closed(self) -> None:
+        """Wait until its connection is gone, after `close`."""
+        await self.connection.wait_closed()
+
+    async def _send(self, frame: bytes) -> None:
+        try:
+            async with self._sending:  # frames keep their order while the peer is slow
+                await self.connection.send(frame)
+        except ConnectionError:
+            self._check_open()
+            raise
+        self.sent = time.monotonic()
+
+    def post(self, body: Body, reply_to: int = 0) -> None:
+        """Send if the peer has room; what is about the conversation itself never waits."""
+        if self._sending.locked():
+            return
+        with contextlib.suppress(ConnectionError):
+            if self.connection.try_send(encode(body, reply_to=reply_to)):
+                self.sent = time.monotonic()
+
+    def _receive(self, frame: bytes) -> None:
+        if self.closed:
+            return
+        try:
+            envelope = decode(frame)
+        except Refusal as error:
+            self.lose(f"the peer refuses: {error}")
+            return
+        except WrongVersion as error:
+            self._refusals.note(self.peer, str(error))
+            with contextlib.suppress(ConnectionError):
+                self.connection.try_send(encode_refusal(str(error)))
+            self.lose(str(error))
+            return
+        except Undecodable as error:
+            self._drop(error)
+            return
+        self.heard = time.monotonic()
+        self.introduced = True
+        self._deliver(envelope)
+
+    def _deliver(self, envelope: Envelope) -> None:
+        match envelope:
+            case Envelope(seq=0, reply_to=0, body=Ping()):
+                self.post(Pong())
+            case Envelope(seq=0, reply_to=0, body=Pong()):
+                pass
+            case Envelope(seq=0, reply_to=0, body=Close(reason)):
+                self.lose(reason)
+            case Envelope(seq=0, reply_to=0, body=body):
+                # Tasks begin at the loop's next turn; notices wait for the same one.
+                self._loop.call_soon(self._notice, body)
+            case Envelope(seq=0, reply_to=reply_to, body=body):
+                reply = self._waiting.get(reply_to)
+                if reply is not None and not reply.done():
+                    reply.set_result(body)
+            case Envelope(seq=seq) if len(self._serving) >= self._max_requests:
+                self.post(Failed.of(_too_many(self._max_requests)), reply_to=seq)
+            case Envelope(seq=seq, body=body):
+                task = self._loop.create_task(self._serve(seq, body))
+                self._serving.add(task)
+                task.add_done_callback(self._serving.discard)
+
+    def _notice(self, body: Body) -> None:
+        if not self.closed:
+            self._handler.on_notice(self, body)
+
+    async def _serve(self, seq: int, body: Body) -> None:
+        if self.closed:
+            return
+        try:
+            answer = await self._handler.on_request(self, body)
+            frame = encode(answer, reply_to=seq)
+        except LLMException as error:
+            frame = encode(Failed.of(error), reply_to=seq)
+        except Exception:
+            _log.exception(
+                "event=request_failed peer=%s request=%s", self.peer, type(body).__name__
+            )
+            failure = LLMException("the peer failed to serve the request; its log says why")
+            frame = encode(Failed.of(failure), reply_to=seq)
+        with contextlib.suppress(ConnectionError):
+            await self._send(frame)
+
+    def _drop(self, error: Undecodable) -> None:
+        self._refusals.note(self.peer, str(error))
+        self._undecodable += 1
+        if self._undecodable > MAX_UNDECODABLE:
+            self.post(Close(_MEANINGLESS))
+            self.lose(_MEANINGLESS)
+
+    def _break(self, reason: str) -> None:
+        if not self.closed and not self.introduced and reason != DISCONNECTED:
+            self._refusals.note(self.peer, reason)
+        self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """The peer has ended the conversation, or is taken for dead: the handler is told."""
+        if not self.closed:
+            self._end(reason)
+            if self.introduced:
+                self._loop.call_soon(self._handler.on_lost, self, reason)
+
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(ChannelClosed(reason))
+        for task in self._serving:
+            task.cancel()
+        self.connection.close(reason)
+        self._owner.forget(self)
+        if self._forget is not None:
+            self._forget(self)
+
+    @property
+    def _max_requests(self) -> int:
+        return MAX_VISITOR_REQUESTS if self.bound is None else MAX_REQUESTS
+
+    def _check_open(self) -> None:
+        if self._reason is not None:
+            raise ChannelClosed(self._reason)
+
+
+def _too_many(limit: int) -> LLMException:
+    return LLMException(
+        f"more than {limit} requests at a time", status_code=LLMStatusCode.LLM_LINK_BUSY
+    )

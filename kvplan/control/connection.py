@@ -1,0 +1,273 @@
+"""One TCP or Unix connection, vetted, and the ZeroMQ socket that speaks on it.
+
+Bytes go  peer <-> stream <-> vetting <-> private Unix socket <-> ZeroMQ PAIR <-> frames.
+The stream is ours and not libzmq's, so that errors of the system are known by number, the end of
+the peer is noticed at once, nothing reconnects in silence, and hostile bytes are stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final, cast
+
+import zmq
+
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import CLOSING_S, ControlLoop
+from kvplan.control.messages import MAX_NBYTES
+from kvplan.control.stream import Stream
+from kvplan.control.vetting import SIGNATURE_NBYTES, Unacceptable, Vetting
+
+QUEUE_LENGTH: Final = 32
+"""Frames that wait in ZeroMQ, in each direction of a connection."""
+
+DISCONNECTED: Final = "the peer has disconnected"
+
+_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
+_NEVER_MS: Final = 86_400_000
+_LINGER_MS: Final = 200
+_MAX_DRAINED: Final = 4 * QUEUE_LENGTH
+
+
+class Connection:
+    """Frames to and from one peer, in order; made and used on the loop's thread.
+
+    Args:
+        key: encrypts the connection and admits its holders only; None leaves it open.
+        listening: whether the peer has connected to us, rather than we to it.
+        on_frame: is called with each frame.
+        on_end: is called once, with the reason, when the connection ends other than by `close`.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        key: ClusterKey | None,
+        *,
+        listening: bool,
+        on_frame: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._owner = loop
+        self._loop = asyncio.get_running_loop()
+        self._key = key
+        self._listening = listening
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._vetting = Vetting(encrypted=key is not None)
+        self._early = bytearray()  # what the peer sent before there was a socket to read it
+        self._opening: asyncio.Task[None] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._descriptor = -1
+        self._drain_planned = False
+        self._room = asyncio.Event()
+        self._reason = ""
+        self._ended = False
+        self._ready = asyncio.Event()
+        self._cutting: asyncio.TimerHandle | None = None
+        self._gone = asyncio.Event()
+        self.stream = Stream(self._from_peer, self._peer_ended)
+        self._inner = Stream(self._from_zmq, self._zmq_ended)
+        self.stream.other, self._inner.other = self._inner, self.stream
+        loop.keep(self)
+
+    @property
+    def address(self) -> str:
+        """Where the peer's end of the stream is; empty where the system gives it no name."""
+        if self.stream.transport is None:
+            return ""
+        name = self.stream.transport.get_extra_info("peername")
+        return str(Endpoint(name[0], name[1])) if isinstance(name, tuple) else ""
+
+    def open(self) -> None:
+        """Begin to speak; a listening connection does so by itself once the peer has."""
+        if self._opening is None:
+            self._opening = self._loop.create_task(self._open())
+
+    async def ready(self) -> None:
+        """Wait until the peer's handshake is complete.
+
+        Raises:
+            ConnectionError: the connection has ended, with the reason.
+        """
+        await self._ready.wait()
+        if self._ended:
+            raise ConnectionError(self._reason)
+
+    async def send(self, frame: bytes) -> None:
+        """Queue a frame; waits while the peer does not take what is queued.
+
+        Raises:
+            ConnectionError: the connection has ended, with the reason.
+        """
+        while not self.try_send(frame):
+            self._room.clear()
+            await self._room.wait()
+
+    def try_send(self, frame: bytes) -> bool:
+        """Queue a frame if there is room; returns whether there was.
+
+        Raises:
+            ConnectionError: the connection has ended, with the reason.
+        """
+        if self._ended or self._socket is None:
+            raise ConnectionError(self._reason or "the connection is not open")
+        try:
+            self._socket.send(frame, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        finally:
+            # The descriptor tells of each change once, and sending may have consumed that.
+            self._plan_drain()
+        return True
+
+    def drain(self) -> bool:
+        """Deliver what has arrived; returns whether that was all."""
+        for _ in range(_MAX_DRAINED):
+            if self._socket is None:
+                return True
+            try:
+                frame = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return True
+            self._on_frame(frame)
+        self._plan_drain()
+        return False
+
+    def abort(self, reason: str) -> None:
+        """End the connection at once; what is queued is lost."""
+        self.close(reason)
+        self._cut()
+
+    def close(self, reason: str = "closed by this end") -> None:
+        """End the connection; what is queued still leaves, if the peer takes it soon."""
+        if self._ended:
+            return
+        self._ended = True
+        self._reason = self._reason or reason
+        self._room.set()
+        self._ready.set()
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._socket is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close()  # its last frames arrive at the stream, then the end
+            self._socket = None
+        if self._inner.transport is None:
+            self.stream.close()
+        if self.stream.transport is None:
+            self._set_gone()
+        else:
+            self._cutting = self._loop.call_later(CLOSING_S, self._cut)
+
+    async def wait_closed(self) -> None:
+        """Wait until the stream is gone; `close` sees that this is soon."""
+        await self._gone.wait()
+
+    async def _open(self) -> None:
+        try:
+            with socket.socket(socket.AF_UNIX) as meeting:
+                meeting.setblocking(False)
+                meeting.bind(f"\0kvplan-control-{secrets.token_hex(16)}")
+                meeting.listen(1)
+                self._connect_socket(meeting.getsockname()[1:].decode())
+                near = await self._accept_ourselves(meeting)
+            await self._loop.create_unix_connection(lambda: self._inner, sock=near)
+        except OSError as error:  # ZMQError is one of them
+            self._fail(f"no socket: {os.strerror(error.errno or 0)}")
+            return
+        self._inner.write(bytes(self._early))
+        self._early.clear()
+
+    def _connect_socket(self, meeting: str) -> None:
+        pair = self._socket = self._owner.context.socket(zmq.PAIR)
+        pair.linger = _LINGER_MS
+        pair.maxmsgsize = MAX_NBYTES
+        pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
+        # Without any reconnecting, libzmq would drop what has arrived when the peer ends.
+        pair.reconnect_ivl = _NEVER_MS
+        if self._key is not None:
+            self._key.apply(pair, listening=self._listening)
+        pair.connect(f"ipc://@{meeting}")
+        self._descriptor = cast(int, pair.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._drain)
+
+    async def _accept_ourselves(self, meeting: socket.socket) -> socket.socket:
+        """Accept what this process connects; the system shows a private name to all."""
+        while True:
+            near, _ = await self._loop.sock_accept(meeting)
+            credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            if _UCRED.unpack(credentials)[0] == os.getpid():
+                return near
+            near.close()
+
+    def _plan_drain(self) -> None:
+        if not self._drain_planned:
+            self._drain_planned = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_planned = False
+        self._room.set()
+        self.drain()
+
+    def _from_peer(self, chunk: bytes) -> None:
+        if self._ended:
+            return
+        try:
+            self._vetting.check(chunk)
+        except Unacceptable as error:
+            self._fail(str(error))
+            self._cut()
+            return
+        if self._inner.transport is None:
+            self._early += chunk
+            if self._listening and len(self._early) >= SIGNATURE_NBYTES:
+                self.open()
+        else:
+            self._inner.write(chunk)
+        if self._vetting.complete:
+            self._ready.set()
+
+    def _from_zmq(self, chunk: bytes) -> None:
+        self.stream.write(chunk)
+
+    def _peer_ended(self, error: Exception | None) -> None:
+        number = getattr(error, "errno", None)
+        self._reason = self._reason or (
+            f"connection lost: {os.strerror(number)}" if number else DISCONNECTED
+        )
+        if self._ended:
+            self._inner.abort()
+            self._set_gone()
+        elif self._inner.transport is None:
+            self._fail(self._reason)
+        else:
+            self._inner.end()  # what arrived before the end is still read
+
+    def _zmq_ended(self, _error: Exception | None) -> None:
+        if not self._ended:
+            self.drain()
+            self._fail("the peer's handshake or encryption is not valid")
+        self.stream.close()
+
+    def _fail(self, reason: str) -> None:
+        if not self._ended:
+            self.close(reason)
+            self._on_end(self._reason)
+
+    def _cut(self) -> None:
+        self.stream.abort()
+        self._inner.abort()
+
+    def _set_gone(self) -> None:
+        if self._cutting is not None:
+            self._cutting.cancel()
+        self._gone.set()
+        self._owner.forget(self)

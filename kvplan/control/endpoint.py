@@ -1,0 +1,75 @@
+"""Where an engine listens: `host:port`, `[ipv6]:port` or `ipc:///path`."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Final
+
+from kvplan.status import invalid
+from kvplan.validation import check_type, shown
+
+IPC: Final = "ipc://"
+MAX_PATH: Final = 107  # bytes of a Unix socket's name
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address to listen on or to connect to; exactly one of `host` and `path` is not empty."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read an address as users write it.
+
+        Args:
+            text: "127.0.0.1:26000", "[::1]:26000", "name:0" (port 0: any free one),
+                or "ipc:///path".
+
+        Raises:
+            TypeError: `text` is not a str.
+            LLMException: LLM_PARAM_INVALID, it is none of these.
+        """
+        check_type("endpoint", text, str)
+        if text.startswith(IPC):
+            path = text.removeprefix(IPC)
+            if not path.startswith("/") or len(path.encode()) > MAX_PATH or "\0" in path:
+                raise invalid(
+                    f"endpoint={shown(text)}: the path must be absolute and have at most "
+                    f"{MAX_PATH} bytes"
+                )
+            return cls(path=path)
+        host, colon, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        if bracketed:
+            host = host[1:-1]
+        if not colon or not host or bracketed is not (":" in host) or not _is_name(host):
+            raise invalid(
+                f"endpoint={shown(text)} must be 'host:port', '[ipv6]:port' or 'ipc:///path'"
+            )
+        # isdecimal alone would take digits of every script.
+        if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16):
+            raise invalid(f"endpoint={shown(text)}: port {shown(port)} is out of range [0, 65535]")
+        return cls(host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this host can reach it."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False  # a name may resolve to anything
+
+    def __str__(self) -> str:
+        if self.path:
+            return IPC + self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _is_name(host: str) -> bool:
+    return host.isprintable() and not any(char.isspace() or char in "[]/" for char in host)

@@ -1,0 +1,313 @@
+"""What engines say to each other: one typed, bounded message in one frame.
+
+A frame is one byte, the protocol version, and a msgpack array (seq, reply_to, body). Everything in
+a frame is checked while it is decoded; what is not as described here is refused as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import DataType, LlmRole, Placement
+
+PROTOCOL_VERSION: Final = 1
+MAX_NBYTES: Final = 1 << 20
+"""Bytes of the largest frame."""
+
+REFUSAL_VERSION: Final = 0
+"""The version of a frame that only says, in UTF-8, why its sender ends the conversation.
+
+It is the same in every version of the protocol, so that versions can refuse each other in words.
+"""
+
+MAX_TEXT: Final = 4096
+
+Natural = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 2**64 - 1
+Uint31 = Annotated[int, Meta(ge=0, lt=2**31)]
+Uint32 = Annotated[int, Meta(ge=0, lt=2**32)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Metadata = Annotated[bytes, Meta(max_length=MAX_NBYTES)]
+CacheId = Annotated[int, Meta(ge=1)]
+ClaimId = Annotated[int, Meta(ge=0)]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """What all messages and their parts have in common."""
+
+
+class _Body(_Message, frozen=True, tag=True):
+    """A message that says by its tag which one it is."""
+
+
+class Offer(_Message, frozen=True):
+    """A transport that the sender has, and what a peer needs to reach its memory by it."""
+
+    transport: Name
+    metadata: Metadata
+
+
+class Hello(_Body, frozen=True):
+    """Request: link with me. `comm` names a communicator; it is empty for link_clusters."""
+
+    cluster_id: Natural
+    to_cluster_id: Natural
+    instance: Token
+    role: LlmRole
+    comm: Name
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=16)]
+    timeout_ms: Uint31
+    heartbeat_ms: Uint31
+
+
+class Welcome(_Body, frozen=True):
+    """Reply to Hello: reach me by this transport, then confirm with this challenge."""
+
+    cluster_id: Natural
+    instance: Token
+    role: LlmRole
+    challenge: Token
+    transport: Name
+    metadata: Metadata
+
+
+class Confirm(_Body, frozen=True):
+    """Request: I have reached you (`error` is empty), or I could not, and this is why."""
+
+    challenge: Token
+    error: Text
+
+
+class Linked(_Body, frozen=True):
+    """Reply to Confirm: I have reached you too."""
+
+
+class Unlink(_Body, frozen=True):
+    """Request: end the link once your transfers have ended, within `timeout_ms`."""
+
+    timeout_ms: Uint31
+
+
+class Unlinked(_Body, frozen=True):
+    """Reply to Unlink: this end is torn down."""
+
+
+class Abandon(_Body, frozen=True):
+    """Notice: there is no link any more, and this is why."""
+
+    reason: Text
+
+
+class TableEntry(_Message, frozen=True):
+    """A cache that a peer may reach; `metadata` is the link's transport's, for its memory."""
+
+    cache_id: CacheId
+    num_tensors: Annotated[int, Meta(ge=1, lt=2**32)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1, max_length=32)]
+    data_type: DataType
+    placement: Placement
+    batch_dim_index: Annotated[int, Meta(ge=0, lt=32)]
+    seq_len_dim_index: Annotated[int, Meta(ge=-1, lt=32)]
+    kv_tensor_format: Name | None
+    paged: bool
+    model_id_of_blocks_key: Natural | None
+    addresses: Annotated[tuple[Natural, ...], Meta(max_length=65536)]
+    metadata: Metadata
+    writable: bool
+
+
+class Table(_Body, frozen=True):
+    """Notice: caches that came and went; `first` replaces all that the peer knew."""
+
+    version: Natural
+    first: bool
+    entries: Annotated[tuple[TableEntry, ...], Meta(max_length=4096)]
+    removed: Annotated[tuple[CacheId, ...], Meta(max_length=65536)]
+
+
+class Sync(_Body, frozen=True):
+    """Request: send me what I have not yet been told of your table."""
+
+
+class Synced(_Body, frozen=True):
+    """Reply to Sync: every Table up to this version was sent before this message."""
+
+    version: Natural
+
+
+class Find(_Body, frozen=True):
+    """Request: which slot has this key? The cluster is the one that is asked."""
+
+    req_id: Natural
+    prefix_id: Natural
+    model_id: Natural
+
+
+class Claim(_Body, frozen=True):
+    """Request: reserve the slot with this key for me, until Release or the end of the link."""
+
+    req_id: Natural
+    prefix_id: Natural
+    model_id: Natural
+
+
+class Found(_Body, frozen=True):
+    """Reply to Find (claim_id 0) and Claim: the slot, and its cache."""
+
+    claim_id: ClaimId
+    batch_index: Uint32
+    entry: TableEntry
+
+
+class Release(_Body, frozen=True):
+    """Request: the claim ends; tensors [start, stop) have arrived (None: none did)."""
+
+    claim_id: ClaimId
+    tensors: tuple[Uint32, Uint32] | None
+
+
+class Released(_Body, frozen=True):
+    """Reply to Release."""
+
+
+class Failed(_Body, frozen=True):
+    """Reply to any request: it was refused or failed."""
+
+    status: Annotated[int, Meta(ge=-1, lt=2**32)]
+    reason: Text
+
+    @classmethod
+    def of(cls, error: LLMException) -> Failed:
+        """What a peer is told about `error`; a long message is cut."""
+        return cls(int(error.status_code), str(error.args[0])[:MAX_TEXT])
+
+    def exception(self) -> LLMException:
+        """The peer's failure as an error of ours; an unknown status becomes LLM_FAILED."""
+        try:
+            status = LLMStatusCode(self.status)
+        except ValueError:
+            status = LLMStatusCode.LLM_FAILED
+        # A peer that fails with success would be believed by nobody.
+        if status is LLMStatusCode.LLM_SUCCESS:
+            status = LLMStatusCode.LLM_FAILED
+        return LLMException(self.reason, status_code=status)
+
+
+class Ping(_Body, frozen=True):
+    """Notice: are you there? Channels answer it themselves."""
+
+
+class Pong(_Body, frozen=True):
+    """Notice: I am."""
+
+
+class Close(_Body, frozen=True):
+    """Notice: this conversation ends here."""
+
+    reason: Text
+
+
+Body: TypeAlias = (
+    Hello
+    | Welcome
+    | Confirm
+    | Linked
+    | Unlink
+    | Unlinked
+    | Abandon
+    | Table
+    | Sync
+    | Synced
+    | Find
+    | Claim
+    | Found
+    | Release
+    | Released
+    | Failed
+    | Ping
+    | Pong
+    | Close
+)
+
+
+class Envelope(_Message, frozen=True, array_like=True):
+    """A body, and what it belongs to.
+
+    A request has a `seq` of its own and `reply_to` 0, its reply the reverse; a notice has neither.
+    """
+
+    seq: Natural
+    reply_to: Natural
+    body: Body
+
+
+class Undecodable(ValueError):  # noqa: N818 - what it says of a frame
+    """A frame that is no message of this protocol."""
+
+
+class WrongVersion(Undecodable):
+    """A frame of another version of the protocol."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"the peer speaks version {version} of the control protocol; "
+            f"this end speaks version {PROTOCOL_VERSION}"
+        )
+
+
+class Refusal(Undecodable):
+    """The peer's own words for why it ends the conversation."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(body: Body, *, seq: int = 0, reply_to: int = 0) -> bytes:
+    """Write a message as one frame.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, it would be larger than MAX_NBYTES.
+    """
+    frame = bytearray((PROTOCOL_VERSION,))
+    _encoder.encode_into(Envelope(seq, reply_to, body), frame, 1)
+    if len(frame) > MAX_NBYTES:
+        raise invalid(
+            f"control message {type(body).__name__} has {len(frame)} bytes; "
+            f"at most {MAX_NBYTES} are allowed"
+        )
+    return bytes(frame)
+
+
+def encode_refusal(reason: str) -> bytes:
+    """Write a frame that every version understands: the conversation ends, and why."""
+    return bytes((REFUSAL_VERSION,)) + reason[:MAX_TEXT].encode()
+
+
+def decode(frame: bytes | memoryview) -> Envelope:
+    """Check and read one frame.
+
+    Raises:
+        WrongVersion: of another version.
+        Refusal: the peer ends the conversation.
+        Undecodable: anything else that is not exactly one message.
+    """
+    if not 1 < len(frame) <= MAX_NBYTES:
+        raise Undecodable(f"a frame of {len(frame)} bytes; allowed are [2, {MAX_NBYTES}]")
+    if frame[0] == REFUSAL_VERSION:
+        text = bytes(frame[1 : 1 + MAX_TEXT]).decode(errors="replace")
+        raise Refusal("".join(char if char.isprintable() else "?" for char in text))
+    if frame[0] != PROTOCOL_VERSION:
+        raise WrongVersion(frame[0])
+    try:
+        envelope = _decoder.decode(memoryview(frame)[1:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Undecodable(str(error)) from None
+    if envelope.seq and envelope.reply_to:
+        raise Undecodable("a message cannot be a request and a reply")
+    return envelope

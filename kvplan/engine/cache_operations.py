@@ -1,0 +1,207 @@
+"""The caches of this process: registered, allocated, looked at, and given back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.running import Running
+from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
+from kvplan.validation import check_type
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """A cache as it was when asked for.
+
+    Attributes:
+        cache_id: rises by one with every attempt to make one.
+        cache_desc: its description.
+        paged: whether its rows are blocks.
+        nbytes: of all tensors.
+        allocated: by the engine; otherwise registered.
+        remote_accessible: whether peers may reach it.
+        age_s: seconds since it was made.
+    """
+
+    cache_id: int
+    cache_desc: CacheDesc
+    paged: bool
+    nbytes: int
+    allocated: bool
+    remote_accessible: bool
+    age_s: float
+
+
+class CacheOperations(Running):
+    """Caches and their keys. Each method may raise, besides what it says itself, the following.
+
+    Raises:
+        LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+    """
+
+    def register_cache(
+        self,
+        cache_desc: CacheDesc,
+        tensors: Sequence[Any],
+        cache_keys: Sequence[CacheKey] = (),
+        *,
+        remote_accessible: bool = True,
+    ) -> Cache:
+        """Make a contiguous cache of memory that the caller has.
+
+        Args:
+            cache_desc: its description; shape[batch_dim_index] counts slots.
+            tensors: for each an address, whose memory the caller keeps until it is unregistered; or
+                for each an array (NumPy, DLPack, buffer protocol), which is held until then.
+            cache_keys: key i names slot i; they are never consumed.
+            remote_accessible: whether peers may reach it.
+
+        Raises:
+            TypeError, ValueError: an argument of another type, an address outside uint64.
+            LLMException: LLM_PARAM_INVALID: tensors that do not fit the description, more than
+                max_tensors, memory that is not mapped, or a key that is taken.
+        """
+        return self._register(cache_desc, tensors, cache_keys, False, remote_accessible)
+
+    def register_blocks_cache(
+        self,
+        cache_desc: CacheDesc,
+        tensors: Sequence[Any],
+        blocks_cache_key: BlocksCacheKey | None = None,
+        *,
+        remote_accessible: bool = True,
+    ) -> Cache:
+        """Make a paged cache of memory that the caller has.
+
+        Arguments and errors as for `register_cache`; shape[batch_dim_index] counts blocks, and
+        `blocks_cache_key` names the whole cache.
+        """
+        return self._register(
+            cache_desc, tensors, _blocks_keys(blocks_cache_key), True, remote_accessible
+        )
+
+    def unregister_cache(self, cache_id: int) -> None:
+        """End a registered cache and its keys; an unknown id is fine.
+
+        On return no peer reports a success for it any more.
+
+        Raises:
+            TypeError, ValueError: cache_id is no int64.
+            LLMException: LLM_PARAM_INVALID: it was allocated.
+        """
+        with self._recorded("unregister_cache", cache=cache_id) as engine:
+            engine.registry.unregister(cache_id)
+
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Cache:
+        """Make a contiguous cache in memory of the engine, which peers reach best.
+
+        Args:
+            cache_desc: its description; its placement's pool is used, if one is configured.
+            cache_keys: key i names slot i. A request's key is consumed by the pull that has brought
+                the last of its tensors. A key of neither request nor prefix skips a slot.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: more keys than slots, or one that is
+                taken.
+        """
+        return self._allocate(cache_desc, cache_keys, False)
+
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
+    ) -> Cache:
+        """Make a paged cache in memory of the engine, which peers reach best.
+
+        Arguments and errors as for `allocate_cache`; shape[batch_dim_index] counts blocks, and
+        `blocks_cache_key` names the whole cache.
+        """
+        return self._allocate(cache_desc, _blocks_keys(blocks_cache_key), True)
+
+    def deallocate_cache(self, cache: Cache) -> None:
+        """Free an allocated cache: a paged one now, a contiguous one when its keys are gone.
+
+        Until then it can be pulled by key, and no longer by id. Its memory stays as long as an
+        array or a transfer of this process uses it. A second time, and an unknown id, are fine.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_PARAM_INVALID: it was registered.
+        """
+        check_type("cache", cache, Cache)
+        with self._recorded("deallocate_cache", cache=cache.cache_id) as engine:
+            engine.registry.deallocate(cache.cache_id)
+
+    def remove_cache_key(self, key: CacheKey) -> None:
+        """Forget a key of an allocated cache; an unknown one is fine, registered ones stay.
+
+        Raises:
+            TypeError: no CacheKey.
+        """
+        with self._recorded("remove_cache_key") as engine:
+            engine.registry.remove_key(key)
+
+    def arrays(self, cache: Cache) -> list[NDArray[Any]]:
+        """Return a NumPy view of each tensor, of the cache's shape; nothing is copied.
+
+        An allocated cache's memory lives as long as they do. Types that NumPy lacks (bfloat16,
+        float8) come as unsigned integers of the same width.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
+        """
+        entry = self._running().registry.resolve(cache)
+        return tensor_arrays(entry.cache.cache_desc, entry.memory)
+
+    def caches(self) -> list[CacheStatus]:
+        """Return every cache that has an id, in the order of ids."""
+        now = time.time()
+        return [
+            CacheStatus(
+                cache_id=it.cache.cache_id,
+                cache_desc=it.cache.cache_desc,
+                paged=bool(it.paged),
+                nbytes=it.cache.cache_desc.nbytes,
+                allocated=it.owned,
+                remote_accessible=it.remote_accessible,
+                age_s=max(0.0, now - it.created),
+            )
+            for it in self._running().registry.entries()
+        ]
+
+    def _register(
+        self,
+        desc: CacheDesc,
+        tensors: Sequence[Any],
+        keys: Sequence[CacheKey | BlocksCacheKey],
+        paged: bool,
+        remote_accessible: bool,
+    ) -> Cache:
+        operation = "register_blocks_cache" if paged else "register_cache"
+        check_type("cache_desc", desc, CacheDesc)
+        with self._recorded(operation, bytes=desc.nbytes) as engine:
+            return engine.registry.register(
+                desc, tensors, paged=paged, keys=keys, remote_accessible=remote_accessible
+            ).cache
+
+    def _allocate(
+        self, desc: CacheDesc, keys: Sequence[CacheKey | BlocksCacheKey], paged: bool
+    ) -> Cache:
+        operation = "allocate_blocks_cache" if paged else "allocate_cache"
+        check_type("cache_desc", desc, CacheDesc)
+        with self._recorded(operation, bytes=desc.nbytes) as engine:
+            return engine.registry.allocate(desc, paged=paged, keys=keys).cache
+
+
+def _blocks_keys(key: BlocksCacheKey | None) -> tuple[BlocksCacheKey, ...]:
+    if key is None:
+        return ()
+    return (check_type("blocks_cache_key", key, BlocksCacheKey),)

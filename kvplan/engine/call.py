@@ -1,0 +1,183 @@
+"""One call of an operation, from its arguments to its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, NoReturn
+
+from kvplan.engine.engine import PlanEvent
+from kvplan.engine.log import level_of, log_operation, logger, status_of
+from kvplan.planning.layout import Side, side
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine, PlanHook
+    from kvplan.engine.links import PeerClaim, PeerLink
+    from kvplan.execution import TensorMemory
+    from kvplan.planning import Plan
+    from kvplan.types import AnyCacheKey, Cache
+
+
+class Call:
+    """What a call has found, and what it holds until its outcome.
+
+    Args:
+        moves: False for a call that only plans: it holds nothing, and is not counted.
+
+    Attributes:
+        plan: what is executed; set when it is known.
+        link: to the peer that takes part; None inside one process.
+    """
+
+    __slots__ = (
+        "_cache_id",
+        "_claim",
+        "_engine",
+        "_moves",
+        "_operation",
+        "_started",
+        "link",
+        "plan",
+    )
+
+    def __init__(self, engine: Engine, operation: str, *, moves: bool) -> None:
+        self._engine = engine
+        self._operation = operation
+        self._moves = moves
+        self._cache_id = -1
+        self.link: PeerLink | None = None
+        self._claim: PeerClaim | None = None
+        self.plan: Plan | None = None
+        self._started = perf_counter()
+        if moves:
+            engine.enter(self)
+
+    def own(self, argument: str, cache: Cache, *, paged: bool) -> tuple[Side, TensorMemory]:
+        """Return the cache of this process that an argument names, to plan with and to transfer.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: it is contiguous
+                where a paged one is needed, or the other way round.
+        """
+        entry = self._engine.registry.resolve(cache)
+        if self._cache_id < 0:
+            self._cache_id = entry.cache.cache_id
+        found = entry.side
+        if found is None:  # addresses alone do not say which kind they are
+            return side(argument, entry.cache, paged=paged), entry.memory
+        if found.paged is not paged:
+            _refuse_kind(argument, found.name, paged)
+        return found, entry.memory
+
+    def peer(
+        self,
+        argument: str,
+        key: AnyCacheKey,
+        kinds: tuple[type[AnyCacheKey], ...],
+        *,
+        paged: bool,
+        writable: bool,
+    ) -> tuple[Side, int, TensorMemory]:
+        """Return the cache and the slot of a peer that an argument names; by CacheKey: claimed.
+
+        Args:
+            kinds: of key that the operation takes.
+
+        Raises:
+            TypeError: another kind of key.
+            LLMException: LLM_PARAM_INVALID: this engine's own cluster, a key of both or neither
+                request and prefix, a slot of a paged cache, or a cache that is not `paged` as
+                needed; LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST,
+                LLM_REPEAT_REQUEST.
+        """
+        if not isinstance(key, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{argument}={shown(key)} must be {names}, not {type(key).__name__}")
+        engine = self._engine
+        if key.cluster_id == engine.cluster_id:
+            raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
+        link = engine.links.get(key.cluster_id)
+        if self._moves:
+            link.begin()
+            self.link = link
+        slot = 0
+        if isinstance(key, CacheKeyByIdAndIndex):
+            found, slot = link.cache(key), key.batch_index
+        elif isinstance(key, BlocksCacheKey):
+            found = link.cache(key)
+        else:
+            _check_names_one(argument, key)
+            if self._moves:
+                self._claim = claim = link.claim(key)
+                found, slot = claim.cache, claim.batch_index
+            else:
+                found, slot = link.find(key)
+        theirs = found.side
+        if theirs.paged is not paged:
+            _refuse_kind(argument, str(key), paged)
+        if slot >= (1 if paged else theirs.count):
+            _refuse_slot(argument, key, theirs)
+        return theirs, slot, link.memory(found, writable=writable)
+
+    def show(self, hooks: Mapping[object, PlanHook]) -> None:
+        """Let the hooks see the plan that is about to be executed."""
+        assert self.plan is not None
+        event = PlanEvent(self.plan, self._operation, self._cache_id, self._cluster_id)
+        for hook in tuple(hooks.values()):
+            hook(event)
+
+    def end(self, error: BaseException | None) -> None:
+        """Give back what the call holds, and record how it went. Once, whatever it came to."""
+        seconds = perf_counter() - self._started
+        engine, plan, link = self._engine, self.plan, self.link
+        moved = plan if error is None else None  # every byte of it has arrived
+        nbytes = 0 if moved is None else moved.nbytes
+        try:
+            # First: the link stays until its peer knows whether the key is consumed.
+            if self._claim is not None:
+                self._claim.release(None if moved is None else moved.src_tensors)
+        finally:
+            if link is not None:
+                pulls = self._operation.startswith("pull")
+                link.end(nbytes if pulls else 0, 0 if pulls else nbytes, error)
+            engine.metrics.record(self._operation, status_of(error), nbytes, seconds)
+            engine.leave(self)
+        if logger.isEnabledFor(level_of(error)):
+            log_operation(
+                self._operation,
+                seconds,
+                error,
+                cluster=engine.cluster_id,
+                peer=self._cluster_id,
+                cache=self._cache_id,
+                kind=plan and plan.kind,
+                descriptors=plan and plan.num_descriptors,
+                bytes=nbytes,
+            )
+
+    @property
+    def _cluster_id(self) -> int | None:
+        return None if self.link is None else self.link.cluster_id
+
+
+def _refuse_kind(argument: str, name: str, paged: bool) -> NoReturn:
+    found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
+    raise invalid(f"{argument}={name} is a {found} cache; a {needed} one is needed")
+
+
+def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
+    if found.paged:
+        raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
+    raise LLMException(
+        f"{argument}={key} is out of range: that cache has {found.count} slots",
+        status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    )
+
+
+def _check_names_one(argument: str, key: CacheKey) -> None:
+    if (key.req_id == NO_ID) is (key.prefix_id == NO_ID):
+        raise invalid(f"{argument}={key} must name either a request (req_id) or a prefix")

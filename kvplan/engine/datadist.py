@@ -1,0 +1,302 @@
+"""The engine as its users see it: one object for a cluster, linked with others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from threading import RLock
+from time import perf_counter
+from typing import TYPE_CHECKING, Self
+
+from kvplan.engine.cache_operations import CacheOperations
+from kvplan.engine.engine import Engine, PlanHook, finalized
+from kvplan.engine.local_operations import LocalOperations
+from kvplan.engine.log import log_operation
+from kvplan.engine.metrics import EngineMetrics, Metrics
+from kvplan.engine.options import Options
+from kvplan.engine.release import release, released_with
+from kvplan.engine.remote_operations import RemoteOperations
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import LlmRole
+from kvplan.validation import UINT64_MAX, check_type, check_width
+
+if TYPE_CHECKING:
+    from kvplan.engine.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
+    from kvplan.execution import Transfers
+
+
+class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
+    """Caches of this process, links to other clusters, and transfers between all of them.
+
+    Any number of engines can live in a process; all methods may be called from several threads. It
+    belongs to the process that initialized it: in a forked child its calls raise LLM_FAILED. As a
+    context manager it finalizes itself.
+
+    Args:
+        cluster_id: of this engine; unique among all that are linked.
+        role: a label; it has no influence on transfers.
+        transfers: what copies; None: what this process shares.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: cluster_id is no uint64.
+    """
+
+    def __init__(
+        self, cluster_id: int, role: LlmRole, *, transfers: Transfers | None = None
+    ) -> None:
+        self._cluster_id = check_width("cluster_id", cluster_id, 0, UINT64_MAX)
+        self._role = check_type("role", role, LlmRole)
+        self._transfers = transfers
+        self._metrics = Metrics()
+        self._hooks = {}
+        self._engine: Engine | None = None
+        self._was_finalized = False
+        self._mutex = RLock()  # of initialize, finalize and set_role
+
+    @property
+    def cluster_id(self) -> int:
+        """As given."""
+        return self._cluster_id
+
+    @property
+    def role(self) -> LlmRole:
+        """As given, or as last set."""
+        return self._role
+
+    @property
+    def initialized(self) -> bool:
+        """Whether calls are taken."""
+        return self._engine is not None
+
+    @property
+    def listen_address(self) -> str | None:
+        """Where others link to ("127.0.0.1:43121", with the real port); None for a client."""
+        return None if self._engine is None else self._engine.listen_address
+
+    def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
+        """Begin to take calls, and to listen if the options say where; a second time: nothing.
+
+        Args:
+            options: typed, or the reference's keys with text values; None: defaults.
+
+        Raises:
+            TypeError: options of another type.
+            ValueError, LLMException: an option that cannot be (LLM_PARAM_INVALID), or what could
+                not be had, such as the port to listen at. Nothing is left behind then.
+        """
+        options = Options.of(options)
+        with self._mutex:
+            if self._engine is not None:
+                self._running()
+                return
+            started = perf_counter()
+            engine = Engine(self._cluster_id, self._role, options, self._transfers, self._metrics)
+            released_with(self, engine)
+            self._engine = engine
+            log_operation(
+                "initialize",
+                perf_counter() - started,
+                cluster=self._cluster_id,
+                role=self._role.name,
+                listen=engine.listen_address,
+            )
+
+    def finalize(self) -> None:
+        """End transfers and links, release all memory, take no more calls; idempotent.
+
+        Transfers in flight are waited for, up to SyncKvCacheWaitTime, then stopped. Peers are told,
+        as far as they still hear. In a forked child nothing happens.
+        """
+        with self._mutex:
+            engine = self._engine
+            if engine is None or engine.inherited:
+                return
+            started = perf_counter()
+            self._engine, self._was_finalized = None, True
+            release(engine)
+            log_operation(
+                "finalize",
+                perf_counter() - started,
+                cluster=self._cluster_id,
+            )
+
+    def set_role(self, role: LlmRole, options: Options | Mapping[str, str] | None = None) -> None:
+        """Change the role, and where this engine listens; only while nobody is linked.
+
+        Args:
+            role: the new one, or the same.
+            options: with ListenIpInfo: listen there from now on; without: no longer.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: another option; LLM_FAILED:
+                the address cannot be had, and nobody listens now.
+        """
+        check_type("role", role, LlmRole)
+        given = Options.of(options)
+        if replace(given, listen_ip_info="") != Options():
+            raise invalid(f"options={options} of set_role may hold ListenIpInfo only")
+        with self._mutex, self._recorded("set_role", role=role.name) as engine:
+            if live := engine.links.live():
+                raise LLMException(
+                    f"cluster {self._cluster_id} has {live} links; unlink before the role changes",
+                    status_code=LLMStatusCode.LLM_EXIST_LINK,
+                )
+            engine.listen(given.listen_ip_info)
+            engine.role = self._role = role
+
+    def link_clusters(self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000) -> LinkResults:
+        """Link with clusters that listen, all at once.
+
+        Args:
+            clusters: whom, and where.
+            timeout_ms: milliseconds that it may take, > 0.
+
+        Returns:
+            One result for each: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_LINK_FAILED with its reasons...
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID: no cluster, or one that cannot be linked.
+        """
+        started = perf_counter()
+        results = self._running().links.link(clusters, timeout_ms)
+        return self._reported("link_clusters", results, perf_counter() - started)
+
+    def unlink_clusters(
+        self,
+        clusters: Sequence[ClusterInfo | int],
+        timeout_ms: int = 1000,
+        force: bool = False,
+    ) -> LinkResults:
+        """End links, at both ends; transfers in flight are waited for.
+
+        Args:
+            clusters: whom; cluster ids will do.
+            timeout_ms: milliseconds that it may take, > 0.
+            force: end it here at once, whatever is in flight, and only tell the peer.
+
+        Returns:
+            One result for each: LLM_SUCCESS, LLM_NOT_YET_LINK, LLM_LINK_BUSY (still linked),
+            LLM_UNLINK_FAILED (ended here, and the peer has not confirmed)...
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID: no cluster.
+        """
+        started = perf_counter()
+        results = self._running().links.unlink(clusters, timeout_ms, force=force)
+        return self._reported("unlink_clusters", results, perf_counter() - started)
+
+    def link(
+        self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
+    ) -> int:
+        """Begin to link with all clusters that call this with the same name; nobody need listen.
+
+        Args:
+            comm_name: of the communicator, 1 to 127 characters.
+            cluster_rank_info: cluster id -> rank, of 2 to 4 clusters with this one.
+            rank_table: JSON of the reference; where the ranks run. Empty: all on this host.
+
+        Returns:
+            The id to ask `query_register_mem_status` with: it goes on in the background.
+
+        Raises:
+            TypeError, ValueError: an argument of another type or width.
+            LLMException: LLM_PARAM_INVALID.
+        """
+        with self._recorded("link", comm=comm_name) as engine:
+            return engine.links.comm_link(comm_name, cluster_rank_info, rank_table)
+
+    def unlink(self, comm_id: int) -> None:
+        """End what `link` has begun.
+
+        Raises:
+            TypeError, ValueError: comm_id is no uint64.
+            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
+        """
+        with self._recorded("unlink", comm=comm_id) as engine:
+            engine.links.comm_unlink(comm_id)
+
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """Return how far `link` is: PREPARING, OK or FAILED.
+
+        Raises:
+            TypeError, ValueError: comm_id is no uint64.
+            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
+        """
+        return self._running().links.comm_status(comm_id)
+
+    def links(self) -> list[LinkStatus]:
+        """Return every link: its state and age, what went over it, and its last error."""
+        return self._running().links.status()
+
+    def on_plan(self, hook: PlanHook) -> Callable[[], None]:
+        """Call `hook` with a PlanEvent before each plan is executed; what it raises stops that.
+
+        Returns:
+            A function that removes the hook.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook={hook!r} must be callable with a PlanEvent")
+        token = object()
+        self._hooks[token] = hook
+        hooks = self._hooks  # not self: whoever keeps the function keeps no engine
+
+        def remove() -> None:
+            hooks.pop(token, None)
+
+        return remove
+
+    def metrics(self) -> EngineMetrics:
+        """Return the counters, as plain values by name.
+
+        "operations" (calls by status, bytes, seconds) goes on over `finalize` and `initialize`;
+        "in_flight" (transfers), "links" (by state) and "cache_bytes" (by placement) are of now.
+
+        Raises:
+            LLMException: LLM_FAILED: in a forked child.
+        """
+        engine = self._engine
+        cache_bytes: Counter[str] = Counter()
+        links: Counter[str] = Counter()
+        if engine is not None:
+            engine.check_process()
+            links.update(it.state.name for it in engine.links.status())
+            for it in engine.registry.entries():
+                cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
+        return {
+            "cluster_id": self._cluster_id,
+            "in_flight": 0 if engine is None else engine.in_flight,
+            "links": dict(links),
+            "cache_bytes": dict(cache_bytes),
+            "operations": self._metrics.snapshot(),
+        }
+
+    def _running(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            if self._was_finalized:
+                raise finalized()
+            raise LLMException(f"cluster {self._cluster_id} is not initialized")
+        engine.check_process()
+        return engine
+
+    def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
+        for it in results:
+            self._metrics.record(operation, it.status, 0, seconds)
+            fields = {"cluster": self._cluster_id, "peer": it.cluster_id}
+            log_operation(operation, seconds, it.error, **fields)
+        return results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.finalize()
+
+    def __repr__(self) -> str:
+        state = "initialized" if self.initialized else "not initialized"
+        return f"<LlmDataDist of cluster {self._cluster_id}, {self._role.name}: {state}>"

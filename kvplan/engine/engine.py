@@ -1,0 +1,180 @@
+"""What lives between `initialize` and `finalize`, made and released as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import Condition, RLock
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvplan.control.endpoint import Endpoint
+from kvplan.engine.links import Links
+from kvplan.engine.outcomes import Outcomes
+from kvplan.engine.registry import CacheRegistry
+from kvplan.execution import default_transfers
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.choice import TransportOptions, make_transports
+
+if TYPE_CHECKING:
+    from kvplan.engine.metrics import Metrics
+    from kvplan.engine.options import Options
+    from kvplan.execution import Transfers
+    from kvplan.planning import Plan
+    from kvplan.types import LlmRole
+
+_STOPPED_S = 1.0  # by then a transfer that was told to stop has stopped
+
+
+class PlanEvent(NamedTuple):
+    """A plan that is about to be executed.
+
+    Attributes:
+        plan: the plan.
+        operation: the call, such as "pull_cache".
+        cache_id: of the cache of this process that takes part; the source, where both do.
+        cluster_id: of the peer; None inside one process.
+    """
+
+    plan: Plan
+    operation: str
+    cache_id: int
+    cluster_id: int | None
+
+
+PlanHook = Callable[[PlanEvent], object]
+
+
+class Engine:
+    """Transports, caches, links and the transfers in flight of one engine.
+
+    Raises:
+        LLMException: what could not be had; everything else is released again.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        role: LlmRole,
+        options: Options,
+        transfers: Transfers | None,
+        metrics: Metrics,
+    ) -> None:
+        self._pid = os.getpid()
+        self.cluster_id = cluster_id
+        self.role = role
+        self.options = options
+        self.transfers = transfers or default_transfers()
+        self.metrics = metrics
+        self.wait_ms: float = options.sync_kv_cache_wait_time
+        self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
+        self.listen_address: str | None = None
+        self._listen_at = ""
+        # Transferring calls, from before they look at a cache until their outcome. No lock: a call
+        # is put in before it asks whether the engine closes, and `close` says so before it looks.
+        self._calls: dict[object, None] = {}
+        self._closing = False
+        self._changed = Condition(RLock())
+        with ExitStack() as held:
+            reach = TransportOptions(permit_any_peer=options.permit_any_peer)
+            transports = make_transports(options.transport, reach)
+            for transport in transports:
+                held.callback(transport.close)
+            self.registry = CacheRegistry(transports, options, self._announce)
+            held.callback(self.registry.close)
+            self.links = Links(cluster_id, lambda: self.role, options, self.registry, transports)
+            held.callback(self.links.close)
+            self.links.start()
+            self.listen(options.listen_ip_info)
+            self._held = held.pop_all()
+
+    def _announce(self) -> None:
+        self.links.tables_changed()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child of the process that the engine belongs to."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raise LLMException (LLM_FAILED) in a forked child."""
+        if os.getpid() != self._pid:
+            raise LLMException(
+                f"cluster {self.cluster_id} was initialized by process {self._pid}; this is its "
+                f"forked child {os.getpid()}, which needs an engine of its own"
+            )
+
+    def listen(self, address: str) -> None:
+        """Listen at `address` ("ip:port", port 0: any) and nowhere else; empty: nowhere.
+
+        Where it listens there already, nothing changes.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had, and
+                nobody listens now.
+        """
+        if address == self._listen_at:
+            return
+        endpoint = Endpoint.parse(address) if address else None
+        self.links.stop_listening()
+        self._listen_at, self.listen_address = "", None
+        if endpoint is not None:
+            self.listen_address = str(self.links.listen(endpoint))
+            self._listen_at = address
+
+    def enter(self, call: object) -> None:
+        """Begin a transferring call; `leave` ends it.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED.
+        """
+        self._calls[call] = None
+        if self._closing:
+            self.leave(call)
+            raise finalized()
+
+    def leave(self, call: object) -> None:
+        """End a transferring call: it touches nothing of this engine any more."""
+        del self._calls[call]
+        if self._closing:
+            with self._changed:
+                self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing
+
+    @property
+    def in_flight(self) -> int:
+        """Transferring calls that have no outcome yet."""
+        return len(self._calls)
+
+    def close(self) -> None:
+        """Wait for the transfers in flight as long as a pull may take, stop them, release all.
+
+        Idempotent. In a forked child nothing happens: all of it is the parent's.
+        """
+        if self.inherited:
+            return
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        with self._held:  # whatever goes wrong here, that is released
+            if not self._idle(self.wait_ms / 1000):
+                self.outcomes.cancel()
+                self._idle(_STOPPED_S)
+            self.outcomes.close(_STOPPED_S)
+
+    def _idle(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._calls, timeout_s)
+
+
+def finalized() -> LLMException:
+    """The refusal of a call after `finalize`."""
+    return LLMException(
+        "the engine is finalized; initialize it again",
+        status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
+    )

@@ -1,0 +1,122 @@
+"""The state of one link, and the operations in flight over it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from threading import Lock
+
+from kvplan.engine.links.state import STEPS, LinkState
+from kvplan.status import LLMException, LLMStatusCode
+
+
+class LinkLife:
+    """Steps are taken by the control thread; operations begin and end in any.
+
+    Attributes:
+        cluster_id: the peer's.
+        state: see LinkState.
+        since: when the state began, in seconds since the epoch.
+        reason: why the link is broken, or never came to be; empty otherwise.
+        settled: set once the handshake has ended, well or not.
+        ended: set once the link is broken or unlinked.
+    """
+
+    def __init__(self, cluster_id: int) -> None:
+        self.cluster_id = cluster_id
+        self.state = LinkState.LINKING
+        self.since = time.time()
+        self.reason = ""
+        self.settled = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.operations = 0
+        self.in_flight = 0
+        self.bytes_pulled = 0
+        self.bytes_pushed = 0
+        self.last_error = ""
+        self._mutex = Lock()
+        self._idle = asyncio.Event()
+        self._waiting: asyncio.AbstractEventLoop | None = None  # for the last operation to end
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the link stands, or is about to."""
+        return self.state in {LinkState.LINKING, LinkState.LINKED, LinkState.UNLINKING}
+
+    def become(self, state: LinkState, reason: str = "", *, unless_busy: bool = False) -> bool:
+        """Take a step, and tell those that wait for it.
+
+        Args:
+            state: the next one.
+            reason: why, for a step that ends the link.
+            unless_busy: stay as it is while operations are in flight.
+
+        Returns:
+            Whether the step was taken.
+        """
+        with self._mutex:
+            assert state in STEPS[self.state], f"{self.state} -> {state}"
+            if unless_busy and self.in_flight:
+                return False
+            self.state, self.since, self.reason = state, time.time(), reason
+            if state is LinkState.BROKEN:
+                self.last_error = reason
+        self.settled.set()
+        if not self.is_live:
+            self.ended.set()
+        return True
+
+    def begin(self) -> None:
+        """An operation starts; `end` must follow.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the link is broken, and why; LLM_NOT_YET_LINK: it is
+                being made or unlinked, or was unlinked.
+        """
+        with self._mutex:
+            if self.state is not LinkState.LINKED:
+                raise self.refusal()
+            self.in_flight += 1
+            self.operations += 1
+
+    def end(
+        self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
+    ) -> None:
+        """An operation has its outcome."""
+        with self._mutex:
+            self.in_flight -= 1
+            self.bytes_pulled += nbytes_pulled
+            self.bytes_pushed += nbytes_pushed
+            if error is not None:
+                self.last_error = str(error)
+            if self.in_flight or self._waiting is None:
+                return
+            waiting, self._waiting = self._waiting, None
+        waiting.call_soon_threadsafe(self._idle.set)
+
+    async def until_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; returns whether that came to be in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    with self._mutex:
+                        if not self.in_flight:
+                            return True
+                        self._idle.clear()
+                        self._waiting = asyncio.get_running_loop()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+
+    def refusal(self) -> LLMException:
+        """Why nothing can be transferred over the link as it is now."""
+        who = f"the link to cluster {self.cluster_id}"
+        if self.state is LinkState.BROKEN:
+            return LLMException(
+                f"{who} is broken: {self.reason}", status_code=LLMStatusCode.LLM_LINK_FAILED
+            )
+        doing = {
+            LinkState.LINKING: "is still being made",
+            LinkState.UNLINKING: "is being unlinked",
+        }.get(self.state, f"has ended: {self.reason}")
+        return LLMException(f"{who} {doing}", status_code=LLMStatusCode.LLM_NOT_YET_LINK)

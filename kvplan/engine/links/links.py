@@ -1,0 +1,309 @@
+"""All links of one engine, as its user has them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.server import Server
+from kvplan.engine.links.answering import Answerer
+from kvplan.engine.links.calling import Caller
+from kvplan.engine.links.clusters import ClusterInfo
+from kvplan.engine.links.local_end import LocalEnd, link_failed
+from kvplan.engine.links.peer_handler import PeerHandler
+from kvplan.engine.links.peer_link import PeerLink
+from kvplan.engine.links.rendezvous import RegisterMemStatus, Rendezvous
+from kvplan.engine.links.results import LinkResults
+from kvplan.engine.links.telling import tell_later
+from kvplan.engine.links.transitions import Transitions
+from kvplan.engine.links.unlinking import Unlinker
+from kvplan.engine.options import Options
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import LlmRole
+from kvplan.validation import UINT64_MAX, check_type, check_width, shown
+
+if TYPE_CHECKING:
+    from kvplan.control.messages import Hello
+    from kvplan.engine.links.state import LinkStatus
+    from kvplan.engine.registry import CacheRegistry
+    from kvplan.transport.protocol import Transport
+
+_T = TypeVar("_T")
+_INT32_MAX = 2**31 - 1
+_CLOSING_S = 0.5  # for telling all peers; some may be stopped
+
+
+class Links:
+    """The links of one engine; may be used from several threads.
+
+    In a forked child every call raises LLMException (LLM_FAILED), and `close` does nothing: all of
+    it is the parent's.
+
+    Args:
+        cluster_id: of this engine.
+        role: of this engine, when asked.
+        options: limits and deadlines.
+        registry: the caches that are offered.
+        transports: in order of preference.
+
+    Raises:
+        LLMException: the cluster key file cannot be used.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        role: Callable[[], LlmRole],
+        options: Options,
+        registry: CacheRegistry,
+        transports: Sequence[Transport],
+    ) -> None:
+        key_file = options.cluster_key_file
+        self._pid = os.getpid()
+        self._control = ControlLoop(f"kvplan-control-{cluster_id}")
+        self._end = LocalEnd(
+            cluster_id=cluster_id,
+            instance=secrets.token_bytes(16),
+            role=role,
+            options=options,
+            registry=registry,
+            transports=tuple(transports),
+            control=self._control,
+            key=None if key_file is None else ClusterKey.load(key_file),
+        )
+        self._steps = Transitions(self._end)
+        self._caller = Caller(self._end, self._steps)
+        self._answerer = Answerer(self._end, self._steps, self._answered)
+        self._unlinker = Unlinker(self._end, self._steps, self._caller.overtaken)
+        make_handler = partial(PeerHandler, self._end, self._steps, self._answerer, self._unlinker)
+        self._handler = make_handler(_admit_by_address)
+        self._rendezvous = Rendezvous(
+            self._end, self._steps, self._caller, self._unlinker, make_handler
+        )
+        self._server: Server | None = None
+        self._is_news_due = False
+        self._started = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the control thread; links can be made from here on."""
+        self._control.start()
+        self._started = True
+
+    def listen(self, endpoint: Endpoint) -> Endpoint:
+        """Let peers link with this engine at `endpoint`; returns it with the real port.
+
+        Raises:
+            LLMException: LLM_FAILED: the address cannot be had, or this engine listens already.
+        """
+        return self._run(self._listen(endpoint))
+
+    def stop_listening(self) -> None:
+        """Let nobody link from here on; links that peers have begun are ended."""
+        self._run(self._stop_listening())
+
+    def close(self) -> None:
+        """End every link and tell the peers; takes a second at most, and works a second time."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        try:
+            if self._started:
+                self._control.run(self._close())
+        finally:
+            self._control.stop()
+
+    def link(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
+        """Link with each cluster, all at once.
+
+        Raises:
+            TypeError, ValueError: an argument of another type or width.
+            LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an address that cannot
+                be, or timeout_ms < 1. What becomes of a cluster is in its result.
+        """
+        calls = [(it.remote_cluster_id, it.endpoint()) for it in _checked(clusters, ClusterInfo)]
+        timeout_s = _seconds(timeout_ms)
+        for cluster_id, _ in calls:
+            if cluster_id == self._end.cluster_id:
+                raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
+        return self._run(
+            LinkResults.of(
+                (cluster_id, self._caller.link(cluster_id, endpoint, self._handler, timeout_s))
+                for cluster_id, endpoint in calls
+            )
+        )
+
+    def unlink(
+        self, clusters: Sequence[ClusterInfo | int], timeout_ms: int, *, force: bool = False
+    ) -> LinkResults:
+        """End the link with each cluster, at both ends, all at once.
+
+        Args:
+            clusters: as linked, or only their ids.
+            timeout_ms: milliseconds that transfers in flight and the peers may take.
+            force: end it here at once, whatever is in flight and whether or not the peer answers.
+
+        Raises:
+            TypeError, ValueError: an argument of another type or width.
+            LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms < 1. What becomes of a
+                cluster is in its result.
+        """
+        given = _checked(clusters, ClusterInfo | int)
+        ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in given]
+        for cluster_id in ids:
+            check_width("clusters", cluster_id, 0, UINT64_MAX)
+        timeout_s = _seconds(timeout_ms)
+        check_type("force", force, bool)
+        return self._run(
+            LinkResults.of((it, self._unlinker.unlink(it, timeout_s, force=force)) for it in ids)
+        )
+
+    def comm_link(
+        self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
+    ) -> int:
+        """Begin to link with all members of a communicator, which do the same; returns its id.
+
+        Args:
+            comm_name: 1 to 127 characters, the same at all members.
+            cluster_rank_info: the rank of each member by cluster id, 2 to 4, with this engine's
+                own; ranks must not decrease.
+            rank_table: JSON that says where each rank runs; empty: on this host.
+
+        Raises:
+            TypeError, ValueError: an argument of another type or width.
+            LLMException: LLM_PARAM_INVALID. What becomes of the links is `comm_status`.
+        """
+        return self._run(self._rendezvous.link(comm_name, cluster_rank_info, rank_table))
+
+    def comm_unlink(self, comm_id: int) -> None:
+        """End the links of a communicator, at all members, or stop making them.
+
+        Raises:
+            TypeError, ValueError: comm_id is no uint64.
+            LLMException: LLM_NOT_YET_LINK: there is none of this id; LLM_LINK_BUSY: transfers are
+                in flight, and it stays.
+        """
+        self._run(self._rendezvous.unlink(comm_id))
+
+    def comm_status(self, comm_id: int) -> RegisterMemStatus:
+        """How far a communicator is; FAILED also where a link has broken since.
+
+        Raises:
+            TypeError, ValueError: comm_id is no uint64.
+            LLMException: LLM_NOT_YET_LINK: there is none of this id.
+        """
+        self._check_usable()
+        return self._rendezvous.status(comm_id)
+
+    def live(self) -> int:
+        """How many links stand, are being made, or are being ended."""
+        return len(self._steps.live())
+
+    def get(self, cluster_id: int) -> PeerLink:
+        """The link with a cluster, in whatever state.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK: there is none, and why the last try failed.
+        """
+        self._check_usable()
+        link = self._steps.links.get(cluster_id)
+        if link is None:
+            raise self._steps.not_linked(cluster_id)
+        return link
+
+    def status(self) -> list[LinkStatus]:
+        """All links as they are now, by cluster id; a broken one stays until linked anew."""
+        steps = self._steps
+        links = {**steps.answering, **steps.calling, **steps.links}
+        return [links[cluster_id].status() for cluster_id in sorted(links)]
+
+    def tables_changed(self) -> None:
+        """Tell all peers soon of what has changed in the registry; many changes at once as one."""
+        if not self._is_news_due and not self._closed and os.getpid() == self._pid:
+            self._is_news_due = True
+            self._control.call_soon(self._tell_all)
+
+    def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
+        """Run `task` in the control thread and wait for it."""
+        try:
+            self._check_usable()
+        except LLMException:
+            task.close()
+            raise
+        return self._control.run(task)
+
+    def _check_usable(self) -> None:
+        if (pid := os.getpid()) != self._pid:
+            raise LLMException(
+                f"the engine belongs to process {self._pid}; this is its forked child {pid}"
+            )
+        if self._closed:
+            raise LLMException(
+                "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
+            )
+
+    def _tell_all(self) -> None:
+        self._is_news_due = False
+        for link in self._steps.links.values():
+            if link.is_live:
+                self._steps.spawn(tell_later(link, self._end.registry))
+
+    async def _listen(self, endpoint: Endpoint) -> Endpoint:
+        if self._server is not None:
+            raise LLMException(f"the engine listens at {self._server.endpoint} already")
+        self._server = await Server.listen(self._control, endpoint, self._handler, self._end.key)
+        return self._server.endpoint
+
+    async def _stop_listening(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            reason = f"cluster {self._end.cluster_id} does not listen any more"
+            channels = set(server.channels)
+            for link in (*self._steps.answering.values(), *self._steps.links.values()):
+                if link.channel in channels:
+                    self._steps.unlinked(link, reason)
+            await asyncio.sleep(0)  # so that the peers hear it
+            server.close()
+
+    def _answered(self, link: PeerLink) -> None:
+        self._caller.overtaken(link.cluster_id)
+        self._rendezvous.linked(link)
+
+    async def _close(self) -> None:
+        reason = f"cluster {self._end.cluster_id} is finalized"
+        self._steps.refuse_new(reason)
+        for cluster_id in self._steps.live():
+            self._unlinker.drop(cluster_id, reason)
+        await self._stop_listening()
+        self._rendezvous.close()
+        await self._steps.finish(_CLOSING_S)
+
+
+def _admit_by_address(hello: Hello) -> None:
+    if hello.comm:
+        raise link_failed(f"communicator {hello.comm!r} is not linked by address")
+
+
+def _checked(clusters: Sequence[_T], kind: type[_T] | UnionType) -> Sequence[_T]:
+    if not isinstance(clusters, list | tuple):
+        raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
+    if not clusters:
+        raise invalid("clusters is empty; at least one is needed")
+    for position, cluster in enumerate(clusters):
+        if not isinstance(cluster, kind) or isinstance(cluster, bool):
+            raise TypeError(f"clusters[{position}]={shown(cluster)} must be ClusterInfo")
+    return clusters
+
+
+def _seconds(timeout_ms: int) -> float:
+    if check_width("timeout_ms", timeout_ms, -(2**31), _INT32_MAX) < 1:
+        raise invalid(f"timeout_ms={timeout_ms} is out of range [1, {_INT32_MAX}]")
+    return timeout_ms / 1000

@@ -1,0 +1,255 @@
+"""One link, as operations use it: the peer's caches, and the memory behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from kvplan.control.channel import Channel, ChannelClosed
+from kvplan.control.messages import Body, Claim, Find, Found, Release, Released, Sync, Synced
+from kvplan.engine.links.asking import ask
+from kvplan.engine.links.link_life import LinkLife
+from kvplan.engine.links.local_end import link_failed
+from kvplan.engine.links.peer_table import PeerCache, PeerTable
+from kvplan.engine.links.state import LinkStatus
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.control.loop import ControlLoop
+    from kvplan.control.messages import Table
+    from kvplan.engine.links.told_table import ToldTable
+    from kvplan.execution.memory import TensorMemory
+    from kvplan.transport.protocol import TransportLink
+
+_LOG = logging.getLogger("kvplan")
+_Answer = TypeVar("_Answer", bound=Body)
+_MAX_QUESTIONS = 16  # at a time; a peer refuses to serve much more
+
+
+class PeerLink(LinkLife):
+    """A link to one peer.
+
+    What is documented here is for operations, from any thread; the rest is the control thread's.
+
+    Args:
+        cluster_id: the peer's.
+        address: of the conversation.
+        comm: the communicator that the link belongs to; empty: linked by address.
+        control: the loop that the conversation runs on.
+        wait_ms: that a question to the peer may take.
+    """
+
+    def __init__(
+        self, cluster_id: int, address: str, comm: str, control: ControlLoop, wait_ms: float
+    ) -> None:
+        super().__init__(cluster_id)
+        self.address = address
+        self.comm = comm
+        self.comm_id: int | None = None
+        self.phase = ""  # of the handshake begun here
+        self.instance = b""
+        self.role: LlmRole | None = None
+        self.transport = ""
+        self.channel: Channel | None = None
+        self.connecting: asyncio.Task[TransportLink] | None = None
+        self.transport_link: TransportLink | None = None
+        self.told: ToldTable | None = None
+        self.telling = asyncio.Lock()
+        self.is_news_due = False
+        self._asking = asyncio.Semaphore(_MAX_QUESTIONS)
+        self._control = control
+        self._wait_s = wait_ms / 1000
+        self._table = PeerTable()
+        self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
+
+    def cache(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache:
+        """The peer's cache that `index` names; one that is not known yet is asked for.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
+                not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
+        """
+        found = self._known(index)
+        if found is None:
+            self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
+            found = self._known(index)
+        if found is not None:
+            return found
+        if isinstance(index, BlocksCacheKey):
+            wanted, there = f"model_id={index.model_id}", self._table.model_ids()
+        else:
+            wanted, there = f"cache_id={index.cache_id}", self._table.ids()
+        raise LLMException(
+            f"cluster {self.cluster_id} offers no cache with {wanted}; it offers {shown(there)}",
+            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        )
+
+    def memory(self, cache: PeerCache, *, writable: bool) -> TensorMemory:
+        """The tensors of `cache`, as a side of a transfer.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the peer has freed it; LLM_PARAM_INVALID: it is to
+                be written, but is read-only; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
+        """
+        key = (cache.cache_id, writable)
+        held = self._memories.get(key)
+        if held is not None and held[0] is cache:
+            return held[1]
+        link = self.transport_link
+        if link is None:
+            raise self.refusal()
+        memory = link.memory(
+            cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
+        )
+        with self._mutex:
+            if self._table.by_id(cache.cache_id) is cache and self.is_live:
+                self._memories[key] = (cache, memory)
+        return memory
+
+    def find(self, key: CacheKey) -> tuple[PeerCache, int]:
+        """The peer's cache and batch index that have `key`.
+
+        Raises:
+            LLMException: as `cache`.
+        """
+        found = self._ask(Find(key.req_id, key.prefix_id, key.model_id), Found)
+        return self._told_with(found), found.batch_index
+
+    def claim(self, key: CacheKey) -> PeerClaim:
+        """As `find`, and nobody else can pull by `key` before the claim is released.
+
+        Raises:
+            LLMException: as `cache`; LLM_REPEAT_REQUEST: somebody else has claimed it.
+        """
+        found = self._ask(Claim(key.req_id, key.prefix_id, key.model_id), Found)
+        return PeerClaim(self, found.claim_id, self._told_with(found), found.batch_index)
+
+    def release(self, claim_id: int, tensors: range | None) -> None:
+        """End a claim: see `PeerClaim.release`."""
+        pulled = None if tensors is None else (tensors.start, tensors.stop)
+        try:
+            self._ask(Release(claim_id, pulled), Released)
+        except LLMException as error:
+            # What was pulled is here; and the peer ends the claims of a link with the link.
+            _LOG.warning("release peer=%d claim=%d error=%r", self.cluster_id, claim_id, str(error))
+
+    def end(
+        self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
+    ) -> None:
+        """An operation has its outcome; after an error no memory is taken for granted."""
+        if error is not None:
+            self.forget()
+        super().end(nbytes_pulled, nbytes_pushed, error)
+
+    def forget(self) -> None:
+        """Have all memory anew from the transport when it is asked for again."""
+        with self._mutex:
+            self._memories.clear()
+
+    def learn(self, table: Table) -> None:
+        """Take what the peer tells of its caches.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it cannot be true.
+        """
+        changed = self._table.apply(table)
+        with self._mutex:
+            for cache_id in changed:
+                for writable in (False, True):
+                    self._memories.pop((cache_id, writable), None)
+
+    def death(self) -> str:
+        """Why the transport knows that the peer is gone; empty: it does not."""
+        connecting = self.connecting
+        if connecting is None or not connecting.done() or connecting.cancelled():
+            return ""
+        try:
+            connecting.result().check()
+        except LLMException as error:
+            return str(error.args[0])
+        return ""
+
+    def status(self) -> LinkStatus:
+        """The link as it is now."""
+        return LinkStatus(
+            cluster_id=self.cluster_id,
+            instance=self.instance.hex(),
+            role=self.role,
+            state=self.state,
+            transport=self.transport,
+            address=self.address,
+            comm_id=self.comm_id,
+            since=self.since,
+            age_s=max(0.0, time.time() - self.since),
+            caches=len(self._table),
+            bytes_pulled=self.bytes_pulled,
+            bytes_pushed=self.bytes_pushed,
+            operations=self.operations,
+            in_flight=self.in_flight,
+            last_error=self.last_error,
+        )
+
+    def _known(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache | None:
+        if isinstance(index, BlocksCacheKey):
+            return self._table.by_model(index.model_id)
+        return self._table.by_id(index.cache_id)
+
+    def _told_with(self, found: Found) -> PeerCache:
+        """The cache of an answer: the table's object where both say the same."""
+        cache = PeerCache.of(found.entry)
+        known = self._table.by_id(cache.cache_id)
+        return known if known == cache else cache
+
+    def _ask(self, question: Body, expected: type[_Answer]) -> _Answer:
+        channel = self.channel
+        if channel is None or not self.is_live:
+            raise self.refusal()
+        try:
+            return self._control.run(self._ask_in_turn(channel, question, expected))
+        except TimeoutError:
+            raise LLMException(
+                f"cluster {self.cluster_id} has not answered within {self._wait_s * 1000:g} ms",
+                status_code=LLMStatusCode.LLM_TIMEOUT,
+            ) from None
+        except ChannelClosed as error:
+            if not self.is_live:
+                raise self.refusal() from error
+            raise link_failed(
+                f"the link to cluster {self.cluster_id} has ended: {error}"
+            ) from error
+
+    async def _ask_in_turn(
+        self, channel: Channel, question: Body, expected: type[_Answer]
+    ) -> _Answer:
+        async with asyncio.timeout(self._wait_s), self._asking:
+            return await ask(channel, question, expected, self._wait_s)
+
+
+class PeerClaim:
+    """The right to pull by a key: nobody else can, until it is released.
+
+    Attributes:
+        cache: that holds the slot.
+        batch_index: of the slot.
+    """
+
+    __slots__ = ("_claim_id", "_link", "batch_index", "cache")
+
+    def __init__(self, link: PeerLink, claim_id: int, cache: PeerCache, batch_index: int) -> None:
+        self._link = link
+        self._claim_id = claim_id
+        self.cache = cache
+        self.batch_index = batch_index
+
+    def release(self, tensors: range | None) -> None:
+        """End the claim.
+
+        Args:
+            tensors: of the peer's cache, that were pulled with every byte confirmed; None: none. A
+                request's key is consumed once all tensors were.
+        """
+        self._link.release(self._claim_id, tensors)

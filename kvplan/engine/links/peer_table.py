@@ -1,0 +1,135 @@
+"""The caches that a peer offers, as it tells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from kvplan.control.messages import Table, TableEntry
+from kvplan.planning.layout import Side, side
+from kvplan.status import LLMException, invalid
+from kvplan.types import CacheDesc
+
+MAX_CACHES = 65536
+"""Of one peer: as many as the local transport can register, and a bound on what a peer can cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCache:
+    """A cache of a peer.
+
+    Attributes:
+        cache_id: in the peer.
+        desc: its description.
+        paged: whether its rows are blocks.
+        addresses: of each tensor, in the peer.
+        metadata: what the transport needs to reach them.
+        writable: whether it can be pushed to.
+        model_id: of its BlocksCacheKey; None: it has none.
+        side: as a plan sees it.
+    """
+
+    cache_id: int
+    desc: CacheDesc
+    paged: bool
+    addresses: tuple[int, ...]
+    metadata: bytes
+    writable: bool
+    model_id: int | None = None
+    side: Side = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        named = replace(
+            side("cache", self.desc, paged=self.paged), name=f"remote cache {self.cache_id}"
+        )
+        object.__setattr__(self, "side", named)
+
+    @classmethod
+    def of(cls, entry: TableEntry) -> PeerCache:
+        """The cache that a peer's message describes.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it describes none that can be.
+        """
+        try:
+            desc = CacheDesc(
+                entry.num_tensors,
+                entry.shape,
+                entry.data_type,
+                entry.placement,
+                entry.batch_dim_index,
+                entry.seq_len_dim_index,
+                entry.kv_tensor_format,
+            )
+        except (LLMException, ValueError) as error:
+            raise invalid(f"cache {entry.cache_id} of the peer's table: {error}") from error
+        if len(entry.addresses) != desc.num_tensors:
+            raise invalid(
+                f"cache {entry.cache_id} of the peer's table has {len(entry.addresses)} addresses "
+                f"for {desc.num_tensors} tensors"
+            )
+        return cls(
+            entry.cache_id,
+            desc,
+            entry.paged,
+            entry.addresses,
+            entry.metadata,
+            entry.writable,
+            entry.model_id_of_blocks_key,
+        )
+
+
+class PeerTable:
+    """Written by the control thread, read by any: each read is one lookup in a dict."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._caches: dict[int, PeerCache] = {}
+        self._of_model: dict[int, PeerCache] = {}
+
+    def apply(self, table: Table) -> list[int]:
+        """Take what the peer says; return the ids of caches that are no longer what they were.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: caches that cannot be, or too many of them.
+        """
+        told = [PeerCache.of(entry) for entry in table.entries]
+        gone = list(self._caches) if table.first else list(table.removed)
+        for cache_id in gone:
+            self._remove(cache_id)
+        for cache in told:
+            self._remove(cache.cache_id)
+            self._caches[cache.cache_id] = cache
+            if cache.model_id is not None:
+                self._of_model[cache.model_id] = cache
+        if len(self._caches) > MAX_CACHES:
+            raise invalid(
+                f"the peer offers {len(self._caches)} caches; at most {MAX_CACHES} can be"
+            )
+        self.version = table.version
+        return gone + [cache.cache_id for cache in told]
+
+    def by_id(self, cache_id: int) -> PeerCache | None:
+        """The cache of this id, if it is offered."""
+        return self._caches.get(cache_id)
+
+    def by_model(self, model_id: int) -> PeerCache | None:
+        """The cache whose BlocksCacheKey has this model id, if it is offered."""
+        return self._of_model.get(model_id)
+
+    def ids(self) -> list[int]:
+        """The ids of all that are offered."""
+        return sorted(self._caches)
+
+    def model_ids(self) -> list[int]:
+        """The model ids of all that are offered with a BlocksCacheKey."""
+        return sorted(self._of_model)
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def _remove(self, cache_id: int) -> None:
+        cache = self._caches.pop(cache_id, None)
+        if cache is None or cache.model_id is None:
+            return
+        if self._of_model.get(cache.model_id) is cache:
+            del self._of_model[cache.model_id]

@@ -1,0 +1,35 @@
+"""Peers hear of every change of the caches here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvplan.control.channel import ChannelClosed
+
+if TYPE_CHECKING:
+    from kvplan.engine.links.peer_link import PeerLink
+    from kvplan.engine.registry import CacheRegistry
+
+
+async def tell(link: PeerLink, registry: CacheRegistry) -> int:
+    """Send what the peer does not know yet; returns the version that it knows then.
+
+    Raises:
+        ChannelClosed: the link has ended.
+    """
+    assert link.channel is not None
+    assert link.told is not None
+    async with link.telling:  # what is sent second must not overtake what was sent first
+        link.is_news_due = False
+        for table in link.told.news(registry.offered()):
+            await link.channel.notify(table)
+        return link.told.version
+
+
+async def tell_later(link: PeerLink, registry: CacheRegistry) -> None:
+    """As `tell`, for a link that may end meanwhile; many changes at once are told as one."""
+    if not link.is_news_due:
+        link.is_news_due = True
+        with suppress(ChannelClosed):
+            await tell(link, registry)

@@ -1,0 +1,88 @@
+"""What a peer has been told of our caches, and what is news to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+from kvplan.control.messages import MAX_NBYTES, Table, TableEntry
+from kvplan.engine.cache_entry import CacheEntry
+
+_LOG = logging.getLogger("kvplan")
+_CHUNK = MAX_NBYTES // 2  # by an estimate of each entry that is never half of what it takes
+_ENTRY_NBYTES = 512
+_ADDRESS_NBYTES = 9
+
+
+class ToldTable:
+    """The table as one peer knows it; used by the control thread only.
+
+    Args:
+        transport: by which the peer reaches the caches.
+    """
+
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
+        self._told: dict[int, CacheEntry] = {}
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Number of messages that this table took."""
+        return self._version
+
+    def news(self, offered: Mapping[int, CacheEntry]) -> Iterator[Table]:
+        """The messages that bring the peer from what it knows to `offered`; they must all be sent.
+
+        The first ones tell what was removed, so that no freed cache stays for a moment beside new
+        ones at the same addresses.
+        """
+        removed = [it for it, entry in self._told.items() if offered.get(it) is not entry]
+        added = [entry for it, entry in offered.items() if self._told.get(it) is not entry]
+        self._told = dict(offered)
+        entries: list[TableEntry] = []
+        chunk = len(removed) * _ADDRESS_NBYTES
+        for entry in added:
+            described = self.describe(entry)
+            nbytes = _nbytes(described)
+            if nbytes > _CHUNK:
+                _LOG.error(
+                    "table cache_id=%d nbytes=%d: too many tensors or ranges to tell a peer",
+                    described.cache_id,
+                    nbytes,
+                )
+                continue
+            if chunk + nbytes > _CHUNK:
+                yield self._message(entries, removed)
+                entries, removed, chunk = [], [], 0
+            entries.append(described)
+            chunk += nbytes
+        if entries or removed or not self._version:
+            yield self._message(entries, removed)
+
+    def describe(self, entry: CacheEntry) -> TableEntry:
+        """`entry` as the peer is told it."""
+        cache, desc = entry.cache, entry.cache.cache_desc
+        return TableEntry(
+            cache_id=cache.cache_id,
+            num_tensors=desc.num_tensors,
+            shape=desc.shape,
+            data_type=desc.data_type,
+            placement=desc.placement,
+            batch_dim_index=desc.batch_dim_index,
+            seq_len_dim_index=desc.seq_len_dim_index,
+            kv_tensor_format=desc.kv_tensor_format,
+            paged=bool(entry.paged),
+            model_id_of_blocks_key=None if entry.blocks_key is None else entry.blocks_key.model_id,
+            addresses=cache.tensor_addrs,
+            metadata=entry.metadata[self._transport],
+            writable=entry.memory.writable,
+        )
+
+    def _message(self, entries: list[TableEntry], removed: list[int]) -> Table:
+        self._version += 1
+        return Table(self._version, self._version == 1, tuple(entries), tuple(removed))
+
+
+def _nbytes(entry: TableEntry) -> int:
+    return _ENTRY_NBYTES + len(entry.metadata) + len(entry.addresses) * _ADDRESS_NBYTES

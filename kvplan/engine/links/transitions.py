@@ -1,0 +1,221 @@
+"""All links of one engine by state, and the steps between states with everything each entails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvplan.engine.links.local_end import LocalEnd, link_failed
+from kvplan.engine.links.state import LinkState
+from kvplan.engine.links.told_table import ToldTable
+from kvplan.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from kvplan.engine.links.peer_link import PeerLink
+    from kvplan.transport.protocol import TransportLink
+
+_LOG = logging.getLogger("kvplan")
+_MAX_ERRORS = 1024
+
+
+class Transitions:
+    """Every change of state goes through here, in the control thread.
+
+    Attributes:
+        links: LINKED, UNLINKING and BROKEN ones, by cluster id; read by any thread.
+        calling: LINKING ones whose handshake this end has begun.
+        answering: LINKING ones whose handshake the peer has begun.
+        errors: why a cluster could not be linked when last tried.
+    """
+
+    def __init__(self, end: LocalEnd) -> None:
+        self.links: dict[int, PeerLink] = {}
+        self.calling: dict[int, PeerLink] = {}
+        self.answering: dict[int, PeerLink] = {}
+        self.errors: dict[int, LLMException] = {}
+        self._end = end
+        self._watched: dict[PeerLink, int] = {}  # the descriptor that tells the peer's death
+        self._background: set[asyncio.Task[None]] = set()
+        self._refusal = ""  # of every new link
+
+    def live(self) -> set[int]:
+        """The clusters whose link stands, or is about to."""
+        standing = {it for it, link in tuple(self.links.items()) if link.is_live}
+        return standing | set(self.calling) | set(self.answering)
+
+    def refuse_new(self, reason: str) -> None:
+        """Let no link come to be from here on."""
+        self._refusal = reason
+
+    def not_linked(self, cluster_id: int) -> LLMException:
+        """LLM_NOT_YET_LINK, with why the last try to link failed."""
+        tried = self.errors.get(cluster_id)
+        return LLMException(
+            f"cluster {cluster_id} is not linked"
+            + (f"; the last try failed: {tried.args[0]}" if tried is not None else ""),
+            status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+        )
+
+    def check_room(self, cluster_id: int) -> None:
+        """Refuse one link too many.
+
+        Raises:
+            LLMException: LLM_CLUSTER_NUM_EXCEED_LIMIT.
+        """
+        if self._refusal:
+            raise link_failed(self._refusal)
+        live, most = self.live() - {cluster_id}, self._end.options.max_links
+        if len(live) >= most:
+            raise LLMException(
+                f"cluster {self._end.cluster_id} has {len(live)} links; max_links={most}",
+                status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
+            )
+
+    def connect(self, link: PeerLink, name: str, metadata: bytes, timeout_s: float) -> None:
+        """Begin to reach the peer's memory; `connected` waits for it."""
+        transport = self._end.transport(name)
+        link.transport = name
+        link.told = ToldTable(name)
+
+        async def connect() -> TransportLink:
+            return await self._end.control.in_worker(
+                lambda: transport.connect(metadata, timeout_ms=timeout_s * 1000)
+            )
+
+        link.connecting = asyncio.create_task(connect())
+
+    async def connected(self, link: PeerLink) -> None:
+        """Wait until the peer's memory can be reached.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot, and why.
+        """
+        assert link.connecting is not None
+        # Shielded: a link that a worker has made must not be lost, however this wait ends.
+        try:
+            link.transport_link = await asyncio.shield(link.connecting)
+        except LLMException as error:
+            raise link_error(link.transport, error) from error
+
+    def linked(self, link: PeerLink) -> None:
+        """LINKING -> LINKED, in the place of the link that was there before."""
+        assert link.channel is not None
+        before = self.links.get(link.cluster_id)
+        if before is not None:
+            self.unlinked(before, "the peer has linked anew")
+        self._settle(link)
+        link.become(LinkState.LINKED)
+        self.links[link.cluster_id] = link
+        self.errors.pop(link.cluster_id, None)
+        options = self._end.options
+        link.channel.keep_alive(
+            options.heartbeat_interval_ms / 1000, options.heartbeat_timeout_ms / 1000
+        )
+        self._log(link, logging.INFO)
+        self._watch(link)
+
+    def failed(self, link: PeerLink, error: LLMException) -> None:
+        """LINKING -> UNLINKED."""
+        if link.state is not LinkState.LINKING:
+            return
+        self._settle(link)
+        link.become(LinkState.UNLINKED, str(error.args[0]))
+        self.errors[link.cluster_id] = error
+        while len(self.errors) > _MAX_ERRORS:
+            del self.errors[next(iter(self.errors))]
+        self._log(link, logging.WARNING)
+        self._release(link, str(error.args[0]))
+
+    def broken(self, link: PeerLink, reason: str) -> None:
+        """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails."""
+        if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
+            return
+        link.become(LinkState.BROKEN, reason)
+        self._log(link, logging.WARNING)
+        self._release(link, reason)
+        broken = [it for it in self.links.values() if it.state is LinkState.BROKEN]
+        if len(broken) > self._end.options.max_links:  # peers that never come back
+            self.unlinked(min(broken, key=lambda it: it.since), "forgotten")
+
+    def unlinked(self, link: PeerLink, reason: str) -> None:
+        """Any state -> UNLINKED.
+
+        Args:
+            link: which.
+            reason: what the peer is told, and those who still hold the link.
+        """
+        if link.state is LinkState.LINKING:
+            self.failed(link, link_error("unlink", LLMException(reason)))
+        if link.state is LinkState.UNLINKED:
+            return
+        was_broken = link.state is LinkState.BROKEN
+        link.become(LinkState.UNLINKED, reason)
+        if self.links.get(link.cluster_id) is link:
+            del self.links[link.cluster_id]
+        self._log(link, logging.INFO)
+        if not was_broken:
+            self._release(link, reason)
+
+    def spawn(self, task: Coroutine[Any, Any, None]) -> None:
+        """Run `task` beside; `finish` waits for it."""
+        running = asyncio.create_task(task)
+        self._background.add(running)
+        running.add_done_callback(self._background.discard)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for what runs beside, and stop it when the time is over."""
+        if self._background:
+            _, late = await asyncio.wait(tuple(self._background), timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    def _settle(self, link: PeerLink) -> None:
+        for pending in (self.calling, self.answering):
+            if pending.get(link.cluster_id) is link:
+                del pending[link.cluster_id]
+
+    def _watch(self, link: PeerLink) -> None:
+        assert link.transport_link is not None
+        if (fd := link.transport_link.death_fd) is not None:
+            self._watched[link] = fd
+            asyncio.get_running_loop().add_reader(fd, self._died, link)
+
+    def _died(self, link: PeerLink) -> None:
+        self.broken(link, link.death() or "the peer has exited")
+
+    def _release(self, link: PeerLink, reason: str) -> None:
+        """Let go of everything behind a link that has ended."""
+        if (fd := self._watched.pop(link, None)) is not None:
+            asyncio.get_running_loop().remove_reader(fd)
+        self._end.registry.release_holder(link)
+        if link.connecting is not None:
+            link.connecting.add_done_callback(partial(_close_result, link.refusal()))
+        link.forget()
+        if link.channel is not None:
+            # Later: what is served on it now must still be answered.
+            asyncio.get_running_loop().call_soon(link.channel.close, reason)
+
+    def _log(self, link: PeerLink, level: int) -> None:
+        _LOG.log(
+            level,
+            "link cluster=%d peer=%d state=%s transport=%s address=%s%s",
+            self._end.cluster_id,
+            link.cluster_id,
+            link.state.name,
+            link.transport or "-",
+            link.address,
+            f" reason={link.reason!r}" if link.reason else "",
+        )
+
+
+def _close_result(why: LLMException, connecting: asyncio.Task[TransportLink]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close(why)
+
+
+def link_error(where: str, error: LLMException) -> LLMException:
+    """`error` with where it came from, which its message need not tell."""
+    return LLMException(f"{where}: {error.args[0]}", status_code=error.status_code)

@@ -1,0 +1,135 @@
+"""How a link ends, at the end that asks for it and at the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvplan.control.channel import Channel, ChannelClosed
+from kvplan.control.messages import Unlink, Unlinked
+from kvplan.engine.links.asking import ask
+from kvplan.engine.links.local_end import LocalEnd
+from kvplan.engine.links.peer_link import PeerLink
+from kvplan.engine.links.state import LinkState
+from kvplan.engine.links.transitions import Transitions
+from kvplan.status import LLMException, LLMStatusCode
+
+_PEERS_SHARE = 0.8  # of the time left: so that the peer's refusal is here before it is over
+
+
+class Unlinker:
+    """Ends links.
+
+    Both ends must be idle: this one first, as the other tears down once it agrees. Whoever cannot
+    end its operations in time opens its gate again, and the link stays.
+
+    Args:
+        end: this engine.
+        transitions: of its links.
+        overtaken: stops this engine's own handshake with a cluster.
+    """
+
+    def __init__(
+        self, end: LocalEnd, transitions: Transitions, overtaken: Callable[[int], None]
+    ) -> None:
+        self._end = end
+        self._steps = transitions
+        self._overtaken = overtaken
+        self._waiting: dict[PeerLink, int] = {}  # how many wait for the link to be idle
+
+    async def unlink(self, cluster_id: int, timeout_s: float, *, force: bool) -> None:
+        """End the link with a cluster.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK: there is none; LLM_PROCESSING_LINK: it is only being
+                made; LLM_LINK_BUSY: transfers are in flight, and the link stays; LLM_UNLINK_FAILED:
+                this end is torn down, but the peer has not confirmed that the other is.
+        """
+        link = self._steps.links.get(cluster_id)
+        if force:
+            self.drop(cluster_id, f"cluster {self._end.cluster_id} has unlinked by force")
+        elif link is None:
+            raise self._no_link(cluster_id)
+        elif link.state is LinkState.BROKEN:
+            self._steps.unlinked(link, "unlinked")
+        else:
+            await self._unlink(link, timeout_s)
+
+    async def agree(self, channel: Channel, unlink: Unlink) -> Unlinked:
+        """The peer, idle by now, wants to end the link.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: transfers of this end are in flight, and the link stays;
+                LLM_NOT_YET_LINK: there is none.
+        """
+        link = channel.bound
+        if not isinstance(link, PeerLink) or link not in self._steps.links.values():
+            raise LLMException("there is no link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+        with self._no_new_operations(link):
+            if not await link.until_idle(unlink.timeout_ms / 1000):
+                raise self._busy(link)
+            self._steps.unlinked(link, f"cluster {link.cluster_id} has unlinked")
+        return Unlinked()
+
+    def drop(self, cluster_id: int, reason: str) -> None:
+        """End what there is of a link at once, at this end; the peer is told if it can be."""
+        self._overtaken(cluster_id)
+        for links in (self._steps.calling, self._steps.answering, self._steps.links):
+            if (link := links.get(cluster_id)) is not None:
+                self._steps.unlinked(link, reason)
+
+    async def _unlink(self, link: PeerLink, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        assert link.channel is not None
+        who = f"cluster {link.cluster_id}"
+        with self._no_new_operations(link):
+            if not await link.until_idle(timeout_s):
+                raise self._busy(link)
+            if link.state is LinkState.UNLINKING:
+                left_s = max(0.0, deadline - loop.time())
+                request = Unlink(int(left_s * 1000 * _PEERS_SHARE))
+                try:
+                    await ask(link.channel, request, Unlinked, left_s)
+                except TimeoutError:
+                    self._steps.unlinked(link, f"cluster {self._end.cluster_id} has unlinked")
+                    raise LLMException(
+                        f"{who} has not confirmed within {timeout_s * 1000:g} ms; this end is "
+                        "torn down",
+                        status_code=LLMStatusCode.LLM_UNLINK_FAILED,
+                    ) from None
+                except ChannelClosed:
+                    pass  # the link has ended from the other side
+            # Now it is UNLINKING, BROKEN, or the peer was as quick to unlink as this end.
+            self._steps.unlinked(link, "unlinked")
+
+    @contextmanager
+    def _no_new_operations(self, link: PeerLink) -> Iterator[None]:
+        """LINKED -> UNLINKING; back, if the link has not ended when the last one leaves."""
+        if link.state is LinkState.LINKED:
+            link.become(LinkState.UNLINKING)
+        self._waiting[link] = self._waiting.get(link, 0) + 1
+        try:
+            yield
+        finally:
+            self._waiting[link] -= 1
+            if not self._waiting[link]:
+                del self._waiting[link]
+                if link.state is LinkState.UNLINKING:
+                    link.become(LinkState.LINKED)
+
+    def _busy(self, link: PeerLink) -> LLMException:
+        return LLMException(
+            f"cluster {self._end.cluster_id} has {link.in_flight} operations in flight with "
+            f"cluster {link.cluster_id}; the link stays",
+            status_code=LLMStatusCode.LLM_LINK_BUSY,
+        )
+
+    def _no_link(self, cluster_id: int) -> LLMException:
+        if cluster_id in self._steps.calling or cluster_id in self._steps.answering:
+            return LLMException(
+                f"cluster {cluster_id} is only being linked",
+                status_code=LLMStatusCode.LLM_PROCESSING_LINK,
+            )
+        return self._steps.not_linked(cluster_id)

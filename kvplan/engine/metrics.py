@@ -1,0 +1,88 @@
+"""What an engine has done: counts by operation and status, bytes, and how long it took."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from itertools import accumulate
+from threading import RLock
+from typing import TypedDict
+
+from kvplan.status import LLMStatusCode
+
+BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2, 5))
+"""Upper bounds of the histograms, in seconds: 10 us to 5 s."""
+
+
+class Seconds(TypedDict):
+    """A histogram: `buckets` counts what took up to so many seconds, smaller ones included."""
+
+    count: int
+    sum: float
+    buckets: dict[float, int]
+
+
+class OperationMetrics(TypedDict):
+    """What became of the calls of one operation; `nbytes` is what the successful ones moved."""
+
+    statuses: dict[str, int]
+    nbytes: int
+    seconds: Seconds
+
+
+class EngineMetrics(TypedDict):
+    """What an engine has done and has; see `LlmDataDist.metrics`."""
+
+    cluster_id: int
+    in_flight: int
+    links: dict[str, int]
+    cache_bytes: dict[str, int]
+    operations: dict[str, OperationMetrics]
+
+
+class Metrics:
+    """Counters of one engine; any thread may record."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, _Row] = {}
+        self._mutex = RLock()  # re-entrant: a signal handler may transfer too
+
+    def record(self, operation: str, status: LLMStatusCode, nbytes: int, seconds: float) -> None:
+        """Count one call.
+
+        Args:
+            nbytes: bytes that it moved; 0 if it failed.
+            seconds: how long it took.
+        """
+        row = self._rows.get(operation)
+        if row is None:
+            row = self._rows.setdefault(operation, _Row())
+        with self._mutex:
+            row.statuses[status] += 1
+            row.nbytes += nbytes
+            row.seconds += seconds
+            row.buckets[bisect_left(BUCKETS, seconds)] += 1
+
+    def snapshot(self) -> dict[str, OperationMetrics]:
+        """Return what was counted, by operation."""
+        with self._mutex:
+            return {operation: row.snapshot() for operation, row in list(self._rows.items())}
+
+
+class _Row:
+    __slots__ = ("buckets", "nbytes", "seconds", "statuses")
+
+    def __init__(self) -> None:
+        self.statuses: defaultdict[LLMStatusCode, int] = defaultdict(int)
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.buckets = [0] * (len(BUCKETS) + 1)
+
+    def snapshot(self) -> OperationMetrics:
+        buckets = dict(zip((*BUCKETS, math.inf), accumulate(self.buckets), strict=True))
+        return {
+            "statuses": {status.name: count for status, count in self.statuses.items()},
+            "nbytes": self.nbytes,
+            "seconds": {"count": buckets[math.inf], "sum": self.seconds, "buckets": buckets},
+        }

@@ -1,0 +1,78 @@
+"""Submitted transfers come to their outcome whether or not somebody waits for it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import RLock, Thread
+from typing import TYPE_CHECKING
+
+from kvplan.status import LLMException
+
+if TYPE_CHECKING:
+    from kvplan.execution import TransferTask
+
+
+class Outcomes:
+    """A thread, begun with the first task that is not done at once, that waits for each in turn.
+
+    A task that is done behind one that is not is found by whoever waits for it, or in its turn.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: dict[TransferTask, None] = {}  # in flight
+        self._turn: SimpleQueue[TransferTask | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._mutex = RLock()
+
+    def expect(self, task: TransferTask) -> None:
+        """Settle `task` when it is done: now, or later."""
+        if task.done:
+            _settle(task)
+            return
+        with self._mutex:
+            if self._thread is None:
+                thread = Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the process may have no more threads, or is about to end
+                    _settle(task)
+                    return
+                self._thread = thread
+            self._tasks[task] = None
+        self._turn.put(task)
+
+    def cancel(self) -> None:
+        """Stop all tasks in flight; on return they move no byte any more."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread when it has seen all tasks, and wait `timeout_s` seconds for that."""
+        with self._mutex:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._turn.put(None)
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while self._see_one():
+            pass
+
+    def _see_one(self) -> bool:
+        # A frame for each: what it held is not kept while the thread waits for the next.
+        task = self._turn.get()
+        if task is None:
+            return False
+        _settle(task)
+        self._tasks.pop(task, None)
+        return True
+
+
+def _settle(task: TransferTask) -> None:
+    with suppress(LLMException):  # told to those who wait for it
+        task.wait()

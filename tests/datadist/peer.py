@@ -1,0 +1,60 @@
+"""The tests' side of peer_process.py: start one, tell it what to do, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("peer_process.py")
+
+
+class Peer:
+    """An engine `datadist` of cluster 1, listening at `address`, in a process of its own."""
+
+    cluster_id = 1
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+        )
+        self.address: str = self.run(
+            """
+            datadist = LlmDataDist(1, LlmRole.PROMPT)
+            datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+            result = datadist.listen_address
+            """
+        )
+
+    def run(self, code: str, **values: object) -> Any:
+        """Execute `code` there, with `values` (of JSON) as names; returns its `result`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        given = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+        self.process.stdin.write(json.dumps(given + dedent(code)) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def kill(self) -> None:
+        """End it at once; on return it is dead, and a zombie until `close`."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,113 @@
+"""Copies and swaps inside one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMException, LLMStatusCode, Placement
+
+
+def desc(placement: Placement = Placement.DEVICE, rows: int = 4) -> CacheDesc:
+    return CacheDesc(2, (rows, 8), DataType.DT_INT16, placement)
+
+
+def filled(engine: LlmDataDist, cache: Cache) -> Cache:
+    for number, array in enumerate(engine.arrays(cache)):
+        array[:] = np.arange(array.size).reshape(array.shape) + 1 + 1000 * number
+    return cache
+
+
+@pytest.mark.parametrize(("src", "dst"), [*product(Placement, repeat=2)])
+def test_a_slot_is_copied_wherever_it_is(
+    engine: LlmDataDist, src: Placement, dst: Placement
+) -> None:
+    source = filled(engine, engine.allocate_cache(desc(src)))
+    target = engine.allocate_cache(desc(dst))
+    engine.copy_cache(source, target, 1, 2)
+    for from_, to in zip(engine.arrays(source), engine.arrays(target), strict=True):
+        assert (to[2] == from_[1]).all()
+        assert not to[[0, 1, 3]].any()
+
+
+def test_a_part_is_copied_to_the_same_offset(engine: LlmDataDist) -> None:
+    cache = filled(engine, engine.allocate_cache(desc()))
+    engine.copy_cache(cache, cache, 0, 3, offset=4, size=6)
+    assert engine.arrays(cache)[1][3].tolist() == [1025, 1026, 1003, 1004, 1005, 1030, 1031, 1032]
+
+
+def test_a_block_is_copied_to_many(engine: LlmDataDist) -> None:
+    cache = filled(engine, engine.allocate_blocks_cache(desc(rows=8)))
+    before = [it.copy() for it in engine.arrays(cache)]
+    engine.copy_blocks(cache, {0: [3, 5], 7: [1]})
+    for now, then in zip(engine.arrays(cache), before, strict=True):
+        then[[3, 5]], then[1] = then[0], then[7]
+        assert (now == then).all()
+
+
+def test_no_blocks_are_copied_at_once(engine: LlmDataDist) -> None:
+    cache = engine.allocate_blocks_cache(desc())
+    engine.copy_blocks(cache, {})
+    for twin in (engine.plan_copy_blocks, engine.submit_copy_blocks):
+        with pytest.raises(LLMException):
+            twin(cache, {})
+
+
+@pytest.mark.parametrize("src", Placement)
+def test_blocks_are_swapped_in_and_out(engine: LlmDataDist, src: Placement) -> None:
+    (other,) = set(Placement) - {src}
+    source = filled(engine, engine.allocate_blocks_cache(desc(src)))
+    target = engine.allocate_blocks_cache(desc(other))
+    engine.swap_blocks(source, target, {0: 2, 3: 0})
+    for from_, to in zip(engine.arrays(source), engine.arrays(target), strict=True):
+        assert (to[[2, 0]] == from_[[0, 3]]).all()
+        assert not to[[1, 3]].any()
+
+
+def test_memory_without_an_id_is_swapped(engine: LlmDataDist) -> None:
+    host = [np.full((4, 8), 6, np.int16) for _ in range(2)]
+    outside = Cache(desc(Placement.HOST), -1, tuple(it.ctypes.data for it in host))
+    inside = engine.allocate_blocks_cache(desc())
+    engine.swap_blocks(outside, inside, {1: 1})
+    assert (engine.arrays(inside)[1][1] == 6).all()
+
+
+def test_the_twins_plan_and_submit_the_same(engine: LlmDataDist) -> None:
+    cache = filled(engine, engine.allocate_blocks_cache(desc()))
+    plan = engine.plan_copy_blocks(cache, {0: [1]})
+    assert engine.arrays(cache)[0][1, 0] == 9
+    task = engine.submit_copy_blocks(cache, {0: [1]})
+    task.wait()
+    assert task.plan == plan
+    assert engine.arrays(cache)[0][1, 0] == 1
+
+
+REFUSALS: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
+    "slots of a paged cache": lambda it, slots, blocks: it.copy_cache(slots, blocks),
+    "blocks of slots": lambda it, slots, blocks: it.copy_blocks(slots, {0: [1]}),
+    "swap of slots": lambda it, slots, blocks: it.swap_blocks(slots, blocks, {0: 0}),
+    "swap within one placement": lambda it, slots, blocks: it.swap_blocks(blocks, blocks, {0: 1}),
+    "slot out of range": lambda it, slots, blocks: it.copy_cache(slots, slots, 4, 0),
+    "offset out of range": lambda it, slots, blocks: it.copy_cache(slots, slots, 0, 1, 16),
+    "size out of range": lambda it, slots, blocks: it.copy_cache(slots, slots, 0, 1, 8, 9),
+    "block out of range": lambda it, slots, blocks: it.copy_blocks(blocks, {0: [4]}),
+    "order matters": lambda it, slots, blocks: it.copy_blocks(blocks, {0: [1], 1: [2]}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_is_refused(engine: LlmDataDist, name: str) -> None:
+    slots, blocks = engine.allocate_cache(desc()), engine.allocate_blocks_cache(desc())
+    with pytest.raises(LLMException) as caught:
+        REFUSALS[name](engine, slots, blocks)
+    assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "cache", [1, 2]])
+def test_a_cache_is_a_cache(engine: LlmDataDist, wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        engine.copy_cache(wrong, wrong)

@@ -1,0 +1,181 @@
+"""Peers that die, stop or free memory: what is reported is what happened, and soon."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvnative._executor import Backend, delay
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    LLMStatusCode,
+    Transfers,
+)
+from tests.datadist.conftest import MakeEngine
+from tests.datadist.peer import Peer
+
+DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+SOON_S = 5.0  # on a machine that is busy with other things; measured: 0.1
+
+
+@pytest.fixture
+def slowed(make_engine: MakeEngine, peer: Peer) -> Iterator[tuple[LlmDataDist, Cache]]:
+    """A linked engine whose transfers take 100 ms."""
+    with Transfers(1, wrap=_slow) as transfers:
+        user = make_engine(2, transfers=transfers)
+        yield linked(user, peer)
+
+
+def _slow(backend: Backend) -> Backend:
+    return delay(backend, 100)
+
+
+def linked(user: LlmDataDist, peer: Peer) -> tuple[LlmDataDist, Cache]:
+    peer.run("cache = datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
+    user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
+    return user, user.allocate_cache(DESC)
+
+
+def status_of(call: Callable[[], object]) -> LLMStatusCode:
+    with pytest.raises(LLMException) as caught:
+        call()
+    return caught.value.status_code
+
+
+def test_a_peer_that_died_is_a_broken_link_and_calls_fail_fast(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run("cache = datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
+    mine = user.allocate_cache(DESC)
+    user.pull_cache(CacheIndex(1, 1), mine)
+    peer.kill()
+    started = time.monotonic()
+    for key in (CacheIndex(1, 1), CacheIndex(1, 2), CacheKey(1, 1)):
+        failed = status_of(lambda key=key: user.pull_cache(key, mine))  # type: ignore[misc]
+        assert failed == LLMStatusCode.LLM_LINK_FAILED
+    assert time.monotonic() - started < SOON_S
+
+
+def test_a_peer_that_dies_under_a_transfer_fails_it(
+    slowed: tuple[LlmDataDist, Cache], peer: Peer
+) -> None:
+    user, mine = slowed
+    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    peer.kill()
+    assert status_of(task.wait) == LLMStatusCode.LLM_LINK_FAILED
+
+
+def test_memory_that_is_freed_under_a_transfer_fails_it(
+    slowed: tuple[LlmDataDist, Cache], peer: Peer
+) -> None:
+    user, mine = slowed
+    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    peer.run("datadist.deallocate_cache(cache)")
+    assert status_of(task.wait) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_a_forced_unlink_fails_what_is_in_flight(slowed: tuple[LlmDataDist, Cache]) -> None:
+    user, mine = slowed
+    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    user.unlink_clusters([1], force=True).raise_for_status()
+    assert status_of(task.wait) == LLMStatusCode.LLM_NOT_YET_LINK
+    assert status_of(lambda: user.pull_cache(CacheIndex(1, 1), mine)) == (
+        LLMStatusCode.LLM_NOT_YET_LINK
+    )
+
+
+def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(user: LlmDataDist, peer: Peer) -> None:
+    peer.run("cache = datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
+    mine = user.allocate_cache(DESC)
+    user.pull_cache(CacheIndex(1, 1), mine)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    user.pull_cache(CacheIndex(1, 1), mine)
+    user.finalize()
+    assert time.monotonic() - started < SOON_S
+
+
+def test_a_restarted_peer_is_linked_anew(user: LlmDataDist, peer: Peer) -> None:
+    peer.kill()
+    again = Peer()
+    try:
+        mine = user.allocate_cache(DESC)
+        assert status_of(lambda: user.pull_cache(CacheIndex(1, 1), mine)) == (
+            LLMStatusCode.LLM_LINK_FAILED
+        )
+        again.run("datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
+        user.link_clusters([ClusterInfo(1, again.address)], timeout_ms=5000).raise_for_status()
+        user.pull_cache(CacheIndex(1, 1), mine)
+    finally:
+        again.close()
+
+
+def test_a_pool_that_is_exhausted_says_so(make_engine: MakeEngine) -> None:
+    engine = make_engine(2, MemPoolConfig='{"memory_size": 65536}')
+    held = engine.allocate_cache(CacheDesc(1, (65536,), DataType.DT_INT8))
+    small = CacheDesc(1, (1,), DataType.DT_INT8)
+    assert status_of(lambda: engine.allocate_cache(small)) == LLMStatusCode.LLM_OUT_OF_MEMORY
+    engine.deallocate_cache(held)
+    assert engine.allocate_cache(small).cache_id == 3
+
+
+def grown(rounds: Callable[[int], None], few: int, many: int) -> list[int]:
+    """By how many threads, descriptors and mappings the process is larger after `many` rounds."""
+
+    def resources() -> tuple[int, ...]:
+        gc.collect()
+        return (
+            threading.active_count(),
+            len(list(Path("/proc/self/fd").iterdir())),
+            len(Path("/proc/self/maps").read_text().splitlines()),
+        )
+
+    rounds(few)
+    before = resources()
+    rounds(many)
+    return [now - then for now, then in zip(resources(), before, strict=True)]
+
+
+def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    assert owner.listen_address is not None
+
+    def rounds(number: int) -> None:
+        for _ in range(number):
+            user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+            theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+            user.pull_cache(CacheIndex(1, theirs.cache_id), mine)
+            user.submit_push_cache(mine, CacheIndex(1, theirs.cache_id))
+            user.unlink_clusters([1]).raise_for_status()
+            owner.deallocate_cache(theirs)
+            user.deallocate_cache(mine)
+
+    # What the last round leaves may still be on its way out; a leak would be one a round.
+    assert max(grown(rounds, 10, 100)) < 50
+
+
+def test_engines_that_come_and_go_leave_nothing_behind() -> None:
+    def rounds(number: int) -> None:
+        for _ in range(number):
+            with LlmDataDist(1, LlmRole.MIX) as owner, LlmDataDist(2, LlmRole.MIX) as user:
+                owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
+                user.initialize()
+                assert owner.listen_address is not None
+                user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+
+    assert max(grown(rounds, 3, 30)) < 15

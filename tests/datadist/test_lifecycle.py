@@ -1,0 +1,259 @@
+"""What an engine is from its construction to its end, however that comes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    LLMStatusCode,
+    Options,
+)
+from tests.datadist.conftest import MakeEngine
+
+ROOT = Path(__file__).parents[2]
+DESC = CacheDesc(2, (4, 16), DataType.DT_INT8)
+CACHE = Cache(DESC, 1)
+
+CALLS: dict[str, Callable[[LlmDataDist], object]] = {
+    "set_role": lambda it: it.set_role(LlmRole.MIX),
+    "link_clusters": lambda it: it.link_clusters([ClusterInfo(9, "127.0.0.1:1")]),
+    "unlink_clusters": lambda it: it.unlink_clusters([9]),
+    "link": lambda it: it.link("name", {2: 0, 3: 1}),
+    "unlink": lambda it: it.unlink(1),
+    "query_register_mem_status": lambda it: it.query_register_mem_status(1),
+    "register_cache": lambda it: it.register_cache(DESC, [bytearray(64)] * 2),
+    "register_blocks_cache": lambda it: it.register_blocks_cache(DESC, [bytearray(64)] * 2),
+    "unregister_cache": lambda it: it.unregister_cache(1),
+    "allocate_cache": lambda it: it.allocate_cache(DESC),
+    "allocate_blocks_cache": lambda it: it.allocate_blocks_cache(DESC),
+    "deallocate_cache": lambda it: it.deallocate_cache(CACHE),
+    "remove_cache_key": lambda it: it.remove_cache_key(CacheKey(1, 1)),
+    "arrays": lambda it: it.arrays(CACHE),
+    "links": lambda it: it.links(),
+    "caches": lambda it: it.caches(),
+    "pull_cache": lambda it: it.pull_cache(CacheIndex(1, 1), CACHE),
+    "plan_pull_cache": lambda it: it.plan_pull_cache(CacheIndex(1, 1), CACHE),
+    "submit_pull_cache": lambda it: it.submit_pull_cache(CacheIndex(1, 1), CACHE),
+    "copy_blocks": lambda it: it.copy_blocks(CACHE, {}),
+}
+
+
+def status_of(call: Callable[[], object]) -> LLMStatusCode:
+    with pytest.raises(LLMException) as caught:
+        call()
+    return caught.value.status_code
+
+
+def descriptors() -> set[str]:
+    return {it.name for it in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_taken_between_initialize_and_finalize_only(name: str) -> None:
+    datadist = LlmDataDist(2, LlmRole.MIX)
+    assert status_of(lambda: CALLS[name](datadist)) == LLMStatusCode.LLM_FAILED
+    datadist.initialize()
+    datadist.finalize()
+    assert status_of(lambda: CALLS[name](datadist)) == LLMStatusCode.LLM_ENGINE_FINALIZED
+
+
+def test_initialize_and_finalize_may_be_repeated() -> None:
+    datadist = LlmDataDist(2, LlmRole.MIX)
+    datadist.finalize()
+    assert not datadist.initialized
+    datadist.initialize()
+    cache = datadist.allocate_cache(DESC)
+    datadist.initialize()
+    assert [it.cache_id for it in datadist.caches()] == [cache.cache_id]
+    datadist.finalize()
+    datadist.finalize()
+    assert not datadist.initialized
+
+
+def test_an_engine_begins_anew_when_it_is_initialized_again(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    for _ in range(2):
+        assert owner.listen_address is not None
+        user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+        source, target = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+        assert (source.cache_id, target.cache_id) == (1, 1)
+        owner.arrays(source)[0][:] = 7
+        user.pull_cache(CacheIndex(1, 1), target)
+        assert (user.arrays(target)[0][0] == 7).all()
+        for it in (owner, user):
+            it.finalize()
+            assert it.listen_address is None
+        owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
+        user.initialize()
+
+
+def test_leaving_the_with_block_finalizes() -> None:
+    with LlmDataDist(2, LlmRole.MIX) as datadist:
+        datadist.initialize()
+        assert datadist.initialized
+    assert not datadist.initialized
+
+
+def test_nothing_is_left_behind() -> None:
+    def live() -> None:
+        with LlmDataDist(1, LlmRole.MIX) as owner, LlmDataDist(2, LlmRole.MIX) as user:
+            owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
+            user.initialize()
+            assert owner.listen_address is not None
+            user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+            owner.allocate_cache(DESC)
+            user.submit_pull_cache(CacheIndex(1, 1), user.allocate_cache(DESC)).wait()
+
+    live()  # what the process has for good: its copying threads
+    gc.collect()
+    before = threading.active_count(), descriptors()
+    live()
+    gc.collect()
+    assert (threading.active_count(), descriptors()) == before
+
+
+def test_an_initialize_that_fails_leaves_nothing_behind() -> None:
+    LlmDataDist(2, LlmRole.MIX).initialize()
+    gc.collect()
+    join_released()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        datadist = LlmDataDist(2, LlmRole.MIX)
+        before = threading.active_count(), descriptors()
+        with pytest.raises(LLMException, match=f"127.0.0.1:{port}"):
+            datadist.initialize({"ListenIpInfo": f"127.0.0.1:{port}"})
+        gc.collect()
+        assert (threading.active_count(), descriptors()) == before
+    assert not datadist.initialized
+    datadist.initialize({"ListenIpInfo": f"127.0.0.1:{port}"})
+    assert datadist.listen_address == f"127.0.0.1:{port}"
+    datadist.finalize()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"SyncKvCacheWaitTime": "0"}, LLMException),
+        ({"ListenIpInfo": "nowhere"}, LLMException),
+        (Options(transport="zzz"), LLMException),
+        ([], TypeError),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: object, error: type[Exception]) -> None:
+    datadist = LlmDataDist(2, LlmRole.MIX)
+    with pytest.raises(error):
+        datadist.initialize(options)  # type: ignore[arg-type]
+    assert not datadist.initialized
+
+
+@pytest.mark.parametrize("cluster_id", [-1, 2**64])
+def test_a_cluster_id_is_a_uint64(cluster_id: int) -> None:
+    with pytest.raises(ValueError, match="cluster_id"):
+        LlmDataDist(cluster_id, LlmRole.MIX)
+
+
+def test_a_role_is_an_llm_role() -> None:
+    with pytest.raises(TypeError, match="role"):
+        LlmDataDist(1, 1)  # type: ignore[arg-type]
+
+
+def join_released() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvplan-release":
+            thread.join(10)
+
+
+def test_an_engine_that_is_dropped_is_released() -> None:
+    datadist = LlmDataDist(2, LlmRole.MIX)
+    datadist.initialize({"ListenIpInfo": "127.0.0.1:0"})
+    assert datadist.listen_address is not None
+    host, _, port = datadist.listen_address.rpartition(":")
+    socket.create_connection((host, int(port))).close()
+    datadist.on_plan(partial(print, datadist))  # a cycle: the collector's work
+    del datadist
+    gc.collect()
+    join_released()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
+
+
+def test_a_forked_child_is_refused_and_does_its_parent_no_harm(
+    pair: tuple[LlmDataDist, LlmDataDist],
+) -> None:
+    owner, user = pair
+    owner.allocate_cache(DESC)
+    target = user.allocate_cache(DESC)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        said = []
+        try:
+            for call in (*CALLS.values(), LlmDataDist.initialize):
+                try:
+                    call(user)
+                    said.append("taken")
+                except LLMException as error:
+                    said.append(error.status_code.name)
+            user.finalize()
+            own = LlmDataDist(2, LlmRole.MIX)
+            own.initialize()
+            own.copy_cache(own.allocate_cache(DESC), own.allocate_cache(DESC), 0, 1)
+            own.finalize()
+            del user, owner, pair
+            gc.collect()
+        except BaseException as error:
+            said.append(repr(error))
+        finally:
+            os.write(write, " ".join(sorted(set(said))).encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        assert answer.read() == b"LLM_FAILED"
+    os.waitpid(child, 0)
+    user.pull_cache(CacheIndex(1, 1), target)
+
+
+EXITS = {
+    "nothing in flight": "",
+    "a task in flight": "task = user.submit_pull_cache(CacheIndex(1, 1), target)",
+    "an exception": "raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("last", EXITS.values(), ids=EXITS)
+def test_a_process_ends_quietly_without_finalize(last: str) -> None:
+    code = f"""
+from kvplan import *
+owner, user = LlmDataDist(1, LlmRole.MIX), LlmDataDist(2, LlmRole.MIX)
+owner.initialize({{"ListenIpInfo": "127.0.0.1:0"}})
+user.initialize()
+user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+desc = CacheDesc(64, (4, 65536), DataType.DT_INT8)
+owner.allocate_cache(desc)
+target = user.allocate_cache(desc)
+user.pull_cache(CacheIndex(1, 1), target)
+{last}
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, timeout=30
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")

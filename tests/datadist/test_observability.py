@@ -1,0 +1,180 @@
+"""What an engine tells of itself: counters, log lines, plans."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    Placement,
+    PlanEvent,
+)
+from kvplan.engine.prometheus import PrometheusCollector
+
+DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+Pair = tuple[LlmDataDist, LlmDataDist]
+
+
+@pytest.fixture
+def pulled(pair: Pair) -> tuple[LlmDataDist, Cache]:
+    """An engine that has pulled once, and was refused once."""
+    owner, user = pair
+    owner.allocate_cache(DESC)
+    cache = user.allocate_cache(DESC)
+    user.pull_cache(CacheIndex(1, 1), cache)
+    with pytest.raises(LLMException):
+        user.pull_cache(CacheIndex(1, 99), cache)
+    return user, cache
+
+
+def test_calls_are_counted_by_operation_and_status(pulled: tuple[LlmDataDist, Cache]) -> None:
+    user, _ = pulled
+    metrics = user.metrics()
+    pulls = metrics["operations"]["pull_cache"]
+    assert pulls["statuses"] == {"LLM_SUCCESS": 1, "LLM_KV_CACHE_NOT_EXIST": 1}
+    assert pulls["nbytes"] == DESC.num_tensors * DESC.stride
+    assert pulls["seconds"]["count"] == pulls["seconds"]["buckets"][math.inf] == 2
+    assert 0 < pulls["seconds"]["sum"] < 60
+    assert metrics["operations"]["link_clusters"]["statuses"] == {"LLM_SUCCESS": 1}
+    assert metrics["cache_bytes"] == {"DEVICE": DESC.nbytes}
+    assert metrics["links"] == {"LINKED": 1}
+
+
+def test_counters_go_on_after_finalize(pulled: tuple[LlmDataDist, Cache]) -> None:
+    user, _ = pulled
+    user.finalize()
+    assert user.metrics()["operations"]["pull_cache"]["seconds"]["count"] == 2
+    assert user.metrics()["cache_bytes"] == user.metrics()["links"] == {}
+
+
+def test_plans_move_and_count_nothing(pulled: tuple[LlmDataDist, Cache]) -> None:
+    user, cache = pulled
+    user.plan_pull_cache(CacheIndex(1, 1), cache)
+    assert user.metrics()["operations"]["pull_cache"]["seconds"]["count"] == 2
+
+
+def test_caches_are_listed(engine: LlmDataDist) -> None:
+    engine.allocate_cache(DESC)
+    host = CacheDesc(1, (8, 16), DataType.DT_INT8, Placement.HOST)
+    engine.register_blocks_cache(host, [bytearray(128)], remote_accessible=False)
+    first, second = engine.caches()
+    assert (first.cache_id, first.cache_desc, first.nbytes) == (1, DESC, DESC.nbytes)
+    assert (first.paged, first.allocated, first.remote_accessible) == (False, True, True)
+    assert (second.cache_id, second.cache_desc, second.nbytes) == (2, host, 128)
+    assert (second.paged, second.allocated, second.remote_accessible) == (True, False, False)
+    assert first.age_s >= second.age_s >= 0
+
+
+def test_links_are_listed(pulled: tuple[LlmDataDist, Cache]) -> None:
+    user, _ = pulled
+    (status,) = user.links()
+    assert (status.cluster_id, status.transport, status.role) == (1, "local", LlmRole.MIX)
+    assert (status.bytes_pulled, status.bytes_pushed) == (DESC.num_tensors * DESC.stride, 0)
+    assert (status.operations, status.in_flight) == (2, 0)
+    assert "99" in status.last_error
+
+
+def test_each_operation_logs_one_line(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    owner, user = pair
+    owner.allocate_cache(DESC)
+    cache = user.allocate_cache(DESC)
+    with caplog.at_level(logging.INFO, "kvplan"):
+        user.pull_cache(CacheIndex(1, 1), cache)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    fields = dict(pair.split("=") for pair in record.getMessage().split())
+    assert float(fields.pop("us")) > 0
+    assert fields == {
+        "operation": "pull_cache",
+        "cluster": "2",
+        "peer": "1",
+        "cache": "1",
+        "kind": "C2C",
+        "descriptors": "2",
+        "bytes": "128",
+        "status": "LLM_SUCCESS",
+    }
+
+
+def test_a_failed_operation_logs_why(engine: LlmDataDist, caplog: pytest.LogCaptureFixture) -> None:
+    cache = engine.allocate_cache(DESC)
+    with caplog.at_level(logging.WARNING, "kvplan"), pytest.raises(LLMException):
+        engine.copy_cache(cache, cache, 0, 4)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "status=LLM_PARAM_INVALID error=" in record.getMessage()
+    assert "dst_batch_index" in record.getMessage()
+
+
+def test_a_hook_sees_plans_before_they_are_executed(pair: Pair) -> None:
+    owner, user = pair
+    owner.allocate_cache(DESC)
+    cache = user.allocate_cache(DESC)
+    user.arrays(cache)[0][:] = 3
+    seen = []
+
+    def look(event: PlanEvent) -> None:
+        seen.append((event.plan.operation, *event[1:], int(user.arrays(cache)[0].sum())))
+
+    remove = user.on_plan(look)
+    user.pull_cache(CacheIndex(1, 1), cache, 0)
+    user.submit_pull_cache(CacheIndex(1, 1), cache, 1).wait()
+    remove()
+    remove()
+    user.pull_cache(CacheIndex(1, 1), cache, 2)
+    first, row = int(DESC.tensor_nbytes) * 3, DESC.stride * 3
+    assert seen == [
+        ("pull_cache", "pull_cache", 1, 1, first),
+        ("pull_cache", "pull_cache", 1, 1, first - row),
+    ]
+
+
+def test_a_hook_that_raises_stops_the_operation(engine: LlmDataDist) -> None:
+    cache = engine.allocate_cache(DESC)
+    engine.arrays(cache)[0][0] = 3
+
+    def refuse(event: PlanEvent) -> None:
+        raise KeyError(event.cluster_id)
+
+    remove = engine.on_plan(refuse)
+    for call in (engine.copy_cache, engine.submit_copy_cache):
+        with pytest.raises(KeyError):
+            call(cache, cache, 0, 1)
+    assert not engine.arrays(cache)[0][1].any()
+    assert engine.metrics()["in_flight"] == 0
+    remove()
+    engine.copy_cache(cache, cache, 0, 1)
+
+
+def test_a_hook_is_callable(engine: LlmDataDist) -> None:
+    with pytest.raises(TypeError, match="hook"):
+        engine.on_plan(1)  # type: ignore[arg-type]
+
+
+def test_prometheus_reads_the_counters(pulled: tuple[LlmDataDist, Cache]) -> None:
+    user, _ = pulled
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(user))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"cluster_id": "2", **labels})
+
+    pull = {"operation": "pull_cache"}
+    assert value("kvplan_operations_total", **pull, status="LLM_SUCCESS") == 1
+    assert value("kvplan_operations_total", **pull, status="LLM_KV_CACHE_NOT_EXIST") == 1
+    assert value("kvplan_bytes_total", **pull) == 128
+    assert value("kvplan_operation_seconds_count", **pull) == 2
+    assert value("kvplan_operation_seconds_bucket", **pull, le="+Inf") == 2
+    assert value("kvplan_in_flight") == 0
+    assert value("kvplan_links", state="LINKED") == 1
+    assert value("kvplan_cache_bytes", placement="DEVICE") == DESC.nbytes

@@ -1,0 +1,227 @@
+"""Submitted and executed transfers end: with their claims, in time, and whoever looks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvnative._executor import Backend, delay, fail_at
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+    Transfers,
+)
+from tests.datadist.conftest import MakeEngine, link
+
+DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+KEY = CacheKey(1, 7)
+FOR_EVER_MS = 600_000
+NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+REPEATED = LLMStatusCode.LLM_REPEAT_REQUEST
+
+Linked = Callable[..., tuple[LlmDataDist, Cache]]
+
+
+def held(backend: Backend) -> Backend:
+    return delay(backend, FOR_EVER_MS)
+
+
+def slowed(backend: Backend) -> Backend:
+    return delay(backend, 100)
+
+
+def broken(backend: Backend) -> Backend:
+    return fail_at(backend, 1)
+
+
+@pytest.fixture
+def owner(make_engine: MakeEngine) -> LlmDataDist:
+    """Of cluster 1; its cache 1 is full of fives, and slot 0 has a key."""
+    owner = make_engine(1, listen=True)
+    for array in owner.arrays(owner.allocate_cache(DESC, [KEY])):
+        array[:] = 5
+    return owner
+
+
+@pytest.fixture
+def linked(make_engine: MakeEngine, owner: LlmDataDist) -> Iterator[Linked]:
+    """Makes engines that are linked with the owner, with a cache 1 that is empty."""
+    made = []
+
+    def make(
+        wrap: Callable[[Backend], Backend] | None = None, cluster_id: int = 2, **options: str
+    ) -> tuple[LlmDataDist, Cache]:
+        made.append(Transfers(1, wrap))
+        user = make_engine(cluster_id, transfers=made[-1], **options)
+        link(user, owner)
+        return user, user.allocate_cache(DESC)
+
+    yield make
+    for transfers in made:
+        transfers.close(cancel=True)
+
+
+def status_of(call: Callable[[], object]) -> LLMStatusCode:
+    with pytest.raises(LLMException) as caught:
+        call()
+    return caught.value.status_code
+
+
+def test_a_request_is_claimed_until_the_outcome(linked: Linked) -> None:
+    first, mine = linked(held)
+    second, other = linked(cluster_id=3)
+    task = first.submit_pull_cache(KEY, mine)
+    assert not task.done
+    assert status_of(lambda: second.pull_cache(KEY, other)) == REPEATED
+    task.cancel()
+    assert status_of(task.wait) == LLMStatusCode.LLM_FAILED
+    second.pull_cache(KEY, other)
+    assert status_of(lambda: second.pull_cache(KEY, other)) == NOT_EXIST
+
+
+@pytest.mark.parametrize("wrap", [None, slowed], ids=["at once", "later"])
+def test_a_transfer_whose_handle_is_dropped_ends_all_the_same(
+    linked: Linked, wrap: Callable[[Backend], Backend] | None
+) -> None:
+    user, mine = linked(wrap)
+    user.submit_pull_cache(KEY, mine)
+    # Waits for what is in flight.
+    user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
+    assert user.metrics()["operations"]["pull_cache"]["statuses"] == {"LLM_SUCCESS": 1}
+    assert user.metrics()["in_flight"] == 0
+    assert (user.arrays(mine)[1][0] == 5).all()
+
+
+def test_a_transfer_in_flight_keeps_its_link_until_it_ends(linked: Linked) -> None:
+    user, mine = linked(held)
+    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    (result,) = user.unlink_clusters([1], timeout_ms=20)
+    assert result.status == LLMStatusCode.LLM_LINK_BUSY
+    task.cancel()
+    user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
+
+
+def test_a_failed_pull_leaves_the_key(linked: Linked) -> None:
+    user, mine = linked(broken)
+    second, other = linked(cluster_id=3)
+    with pytest.raises(LLMException) as caught:
+        user.pull_cache(KEY, mine)
+    assert caught.value.origin is not None
+    assert caught.value.unconfirmed
+    second.pull_cache(KEY, other)
+
+
+def test_a_pull_takes_no_longer_than_its_deadline(linked: Linked) -> None:
+    user, mine = linked(held)
+    for _ in range(2):  # the key stays
+        pulled = status_of(lambda: user.pull_cache(KEY, mine, timeout_ms=10))
+        assert pulled == LLMStatusCode.LLM_TIMEOUT
+
+
+def test_the_deadline_of_remote_operations_is_an_option(linked: Linked) -> None:
+    user, mine = linked(slowed, SyncKvCacheWaitTime="10")
+    index = CacheIndex(1, 1)
+    assert status_of(lambda: user.pull_cache(index, mine)) == LLMStatusCode.LLM_TIMEOUT
+    assert status_of(lambda: user.push_cache(mine, index)) == LLMStatusCode.LLM_TIMEOUT
+    user.pull_cache(index, mine, timeout_ms=10_000)
+    user.copy_cache(mine, mine, 0, 1)
+
+
+@pytest.mark.parametrize("timeout_ms", [-1, float("nan"), "soon"])
+def test_a_deadline_is_a_number_of_ms(linked: Linked, timeout_ms: float) -> None:
+    user, mine = linked()
+    with pytest.raises((ValueError, TypeError)):
+        user.pull_cache(CacheIndex(1, 1), mine, timeout_ms=timeout_ms)
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_finalize_waits_for_what_is_in_flight(linked: Linked) -> None:
+    user, mine = linked(slowed)
+    array = user.arrays(mine)[1]
+    task = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    user.finalize()
+    assert task.done
+    task.wait()
+    assert (array[0] == 5).all()
+
+
+def test_finalize_stops_what_takes_too_long(linked: Linked) -> None:
+    user, mine = linked(held, SyncKvCacheWaitTime="10")
+    tasks = [user.submit_pull_cache(CacheIndex(1, 1), mine) for _ in range(3)]
+    user.finalize()
+    for task in tasks:
+        assert task.done
+        assert status_of(task.wait) == LLMStatusCode.LLM_FAILED
+
+
+def test_a_cache_that_is_freed_under_a_transfer_stays_until_its_end(linked: Linked) -> None:
+    user, mine = linked(slowed)
+    other = user.allocate_cache(DESC)
+    user.pull_cache(CacheIndex(1, 1), other)
+    array = user.arrays(mine)[0]
+    task = user.submit_copy_cache(other, mine)
+    user.deallocate_cache(other)
+    user.deallocate_cache(mine)
+    task.wait()
+    assert (array[0] == 5).all()
+
+
+def test_many_threads_transfer_at_once(linked: Linked, owner: LlmDataDist) -> None:
+    users = [linked(cluster_id=cluster_id) for cluster_id in (2, 3)]
+    failures = []
+
+    def transfer(user: LlmDataDist, mine: Cache, slot: int) -> None:
+        try:
+            for _ in range(50):
+                user.pull_cache(CacheIndex(1, 1, slot), mine, slot)
+                user.submit_pull_cache(CacheIndex(1, 1, slot), mine, slot)
+                user.push_cache(mine, CacheIndex(1, 1, slot), slot)
+                user.copy_cache(mine, mine, slot, slot)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=transfer, args=(*user, slot)) for user in users for slot in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for user, mine in users:
+        user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
+        counted = user.metrics()["operations"]
+        assert counted["pull_cache"]["statuses"] == {"LLM_SUCCESS": 400}
+        assert counted["push_cache"]["nbytes"] == 200 * DESC.num_tensors * DESC.stride
+        assert all((it == 5).all() for it in user.arrays(mine))
+
+
+def test_finalize_amid_transfers_ends_them_all(linked: Linked) -> None:
+    user, mine = linked()
+    begun = threading.Barrier(5)
+    seen: list[LLMStatusCode] = []
+
+    def transfer() -> None:
+        begun.wait()
+        try:
+            while True:
+                user.pull_cache(CacheIndex(1, 1), mine)
+        except LLMException as error:
+            seen.append(error.status_code)
+
+    threads = [threading.Thread(target=transfer) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    user.finalize()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [LLMStatusCode.LLM_ENGINE_FINALIZED] * 4

@@ -1,0 +1,96 @@
+"""A role changes, and with it where an engine listens, while nobody is linked."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvplan import ClusterInfo, LlmDataDist, LLMException, LlmRole, LLMStatusCode, Options
+from tests.datadist.conftest import MakeEngine, link
+
+ANYWHERE = {"llm.ListenIpInfo": "127.0.0.1:0"}
+
+
+def can_link(user: LlmDataDist, owner: LlmDataDist, address: str) -> bool:
+    (result,) = user.link_clusters([ClusterInfo(owner.cluster_id, address)])
+    if result.error is None:
+        user.unlink_clusters([owner.cluster_id]).raise_for_status()
+    return result.error is None
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_client_becomes_a_server_and_a_client_again(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1), make_engine(2)
+    assert owner.listen_address is None
+    owner.set_role(LlmRole.PROMPT, ANYWHERE)
+    address = owner.listen_address
+    assert address is not None
+    assert owner.role == LlmRole.PROMPT
+    assert can_link(user, owner, address)
+    owner.set_role(LlmRole.DECODER)
+    assert owner.listen_address is None
+    assert owner.role == LlmRole.DECODER
+    assert not can_link(user, owner, address)
+
+
+def test_a_server_moves(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    before = owner.listen_address
+    assert before is not None
+    after = f"127.0.0.1:{free_port()}"
+    owner.set_role(LlmRole.PROMPT, Options(listen_ip_info=after))
+    assert owner.listen_address == after
+    assert can_link(user, owner, after)
+    assert not can_link(user, owner, before)
+
+
+def test_a_server_that_does_not_move_keeps_listening(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    before = owner.listen_address
+    owner.set_role(LlmRole.PROMPT, ANYWHERE)
+    assert owner.listen_address == before is not None
+    assert can_link(user, owner, before)
+
+
+def test_the_peer_sees_the_role(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    owner.set_role(LlmRole.PROMPT, ANYWHERE)
+    link(user, owner)
+    assert [it.role for it in user.links()] == [LlmRole.PROMPT]
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["server", "client"])
+def test_a_role_does_not_change_while_links_live(
+    pair: tuple[LlmDataDist, LlmDataDist], end: int
+) -> None:
+    address = pair[end].listen_address
+    with pytest.raises(LLMException) as caught:
+        pair[end].set_role(LlmRole.DECODER)
+    assert caught.value.status_code == LLMStatusCode.LLM_EXIST_LINK
+    assert (pair[end].role, pair[end].listen_address) == (LlmRole.MIX, address)
+    pair[1].unlink_clusters([1]).raise_for_status()
+    pair[end].set_role(LlmRole.DECODER)
+
+
+def test_an_address_that_is_taken_is_refused(make_engine: MakeEngine) -> None:
+    owner = make_engine(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(LLMException, match=address):
+            owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": address})
+    assert (owner.role, owner.listen_address) == (LlmRole.MIX, None)
+    owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": address})
+
+
+def test_only_the_address_can_be_given(make_engine: MakeEngine) -> None:
+    owner = make_engine(1)
+    with pytest.raises(LLMException, match="ListenIpInfo") as caught:
+        owner.set_role(LlmRole.PROMPT, {"SyncKvCacheWaitTime": "5"})
+    assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    with pytest.raises(TypeError, match="role"):
+        owner.set_role("Prompt")  # type: ignore[arg-type]

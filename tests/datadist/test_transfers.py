@@ -1,0 +1,342 @@
+"""Pull and push between two processes: what arrives, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    DataType,
+    KvCacheExtParam,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+)
+from tests.datadist.peer import Peer
+
+SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)  # 2 layers, 4 slots of 256 bytes
+BLOCKS = CacheDesc(4, (8, 16), DataType.DT_INT32)  # 2 layers, 8 blocks of 64 bytes
+
+# The peer's tensor t holds t * 10000, t * 10000 + 1, ...
+OFFER = """
+slots, blocks = (CacheDesc(4, shape, DataType.DT_INT32) for shape in ((4, 64), (8, 16)))
+cache = datadist.allocate_cache(slots, [CacheKey(0, 70 + row) for row in range(4)])
+paged = datadist.allocate_blocks_cache(blocks, BlocksCacheKey(0, 5))
+for held in (cache, paged):
+    for number, array in enumerate(datadist.arrays(held)):
+        array[:] = np.arange(array.size).reshape(array.shape) + 10000 * number
+"""
+CACHE, PAGED = 1, 2  # the ids there
+
+
+@pytest.fixture(autouse=True)
+def offered(peer: Peer) -> None:
+    peer.run(OFFER)
+
+
+@pytest.fixture
+def slots(user: LlmDataDist) -> Cache:
+    return user.allocate_cache(SLOTS)
+
+
+@pytest.fixture
+def blocks(user: LlmDataDist) -> Cache:
+    return user.allocate_blocks_cache(BLOCKS)
+
+
+def theirs(desc: CacheDesc) -> list[NDArray[Any]]:
+    size = int(np.prod(desc.shape))
+    return [np.arange(size).reshape(desc.shape) + 10000 * number for number in range(4)]
+
+
+def refused(status: LLMStatusCode, call: Callable[[], object]) -> LLMException:
+    with pytest.raises(LLMException) as caught:
+        call()
+    assert caught.value.status_code == status, caught.value
+    return caught.value
+
+
+def test_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
+    user.pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
+    for mine, there in zip(user.arrays(slots), theirs(SLOTS), strict=True):
+        assert (mine[1] == there[2]).all()
+        assert not mine[[0, 2, 3]].any()
+
+
+def test_part_of_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
+    user.pull_cache(CacheIndex(1, CACHE), slots, size=12)
+    assert user.arrays(slots)[3][0, :4].tolist() == [30000, 30001, 30002, 0]
+
+
+def test_layers_are_pulled(user: LlmDataDist, slots: Cache) -> None:
+    user.pull_cache(CacheIndex(1, CACHE), slots, ext_param=KvCacheExtParam((1, 1), (0, 0)))
+    mine, there = user.arrays(slots), theirs(SLOTS)
+    assert (mine[0][0] == there[2][0]).all()
+    assert (mine[1][0] == there[3][0]).all()
+    assert not mine[2].any()
+
+
+def test_only_the_id_of_a_local_cache_matters(user: LlmDataDist, slots: Cache) -> None:
+    user.pull_cache(CacheIndex(1, CACHE), Cache(CacheDesc(1, (1,), DataType.DT_INT8), 1))
+    assert (user.arrays(slots)[0][0] == theirs(SLOTS)[0][0]).all()
+
+
+def test_addresses_will_do_for_a_local_cache(user: LlmDataDist) -> None:
+    arrays = [np.zeros(SLOTS.shape, np.int32) for _ in range(4)]
+    user.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, -1, [it.ctypes.data for it in arrays]))
+    assert (arrays[3][0] == theirs(SLOTS)[3][0]).all()
+
+
+@pytest.mark.parametrize("key", [CacheIndex(1, PAGED), BlocksCacheKey(1, 5)], ids=["id", "key"])
+def test_blocks_are_pulled(
+    user: LlmDataDist, blocks: Cache, key: CacheIndex | BlocksCacheKey
+) -> None:
+    user.pull_blocks(key, blocks, [7, 0, 3], [1, 2, 0])
+    for mine, there in zip(user.arrays(blocks), theirs(BLOCKS), strict=True):
+        assert (mine[[1, 2, 0]] == there[[7, 0, 3]]).all()
+        assert not mine[3:].any()
+
+
+@pytest.mark.parametrize("key", [CacheIndex(1, CACHE, 2), CacheKey(1, 72)], ids=["id", "key"])
+def test_a_slot_is_pulled_into_blocks(
+    user: LlmDataDist, blocks: Cache, key: CacheIndex | CacheKey
+) -> None:
+    user.pull_blocks(key, blocks, None, [5, 1, 2, 0])
+    for mine, there in zip(user.arrays(blocks), theirs(SLOTS), strict=True):
+        assert (mine[[5, 1, 2, 0]].ravel() == there[2]).all()
+
+
+def test_a_slot_is_pushed(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    for number, array in enumerate(user.arrays(slots)):
+        array[3] = number - 5
+    user.push_cache(slots, CacheIndex(1, CACHE, 1), 3)
+    there = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(cache)]"))
+    for number, expected in enumerate(theirs(SLOTS)):
+        assert (there[number][1] == number - 5).all()
+        assert (there[number][[0, 2, 3]] == expected[[0, 2, 3]]).all()
+
+
+@pytest.mark.parametrize("key", [CacheIndex(1, PAGED), BlocksCacheKey(1, 5)], ids=["id", "key"])
+def test_blocks_are_pushed(
+    user: LlmDataDist, peer: Peer, blocks: Cache, key: CacheIndex | BlocksCacheKey
+) -> None:
+    for array in user.arrays(blocks):
+        array[:] = np.arange(8)[:, None] - 100
+    user.push_blocks(blocks, key, [2, 6], [4, 3])
+    there = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(paged)]"))
+    for number, expected in enumerate(theirs(BLOCKS)):
+        expected[4], expected[3] = -98, -94
+        assert (there[number] == expected).all()
+
+
+def test_registered_memory_is_pulled_and_pushed(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(
+        """
+        arrays = [np.full((4, 64), 9, np.int32) for _ in range(4)]
+        result = datadist.register_cache(slots, [it.ctypes.data for it in arrays]).cache_id
+        """
+    )
+    mine = [np.zeros(SLOTS.shape, np.int32) for _ in range(4)]
+    cache = user.register_cache(SLOTS, mine)
+    user.pull_cache(CacheIndex(1, 3), cache)
+    assert all((it[0] == 9).all() for it in mine)
+    mine[2][1] = 4
+    user.push_cache(cache, CacheIndex(1, 3, 1), 1)
+    assert peer.run("result = [int(it[1, 5]) for it in arrays]") == [0, 0, 4, 0]
+
+
+def test_a_request_is_consumed_by_its_pull_and_an_index_never(
+    user: LlmDataDist, slots: Cache
+) -> None:
+    user.pull_cache(CacheKey(1, 71), slots)
+    assert (user.arrays(slots)[0][0] == theirs(SLOTS)[0][1]).all()
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
+    user.pull_cache(CacheIndex(1, CACHE, 1), slots)
+
+
+def test_pulls_of_layers_consume_a_request_together(user: LlmDataDist, slots: Cache) -> None:
+    for layer in (0, 1):
+        ext_param = KvCacheExtParam((layer, layer), (layer, layer))
+        user.pull_cache(CacheKey(1, 71), slots, ext_param=ext_param)
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
+
+
+def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
+    user: LlmDataDist, slots: Cache
+) -> None:
+    user.plan_pull_cache(CacheKey(1, 71), slots)
+    refused(
+        LLMStatusCode.LLM_PARAM_INVALID, lambda: user.pull_cache(CacheKey(1, 71), slots, size=9999)
+    )
+    user.pull_cache(CacheKey(1, 71), slots)
+
+
+def test_a_prefix_stays(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    peer.run("datadist.allocate_cache(slots, [CacheKey(0, prefix_id=3)])")
+    for _ in range(2):
+        user.pull_cache(CacheKey(1, prefix_id=3), slots)
+
+
+def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    peer.run("later = datadist.allocate_cache(slots)\ndatadist.arrays(later)[1][:] = 8")
+    user.pull_cache(CacheIndex(1, 3), slots)
+    assert (user.arrays(slots)[1][0] == 8).all()
+    peer.run("datadist.deallocate_cache(later)")
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheIndex(1, 3), slots))
+
+
+def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> None:
+    seen = []
+    user.on_plan(seen.append)
+    plan = user.plan_pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
+    assert not seen
+    user.pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
+    assert [it.plan for it in seen] == [plan]
+    assert plan.src.count == 4
+
+
+PULL, PUSH = "pull", "push"
+REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], object]]] = {
+    "own cluster": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(2, 1), slots),
+    ),
+    "not linked": (
+        LLMStatusCode.LLM_NOT_YET_LINK,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(3, 1), slots),
+    ),
+    "no such local cache": (
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, 99)),
+    ),
+    "no such remote cache": (
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, 99), slots),
+    ),
+    "no such remote blocks key": (
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        lambda it, slots, blocks: it.pull_blocks(BlocksCacheKey(1, 6), blocks, [0], [0]),
+    ),
+    "no such remote key": (
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        lambda it, slots, blocks: it.pull_cache(CacheKey(1, 999), slots),
+    ),
+    "remote slot beyond the cache": (
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE, 4), slots),
+    ),
+    "remote slot beyond the cache, pushed": (
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE, 4)),
+    ),
+    "remote layer beyond the cache": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(
+            CacheIndex(1, CACHE), slots, ext_param=KvCacheExtParam((2, 2), (0, 0))
+        ),
+    ),
+    "local slot beyond the cache": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, 4),
+    ),
+    "size of no bytes": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, size=0),
+    ),
+    "paged into slots": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, PAGED), slots),
+    ),
+    "slot into paged by pull_cache": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), blocks),
+    ),
+    "blocks into slots": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, PAGED), slots, [0], [0]),
+    ),
+    "blocks of a contiguous cache": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, CACHE), blocks, [0], [0]),
+    ),
+    "no blocks of a paged cache": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_blocks(BlocksCacheKey(1, 5), blocks, [], [0]),
+    ),
+    "blocks of unequal number": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, PAGED), blocks, [0], [0, 1]),
+    ),
+    "a key of neither": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(CacheKey(1), slots),
+    ),
+    "a key of both": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.pull_cache(CacheKey(1, 1, 0, 1), slots),
+    ),
+    "push of part of a row": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE), size=4),
+    ),
+    "push of no blocks": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.push_blocks(blocks, CacheIndex(1, PAGED), [], []),
+    ),
+    "push of slots as blocks": (
+        LLMStatusCode.LLM_PARAM_INVALID,
+        lambda it, slots, blocks: it.push_blocks(slots, CacheIndex(1, PAGED), [0], [0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_is_refused(
+    user: LlmDataDist, slots: Cache, blocks: Cache, name: str
+) -> None:
+    status, call = REFUSALS[name]
+    refused(status, lambda: call(user, slots, blocks))
+    assert user.metrics()["in_flight"] == 0
+
+
+WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
+    "index": lambda it, slots, blocks: it.pull_cache((1, 1), slots),
+    "blocks key for slots": lambda it, slots, blocks: it.pull_cache(BlocksCacheKey(1, 5), slots),
+    "cache": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), 1),
+    "push by request": lambda it, slots, blocks: it.push_cache(slots, CacheKey(1, 71)),
+    "push blocks by request": lambda it, slots, blocks: it.push_blocks(
+        blocks, CacheKey(1, 71), [0], [0]
+    ),
+    "block table": lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, PAGED), blocks, 3, [0]),
+    "slot": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, "0"),
+    "size": lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE), size=None),
+    "layers": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, ext_param={}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_arguments_of_another_type_are_refused(
+    user: LlmDataDist, slots: Cache, blocks: Cache, name: str
+) -> None:
+    with pytest.raises(TypeError):
+        WRONG_TYPES[name](user, slots, blocks)
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_caches_of_host_and_device_meet(user: LlmDataDist, peer: Peer) -> None:
+    host = CacheDesc(4, (4, 64), DataType.DT_INT32, Placement.HOST)
+    target = user.allocate_cache(host)
+    user.pull_cache(CacheIndex(1, CACHE), target)
+    assert (user.arrays(target)[0][0] == theirs(SLOTS)[0][0]).all()

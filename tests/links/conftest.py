@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.links.end import End
+from tests.links.peer import Peer
+
+
+@pytest.fixture
+def make_end() -> Iterator[Callable[..., End]]:
+    """Make ends in this process; they are closed after the test."""
+    with ExitStack() as ends:
+        yield lambda cluster_id, **options: ends.enter_context(End(cluster_id, **options))
+
+
+@pytest.fixture
+def make_peer() -> Iterator[Callable[..., Peer]]:
+    """Make peers in processes of their own; they are ended after the test."""
+    with ExitStack() as peers:
+
+        def make(cluster_id: int, **options: Any) -> Peer:
+            peer = Peer(cluster_id, **options)
+            peers.callback(peer.close)
+            return peer
+
+        yield make
+
+
+@pytest.fixture
+def end(make_end: Callable[..., End]) -> End:
+    """An end of cluster 1 in this process."""
+    return make_end(1)
+
+
+@pytest.fixture
+def peer(make_peer: Callable[..., Peer]) -> Peer:
+    """A process of cluster 2."""
+    return make_peer(2)

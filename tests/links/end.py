@@ -1,0 +1,120 @@
+"""One end of links, as an engine has it: transports, caches, links; and its log, to wait on."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvplan import CacheDesc, DataType, LlmRole
+from kvplan.control.endpoint import Endpoint
+from kvplan.engine.links import ClusterInfo, Links, LinkState, LinkStatus
+from kvplan.engine.options import Options
+from kvplan.engine.registry import CacheRegistry
+from kvplan.transport.local import LocalTransport
+from kvplan.transport.protocol import Transport
+
+DESC = CacheDesc(2, (4, 16), DataType.DT_FLOAT)
+DEADLINE_S = 20.0  # of what happens at once, on a machine that stalls
+
+
+class End:
+    """An engine's links, without the engine."""
+
+    def __init__(
+        self,
+        cluster_id: int,
+        *,
+        listen: str = "127.0.0.1:0",
+        transports: Sequence[Transport] | None = None,
+        **options: Any,
+    ) -> None:
+        self.cluster_id = cluster_id
+        self.transports = (LocalTransport(),) if transports is None else tuple(transports)
+        given = Options(**options)
+        self.registry = CacheRegistry(self.transports, given, self._changed)
+        self.log = _Log(cluster_id)
+        self.links = Links(cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports)
+        self.links.start()
+        self.address = str(self.links.listen(Endpoint.parse(listen))) if listen else ""
+
+    def _changed(self) -> None:
+        self.links.tables_changed()
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """What a peer calls this end by."""
+        return ClusterInfo(self.cluster_id, self.address)
+
+    def link(self, *clusters: ClusterInfo, timeout_ms: int = 5000) -> None:
+        """Link, and fail with the first that fails."""
+        self.links.link(clusters, timeout_ms).raise_for_status()
+
+    def state(self, cluster_id: int) -> LinkState | None:
+        return next((it.state for it in self.links.status() if it.cluster_id == cluster_id), None)
+
+    def status(self, cluster_id: int) -> LinkStatus:
+        return self.links.get(cluster_id).status()
+
+    def wait_until(self, cluster_id: int, state: LinkState | None) -> None:
+        """Wait for a state that is entered without a line in the log."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.state(cluster_id) is not state:
+            assert time.monotonic() < deadline, f"{self.state(cluster_id)} is not {state}"
+
+    def wait_for(self, cluster_id: int, state: str) -> str:
+        """Wait until the link with a cluster enters a state; returns the line that tells it."""
+        return self.log.wait_for_line(f"peer={cluster_id} state={state} ")
+
+    def close(self) -> None:
+        self.log.close()
+        self.links.close()
+        self.registry.close()
+        for transport in self.transports:
+            transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Log(logging.Handler):
+    """What one engine logs."""
+
+    def __init__(self, cluster_id: int) -> None:
+        super().__init__()
+        self._mine = f" cluster={cluster_id} "
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        logging.getLogger("kvplan").addHandler(self)
+        logging.getLogger("kvplan").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if self._mine in line:
+            self._lines.put(line)
+
+    def wait_for_line(self, part: str) -> str:
+        deadline = time.monotonic() + DEADLINE_S
+        seen = []
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                seen.append(self._lines.get(timeout=left))
+            except queue.Empty:
+                break
+            if part in seen[-1]:
+                return seen[-1]
+        raise AssertionError(f"{part!r} was not logged, but {seen}")
+
+    def close(self) -> None:
+        logging.getLogger("kvplan").removeHandler(self)
+        super().close()

@@ -1,0 +1,160 @@
+"""Calls that meet: from both ends, from two threads, link and unlink; none waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvplan import LLMStatusCode
+from kvplan.engine.links import LinkResults, LinkState
+from kvplan.transport.local import LocalTransport
+from tests.links.end import DEADLINE_S, End
+
+MakeEnd = Callable[..., End]
+OK = LLMStatusCode.LLM_SUCCESS
+
+
+def at_once(*calls: Callable[[], LinkResults]) -> list[LLMStatusCode]:
+    """Make all calls at one moment, each in a thread of its own; returns their statuses."""
+    start = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], LinkResults]) -> LLMStatusCode:
+        start.wait()
+        return call().status
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [it.result(DEADLINE_S) for it in [threads.submit(run, call) for call in calls]]
+
+
+@pytest.mark.parametrize("round_", range(20))
+def test_both_ends_link_at_once(make_end: MakeEnd, round_: int) -> None:
+    one, two = make_end(1), make_end(2)
+    statuses = at_once(
+        lambda: one.links.link([two.cluster], 5000), lambda: two.links.link([one.cluster], 5000)
+    )
+    # A call that comes when the other has ended finds the link.
+    assert set(statuses) <= {OK, LLMStatusCode.LLM_ALREADY_LINK}
+    assert OK in statuses
+    assert (one.state(2), two.state(1)) == (LinkState.LINKED, LinkState.LINKED)
+    assert (one.links.live(), two.links.live()) == (1, 1)
+    for end in (one, two):  # it works, from either end
+        end.links.get(3 - end.cluster_id).begin()
+        end.links.get(3 - end.cluster_id).end()
+    one.links.unlink([2], 5000).raise_for_status()
+    assert (one.state(2), two.state(1)) == (None, None)
+
+
+class _Slow(LocalTransport):
+    """Whose connect lasts until it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connecting = threading.Event()
+        self.go_on = threading.Event()
+
+    def refusal(self, metadata: bytes) -> None:
+        return None
+
+    def connect(self, metadata: bytes, **kwargs: Any) -> Any:
+        self.connecting.set()
+        assert self.go_on.wait(DEADLINE_S)
+        return super().connect(metadata, **kwargs)
+
+
+@pytest.mark.parametrize("caller", [1, 2])
+def test_the_second_call_joins_the_first(make_end: MakeEnd, caller: int) -> None:
+    slow = _Slow()
+    ends = {1: make_end(1, transports=[slow]), 2: make_end(2, transports=[slow])}
+    first, second = ends[caller], ends[3 - caller]
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(first.links.link, [second.cluster], 10000)]
+        assert slow.connecting.wait(DEADLINE_S)
+        calls.append(threads.submit(second.links.link, [first.cluster], 10000))
+        second_busy = second.links.link([first.cluster], 1)
+        slow.go_on.set()
+        assert [it.result(DEADLINE_S).status for it in calls] == [OK, OK]
+    assert second_busy.status is not OK
+    assert first.links.live() == second.links.live() == 1
+    first.transports = second.transports = ()
+    slow.close()
+
+
+def test_two_threads_link_one_cluster(make_end: MakeEnd) -> None:
+    slow = _Slow()
+    one, two = make_end(1, transports=[slow]), make_end(2)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(one.links.link, [two.cluster], 10000)
+        assert slow.connecting.wait(DEADLINE_S)
+        (result,) = one.links.link([two.cluster], 1000)
+        assert result.status is LLMStatusCode.LLM_PROCESSING_LINK
+        assert one.state(2) is LinkState.LINKING
+        slow.go_on.set()
+        assert call.result(DEADLINE_S).status is OK
+
+
+def test_one_cluster_twice_in_one_call(make_end: MakeEnd) -> None:
+    one, two = make_end(1), make_end(2)
+    results = one.links.link([two.cluster, two.cluster], 5000)
+    assert [it.status for it in results] == [OK, LLMStatusCode.LLM_PROCESSING_LINK]
+
+
+def test_unlink_while_linking(make_end: MakeEnd) -> None:
+    slow = _Slow()
+    one, two = make_end(1, transports=[slow]), make_end(2)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(one.links.link, [two.cluster], 10000)
+        assert slow.connecting.wait(DEADLINE_S)
+        (result,) = one.links.unlink([2], 1000)
+        assert result.status is LLMStatusCode.LLM_PROCESSING_LINK
+        one.links.unlink([2], 1000, force=True).raise_for_status()
+        assert call.result(DEADLINE_S).status is LLMStatusCode.LLM_LINK_FAILED
+        slow.go_on.set()
+    two.wait_for(1, "UNLINKED")
+    assert one.links.live() == two.links.live() == 0
+    one.link(two.cluster)
+
+
+@pytest.mark.parametrize("round_", range(10))
+def test_both_ends_unlink_at_once(make_end: MakeEnd, round_: int) -> None:
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    statuses = at_once(lambda: one.links.unlink([2], 5000), lambda: two.links.unlink([1], 5000))
+    assert set(statuses) <= {OK, LLMStatusCode.LLM_NOT_YET_LINK}
+    assert OK in statuses
+    assert one.links.live() == two.links.live() == 0
+
+
+def test_linking_while_the_other_end_unlinks(make_end: MakeEnd) -> None:
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    link = two.links.get(1)
+    link.begin()
+    with ThreadPoolExecutor(1) as threads:
+        unlinking = threads.submit(one.links.unlink, [2], 10000)
+        two.wait_until(1, LinkState.UNLINKING)
+        for end, other in ((one, two), (two, one)):
+            (result,) = end.links.link([other.cluster], 1000)
+            assert result.status is LLMStatusCode.LLM_LINK_BUSY
+        link.end()
+        assert unlinking.result(DEADLINE_S).status is OK
+    two.link(one.cluster)
+
+
+def test_everybody_links_and_unlinks_everybody(make_end: MakeEnd) -> None:
+    ends = [make_end(i) for i in range(1, 5)]
+
+    def work(end: End) -> None:
+        others = [it.cluster for it in ends if it is not end]
+        for _ in range(15):
+            end.links.link(others, 5000)
+            end.links.unlink([it.remote_cluster_id for it in others], 5000)
+
+    with ThreadPoolExecutor(4) as threads:
+        for it in [threads.submit(work, end) for end in ends]:
+            it.result(60)
+    for end in ends:
+        assert end.links.live() == 0

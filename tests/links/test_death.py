@@ -1,0 +1,156 @@
+"""Peers that die, stop, or come again: noticed in time, told with the reason, linked anew."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvplan import CacheIndex, LLMException, LLMStatusCode
+from kvplan.engine.links import ClusterInfo, LinkState
+from tests.links.end import DESC, End
+from tests.links.peer import Peer
+from tests.links.refusals import refused
+
+MakeEnd = Callable[..., End]
+MakePeer = Callable[..., Peer]
+QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 300}
+
+
+def test_a_killed_peer_breaks_the_link_at_once(make_end: MakeEnd, peer: Peer) -> None:
+    end = make_end(1, heartbeat_interval_ms=20_000, heartbeat_timeout_ms=60_000)
+    end.link(peer.cluster)
+    peer.kill()
+    end.wait_for(2, "BROKEN")
+    with pytest.raises(LLMException, match="the link to cluster 2 is broken: ") as error:
+        end.links.get(2).begin()
+    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+    assert end.links.live() == 0
+    assert end.status(2).last_error
+    end.links.unlink([2], 1000).raise_for_status()
+    assert end.links.status() == []
+
+
+def test_a_peer_restarts_on_the_same_port(end: End, make_peer: MakePeer) -> None:
+    peer = make_peer(2)
+    end.link(peer.cluster)
+    was = end.status(2).instance
+    peer.kill()
+    again = make_peer(2, listen=peer.address)
+    end.wait_for(2, "BROKEN")
+    end.link(again.cluster)
+    assert again.state(1) == "LINKED"
+    assert end.status(2).instance != was
+
+
+def test_a_restarted_peer_links_before_its_death_was_noticed(end: End, make_peer: MakePeer) -> None:
+    peer = make_peer(2)
+    peer.link(end.cluster)
+    assert end.state(2) is LinkState.LINKED
+    peer.kill()
+    make_peer(2).link(end.cluster)
+    assert end.state(2) is LinkState.LINKED
+
+
+def test_another_living_process_of_the_same_cluster_id(end: End, make_peer: MakePeer) -> None:
+    peer, impostor = make_peer(2), make_peer(2)
+    peer.link(end.cluster)
+    status = impostor.run(
+        f"(it,) = end.links.link([{end.cluster!r}], 5000); result = (it.status.name, str(it.error))"
+    )
+    assert status[0] == "LLM_ALREADY_LINK"
+    assert "cluster 1 is linked with another process of cluster 2, which lives" in status[1]
+    assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
+
+
+def test_a_peer_that_dies_in_the_handshake_it_answers(end: End, make_peer: MakePeer) -> None:
+    peer = make_peer(2)
+    address = peer.run(DIES_IN_CONNECT)
+    cluster = ClusterInfo(2, address)
+    refused(end, cluster, LLMStatusCode.LLM_LINK_FAILED, f"cluster 2 at {address}: ")
+    assert end.links.live() == 0
+
+
+def test_a_peer_that_dies_in_the_handshake_it_began(end: End, make_peer: MakePeer) -> None:
+    peer = make_peer(2)
+    peer.run(DIES_IN_CONNECT)
+    with pytest.raises(json.JSONDecodeError):  # no answer: it is dead
+        peer.run(f"dying.link({end.cluster!r})")
+    end.wait_for(2, "UNLINKED")
+    assert end.links.live() == 0
+    make_peer(2).link(end.cluster)
+
+
+DIES_IN_CONNECT = """
+    import os, signal
+    class Dying(LocalTransport):
+        def connect(self, metadata, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+    dying = End(2, transports=[Dying()])
+    result = dying.address
+"""
+
+
+def test_a_stopped_peer_is_noticed_and_hears_of_it_when_it_goes_on(
+    make_end: MakeEnd, peer: Peer
+) -> None:
+    end = make_end(1, **QUICK)
+    end.link(peer.cluster)
+    peer.stop()
+    began = time.monotonic()
+    assert "nothing heard for" in end.wait_for(2, "BROKEN")
+    assert time.monotonic() - began < 5
+    peer.resume()
+    peer.wait_for(1, "BROKEN")
+    end.link(peer.cluster)
+    assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
+
+
+def test_one_that_was_stopped_itself_does_not_blame_its_peer(
+    make_end: MakeEnd, make_peer: MakePeer
+) -> None:
+    end, peer = make_end(1, sync_kv_cache_wait_time=500), make_peer(2, **QUICK)
+    end.link(peer.cluster)
+    peer.stop()
+    # What waits for an answer here takes longer than the deadline of the peer.
+    with pytest.raises(LLMException, match="cluster 2 has not answered within 500 ms") as error:
+        end.links.get(2).cache(CacheIndex(2, 1, 0))
+    assert error.value.status_code is LLMStatusCode.LLM_TIMEOUT
+    peer.resume()
+    peer.run("pass")
+    assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
+
+
+def test_a_peer_that_executes_another_program(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    peer.run(
+        "import os, sys",
+        "program = 'import sys; print(\\'{\"result\": 1}\\', flush=True); sys.stdin.read()'",
+        "os.execv(sys.executable, [sys.executable, '-c', program])",
+    )
+    end.wait_for(2, "BROKEN")
+
+
+def test_nothing_stays_open_over_many_links(make_end: MakeEnd) -> None:
+    one, two = make_end(1), make_end(2)
+    entry = two.registry.allocate(DESC, paged=False)
+
+    def round_() -> None:
+        one.link(two.cluster)
+        link = one.links.get(2)
+        link.memory(link.cache(CacheIndex(2, entry.cache.cache_id, 0)), writable=False)
+        one.links.unlink([2], 5000).raise_for_status()
+
+    for _ in range(5):
+        round_()
+    before = _open_files()
+    for _ in range(50):
+        round_()
+    assert _open_files() <= before + 4  # some close a moment later
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,238 @@
+"""Linking and unlinking between processes, and every way in which it is refused."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.engine.links import ClusterInfo, IpInfo, LinkState
+from kvplan.transport.local import LocalTransport
+from tests.links.end import End
+from tests.links.peer import Peer
+from tests.links.refusals import refused
+
+MakeEnd = Callable[..., End]
+
+
+def test_both_ends_are_linked_and_then_unlinked(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    assert end.state(2) is LinkState.LINKED
+    assert peer.state(1) == "LINKED"
+    status = end.status(2)
+    assert (status.transport, status.address) == ("local", peer.address)
+    assert status.age_s >= 0
+    assert end.links.live() == 1
+    assert end.links.unlink([2], 5000).status is LLMStatusCode.LLM_SUCCESS
+    assert (end.state(2), peer.state(1), end.links.live()) == (None, None, 0)
+
+
+def test_either_end_can_unlink(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    peer.run("end.links.unlink([1], 5000).raise_for_status()")
+    assert (end.state(2), peer.state(1)) == (None, None)
+    end.link(peer.cluster)
+    assert peer.state(1) == "LINKED"
+
+
+def test_linking_twice(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    refused(end, peer.cluster, LLMStatusCode.LLM_ALREADY_LINK, "cluster 2 is linked already")
+    assert peer.state(1) == "LINKED"
+
+
+def test_unlinking_what_was_never_linked(end: End) -> None:
+    (result,) = end.links.unlink([7], 1000)
+    assert result.status is LLMStatusCode.LLM_NOT_YET_LINK
+    assert end.links.unlink([ClusterInfo(7)], 1000, force=True).status == 0
+    with pytest.raises(LLMException, match="cluster 7 is not linked") as error:
+        end.links.get(7)
+    assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+
+
+def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> None:
+    other = make_end(2)
+    results = end.links.link([ClusterInfo(3, _refused_address()), other.cluster], 1000)
+    assert [it.cluster_id for it in results] == [3, 2]
+    assert [it.status for it in results] == [LLMStatusCode.LLM_LINK_FAILED, 0]
+    assert results.status is LLMStatusCode.LLM_LINK_FAILED
+    with pytest.raises(LLMException, match="Connection refused"):
+        results.raise_for_status()
+
+
+def test_a_refused_port_names_who_and_why(end: End) -> None:
+    address = _refused_address()
+    refused(
+        end,
+        ClusterInfo(2, address),
+        LLMStatusCode.LLM_LINK_FAILED,
+        f"cluster 2 at {address}: connect: .*Connection refused",
+    )
+    with pytest.raises(LLMException, match=r"the last try failed: cluster 2 at .*refused"):
+        end.links.get(2)
+
+
+def test_a_name_that_nobody_has(end: End) -> None:
+    cluster = ClusterInfo(2, "no-such-host.invalid:26000")
+    refused(end, cluster, LLMStatusCode.LLM_LINK_FAILED, "cluster 2 at no-such-host.*resolve: ")
+
+
+def test_a_listener_that_says_nothing(end: End) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        cluster = ClusterInfo(2, f"127.0.0.1:{silent.getsockname()[1]}")
+        (result,) = end.links.link([cluster], 200)
+    assert result.status is LLMStatusCode.LLM_LINK_FAILED
+    assert "200 ms" in str(result.error)
+
+
+def test_another_cluster_listens_there(make_end: MakeEnd, end: End) -> None:
+    other = make_end(2)
+    refused(
+        end,
+        ClusterInfo(3, other.address),
+        LLMStatusCode.LLM_LINK_FAILED,
+        "cluster 3 at .*: hello: cluster 2 is here, not cluster 3",
+    )
+    assert (end.links.live(), other.links.live()) == (0, 0)
+
+
+@pytest.mark.parametrize("remote", [("localhost", "localhost"), ("[::1]", "::1")])
+def test_names_and_ipv6(make_end: MakeEnd, remote: tuple[str, str]) -> None:
+    if remote[1] == "::1" and not _has_ipv6():
+        pytest.skip("no IPv6 on this machine")
+    other = make_end(2, listen=f"{remote[0]}:0")
+    port = int(other.address.rpartition(":")[2])
+    make_end(1).link(ClusterInfo(2, IpInfo(remote[1], port)))
+    assert other.state(1) is LinkState.LINKED
+
+
+class _Unreachable(LocalTransport):
+    """A transport that no peer is good enough for."""
+
+    def refusal(self, metadata: bytes) -> str | None:
+        return "the cable is missing"
+
+
+class _Unconnectable(LocalTransport):
+    """A transport that seems to do, and then does not."""
+
+    def refusal(self, metadata: bytes) -> None:
+        return None
+
+    def connect(self, metadata: bytes, **timeout: Any) -> Any:
+        raise LLMException("no route", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+def test_no_transport_in_common(make_end: MakeEnd, end: End) -> None:
+    other = make_end(2, transports=[_Unreachable()])
+    why = "hello: no transport reaches the peer: local: the cable is missing"
+    refused(end, other.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
+    assert other.links.live() == 0
+
+
+def test_the_peer_cannot_reach_back(make_end: MakeEnd, end: End) -> None:
+    other = make_end(2, transports=[_Unconnectable()])
+    why = "confirm: cluster 2 cannot reach cluster 1: local: no route"
+    refused(end, other.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
+    assert "no route" in other.wait_for(1, "UNLINKED")
+    assert (end.state(2), other.state(1)) == (None, None)
+
+
+def test_this_end_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> None:
+    one = make_end(3, transports=[_Unconnectable()])
+    why = "transport: local: no route"
+    refused(one, end.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
+    assert "no route" in end.wait_for(3, "UNLINKED")
+    assert (one.state(1), end.state(3)) == (None, None)
+
+
+def test_one_link_too_many(make_end: MakeEnd) -> None:
+    one, ends = make_end(1, max_links=2), [make_end(it) for it in (2, 3, 4)]
+    one.link(*(it.cluster for it in ends[:2]))
+    code = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
+    refused(one, ends[2].cluster, code, "cluster 1 has 2 links; max_links=2")
+    refused(ends[2], one.cluster, code, "cluster 1 at .*: hello: cluster 1 has 2 links")
+    one.links.unlink([2], 5000).raise_for_status()
+    ends[2].link(one.cluster)
+
+
+def test_64_peers(make_end: MakeEnd, end: End) -> None:
+    others = [make_end(100 + i) for i in range(64)]
+    end.link(*(it.cluster for it in others))
+    assert end.links.live() == 64
+    assert all(it.state(1) is LinkState.LINKED for it in others)
+    end.links.unlink([it.cluster for it in others], 5000).raise_for_status()
+    assert end.links.live() == 0
+
+
+def test_nobody_links_with_one_that_does_not_listen(make_end: MakeEnd, end: End) -> None:
+    end.links.stop_listening()
+    refused(make_end(2), end.cluster, LLMStatusCode.LLM_LINK_FAILED, "Connection refused")
+    other = make_end(3)
+    end.link(other.cluster)
+    assert other.state(1) is LinkState.LINKED
+
+
+class TestBadArguments:
+    """Refused before anybody is called."""
+
+    @pytest.mark.parametrize(
+        ("remote", "message"),
+        [
+            ((), "remote of cluster 2 has 0 addresses; exactly one"),
+            (("127.0.0.1:1", "127.0.0.1:2"), "has 2 addresses"),
+            ("127.0.0.1:0", "nobody listens on port 0"),
+            ("127.0.0.1", "endpoint='127.0.0.1' must be"),
+            ("127.0.0.1:66666", r"port '66666' is out of range \[0, 65535\]"),
+        ],
+    )
+    def test_addresses(self, end: End, remote: Any, message: str) -> None:
+        with pytest.raises(LLMException, match=message) as error:
+            end.links.link([ClusterInfo(2, remote)], 1000)
+        assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+    def test_this_cluster_itself(self, end: End) -> None:
+        with pytest.raises(LLMException, match="remote_cluster_id=1 is this engine's own"):
+            end.links.link([end.cluster], 1000)
+
+    @pytest.mark.parametrize("call", ["link", "unlink"])
+    def test_no_clusters_and_no_time(self, end: End, call: str) -> None:
+        act = getattr(end.links, call)
+        with pytest.raises(LLMException, match="clusters is empty"):
+            act([], 1000)
+        with pytest.raises(LLMException, match="timeout_ms=0 is out of range"):
+            act([ClusterInfo(2, "127.0.0.1:1")], 0)
+        with pytest.raises(ValueError, match="timeout_ms=2147483648 is out of range"):
+            act([ClusterInfo(2, "127.0.0.1:1")], 2**31)
+        with pytest.raises(TypeError, match="timeout_ms='1' must be int"):
+            act([ClusterInfo(2, "127.0.0.1:1")], "1")
+        with pytest.raises(TypeError, match=r"clusters\[0\]='2' must be"):
+            act(["2"], 1000)
+        with pytest.raises(TypeError, match=r"clusters=.* must be a list or tuple"):
+            act(ClusterInfo(2, "127.0.0.1:1"), 1000)
+
+    def test_cluster_info(self) -> None:
+        with pytest.raises(ValueError, match="remote_cluster_id=-1 is out of range"):
+            ClusterInfo(-1)
+        with pytest.raises(TypeError, match="remote=5 must be"):
+            ClusterInfo(1, 5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"remote\[0\]=5 must be"):
+            ClusterInfo(1, [5])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=r"port=65536 is out of range \[0, 65535\]"):
+            IpInfo("::1", 65536)
+
+
+def _refused_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

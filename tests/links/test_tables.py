@@ -1,0 +1,211 @@
+"""What peers know of each other's caches, and that it is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
+from kvplan.control.messages import MAX_NBYTES, TableEntry, encode
+from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.links.peer_table import PeerCache, PeerTable
+from kvplan.engine.links.told_table import ToldTable
+from kvplan.status import LLMStatusCode
+from tests.links.end import DESC, End
+from tests.links.peer import Peer
+
+MakeEnd = Callable[..., End]
+NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+@pytest.fixture
+def pair(make_end: MakeEnd) -> tuple[End, End]:
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    return one, two
+
+
+def test_caches_from_before_and_after_linking(end: End, peer: Peer) -> None:
+    before = peer.run("result = end.registry.allocate(DESC, paged=False).cache.cache_id")
+    end.link(peer.cluster)
+    after = peer.run(
+        "e = end.registry.allocate(DESC, paged=True, keys=[kvplan.BlocksCacheKey(2, 9)])",
+        "from kvplan.engine.arrays import tensor_arrays",
+        "[it.fill(7) for it in tensor_arrays(DESC, e.memory)]; result = e.cache.cache_id",
+    )
+    link = end.links.get(2)
+    assert link.cache(CacheIndex(2, before)).paged is False
+    found = link.cache(BlocksCacheKey(2, 9))
+    assert (found.cache_id, found.paged, found.desc) == (after, True, DESC)
+    mine = [np.zeros(DESC.shape, np.float32) for _ in range(2)]
+    plan = kvplan.plan_pull_blocks(DESC, DESC, range(4), range(4))
+    kvplan.execute(plan, link.memory(found, writable=False), mine)
+    assert all((it == 7).all() for it in mine)
+
+
+def test_a_freed_cache_is_gone_for_its_peer(end: End, peer: Peer) -> None:
+    cache_id = peer.run("result = end.registry.allocate(DESC, paged=False).cache.cache_id")
+    end.link(peer.cluster)
+    link = end.links.get(2)
+    memory = link.memory(link.cache(CacheIndex(2, cache_id)), writable=True)
+    memory.check()
+    peer.run(f"end.registry.deallocate({cache_id})")
+    with pytest.raises(LLMException, match="has deregistered") as stale:
+        memory.check()  # even if this end has not been told yet
+    assert stale.value.status_code is NOT_EXIST
+    peer.run("end.registry.allocate(DESC, paged=False)")
+    assert link.cache(CacheIndex(2, cache_id + 1))  # asked for, so that all news is here
+    with pytest.raises(LLMException, match=r"no cache with cache_id=1; it offers \[2\]") as it:
+        link.cache(CacheIndex(2, cache_id))
+    assert it.value.status_code is NOT_EXIST
+
+
+def test_what_is_not_offered_names_what_is(pair: tuple[End, End]) -> None:
+    one, two = pair
+    two.registry.register(DESC, _tensors(), paged=False, remote_accessible=False)
+    two.registry.allocate(DESC, paged=True, keys=[BlocksCacheKey(2, 5)])
+    with pytest.raises(LLMException, match=r"no cache with cache_id=1; it offers \[2\]"):
+        one.links.get(2).cache(CacheIndex(2, 1))
+    with pytest.raises(LLMException, match=r"no cache with model_id=4; it offers \[5\]"):
+        one.links.get(2).cache(BlocksCacheKey(2, 4))
+
+
+def test_read_only_caches_are_not_written(pair: tuple[End, End]) -> None:
+    one, two = pair
+    tensors = _tensors()
+    two.registry.register(DESC, tensors, paged=False, writable=False)
+    link = one.links.get(2)
+    cache = link.cache(CacheIndex(2, 1))
+    assert not cache.writable
+    link.memory(cache, writable=False).check()
+    with pytest.raises(LLMException, match="writable=False") as error:
+        link.memory(cache, writable=True)
+    assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_many_changes_at_once(pair: tuple[End, End]) -> None:
+    one, two = pair
+    for _ in range(300):
+        two.registry.allocate(DESC, paged=False)
+    for cache_id in range(1, 300):
+        two.registry.deallocate(cache_id)
+    link = one.links.get(2)
+    assert link.cache(CacheIndex(2, 300)).cache_id == 300
+    with pytest.raises(LLMException, match=r"it offers \[300\]"):
+        link.cache(CacheIndex(2, 17))
+
+
+class TestKeys:
+    """Slots that are found and claimed by the key of a request."""
+
+    def test_find(self, pair: tuple[End, End]) -> None:
+        one, two = pair
+        two.registry.allocate(DESC, paged=False, keys=[CacheKey(2, 70), CacheKey(2, 71)])
+        cache, batch_index = one.links.get(2).find(CacheKey(2, 71))
+        assert (cache.cache_id, batch_index) == (1, 1)
+        with pytest.raises(LLMException, match="req_id=72") as error:
+            one.links.get(2).find(CacheKey(2, 72))
+        assert error.value.status_code is NOT_EXIST
+
+    def test_a_claim_is_one_peers_until_its_release(
+        self, make_end: MakeEnd, pair: tuple[End, End]
+    ) -> None:
+        one, two = pair
+        three = make_end(3)
+        three.link(two.cluster)
+        key = CacheKey(2, 70)
+        two.registry.allocate(DESC, paged=False, keys=[key])
+        claim = one.links.get(2).claim(key)
+        with pytest.raises(LLMException) as error:
+            three.links.get(2).claim(key)
+        assert error.value.status_code is LLMStatusCode.LLM_REPEAT_REQUEST
+        claim.release(None)
+        three.links.get(2).claim(key).release(range(2))
+        with pytest.raises(LLMException) as error:
+            one.links.get(2).claim(key)
+        assert error.value.status_code is NOT_EXIST
+
+    def test_claims_end_with_the_link(self, end: End, make_peer: Callable[..., Peer]) -> None:
+        key = CacheKey(1, 70)
+        end.registry.allocate(DESC, paged=False, keys=[key])
+        peer, other = make_peer(2), make_peer(3)
+        for it in (peer, other):
+            it.link(end.cluster)
+        peer.run(f"claim = end.links.get(1).claim(kvplan.{key!r})")
+        peer.kill()
+        end.wait_for(2, "BROKEN")
+        other.run(f"claim = end.links.get(1).claim(kvplan.{key!r})")
+
+    def test_a_freed_slot_is_still_reached_by_its_key(self, pair: tuple[End, End]) -> None:
+        one, two = pair
+        key = CacheKey(2, 70)
+        entry = two.registry.allocate(DESC, paged=False, keys=[key])
+        two.registry.deallocate(entry.cache.cache_id)
+        link = one.links.get(2)
+        with pytest.raises(LLMException, match="offers no cache"):
+            link.cache(CacheIndex(2, entry.cache.cache_id))
+        claim = link.claim(key)
+        memory = link.memory(claim.cache, writable=False)
+        memory.check()
+        claim.release(range(2))
+        with pytest.raises(LLMException, match="has deregistered"):
+            memory.check()
+
+
+class TestMessages:
+    """Tables as they go over the wire."""
+
+    def test_each_fits_into_a_frame_and_all_arrive(self) -> None:
+        desc = CacheDesc(240, (1,), DataType.DT_INT8)
+        entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
+        told, known = ToldTable("local"), PeerTable()
+        tables = list(told.news(entries))
+        for table in tables:
+            assert len(encode(table)) <= MAX_NBYTES
+            known.apply(table)
+        assert len(tables) > 1
+        assert (known.ids(), known.version) == (list(range(1, 101)), told.version)
+        assert list(told.news(entries)) == []
+        replaced = {**entries, 5: _entry(5, desc, b"new")}
+        del replaced[6]
+        (table,) = told.news(replaced)
+        assert sorted(known.apply(table)) == [5, 5, 6]
+        assert 6 not in known.ids()
+
+    def test_one_that_is_too_large_is_left_out_and_logged(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        desc = CacheDesc(2, (1,), DataType.DT_INT8)
+        entries = {1: _entry(1, desc, b"m" * MAX_NBYTES), 2: _entry(2, desc, b"")}
+        (table,) = ToldTable("local").news(entries)
+        assert [it.cache_id for it in table.entries] == [2]
+        assert "cache_id=1" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"addresses": (1,)}, "cache 1 of the peer's table has 1 addresses for 2 tensors"),
+            ({"shape": (2**62,)}, "cache 1 of the peer's table: "),
+            ({"batch_dim_index": 3}, "cache 1 of the peer's table: batch_dim_index=3"),
+            ({"data_type": DataType.DT_STRING}, "cache 1 of the peer's table: data_type"),
+        ],
+    )
+    def test_descriptions_that_cannot_be(self, change: dict[str, object], message: str) -> None:
+        fields = dict.fromkeys(TableEntry.__struct_fields__)
+        told = ToldTable("local").describe(_entry(1, DESC, b""))
+        fields = {name: getattr(told, name) for name in fields} | change
+        with pytest.raises(LLMException, match=message):
+            PeerCache.of(TableEntry(**fields))
+
+
+def _entry(cache_id: int, desc: CacheDesc, metadata: bytes) -> CacheEntry:
+    cache = kvplan.Cache(desc, cache_id, tuple(range(1, desc.num_tensors + 1)))
+    memory = kvplan.HostMemory.from_arrays([np.zeros(1, np.uint8)])
+    return CacheEntry(cache, False, memory, None, True, False, {"local": metadata}, 0.0)
+
+
+def _tensors() -> list[np.ndarray]:
+    return [np.zeros(DESC.shape, np.float32) for _ in range(DESC.num_tensors)]

@@ -1,0 +1,136 @@
+"""Ending a link while it is used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvplan import CacheIndex, LLMException, LLMStatusCode
+from kvplan.engine.links import LinkState
+from tests.links.end import DEADLINE_S, DESC, End
+from tests.links.peer import Peer
+
+MakeEnd = Callable[..., End]
+BEGIN = "link = end.links.get(1); link.begin()"
+
+
+def test_operations_of_this_end_are_waited_for(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    link = end.links.get(2)
+    link.begin()
+    (result,) = end.links.unlink([2], 50)
+    assert result.status is LLMStatusCode.LLM_LINK_BUSY
+    assert "cluster 1 has 1 operations in flight with cluster 2" in str(result.error)
+    assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
+    with ThreadPoolExecutor(1) as threads:
+        unlinking = threads.submit(end.links.unlink, [2], 10000)
+        end.wait_until(2, LinkState.UNLINKING)
+        with pytest.raises(LLMException, match="is being unlinked") as error:
+            link.begin()
+        assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+        link.end(10, 20)
+        unlinking.result(DEADLINE_S).raise_for_status()
+    assert (end.state(2), peer.state(1)) == (None, None)
+
+
+def test_operations_of_the_peer_are_waited_for(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    peer.run(BEGIN)
+    (result,) = end.links.unlink([2], 200)
+    assert result.status is LLMStatusCode.LLM_LINK_BUSY
+    assert "cluster 2 has 1 operations in flight with cluster 1" in str(result.error)
+    assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
+    peer.run("link.end()")
+    end.links.unlink([2], 5000).raise_for_status()
+    assert (end.state(2), peer.state(1)) == (None, None)
+
+
+def test_force_ends_this_end_at_once_and_the_peer_hears_of_it(end: End, peer: Peer) -> None:
+    peer.run("end.registry.allocate(DESC, paged=False)")
+    end.link(peer.cluster)
+    link = end.links.get(2)
+    link.begin()
+    memory = link.memory(link.cache(CacheIndex(2, 1, 0)), writable=False)
+    peer.run(BEGIN)
+    end.links.unlink([2], 1000, force=True).raise_for_status()
+    assert end.state(2) is None
+    with pytest.raises(LLMException):
+        memory.check()
+    assert "cluster 1 has unlinked by force" in peer.wait_for(1, "BROKEN")
+    peer.run("link.end()")
+    link.end()
+    end.link(peer.cluster)
+    assert peer.state(1) == "LINKED"
+
+
+def test_a_peer_that_does_not_answer(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    peer.stop()
+    (result,) = end.links.unlink([2], 100)
+    assert result.status is LLMStatusCode.LLM_UNLINK_FAILED
+    assert "cluster 2 has not confirmed within 100 ms; this end is torn down" in str(result.error)
+    assert end.state(2) is None
+    peer.resume()
+    end.link(peer.cluster)
+    assert peer.state(1) == "LINKED"
+
+
+def test_a_peer_that_is_dead(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    peer.kill()
+    end.links.unlink([2], 5000).raise_for_status()
+    assert end.state(2) is None
+
+
+def test_closing_tells_the_peers(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    end.close()
+    assert "cluster 1 is finalized" in peer.wait_for(1, "BROKEN")
+    with pytest.raises(LLMException, match="finalized") as error:
+        end.links.link([peer.cluster], 1000)
+    assert error.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+
+
+def test_closing_does_not_wait_for_stopped_or_dead_peers(
+    end: End, make_peer: Callable[..., Peer]
+) -> None:
+    stopped, dead = make_peer(2), make_peer(3)
+    end.link(stopped.cluster, dead.cluster)
+    end.links.get(2).begin()
+    stopped.stop()
+    dead.kill()
+    began = time.monotonic()
+    end.close()
+    assert time.monotonic() - began < 1.5
+    stopped.resume()
+    assert "finalized" in stopped.wait_for(1, "BROKEN")
+
+
+def test_what_moved_is_counted(make_end: MakeEnd) -> None:
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    link = one.links.get(2)
+    for pulled, pushed, error in ((10, 0, None), (0, 7, None), (0, 0, LLMException("no luck"))):
+        link.begin()
+        assert link.status().in_flight == 1
+        link.end(pulled, pushed, error)
+    status = link.status()
+    assert (status.bytes_pulled, status.bytes_pushed, status.operations) == (10, 7, 3)
+    assert (status.in_flight, status.last_error) == (0, "no luck (LLM_FAILED)")
+    assert two.status(1).operations == 0
+
+
+def test_a_cache_that_is_waited_for_stays_while_it_is_used(make_end: MakeEnd) -> None:
+    one, two = make_end(1), make_end(2)
+    entry = two.registry.allocate(DESC, paged=False)
+    one.link(two.cluster)
+    link = one.links.get(2)
+    cache = link.cache(CacheIndex(2, entry.cache.cache_id, 0))
+    assert link.memory(cache, writable=True) is link.memory(cache, writable=True)
+    one.links.unlink([2], 5000).raise_for_status()
+    with pytest.raises(LLMException, match="has ended: unlinked") as error:
+        link.begin()
+    assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
