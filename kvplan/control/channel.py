@@ -55,7 +55,10 @@ class Handler(Protocol):
     """
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
-        """Answer a request; an LLMException becomes a Failed reply."""
+        """Answer a request; an LLMException becomes a Failed reply.
+
+        It is cancelled when the conversation ends.
+        """
 
     def on_notice(self, channel: Channel, body: Body) -> None:
         """Take note of what needs no answer."""
@@ -98,9 +101,10 @@ class Channel:
             loop, key, listening=listening, on_frame=self._receive, on_end=self._break
         )
         self._reason: str | None = None
+        self._deaf = False  # whether this end has heard enough
         self._seq = 0
-        self._waiting: dict[int, asyncio.Future[Body]] = {}
-        self._serving: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, asyncio.Future[Body | None]] = {}
+        self._serving: set[asyncio.Task[Any]] = set()
         self._sending = asyncio.Lock()
         self._undecodable = 0
         self.heard = self.sent = time.monotonic()
@@ -133,7 +137,7 @@ class Channel:
         self._check_open()
         self._seq += 1
         seq = self._seq
-        reply: asyncio.Future[Body] = self._loop.create_future()
+        reply: asyncio.Future[Body | None] = self._loop.create_future()
         self._waiting[seq] = reply
         try:
             async with asyncio.timeout(timeout_s):
@@ -141,6 +145,8 @@ class Channel:
                 answer = await reply
         finally:
             del self._waiting[seq]
+        if answer is None:
+            raise ChannelClosed(self._reason)
         if isinstance(answer, Failed):
             raise answer.exception()
         return answer
@@ -164,15 +170,32 @@ class Channel:
 
     def close(self, reason: str = "") -> None:
         """End the conversation; the peer is told why, if it still listens. Idempotent."""
+        self._deaf = True
         if not self.closed:
             self.post(Close((reason or "closed by the peer")[:MAX_TEXT]))
             self._end(reason or "closed by this end")
 
     def drop(self, reason: str) -> None:
         """End the conversation at once, with nothing left to be said or waited for."""
+        self._deaf = True
         if not self.closed:
             self._end(reason)
             self.connection.abort(reason)
+
+    def lose(self, reason: str) -> None:
+        """The peer has ended the conversation, or is taken for dead: the handler is told."""
+        if not self.closed:
+            self._end(reason)
+            if self.introduced:
+                self._loop.call_soon(self._handler.on_lost, self, reason)
+
+    def post(self, body: Body, reply_to: int = 0) -> None:
+        """Send if the peer has room; what is about the conversation itself never waits."""
+        if self._sending.locked():
+            return
+        with contextlib.suppress(ConnectionError):
+            if self.connection.try_send(encode(body, reply_to=reply_to)):
+                self.sent = time.monotonic()
 
     async def wait_closed(self) -> None:
         """Wait until its connection is gone, after `close`."""
@@ -186,14 +209,6 @@ class Channel:
             self._check_open()
             raise
         self.sent = time.monotonic()
-
-    def post(self, body: Body, reply_to: int = 0) -> None:
-        """Send if the peer has room; what is about the conversation itself never waits."""
-        if self._sending.locked():
-            return
-        with contextlib.suppress(ConnectionError):
-            if self.connection.try_send(encode(body, reply_to=reply_to)):
-                self.sent = time.monotonic()
 
     def _receive(self, frame: bytes) -> None:
         if self.closed:
@@ -239,12 +254,10 @@ class Channel:
                 task.add_done_callback(self._serving.discard)
 
     def _notice(self, body: Body) -> None:
-        if not self.closed:
+        if not self._deaf:
             self._handler.on_notice(self, body)
 
     async def _serve(self, seq: int, body: Body) -> None:
-        if self.closed:
-            return
         try:
             answer = await self._handler.on_request(self, body)
             frame = encode(answer, reply_to=seq)
@@ -271,21 +284,14 @@ class Channel:
             self._refusals.note(self.peer, reason)
         self.lose(reason)
 
-    def lose(self, reason: str) -> None:
-        """The peer has ended the conversation, or is taken for dead: the handler is told."""
-        if not self.closed:
-            self._end(reason)
-            if self.introduced:
-                self._loop.call_soon(self._handler.on_lost, self, reason)
-
     def _end(self, reason: str) -> None:
         self._reason = reason
         if self._heartbeat is not None:
             self._heartbeat.stop()
         for reply in self._waiting.values():
             if not reply.done():
-                reply.set_exception(ChannelClosed(reason))
-        for task in self._serving:
+                reply.set_result(None)
+        for task in self._serving - {asyncio.current_task()}:
             task.cancel()
         self.connection.close(reason)
         self._owner.forget(self)

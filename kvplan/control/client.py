@@ -10,6 +10,7 @@ from typing import Any
 
 from kvplan.control.channel import Channel, Handler
 from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.connection import DISCONNECTED
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException, LLMStatusCode
@@ -46,6 +47,8 @@ async def connect(
             reason = f"no answer within {timeout_s * 1000:.0f} ms"
         elif isinstance(error, OSError):
             reason = error.strerror or str(error)
+            if key is not None and reason == DISCONNECTED:
+                reason += "; has it another cluster key?"
         else:
             raise
         raise LLMException(

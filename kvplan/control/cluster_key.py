@@ -49,7 +49,7 @@ class ClusterKey:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise invalid(f"cluster key {os.fspath(path)}: {error.strerror}") from None
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise invalid(f"cluster key {os.fspath(path)}: it is no file")
@@ -63,7 +63,9 @@ class ClusterKey:
                     f"cluster key {os.fspath(path)}: its mode is {mode:04o}, so others may use it; "
                     f"chmod {_MODE:o} is needed, and a new key if others are not trusted"
                 )
-            text = file.read(_MAX_NBYTES + 1).decode("ascii", errors="replace")
+            text = os.read(descriptor, _MAX_NBYTES).decode("ascii", errors="replace")
+        finally:
+            os.close(descriptor)
         if (match := _PATTERN.fullmatch(text)) is None:
             raise invalid(f"cluster key {os.fspath(path)}: it was not made by kvplan keygen")
         return cls._of(bytes.fromhex(match[1]))

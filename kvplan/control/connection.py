@@ -22,7 +22,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import CLOSING_S, ControlLoop
 from kvplan.control.messages import MAX_NBYTES
 from kvplan.control.stream import Stream
-from kvplan.control.vetting import SIGNATURE_NBYTES, Unacceptable, Vetting
+from kvplan.control.vetting import SIGNATURE_NBYTES, OtherMechanism, Unacceptable, Vetting
 
 QUEUE_LENGTH: Final = 32
 """Frames that wait in ZeroMQ, in each direction of a connection."""
@@ -62,6 +62,7 @@ class Connection:
         self._on_end = on_end
         self._vetting = Vetting(encrypted=key is not None)
         self._early = bytearray()  # what the peer sent before there was a socket to read it
+        self._greeted = 0  # bytes that the peer was sent
         self._opening: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._descriptor = -1
@@ -200,12 +201,19 @@ class Connection:
 
     async def _accept_ourselves(self, meeting: socket.socket) -> socket.socket:
         """Accept what this process connects; the system shows a private name to all."""
-        while True:
-            near, _ = await self._loop.sock_accept(meeting)
-            credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            if _UCRED.unpack(credentials)[0] == os.getpid():
-                return near
-            near.close()
+        arrival = asyncio.Event()
+        self._loop.add_reader(meeting, arrival.set)
+        try:
+            while True:
+                await arrival.wait()
+                arrival.clear()
+                near, _ = meeting.accept()
+                credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+                if _UCRED.unpack(credentials)[0] == os.getpid():
+                    return near
+                near.close()
+        finally:
+            self._loop.remove_reader(meeting)
 
     def _plan_drain(self) -> None:
         if not self._drain_planned:
@@ -222,6 +230,12 @@ class Connection:
             return
         try:
             self._vetting.check(chunk)
+        except OtherMechanism as error:
+            # It is a mistake rather than an attack: the rest of our greeting shows it there too.
+            self.stream.write(self._vetting.greeting[self._greeted :])
+            self.stream.close()
+            self._fail(str(error))
+            return
         except Unacceptable as error:
             self._fail(str(error))
             self._cut()
@@ -236,6 +250,7 @@ class Connection:
             self._ready.set()
 
     def _from_zmq(self, chunk: bytes) -> None:
+        self._greeted += len(chunk)
         self.stream.write(chunk)
 
     def _peer_ended(self, error: Exception | None) -> None:

@@ -30,7 +30,7 @@ VISIT_S: Final = 10.0
 """Seconds after which a silent visitor's conversation is ended."""
 
 _SWEEP_S: Final = 1.0
-_BACKLOG: Final = 128
+_AT_A_TIME: Final = 64  # are accepted before others are served
 
 _log = logging.getLogger("kvplan.control")
 
@@ -77,7 +77,10 @@ class Server:
         listening.setblocking(False)
         running = asyncio.get_running_loop()
         create = running.create_unix_server if endpoint.path else running.create_server
-        server._listener = await create(server._accept, sock=listening, backlog=_BACKLOG)
+        server._listener = await create(server._accept, sock=listening, backlog=_AT_A_TIME)
+        listening.listen(
+            socket.SOMAXCONN
+        )  # the longest queue there is: others wait in it, not for a second
         loop.keep(server)
         server._sweep()
         return server

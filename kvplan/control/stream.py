@@ -21,11 +21,14 @@ class Stream(asyncio.Protocol):
     ) -> None:
         self._ended = ended
         self._receive = receive
+        self._unwanted = False
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio has connected the stream."""
         self.transport = cast(asyncio.Transport, transport)
+        if self._unwanted:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
@@ -57,11 +60,13 @@ class Stream(asyncio.Protocol):
             self.transport.write_eof()
 
     def close(self) -> None:
-        """End, once what was written has left."""
+        """End, once what was written has left; where it was not connected yet, when it is."""
+        self._unwanted = True
         if self.transport is not None:
             self.transport.close()
 
     def abort(self) -> None:
-        """End now."""
+        """End now, or when it is connected."""
+        self._unwanted = True
         if self.transport is not None:
             self.transport.abort()

@@ -29,6 +29,10 @@ class Unacceptable(Exception):  # noqa: N818 - what it says of bytes
     """Bytes that are no ZMTP 3 of the mechanism in use, or ask for too much."""
 
 
+class OtherMechanism(Unacceptable):
+    """One end has a cluster key, the other has none."""
+
+
 class Vetting:
     """Follows one direction of a ZMTP 3 connection, and stops it at the first bad byte."""
 
@@ -39,6 +43,11 @@ class Vetting:
         self._header = bytearray()
         self._body = 0  # bytes of the current frame that are still to come
         self._command: bytearray | None = None  # the handshake's, while it is not whole
+
+    @property
+    def greeting(self) -> bytes:
+        """What this end greets with, for a peer that shall see which mechanism is in use."""
+        return b"\xff" + bytes(8) + b"\x7f\x03\x00" + self._mechanism.ljust(52, b"\0")
 
     @property
     def complete(self) -> bool:
@@ -86,7 +95,7 @@ class Vetting:
             return
         if mechanism not in _COMMANDS:
             raise Unacceptable("it asks for an unknown security mechanism")
-        raise Unacceptable(
+        raise OtherMechanism(
             "it uses no cluster key; this end does"
             if mechanism == b"NULL"
             else "it uses a cluster key; this end does not"

@@ -1,0 +1,125 @@
+"""Two ends of a conversation: in one process, where tests look into both, or in two."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from kvplan.control.channel import Channel
+from kvplan.control.client import connect
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Body, Sync, Synced
+from kvplan.control.server import Server
+
+DEADLINE_S = 10.0
+LOCAL = Endpoint.parse("127.0.0.1:0")
+
+
+class Recorder:
+    """A handler that notes what it is told, and answers with what `answer` returns."""
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.channels: list[Channel] = []
+        self.answer: Callable[[Channel, Body], Awaitable[Body]] = _synced
+
+    async def on_request(self, channel: Channel, body: Body) -> Body:
+        self.channels.append(channel)
+        self.heard.put(("request", body))
+        return await self.answer(channel, body)
+
+    def on_notice(self, channel: Channel, body: Body) -> None:
+        self.heard.put(("notice", body))
+
+    def on_lost(self, channel: Channel, reason: str) -> None:
+        self.heard.put(("lost", reason))
+
+    def next(self) -> tuple[str, Any]:
+        return self.heard.get(timeout=DEADLINE_S)
+
+
+async def _synced(_channel: Channel, _body: Body) -> Body:
+    return Synced(version=1)
+
+
+class Conversation:
+    """A server on `far_loop` and a channel to it on `loop`, with a recorder at each end."""
+
+    def __init__(self, loop: ControlLoop, far_loop: ControlLoop, key: ClusterKey | None) -> None:
+        self.loop, self.far_loop = loop, far_loop
+        self.near, self.far = Recorder(), Recorder()
+        self.key = key
+        self.server = far_loop.run(Server.listen(far_loop, LOCAL, self.far, key))
+        self.channel = self.connect()
+
+    def connect(self) -> Channel:
+        return self.loop.run(
+            connect(self.loop, self.server.endpoint, self.near, self.key, DEADLINE_S)
+        )
+
+    def request(self, body: Body, timeout_s: float = DEADLINE_S) -> Body:
+        return self.loop.run(self.channel.request(body, timeout_s))
+
+    def notify(self, body: Body) -> None:
+        self.loop.run(self.channel.notify(body))
+
+    def far_channel(self) -> Channel:
+        """The server's end, which exists for sure once it has answered."""
+        self.request(Sync())
+        assert self.far.next() == ("request", Sync())
+        return self.far.channels[-1]
+
+
+def call(loop: ControlLoop, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a plain function on the loop's thread."""
+
+    async def run() -> Any:
+        return function(*args)
+
+    return loop.run(run())
+
+
+class ListeningProcess:
+    """A process with a server; `state()` is what it says of itself."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.control.listening", *arguments],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.endpoint = Endpoint.parse(self._line()["endpoint"])
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.endpoint.host, self.endpoint.port
+
+    def state(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the listening process ended with {self.process.wait()}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer

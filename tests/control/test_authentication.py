@@ -1,0 +1,202 @@
+"""With a cluster key its holders get in, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvplan.control.client import connect
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Find, Sync, Synced, encode
+from kvplan.control.server import Server
+from kvplan.status import LLMException, LLMStatusCode
+from tests.control.conversation import DEADLINE_S, LOCAL, Recorder
+
+KEY = ClusterKey.generate()
+
+
+@pytest.fixture
+def far() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def endpoint(far_loop: ControlLoop, far: Recorder) -> Endpoint:
+    return far_loop.run(Server.listen(far_loop, LOCAL, far, KEY)).endpoint
+
+
+def refusal(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None) -> str:
+    with pytest.raises(LLMException) as error:
+        loop.run(connect(loop, endpoint, Recorder(), key, DEADLINE_S))
+    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+    return str(error.value.args[0])
+
+
+def test_a_wrong_key_is_refused_at_once(
+    loop: ControlLoop, endpoint: Endpoint, far: Recorder
+) -> None:
+    assert refusal(loop, endpoint, ClusterKey.generate()).startswith(
+        f"{endpoint}: authenticate: the peer has disconnected; has it another cluster key?"
+    )
+    assert far.heard.empty()
+
+
+def test_no_key_is_refused_and_named(loop: ControlLoop, endpoint: Endpoint, far: Recorder) -> None:
+    assert refusal(loop, endpoint, None) == (
+        f"{endpoint}: handshake: it uses a cluster key; this end does not"
+    )
+    assert far.heard.empty()
+
+
+def test_a_server_without_a_key_is_not_talked_to(loop: ControlLoop, far_loop: ControlLoop) -> None:
+    endpoint = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), None)).endpoint
+    assert refusal(loop, endpoint, KEY) == (
+        f"{endpoint}: authenticate: it uses no cluster key; this end does"
+    )
+
+
+def test_who_knows_the_public_half_only_is_refused(endpoint: Endpoint, far: Recorder) -> None:
+    """The server's public key lets a client speak CURVE; the gatekeeper wants more."""
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as client:
+        client.linger = 0
+        client.curve_publickey, client.curve_secretkey = public, secret
+        client.curve_serverkey = KEY.public
+        with client.get_monitor_socket() as monitor:
+            client.connect(f"tcp://{endpoint}")
+            client.send(encode(Sync(), seq=1))
+            failed = False
+            while not failed and monitor.poll(1000 * DEADLINE_S):
+                event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+                failed = event == zmq.Event.HANDSHAKE_FAILED_AUTH
+            client.disable_monitor()
+    assert failed
+    assert far.heard.empty()
+
+
+class Tape:
+    """A TCP proxy that records what the client says."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = Endpoint(*self._listening.getsockname())
+        self.recorded: list[bytes] = []
+        self._target = (endpoint.host, endpoint.port)
+        self._thread = threading.Thread(target=self._relay)
+        self._thread.start()
+
+    def finish(self) -> bytes:
+        self._thread.join(DEADLINE_S)
+        return b"".join(self.recorded)
+
+    def _relay(self) -> None:
+        near, _ = self._listening.accept()
+        with self._listening, near, socket.create_connection(self._target) as far:
+            back = threading.Thread(target=self._back, args=(far, near))
+            back.start()
+            while chunk := near.recv(1 << 16):
+                self.recorded.append(chunk)
+                far.sendall(chunk)
+            far.shutdown(socket.SHUT_WR)
+            back.join(DEADLINE_S)
+
+    @staticmethod
+    def _back(far: socket.socket, near: socket.socket) -> None:
+        while chunk := far.recv(1 << 16):
+            near.sendall(chunk)
+
+
+def test_a_recorded_conversation_cannot_be_said_again(
+    loop: ControlLoop, endpoint: Endpoint, far: Recorder
+) -> None:
+    tape = Tape(endpoint)
+
+    async def talk() -> object:
+        channel = await connect(loop, tape.endpoint, Recorder(), KEY, DEADLINE_S)
+        answer = await channel.request(Find(12345, 0, 0), DEADLINE_S)
+        channel.close("said")
+        return answer
+
+    assert loop.run(talk()) == Synced(1)
+    assert [far.next() for _ in range(2)] == [("request", Find(12345, 0, 0)), ("lost", "said")]
+    recorded = tape.finish()
+    assert len(recorded) > 500
+    with socket.create_connection((endpoint.host, endpoint.port), timeout=DEADLINE_S) as replay:
+        replay.sendall(recorded)
+        while replay.recv(1 << 16):
+            pass
+    assert far.heard.empty()
+
+
+def test_what_passes_is_not_readable(loop: ControlLoop, endpoint: Endpoint) -> None:
+    tape = Tape(endpoint)
+
+    async def talk() -> None:
+        channel = await connect(loop, tape.endpoint, Recorder(), KEY, DEADLINE_S)
+        await channel.request(Sync(), DEADLINE_S)
+        channel.close("a secret word")
+
+    loop.run(talk())
+    recorded = tape.finish()
+    assert b"secret word" not in recorded
+    assert b"Sync" not in recorded
+
+
+class TestKeyFile:
+    def test_is_private_and_read_back(self, tmp_path: Path) -> None:
+        path = tmp_path / "key"
+        KEY.save(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert ClusterKey.load(path) == KEY
+        assert KEY.secret.hex() not in repr(KEY)
+
+    def test_is_never_overwritten(self, tmp_path: Path) -> None:
+        path = tmp_path / "key"
+        KEY.save(path)
+        with pytest.raises(FileExistsError):
+            ClusterKey.generate().save(path)
+        assert ClusterKey.load(path) == KEY
+
+    @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+    def test_is_refused_when_others_may_use_it(self, tmp_path: Path, mode: int) -> None:
+        path = tmp_path / "key"
+        KEY.save(path)
+        path.chmod(mode)
+        with pytest.raises(LLMException, match=rf"key: its mode is 0{mode:o}.*chmod 600"):
+            ClusterKey.load(path)
+
+    def test_is_refused_when_it_belongs_to_somebody_else(self, tmp_path: Path) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        path = tmp_path / "key"
+        KEY.save(path)
+        os.chown(path, 12345, -1)
+        with pytest.raises(LLMException, match="belongs to user 12345"):
+            ClusterKey.load(path)
+
+    @pytest.mark.parametrize("text", ["", "noise", "kvplan-cluster-key 1 00\n", "\xff" * 300])
+    def test_is_refused_when_it_is_something_else(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "key"
+        path.write_text(text)
+        path.chmod(0o600)
+        with pytest.raises(LLMException, match="not made by kvplan keygen"):
+            ClusterKey.load(path)
+
+    def test_is_refused_when_it_is_none(self, tmp_path: Path) -> None:
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+        for path, reason in {
+            tmp_path / "missing": "No such file",
+            tmp_path: "no file",
+            fifo: "no file",
+        }.items():
+            with pytest.raises(LLMException, match=reason) as error:
+                ClusterKey.load(path)
+            assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID

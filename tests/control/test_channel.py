@@ -1,0 +1,268 @@
+"""What a conversation promises: replies, order, refusals, and a reason for its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvplan.control.channel import (
+    MAX_REQUESTS,
+    MAX_UNDECODABLE,
+    MAX_VISITOR_REQUESTS,
+    Channel,
+    ChannelClosed,
+)
+from kvplan.control.messages import (
+    MAX_NBYTES,
+    Abandon,
+    Body,
+    Find,
+    Hello,
+    Offer,
+    Released,
+    Sync,
+    Synced,
+    Unlink,
+    encode,
+)
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.types import LlmRole
+from tests.control.conversation import DEADLINE_S, Conversation, call
+
+
+def test_a_request_is_answered(conversation: Conversation) -> None:
+    assert conversation.request(Find(1, 2, 3)) == Synced(1)
+    assert conversation.far.next() == ("request", Find(1, 2, 3))
+
+
+def test_both_ends_may_ask(conversation: Conversation) -> None:
+    far = conversation.far_channel()
+    answer = conversation.far_loop.run(far.request(Unlink(5), DEADLINE_S))
+    assert (answer, conversation.near.next()) == (Synced(1), ("request", Unlink(5)))
+
+
+def test_the_largest_message_passes(conversation: Conversation) -> None:
+    hello = Hello(1, 2, bytes(16), LlmRole.MIX, "", (Offer("t", bytes(MAX_NBYTES - 300)),), 1, 1)
+    conversation.request(hello)
+    assert conversation.far.next() == ("request", hello)
+
+
+def test_replies_find_their_requests_when_they_overtake(conversation: Conversation) -> None:
+    first_may_go = asyncio.Event()
+
+    async def answer(_channel: Channel, body: Body) -> Body:
+        assert isinstance(body, Find)
+        if body.req_id == 1:
+            await first_may_go.wait()
+        else:
+            first_may_go.set()
+        return Synced(body.req_id)
+
+    conversation.far.answer = answer
+
+    async def ask() -> list[Body]:
+        asks = [conversation.channel.request(Find(i, 0, 0), DEADLINE_S) for i in (1, 2)]
+        return list(await asyncio.gather(*asks))
+
+    assert conversation.loop.run(ask()) == [Synced(1), Synced(2)]
+
+
+def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversation) -> None:
+    conversation.far_channel().bound = object()  # to more requests at a time than visitors may
+
+    async def talk() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(20):
+                await conversation.channel.notify(Abandon(str(number)))
+                group.create_task(conversation.channel.request(Find(number, 0, 0), DEADLINE_S))
+                await asyncio.sleep(0)
+
+    conversation.loop.run(talk())
+    expected = [
+        step
+        for number in range(20)
+        for step in (("notice", Abandon(str(number))), ("request", Find(number, 0, 0)))
+    ]
+    assert [conversation.far.next() for _ in expected] == expected
+
+
+def test_what_was_said_before_a_reply_is_taken_before_it(conversation: Conversation) -> None:
+    async def answer(channel: Channel, _body: Body) -> Body:
+        await channel.notify(Abandon("first"))
+        return Released()
+
+    conversation.far.answer = answer
+
+    async def ask() -> list[object]:
+        await conversation.channel.request(Sync(), DEADLINE_S)
+        return list(conversation.near.heard.queue)
+
+    assert conversation.loop.run(ask()) == [("notice", Abandon("first"))]
+
+
+def test_a_refusal_arrives_with_status_and_reason(conversation: Conversation) -> None:
+    async def answer(_channel: Channel, _body: Body) -> Body:
+        raise LLMException("no such cache", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+    conversation.far.answer = answer
+    with pytest.raises(LLMException, match="no such cache") as error:
+        conversation.request(Sync())
+    assert error.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_a_fault_of_the_peer_is_told_without_its_secrets(
+    conversation: Conversation, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(_channel: Channel, _body: Body) -> Body:
+        raise ZeroDivisionError("secret")
+
+    conversation.far.answer = answer
+    with pytest.raises(LLMException, match="its log says why") as error:
+        conversation.request(Sync())
+    assert error.value.status_code is LLMStatusCode.LLM_FAILED
+    assert "secret" in caplog.text
+
+
+def test_no_reply_in_time_is_a_timeout_and_the_channel_lives_on(conversation: Conversation) -> None:
+    release = asyncio.Event()
+
+    async def answer(_channel: Channel, body: Body) -> Body:
+        if body == Sync():
+            await release.wait()
+        return Released()
+
+    conversation.far.answer = answer
+    with pytest.raises(TimeoutError):
+        conversation.request(Sync(), timeout_s=0.05)
+    assert conversation.request(Find(0, 0, 0)) == Released()
+    call(conversation.far_loop, release.set)
+    assert not conversation.channel.closed
+
+
+def test_a_message_that_is_too_large_is_refused_here(conversation: Conversation) -> None:
+    with pytest.raises(LLMException, match="at most 1048576"):
+        conversation.notify(Abandon("x" * MAX_NBYTES))
+    assert conversation.request(Sync()) == Synced(1)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_more_requests_at_a_time_than_allowed_are_refused(
+    conversation: Conversation, bound: bool
+) -> None:
+    conversation.far_channel().bound = object() if bound else None
+    limit = MAX_REQUESTS if bound else MAX_VISITOR_REQUESTS
+    release = asyncio.Event()
+
+    async def answer(_channel: Channel, _body: Body) -> Body:
+        await release.wait()
+        return Released()
+
+    conversation.far.answer = answer
+
+    async def ask() -> list[Body | BaseException]:
+        asks = [
+            asyncio.create_task(conversation.channel.request(Sync(), DEADLINE_S))
+            for _ in range(limit + 1)
+        ]
+        await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
+        conversation.far_loop.call_soon(release.set)
+        return list(await asyncio.gather(*asks, return_exceptions=True))
+
+    *served, refused = conversation.loop.run(ask())
+    assert served == [Released()] * limit
+    assert isinstance(refused, LLMException)
+    assert refused.status_code is LLMStatusCode.LLM_LINK_BUSY
+
+
+def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
+    conversation: Conversation,
+) -> None:
+    text = "x" * 4000
+    held, release = asyncio.Event(), threading.Event()
+
+    async def fill() -> int:
+        for number in range(3000):
+            try:
+                async with asyncio.timeout(0.2):
+                    await conversation.channel.notify(Abandon(f"{number}{text}"))
+            except TimeoutError:
+                held.set()
+                return number
+        return 3000
+
+    conversation.far_channel()
+    conversation.far_loop.call_soon(release.wait)  # the far loop reads nothing meanwhile
+    sent = conversation.loop.run(fill())
+    assert held.is_set()
+    release.set()
+    for number in range(sent):
+        assert conversation.far.next() == ("notice", Abandon(f"{number}{text}"))
+
+
+def test_closing_tells_the_peer_why_after_all_that_was_said(conversation: Conversation) -> None:
+    conversation.notify(Abandon("last words"))
+    call(conversation.loop, conversation.channel.close, "finalized")
+    assert conversation.far.next() == ("notice", Abandon("last words"))
+    assert conversation.far.next() == ("lost", "finalized")
+    assert conversation.channel.closed
+    with pytest.raises(ChannelClosed, match="finalized"):
+        conversation.request(Sync())
+    assert conversation.near.heard.empty()
+
+
+def test_requests_that_wait_learn_of_the_end(conversation: Conversation) -> None:
+    async def answer(channel: Channel, _body: Body) -> Body:
+        channel.close("not with you")
+        return Released()
+
+    conversation.far.answer = answer
+    with pytest.raises(ChannelClosed, match="not with you"):
+        conversation.request(Sync())
+    assert conversation.near.next() == ("lost", "not with you")
+
+
+def test_a_request_that_is_served_ends_with_the_conversation(conversation: Conversation) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def answer(_channel: Channel, _body: Body) -> Body:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    conversation.far.answer = answer
+    with pytest.raises(TimeoutError):
+        conversation.request(Sync(), timeout_s=0.05)
+    conversation.far_loop.run(begun.wait(), timeout_ms=1000 * DEADLINE_S)
+    call(conversation.loop, conversation.channel.close)
+    conversation.far_loop.run(ended.wait(), timeout_ms=1000 * DEADLINE_S)
+
+
+@pytest.mark.parametrize("version", [2, 9, 255])
+def test_another_version_is_told_both_versions(conversation: Conversation, version: int) -> None:
+    frame = bytes((version,)) + encode(Sync())[1:]
+    conversation.far_channel()
+    conversation.loop.run(conversation.channel.connection.send(frame))
+    refusal = (
+        f"the peer speaks version {version} of the control protocol; this end speaks version 1"
+    )
+    assert conversation.far.next() == ("lost", refusal)
+    assert conversation.near.next() == ("lost", f"the peer refuses: {refusal}")
+
+
+def test_a_few_undecodable_frames_are_dropped_and_more_end_the_channel(
+    conversation: Conversation,
+) -> None:
+    async def send_noise(times: int) -> None:
+        for _ in range(times):
+            await conversation.channel.connection.send(b"\1noise")
+
+    conversation.loop.run(send_noise(MAX_UNDECODABLE))
+    assert conversation.request(Sync()) == Synced(1)
+    assert conversation.far_loop.refusals.count == MAX_UNDECODABLE
+    conversation.loop.run(send_noise(1))
+    assert conversation.near.next() == ("lost", "too many frames that are no messages")

@@ -1,0 +1,204 @@
+"""Listening and connecting: every kind of address, and errors that say what failed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvplan.control.client import connect
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Sync, Synced
+from kvplan.control.server import Server
+from kvplan.status import LLMException, LLMStatusCode
+from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder, call
+
+
+def listen(loop: ControlLoop, endpoint: str, key: ClusterKey | None = None) -> Server:
+    return loop.run(Server.listen(loop, Endpoint.parse(endpoint), Recorder(), key))
+
+
+def ask(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None = None) -> object:
+    async def run() -> object:
+        channel = await connect(loop, endpoint, Recorder(), key, DEADLINE_S)
+        answer = await channel.request(Sync(), DEADLINE_S)
+        channel.close()
+        return answer
+
+    return loop.run(run())
+
+
+def refusal(loop: ControlLoop, endpoint: Endpoint, timeout_s: float = DEADLINE_S) -> str:
+    with pytest.raises(LLMException) as error:
+        loop.run(connect(loop, endpoint, Recorder(), None, timeout_s))
+    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+    return str(error.value.args[0])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
+def test_a_free_port_is_taken_and_told(loop: ControlLoop, address: str) -> None:
+    server = listen(loop, address)
+    assert server.endpoint.port > 0
+    assert ask(loop, server.endpoint) == Synced(1)
+
+
+def test_a_name_is_resolved(loop: ControlLoop) -> None:
+    server = listen(loop, "127.0.0.1:0")
+    assert ask(loop, Endpoint("localhost", server.endpoint.port)) == Synced(1)
+
+
+def test_a_path_is_private_and_goes_with_the_server(loop: ControlLoop, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    server = listen(loop, f"ipc://{path}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert ask(loop, server.endpoint) == Synced(1)
+    call(loop, server.close)
+    assert not path.exists()
+
+
+def test_the_path_of_a_dead_server_is_taken_over_and_of_a_live_one_not(
+    loop: ControlLoop, tmp_path: Path
+) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    listen(loop, f"ipc://{path}")
+    with pytest.raises(LLMException, match="Address already in use"):
+        listen(loop, f"ipc://{path}")
+    assert ask(loop, Endpoint(path=str(path))) == Synced(1)
+
+
+def test_what_cannot_be_listened_on_is_told_with_the_systems_reason(loop: ControlLoop) -> None:
+    taken = listen(loop, "127.0.0.1:0").endpoint
+    for endpoint, reason in {
+        str(taken): "Address already in use",
+        "192.0.2.1:0": "Cannot assign requested address",
+        "no-such-host.invalid:0": "",
+        "ipc:///no/such/directory/socket": "No such file or directory",
+    }.items():
+        with pytest.raises(LLMException, match="cannot listen on") as error:
+            listen(loop, endpoint, ClusterKey.generate())
+        assert endpoint in str(error.value)
+        assert reason in str(error.value)
+
+
+def test_a_closed_server_frees_its_port_at_once(loop: ControlLoop) -> None:
+    server = listen(loop, "127.0.0.1:0")
+    ask(loop, server.endpoint)
+    call(loop, server.close)
+    assert "connect: Connection refused" in refusal(loop, server.endpoint)
+    assert listen(loop, str(server.endpoint)).endpoint == server.endpoint
+
+
+def test_listening_for_everybody_without_a_key_warns(
+    loop: ControlLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.warns(RuntimeWarning, match=r"without a cluster key.*kvplan keygen"):
+        listen(loop, "0.0.0.0:0")
+    assert "event=listen_open" in caplog.text
+    listen(loop, "0.0.0.0:0", ClusterKey.generate())
+
+
+def test_refused_connections_say_so_at_once(loop: ControlLoop, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = Endpoint("127.0.0.1", unused.getsockname()[1])
+        begun = time.monotonic()
+        assert refusal(loop, closed) == f"{closed}: connect: Connection refused"
+    missing = Endpoint(path=str(tmp_path / "missing"))
+    assert refusal(loop, missing) == f"{missing}: connect: No such file or directory"
+    assert refusal(loop, Endpoint("no-such-host.invalid", 1)).split(": ")[1] == "resolve"
+    assert time.monotonic() - begun < DEADLINE_S / 2
+
+
+@pytest.fixture
+def mute() -> Iterator[tuple[socket.socket, Endpoint]]:
+    """Something that listens, and is no engine."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening, Endpoint(*listening.getsockname())
+
+
+def test_a_listener_that_says_nothing_is_a_timeout_of_the_handshake(
+    loop: ControlLoop, mute: tuple[socket.socket, Endpoint]
+) -> None:
+    assert refusal(loop, mute[1], 0.1) == f"{mute[1]}: handshake: no answer within 0.1 s"
+
+
+def test_a_listener_of_another_kind_is_told_apart(
+    loop: ControlLoop, far_loop: ControlLoop, mute: tuple[socket.socket, Endpoint]
+) -> None:
+    listening, endpoint = mute
+
+    def answer() -> None:
+        stream, _ = listening.accept()
+        with stream:
+            stream.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            stream.recv(1)
+
+    async def serve() -> None:
+        await far_loop.in_worker(answer)
+
+    serving = asyncio.run_coroutine_threadsafe(serve(), call(far_loop, asyncio.get_running_loop))
+    assert refusal(loop, endpoint) == f"{endpoint}: handshake: it does not speak ZMTP"
+    serving.result(DEADLINE_S)
+
+
+def test_giving_up_leaves_nothing_behind(
+    loop: ControlLoop, mute: tuple[socket.socket, Endpoint]
+) -> None:
+    refusal(loop, mute[1], 0.05)  # what the first one opens stays: workers, sockets of libzmq
+    files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(5):
+        refusal(loop, mute[1], 0.02)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(os.listdir("/proc/self/fd")) > files:  # noqa: PTH208
+        assert time.monotonic() < deadline
+
+
+def test_silent_visitors_are_many_for_a_while_only(far_loop: ControlLoop) -> None:
+    """A limit of open files makes room for few visitors; the oldest leave first."""
+    script = (
+        "import resource, socket\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
+        "from tests.control.test_connect import *\n"
+        "loop = ControlLoop(); loop.start(); server = listen(loop, '127.0.0.1:0')\n"
+        "address = (server.endpoint.host, server.endpoint.port)\n"
+        "visitors = [socket.create_connection(address) for _ in range(40)]\n"
+        "assert ask(loop, server.endpoint) == Synced(1)\n"
+        "assert len(server.channels) <= 16, server.channels\n"
+        "for visitor in visitors[:25]:\n"
+        "    visitor.settimeout(10)\n"
+        "    try: assert visitor.recv(1) == b''\n"
+        "    except ConnectionResetError: pass\n"
+        "[visitor.close() for visitor in visitors]; loop.stop()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
+
+
+def test_sixty_four_channels_at_once(loop: ControlLoop, far_loop: ControlLoop) -> None:
+    server = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), None))
+
+    async def talk() -> set[object]:
+        channels = await asyncio.gather(
+            *(connect(loop, server.endpoint, Recorder(), None, DEADLINE_S) for _ in range(64))
+        )
+        return set(await asyncio.gather(*(c.request(Sync(), DEADLINE_S) for c in channels)))
+
+    assert loop.run(talk()) == {Synced(1)}
+
+
+def test_a_closed_server_ends_its_conversations(conversation: Conversation) -> None:
+    conversation.far_channel()
+    call(conversation.far_loop, conversation.server.close)
+    assert conversation.near.next() == ("lost", "the server is closed")
+    assert conversation.server.channels == ()

@@ -1,0 +1,88 @@
+"""Silence of a peer is noticed; silence of this process is not taken for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from kvplan.control.channel import Channel
+from kvplan.control.client import connect
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Sync
+from tests.control.conversation import (
+    DEADLINE_S,
+    Conversation,
+    ListeningProcess,
+    Recorder,
+    call,
+)
+
+INTERVAL_S, TIMEOUT_S = 0.05, 0.3
+
+
+@pytest.fixture
+def near() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def channel(loop: ControlLoop, process: ListeningProcess, near: Recorder) -> Channel:
+    return loop.run(connect(loop, process.endpoint, near, None, DEADLINE_S))
+
+
+def test_a_killed_peer_is_noticed_without_any_heartbeat(
+    channel: Channel, process: ListeningProcess, near: Recorder
+) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    kind, reason = near.next()
+    assert kind == "lost"
+    # The system resets a connection of which the peer has not read all.
+    assert reason in ("the peer has disconnected", "connection lost: Connection reset by peer")
+    assert channel.closed
+
+
+def test_a_stopped_peer_is_noticed_by_its_silence(
+    loop: ControlLoop, channel: Channel, process: ListeningProcess, near: Recorder
+) -> None:
+    call(loop, channel.keep_alive, INTERVAL_S, TIMEOUT_S)
+    os.kill(process.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    kind, reason = near.next()
+    assert kind == "lost"
+    assert reason.startswith("nothing heard for 0.3")
+    assert time.monotonic() - begun > TIMEOUT_S - INTERVAL_S
+
+
+def test_a_peer_that_answers_lives_though_nobody_says_anything(
+    loop: ControlLoop, channel: Channel
+) -> None:
+    call(loop, channel.keep_alive, INTERVAL_S, TIMEOUT_S)
+    heard = channel.heard
+    deadline = time.monotonic() + DEADLINE_S
+    while channel.heard < heard + 3 * TIMEOUT_S:
+        assert not channel.closed
+        assert time.monotonic() < deadline
+        call(loop, time.sleep, 0)  # a turn of the loop
+
+
+def test_a_loop_that_was_held_up_itself_does_not_blame_its_peers(
+    conversation: Conversation,
+) -> None:
+    far = conversation.far_channel()
+    call(conversation.loop, conversation.channel.keep_alive, INTERVAL_S, TIMEOUT_S)
+    call(conversation.far_loop, far.keep_alive, INTERVAL_S, 10 * TIMEOUT_S)
+    for _ in range(3):
+        call(conversation.loop, time.sleep, 2 * TIMEOUT_S)  # as the GIL or a signal would
+        conversation.request(Sync())
+    assert not conversation.channel.closed
+
+
+def test_keeping_alive_again_replaces_the_times(conversation: Conversation) -> None:
+    conversation.far_channel()
+    call(conversation.loop, conversation.channel.keep_alive, 0.001, 0.002)
+    call(conversation.loop, conversation.channel.keep_alive, 1.0, 5.0)
+    call(conversation.loop, time.sleep, 0.02)
+    assert conversation.request(Sync())

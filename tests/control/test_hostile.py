@@ -1,0 +1,161 @@
+"""Hostile bytes against a live server in another process: it stays small, unmoved, and serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvplan.control.client import connect
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import MAX_NBYTES, PROTOCOL_VERSION, Ping, Sync, Synced, encode
+from tests.control.conversation import DEADLINE_S, ListeningProcess, Recorder
+from tests.control.zmtp import GREETING, Peer, frame, ready
+
+FINDINGS = Path(__file__).parent / "findings"
+GROWTH_MIB = 48
+
+
+class Victim:
+    """A listening process, and a look at it before, during and after an attack."""
+
+    def __init__(self, process: ListeningProcess, loop: ControlLoop, key: ClusterKey | None):
+        self.process, self.loop, self.key = process, loop, key
+        self.peers: list[Peer] = []
+        self.serve()
+        self.before = process.state()
+
+    def peer(self) -> Peer:
+        """Somebody who connects, until `hang_up`."""
+        self.peers.append(Peer(self.process.address))
+        return self.peers[-1]
+
+    def hang_up(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.peers.clear()
+
+    def serve(self) -> int:
+        """Have a good peer served; returns the number of requests that have been."""
+
+        async def ask() -> int:
+            channel = await connect(
+                self.loop, self.process.endpoint, Recorder(), self.key, DEADLINE_S
+            )
+            answer = await channel.request(Sync(), DEADLINE_S)
+            channel.close()
+            assert isinstance(answer, Synced)
+            return answer.version
+
+        return self.loop.run(ask())
+
+    def check(self) -> None:
+        """A good peer is served, nothing else was, and it has not cost much memory."""
+        assert self.serve() == self.before["requests"] + 1
+        state = self.process.state()
+        assert state["notices"] == 0
+        assert state["resident_mib"] < self.before["resident_mib"] + GROWTH_MIB
+        self.before["requests"] += 1
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[ControlLoop]:
+    loop = ControlLoop("test-hostile")
+    loop.start()
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture(scope="module", params=["open", "encrypted"])
+def victim(
+    request: pytest.FixtureRequest, loop: ControlLoop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Victim]:
+    path, key = tmp_path_factory.mktemp("key") / "key", None
+    if request.param == "encrypted":
+        key = ClusterKey.generate()
+        key.save(path)
+    process = ListeningProcess(*[str(path)] * (key is not None))
+    yield Victim(process, loop, key)
+    process.close()
+
+
+@pytest.fixture(autouse=True)
+def hang_up(victim: Victim) -> Iterator[None]:
+    yield
+    victim.hang_up()
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(noise=st.binary(max_size=2000), greeted=st.integers(0, 3), cut=st.booleans())
+def test_random_bytes_on_the_port(victim: Victim, noise: bytes, greeted: int, cut: bool) -> None:
+    peer = victim.peer()
+    if greeted == 3:
+        peer.shake_hands()
+        peer.send(frame(encode(Ping())))
+    else:
+        peer.send(*[GREETING, ready()][:greeted])
+    peer.send(noise)
+    if cut:
+        peer.end()
+        peer.read()
+    victim.check()
+
+
+@pytest.mark.parametrize("path", sorted(FINDINGS.glob("stream-*")), ids=lambda path: path.name)
+def test_findings_end_the_connection_and_nothing_else(victim: Victim, path: Path) -> None:
+    peers = [victim.peer() for _ in range(3)]
+    for peer in peers:
+        peer.send(path.read_bytes())
+    for peer in peers:
+        peer.read()  # until the server has cut it
+    victim.check()
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 60_000])
+def test_a_message_of_endless_parts_is_cut_at_its_first(victim: Victim, size: int) -> None:
+    peer = victim.peer()
+    peer.shake_hands()
+    parts = frame(bytes(size), more=True) * (1 + 100_000 // (size + 2))
+    deadline = time.monotonic() + DEADLINE_S
+    while peer.send(parts):
+        assert time.monotonic() < deadline
+    victim.check()
+
+
+def test_frames_without_meaning_end_the_conversation(victim: Victim) -> None:
+    peer = victim.peer()
+    peer.shake_hands()
+    peer.send(frame(bytes((PROTOCOL_VERSION,)) + b"noise") * 1000)
+    answer = peer.read()
+    assert victim.key is not None or b"no messages" in answer
+    victim.check()
+    assert victim.process.state()["refused"] > victim.before["refused"]
+
+
+def test_large_frames_that_nobody_finishes(victim: Victim) -> None:
+    peers = [victim.peer() for _ in range(100)]
+    for peer in peers:
+        peer.shake_hands()
+        peer.send(frame(bytes(MAX_NBYTES))[:100_000])
+    victim.check()
+
+
+def test_a_peer_that_asks_and_never_reads(victim: Victim) -> None:
+    peer = victim.peer()
+    peer.shake_hands()
+    for _ in range(20):
+        peer.send(frame(encode(Ping())) * 1000)
+    victim.check()
+
+
+def test_more_connections_than_there_is_room_for(victim: Victim) -> None:
+    beginnings = [b"", GREETING[:10], GREETING, GREETING + ready()]
+    for number in range(1500):
+        victim.peer().send(beginnings[number % len(beginnings)])
+    victim.check()
+    assert victim.process.state()["conversations"] <= 1025

@@ -1,0 +1,228 @@
+"""The control thread: calls from other threads, its end, forks, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvplan.control.client import connect
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Sync
+from kvplan.control.server import Server
+from kvplan.status import LLMException, LLMStatusCode
+from tests.control.conversation import (
+    DEADLINE_S,
+    LOCAL,
+    Conversation,
+    ListeningProcess,
+    Recorder,
+    call,
+)
+
+ROUNDS = 1000
+
+
+def test_results_and_errors_come_back(loop: ControlLoop) -> None:
+    async def give(value: int) -> int:
+        return value
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    assert loop.run(give(3)) == 3
+    for error in (ValueError("no"), TimeoutError("its own"), LLMException("no")):
+        with pytest.raises(type(error), match=str(error.args[0])):
+            loop.run(fail(error), timeout_ms=1000 * DEADLINE_S)
+
+
+def test_a_deadline_cancels_what_runs(loop: ControlLoop) -> None:
+    cancelled = threading.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(LLMException, match="no result after 20 ms") as error:
+        loop.run(wait(), timeout_ms=20)
+    assert error.value.status_code is LLMStatusCode.LLM_TIMEOUT
+    assert cancelled.wait(DEADLINE_S)
+
+
+def test_a_keyboard_interrupt_cancels_what_runs(loop: ControlLoop) -> None:
+    cancelled = threading.Event()
+
+    async def wait() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(wait())
+    assert cancelled.wait(DEADLINE_S)
+
+
+def test_workers_may_block_while_the_loop_goes_on(loop: ControlLoop) -> None:
+    released = threading.Event()
+
+    async def block() -> bool:
+        return await loop.in_worker(released.wait, timeout=DEADLINE_S)
+
+    async def both() -> bool:
+        blocked = asyncio.create_task(block())
+        await asyncio.sleep(0)
+        released.set()
+        return await blocked
+
+    assert loop.run(both())
+
+
+def test_the_loop_cannot_wait_for_itself(loop: ControlLoop) -> None:
+    async def nested() -> None:
+        loop.run(asyncio.sleep(0))
+
+    with pytest.raises(LLMException, match="would wait for itself"):
+        loop.run(nested())
+    with pytest.raises(LLMException, match="would wait for itself"):
+        call(loop, loop.stop)
+
+
+def test_nothing_runs_before_the_start_or_after_the_end() -> None:
+    loop = ControlLoop("short")
+    for _ in range(2):
+        with pytest.raises(LLMException, match="short does not run"):
+            loop.run(asyncio.sleep(0))
+        with pytest.raises(LLMException, match="short does not run"):
+            loop.call_soon(print)
+        loop.start()
+        with pytest.raises(LLMException, match="short runs already"):
+            loop.start()
+        loop.run(asyncio.sleep(0))
+        loop.stop()
+        loop.stop()
+
+
+def test_callers_that_wait_learn_of_the_end() -> None:
+    loop = ControlLoop("short")
+    loop.start()
+    waits = threading.Event()
+
+    async def wait() -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    def stop() -> None:
+        waits.wait(DEADLINE_S)
+        loop.stop()
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(LLMException, match="short does not run"):
+        loop.run(wait())
+    stopping.join(DEADLINE_S)
+
+
+def test_stopping_says_goodbye(conversation: Conversation) -> None:
+    conversation.far_channel()
+    conversation.loop.stop()
+    assert conversation.far.next() == ("lost", "closed by the peer")
+
+
+def test_stopping_does_not_wait_for_a_peer_that_does_not_read(
+    process: ListeningProcess, loop: ControlLoop
+) -> None:
+    channel = loop.run(connect(loop, process.endpoint, Recorder(), None, DEADLINE_S))
+    os.kill(process.pid, signal.SIGSTOP)
+
+    async def fill() -> None:
+        while channel.connection.try_send(bytes(1 << 20)):
+            await asyncio.sleep(0)
+
+    loop.run(fill())
+    begun = time.monotonic()
+    loop.stop()
+    assert time.monotonic() - begun < 1.5
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(conversation: Conversation) -> None:
+    conversation.far_channel()
+    child = os.fork()
+    if child == 0:
+        failed = 1
+        try:
+            conversation.loop.run(asyncio.sleep(0))
+        except LLMException as error:
+            failed = "forked child" not in str(error)
+        conversation.loop.stop()
+        os._exit(failed)
+    assert os.waitpid(child, 0)[1] == 0
+    assert conversation.request(Sync())
+
+
+def test_an_exit_without_stopping_does_not_hang() -> None:
+    script = (
+        "from tests.control.conversation import *\n"
+        "near, far = ControlLoop('near'), ControlLoop('far')\n"
+        "near.start(); far.start()\n"
+        "conversation = Conversation(near, far, None)\n"
+        "conversation.request(Sync())\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def footprint() -> Iterator[None]:
+    """Checks that the process has the threads and files again that it had before."""
+
+    def counts() -> tuple[int, int]:
+        return len(list(Path("/proc/self/task").iterdir())), len(
+            list(Path("/proc/self/fd").iterdir())
+        )
+
+    before = counts()
+    yield
+    deadline = time.monotonic() + DEADLINE_S
+    while counts() != before:
+        assert time.monotonic() < deadline, f"threads, files: {before} before, {counts()} after"
+
+
+def test_rounds_of_connecting_and_closing_leave_nothing_behind(footprint: None) -> None:
+    near, far = ControlLoop("near"), ControlLoop("far")
+    near.start()
+    far.start()
+    conversation = Conversation(near, far, None)
+
+    async def rounds() -> None:
+        for number in range(ROUNDS):
+            endpoint = conversation.server.endpoint
+            channel = await connect(near, endpoint, conversation.near, None, DEADLINE_S)
+            await channel.request(Sync(), DEADLINE_S)
+            channel.close(str(number))
+
+    near.run(rounds())
+    while conversation.far.next() != ("lost", str(ROUNDS - 1)):
+        pass
+    assert len(conversation.server.channels) == 1
+    near.stop()
+    far.stop()
+
+
+def test_rounds_of_starting_and_stopping_leave_nothing_behind(footprint: None) -> None:
+    for _ in range(50):
+        loop = ControlLoop("round")
+        loop.start()
+        loop.run(Server.listen(loop, LOCAL, Recorder(), None))
+        loop.stop()

@@ -1,0 +1,206 @@
+"""Frames: what is written is read back, and nothing else is read at all."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan.control.messages import (
+    MAX_NBYTES,
+    PROTOCOL_VERSION,
+    Abandon,
+    Body,
+    Claim,
+    Close,
+    Confirm,
+    Failed,
+    Find,
+    Found,
+    Hello,
+    Linked,
+    Offer,
+    Ping,
+    Pong,
+    Refusal,
+    Release,
+    Released,
+    Sync,
+    Synced,
+    Table,
+    TableEntry,
+    Undecodable,
+    Unlink,
+    Unlinked,
+    Welcome,
+    WrongVersion,
+    decode,
+    encode,
+    encode_refusal,
+)
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.types import DataType, LlmRole, Placement
+
+FINDINGS = Path(__file__).parent / "findings"
+ENTRY = TableEntry(
+    1,
+    2,
+    (8, 16),
+    DataType.DT_BF16,
+    Placement.DEVICE,
+    0,
+    -1,
+    None,
+    True,
+    2**64 - 1,
+    (4096, 2**64 - 1),
+    b"m",
+    False,
+)
+TOKEN = bytes(range(16))
+BODIES: list[Body] = [
+    Hello(2**64 - 1, 0, TOKEN, LlmRole.PROMPT, "", (Offer("local", b"metadata"),), 1000, 500),
+    Welcome(1, TOKEN, LlmRole.DECODER, TOKEN, "local", b""),
+    Confirm(TOKEN, ""),
+    Linked(),
+    Unlink(0),
+    Unlinked(),
+    Abandon("finalized"),
+    Table(3, True, (ENTRY, ENTRY), (7, 8)),
+    Sync(),
+    Synced(0),
+    Find(2**64 - 1, 5, 0),
+    Claim(5, 2**64 - 1, 0),
+    Found(0, 3, ENTRY),
+    Release(1, (0, 80)),
+    Release(1, None),
+    Released(),
+    Failed(LLMStatusCode.LLM_FAILED, "because"),
+    Ping(),
+    Pong(),
+    Close("done"),
+]
+
+
+def test_every_kind_of_message_is_among_the_examples() -> None:
+    assert {type(body) for body in BODIES} == set(typing.get_args(Body))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_what_is_written_is_read_back(body: Body) -> None:
+    envelope = decode(encode(body, seq=2**64 - 1))
+    assert (envelope.seq, envelope.reply_to, envelope.body) == (2**64 - 1, 0, body)
+    assert decode(encode(body, reply_to=1)).reply_to == 1
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_no_part_of_a_frame_is_a_frame_nor_one_with_more_behind_it(body: Body) -> None:
+    frame = encode(body)
+    for end in range(len(frame)):
+        with pytest.raises(Undecodable):
+            decode(frame[:end] if end != 1 else b"")
+    with pytest.raises(Undecodable):
+        decode(frame + b"\0")
+
+
+def test_another_version_is_refused_by_both_names() -> None:
+    with pytest.raises(WrongVersion, match=r"version 9 .* version 1"):
+        decode(b"\x09" + encode(Ping())[1:])
+
+
+def test_a_refusal_is_understood_and_its_words_are_made_harmless() -> None:
+    with pytest.raises(Refusal, match=r"go away\?\[2J, café"):
+        decode(encode_refusal("go away\x1b[2J, café"))
+    with pytest.raises(Refusal):
+        decode(b"\0\xff\xfe")
+
+
+def test_a_frame_that_is_too_large_is_neither_written_nor_read() -> None:
+    with pytest.raises(LLMException, match=r"Welcome has .* bytes; at most 1048576"):
+        encode(Welcome(1, TOKEN, LlmRole.MIX, TOKEN, "local", bytes(MAX_NBYTES)))
+    with pytest.raises(Undecodable, match="1048577 bytes"):
+        decode(bytes(MAX_NBYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cluster_id": -1},
+        {"instance": bytes(15)},
+        {"role": 0},
+        {"comm": "x" * 257},
+        {"offers": [{"transport": "t", "metadata": b""}] * 17},
+        {"offers": [{"transport": "t", "metadata": b"", "more": 1}]},
+        {"timeout_ms": 2**31},
+        {"timeout_ms": 1.5},
+        {"timeout_ms": "1000"},
+        {"timeout_ms": None},
+        {"surprise": 1},
+        {"type": "Goodbye"},
+        {"type": None},
+    ],
+    ids=repr,
+)
+def test_a_field_out_of_its_bounds_refuses_the_whole_frame(changed: dict[str, object]) -> None:
+    fields = {**msgspec.to_builtins(BODIES[0], builtin_types=(bytes,)), **changed}
+    frame = bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((0, 0, fields))
+    with pytest.raises(Undecodable):
+        decode(frame)
+
+
+def test_a_request_cannot_be_a_reply() -> None:
+    with pytest.raises(Undecodable, match="request and a reply"):
+        decode(encode(Ping(), seq=1, reply_to=1))
+
+
+def test_failures_keep_their_status_and_are_never_a_success() -> None:
+    error = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
+    told = Failed.of(error).exception()
+    assert (told.status_code, str(told)) == (error.status_code, str(error))
+    assert Failed(LLMStatusCode.LLM_SUCCESS, "").exception().status_code.name == "LLM_FAILED"
+    assert Failed(12345, "").exception().status_code.name == "LLM_FAILED"
+    assert isinstance(decode(encode(Failed.of(LLMException("x" * 100_000)))).body, Failed)
+
+
+MUTATIONS = st.lists(
+    st.tuples(st.integers(0, 10_000), st.integers(0, 2), st.integers(0, 255)), max_size=8
+)
+
+
+def mutated(frame: bytes, mutations: list[tuple[int, int, int]]) -> bytes:
+    changed = bytearray(frame)
+    for at, kind, byte in mutations:
+        start = at % (len(changed) + 1)
+        changed[start : start + (kind > 0)] = (byte,) * (kind < 2)
+    return bytes(changed)
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_undecodable_or_a_message(noise: bytes) -> None:
+    for frame in (noise, bytes((PROTOCOL_VERSION,)) + noise):
+        decode_or_refuse(frame)
+
+
+@given(st.sampled_from(BODIES), st.integers(0, 2**64 - 1), MUTATIONS)
+def test_mutated_messages_are_undecodable_or_a_message(
+    body: Body, seq: int, mutations: list[tuple[int, int, int]]
+) -> None:
+    decode_or_refuse(mutated(encode(body, seq=seq), mutations))
+
+
+def decode_or_refuse(frame: bytes) -> None:
+    """Decode; what is accepted must be a message that can be written again, within bounds."""
+    try:
+        envelope = decode(frame)
+    except Undecodable:
+        return
+    assert decode(encode(envelope.body, seq=envelope.seq, reply_to=envelope.reply_to)) == envelope
+
+
+@pytest.mark.parametrize("path", sorted(FINDINGS.glob("frame-*")), ids=lambda path: path.name)
+def test_findings_stay_fixed(path: Path) -> None:
+    decode_or_refuse(path.read_bytes())

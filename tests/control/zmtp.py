@@ -1,0 +1,70 @@
+"""ZMTP 3 (without encryption) byte by byte, for peers that do not play by it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+def ready(**properties: bytes) -> bytes:
+    """The handshake's only command."""
+    body = b"\x05READY"
+    for name, value in {"Socket-Type": b"PAIR", **properties}.items():
+        body += bytes((len(name),)) + name.encode() + len(value).to_bytes(4) + value
+    return bytes((0x04, len(body))) + body
+
+
+def frame(body: bytes, *, more: bool = False) -> bytes:
+    """One message frame."""
+    if len(body) < 256:
+        return bytes((more, len(body))) + body
+    return bytes((0x02 | more,)) + len(body).to_bytes(8) + body
+
+
+class Peer:
+    """A TCP connection that says anything; `read` returns what came until the other end closed."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.socket = socket.create_connection(address, timeout=10)
+
+    def send(self, *parts: bytes) -> bool:
+        """Send all; returns whether the other end still took it."""
+        try:
+            self.socket.sendall(b"".join(parts))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    def shake_hands(self) -> None:
+        """A whole handshake; libzmq takes no message before it has sent its own READY.
+
+        An encrypted server ends it, which `send` and `read` then show.
+        """
+        self.send(GREETING, ready())
+        received, size = bytearray(), len(GREETING) + 2
+        while len(received) < size and (chunk := self._receive()):
+            received += chunk
+            if len(received) > len(GREETING) + 1:
+                size = len(GREETING) + 2 + received[len(GREETING) + 1]
+
+    def end(self) -> None:
+        """Say that nothing more comes."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def read(self) -> bytes:
+        received = bytearray()
+        while chunk := self._receive():
+            received += chunk
+        return bytes(received)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _receive(self) -> bytes:
+        try:
+            return self.socket.recv(1 << 16)
+        except ConnectionResetError:
+            return b""
