@@ -12,13 +12,22 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .messages import Arrival, Generated, Handover, Settings, WrongBlock
+from .messages import (
+    AwaitPush,
+    Generated,
+    Handover,
+    Moved,
+    Pushed,
+    PushTarget,
+    Settings,
+    WrongBlock,
+)
 from .report import (
     Console,
     DemoError,
-    arrival_text,
     check_changed,
     check_identical,
+    moved_text,
     speed_text,
 )
 from .requirements import SetupError, check_installed, weights_path
@@ -82,20 +91,30 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     handover: Handover = workers.answer(prefiller)
 
     decoder.send(handover)
-    arrival: Arrival = workers.answer(decoder)
-    console.title("The plan that decode made and executed")
-    console.lines(f"{arrival.explanation}\n\n{arrival_text(arrival)}")
+    pull: Moved = workers.answer(decoder)
+    console.title("Decode links to prefill, plans the pull, and executes it")
+    console.lines(f"{pull.explanation}\n\n{moved_text(pull)}")
 
     console.title("Decode goes on from the cache that it pulled")
-    moved: Generated = workers.answer(decoder)
-    console.lines(speed_text(moved))
+    pulled: Generated = workers.answer(decoder)
+    console.lines(speed_text(pulled))
 
     console.title("The same model alone: monolithic")
     alone: Generated = workers.answer(
         workers.start("monolithic", f"{__package__}.monolithic", settings)
     )
     console.lines(speed_text(alone))
-    console.lines("\n" + check_identical(moved, alone))
+    console.lines("\n" + check_identical(pulled, alone, "pulled"))
+
+    console.title("The other direction: decode empties its cache, prefill pushes into it")
+    decoder.send(AwaitPush())
+    target: PushTarget = workers.answer(decoder)
+    prefiller.send(target)
+    push: Moved = workers.answer(prefiller)
+    console.lines(f"{push.explanation}\n\n{moved_text(push)}\n")
+    decoder.send(Pushed())
+    pushed: Generated = workers.answer(decoder)
+    console.lines("\n" + check_identical(pushed, alone, "pushed"))
 
     token = options.break_token
     if token is None:
@@ -108,10 +127,10 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
         "of those that follow"
     )
     decoder.send(WrongBlock(token))
-    arrival = workers.answer(decoder)
-    console.lines(arrival.difference + "\n")
+    wrong: Moved = workers.answer(decoder)
+    console.lines(wrong.difference + "\n")
     broken: Generated = workers.answer(decoder)
-    console.lines("\n" + check_changed(moved, broken))
+    console.lines("\n" + check_changed(pulled, broken))
 
 
 def main() -> int:

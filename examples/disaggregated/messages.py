@@ -1,9 +1,16 @@
-"""What the processes tell each other. Addresses and block ids cross; not one byte of the cache."""
+"""What the demo's processes tell each other: prompts, block ids and figures, no byte of the cache.
+
+A serving system has such messages of its own, between scheduler and workers. What is *not* here is
+what kvplan's link carries: who the peer is, how its memory is reached, what its caches look like.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+PREFILL_CLUSTER = 1
+DECODE_CLUSTER = 2
 
 
 @dataclass(frozen=True)
@@ -23,18 +30,32 @@ class Handover:
     Attributes:
         prompt: token ids.
         first_token: the token that follows it; prefill has its logits anyway.
-        metadata: prefill's `LocalTransport.metadata()`.
-        shape: of each tensor of prefill's cache.
-        addresses: of each tensor, in prefill's memory.
+        listen_address: where prefill's engine can be linked to, "ip:port".
         block_table: blocks of the prompt, in order.
     """
 
     prompt: list[int]
     first_token: int
-    metadata: bytes
-    shape: tuple[int, ...]
-    addresses: list[int]
+    listen_address: str
     block_table: list[int]
+
+
+@dataclass(frozen=True)
+class PushTarget:
+    """From decode to prefill: an empty cache, and the blocks to push the prompt into."""
+
+    cache_id: int
+    block_table: list[int]
+
+
+@dataclass(frozen=True)
+class AwaitPush:
+    """From the demo to decode: empty the cache, and say where a push should go."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """From the demo to decode: the push is through."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +72,28 @@ class WrongBlock:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """From decode to the demo: the cache is here; how, and how long it took."""
+class Moved:
+    """To the demo: the cache has arrived; by which plan, and how long it took.
+
+    Attributes:
+        explanation: the plan as text.
+        nbytes, num_slices, num_descriptors: of the plan.
+        plan_seconds: to make the plan, as a call of its own.
+        transfer_seconds: of the call that planned and moved.
+        repeated_seconds: of the same call, median of repetitions.
+        link_seconds: to link to the peer; None: the other end has linked.
+        difference: to the first plan; empty where it is the first.
+    """
 
     explanation: str
-    difference: str
     nbytes: int
     num_slices: int
     num_descriptors: int
     plan_seconds: float
-    link_seconds: float
     transfer_seconds: float
     repeated_seconds: float
+    link_seconds: float | None = None
+    difference: str = ""
 
 
 @dataclass(frozen=True)

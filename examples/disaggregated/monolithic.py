@@ -13,7 +13,7 @@ from .generation import decode, prefill, read_prompt
 from .messages import Generated, Settings
 from .model import Llama
 from .paged_cache import PagedCache, blocks_for
-from .prefill import CACHE_DTYPE, cache_shape
+from .prefill import cache_desc
 from .tokenizer import Tokenizer
 from .weights import ModelFile
 from .workers import Channel
@@ -28,8 +28,8 @@ def run(channel: Channel, settings: Settings) -> None:
     model = Llama.from_file(model_file)
     channel.progress("weights loaded")
     num_blocks = blocks_for(len(prompt) + settings.max_tokens, settings.block_size)
-    shape = cache_shape(model.config, num_blocks, settings.block_size)
-    cache = PagedCache([np.zeros(shape, CACHE_DTYPE) for _ in range(2 * model.config.layers)])
+    desc = cache_desc(model.config, num_blocks, settings.block_size)
+    cache = PagedCache([np.zeros(desc.shape, np.float16) for _ in range(desc.num_tensors)])
     block_table = np.arange(num_blocks)
 
     first_token = prefill(model, prompt, cache, block_table, channel.progress)

@@ -59,6 +59,11 @@ class PagedCache:
         self.tensors = tensors
         self.block_size = tensors[0].shape[1]
 
+    def fill(self, value: float) -> None:
+        """Write `value` everywhere."""
+        for tensor in self.tensors:
+            tensor.fill(value)
+
     def write(
         self, tensor: int, block_table: BlockTable, start: int, rows: NDArray[np.float32]
     ) -> None:

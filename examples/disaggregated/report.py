@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .messages import Arrival, Generated
+from .messages import Generated, Moved
 
 
 class DemoError(Exception):
@@ -47,23 +47,22 @@ class Console:
         self._line_open = False
 
 
-def arrival_text(arrival: Arrival) -> str:
+def moved_text(it: Moved) -> str:
     """The cost of a transfer, one figure a line."""
 
-    def moved(seconds: float) -> str:
-        return f"{seconds * 1e3:.2f} ms, {arrival.nbytes / seconds / 1e9:.1f} GB/s"
+    def speed(seconds: float) -> str:
+        return f"{seconds * 1e3:.2f} ms, {it.nbytes / seconds / 1e9:.1f} GB/s"
 
-    return "\n".join(
-        (
-            f"  bytes        {arrival.nbytes:,}",
-            f"  descriptors  {arrival.num_slices:,} before coalescing, "
-            f"{arrival.num_descriptors:,} after",
-            f"  planned in   {arrival.plan_seconds * 1e6:.0f} us",
-            f"  linked in    {arrival.link_seconds * 1e3:.2f} ms (peer checked, arena mapped)",
-            f"  moved in     {moved(arrival.transfer_seconds)}",
-            f"  once more    {moved(arrival.repeated_seconds)} (median of repetitions)",
-        )
-    )
+    lines = [
+        f"  bytes        {it.nbytes:,}",
+        f"  descriptors  {it.num_slices:,} before coalescing, {it.num_descriptors:,} after",
+        f"  planned in   {it.plan_seconds * 1e6:.0f} us",
+        f"  moved in     {speed(it.transfer_seconds)} (planned, too)",
+        f"  once more    {speed(it.repeated_seconds)} (median of repetitions)",
+    ]
+    if it.link_seconds is not None:
+        lines.insert(2, f"  linked in    {it.link_seconds * 1e3:.1f} ms")
+    return "\n".join(lines)
 
 
 def speed_text(generated: Generated) -> str:
@@ -79,8 +78,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(shared) if x != y), min(len(a), len(b)))
 
 
-def check_identical(disaggregated: Generated, monolithic: Generated) -> str:
-    """Say that both generated the same.
+def check_identical(disaggregated: Generated, monolithic: Generated, how: str) -> str:
+    """Say that both generated the same; `how` the cache came, "pulled" or "pushed".
 
     Raises:
         DemoError: they did not: a transfer went wrong.
@@ -88,13 +87,13 @@ def check_identical(disaggregated: Generated, monolithic: Generated) -> str:
     at = first_difference(disaggregated.ids, monolithic.ids)
     if at is not None:
         raise DemoError(
-            f"the token ids differ from position {at} on: disaggregated "
+            f"the token ids differ from position {at} on: {how} "
             f"{disaggregated.ids[at : at + 4]}..., monolithic {monolithic.ids[at : at + 4]}...\n"
-            f"disaggregated: {disaggregated.text}\nmonolithic:    {monolithic.text}"
+            f"{how}:     {disaggregated.text}\nmonolithic: {monolithic.text}"
         )
     return (
         f"IDENTICAL: all {len(monolithic.ids)} token ids are the same, generated from the cache "
-        "that was moved and without a move."
+        f"that was {how} and without a move."
     )
 
 

@@ -47,16 +47,18 @@ def test_the_demo() -> None:
     assert blocks < int(descriptors.replace(",", "")) < 60 * blocks
     nbytes = 60 * blocks * 16 * 3 * 64 * 2
     assert f"bytes        {nbytes:,}\n" in out
-    assert out.count("GB/s") == 2
+    assert out.count("GB/s") == 4  # first and repeated, pulled and pushed
+    assert "push_blocks  B2B" in out
 
-    assert f"IDENTICAL: all {TOKENS} token ids are the same" in out
+    for how in ("pulled", "pushed"):
+        assert re.search(rf"IDENTICAL: all {TOKENS} token ids .* was {how} ", out)
     assert "verdict: different bytes" in out
     assert "CHANGED: from token" in out
 
     texts = re.findall(r"((?:^  \| .*\n)+)", out, re.MULTILINE)
-    moved, alone, broken = (text.replace("  | ", "") for text in texts)
-    assert moved == alone != broken
-    assert len(moved.split()) > TOKENS / 2, "no words came out"
+    pulled, alone, pushed, broken = (text.replace("  | ", "") for text in texts)
+    assert pulled == pushed == alone != broken
+    assert len(pulled.split()) > TOKENS / 2, "no words came out"
 
     pids = [int(pid) for pid in re.findall(r"process (\d+) started", out)]
     assert len(set(pids)) == 3

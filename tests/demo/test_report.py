@@ -1,15 +1,17 @@
 """The two comparisons that the demo stands and falls with."""
 
+from dataclasses import replace
+
 import pytest
 
-from examples.disaggregated.messages import Arrival, Generated
+from examples.disaggregated.messages import Generated, Moved
 from examples.disaggregated.report import (
     Console,
     DemoError,
-    arrival_text,
     check_changed,
     check_identical,
     first_difference,
+    moved_text,
 )
 
 
@@ -34,39 +36,42 @@ def test_first_difference(a: list[int], b: list[int], at: int | None) -> None:
 
 
 def test_equal_runs_are_identical_and_not_changed() -> None:
-    assert check_identical(generated(1, 2), generated(1, 2)).startswith("IDENTICAL: all 2 token")
+    assert check_identical(generated(1, 2), generated(1, 2), "pulled").startswith(
+        "IDENTICAL: all 2 token"
+    )
     with pytest.raises(DemoError, match="changed none of the 2 tokens"):
         check_changed(generated(1, 2), generated(1, 2))
 
 
 def test_one_token_is_enough_to_fail() -> None:
     with pytest.raises(DemoError, match=r"differ from position 1 on: .*\[5\].*\[2\](.|\n)*text of"):
-        check_identical(generated(1, 5), generated(1, 2))
+        check_identical(generated(1, 5), generated(1, 2), "pulled")
     with pytest.raises(DemoError, match="differ from position 2 on"):
-        check_identical(generated(1, 2), generated(1, 2, 3))
+        check_identical(generated(1, 2), generated(1, 2, 3), "pushed")
     assert check_changed(generated(1, 2), generated(1, 3)).startswith("CHANGED: from token 1 on")
 
 
 def test_the_cost_of_a_transfer() -> None:
-    arrival = Arrival(
+    it = Moved(
         explanation="",
-        difference="",
         nbytes=8_000_000,
         num_slices=1800,
         num_descriptors=840,
         plan_seconds=85e-6,
-        link_seconds=0.0012,
         transfer_seconds=0.002,
         repeated_seconds=0.001,
     )
-    assert arrival_text(arrival) == (
+    costs = (
         "  bytes        8,000,000\n"
         "  descriptors  1,800 before coalescing, 840 after\n"
+        "{}"
         "  planned in   85 us\n"
-        "  linked in    1.20 ms (peer checked, arena mapped)\n"
-        "  moved in     2.00 ms, 4.0 GB/s\n"
+        "  moved in     2.00 ms, 4.0 GB/s (planned, too)\n"
         "  once more    1.00 ms, 8.0 GB/s (median of repetitions)"
     )
+    assert moved_text(it) == costs.format("")
+    linked = replace(it, link_seconds=0.0012)
+    assert moved_text(linked) == costs.format("  linked in    1.2 ms\n")
 
 
 def test_pieces_are_marked_off_from_the_lines_around_them(

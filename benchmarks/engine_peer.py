@@ -1,0 +1,44 @@
+"""Other engines, in a process of their own: each listens, and holds a cache, until stdin ends."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+
+from kvplan import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LlmDataDist, LlmRole
+
+LAYERS, BLOCKS, BLOCK = 64, 96, 32 << 10
+PAGED = CacheDesc(2 * LAYERS, (BLOCKS, BLOCK), DataType.DT_UINT8)
+SMALL = CacheDesc(1, (1, 4096), DataType.DT_UINT8)
+LISTEN = {"llm.ListenIpInfo": "127.0.0.1:0"}
+
+
+def paged_key(cluster_id: int) -> BlocksCacheKey:
+    """The paged cache of a peer that has one."""
+    return BlocksCacheKey(cluster_id)
+
+
+def small_key(cluster_id: int) -> CacheKeyByIdAndIndex:
+    """The small cache that every peer has."""
+    return CacheKeyByIdAndIndex(cluster_id, 1)
+
+
+def serve(first_cluster_id: int, engines: int, with_paged: bool) -> None:
+    """Say where `engines` engines listen, one line each; the first may hold a paged cache too."""
+    with ExitStack() as opened:
+        for cluster_id in range(first_cluster_id, first_cluster_id + engines):
+            datadist = opened.enter_context(LlmDataDist(cluster_id, LlmRole.PROMPT))
+            datadist.initialize(LISTEN)
+            small = datadist.allocate_cache(SMALL)
+            datadist.arrays(small)[0][:] = cluster_id % 256
+            if with_paged and cluster_id == first_cluster_id:
+                paged = datadist.allocate_blocks_cache(PAGED, paged_key(cluster_id))
+                for number, tensor in enumerate(datadist.arrays(paged)):
+                    tensor[:] = number
+            print(cluster_id, datadist.listen_address, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    first, count, paged = map(int, sys.argv[1:])
+    serve(first, count, bool(paged))

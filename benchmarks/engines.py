@@ -1,0 +1,138 @@
+"""LlmDataDist: what an engine adds to the executor, and what a link costs; peers are processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from benchmarks.engine_peer import BLOCKS, PAGED, SMALL, paged_key, small_key
+from benchmarks.table import Row, Run, Topic, timed
+from kvnative._executor import Executor, ThreadPool, host_backend
+from kvplan import ClusterInfo, LlmDataDist, LlmRole
+from kvplan.execution.binding import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvplan.execution import TensorMemory
+    from kvplan.types import Cache
+
+TOPIC = Topic()
+OWN_CLUSTER = 0
+MANY, PROCESSES = 64, 4
+
+
+@contextmanager
+def peers(first: int, engines: int, *, paged: bool = False) -> Iterator[list[ClusterInfo]]:
+    """Engines that listen, in one new process."""
+    command = [sys.executable, "-m", "benchmarks.engine_peer", *map(str, (first, engines, +paged))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline().split() for _ in range(engines)]
+            yield [ClusterInfo(int(cluster_id), address) for cluster_id, address in lines]
+        finally:
+            process.stdin.close()
+
+
+def linked_engine(run: Run) -> LlmDataDist:
+    """The run's engine, linked with one peer, cluster 1, which has a paged and a small cache."""
+
+    def make() -> LlmDataDist:
+        clusters = run.opened.enter_context(peers(1, 1, paged=True))
+        datadist = run.opened.enter_context(LlmDataDist(OWN_CLUSTER, LlmRole.DECODER))
+        datadist.initialize()
+        datadist.link_clusters(clusters, timeout_ms=10_000).raise_for_status()
+        return datadist
+
+    return cast("LlmDataDist", run.share("linked engine", make))
+
+
+@TOPIC.row("facade_pull_ratio")
+def facade_pull(run: Run, name: str) -> Row:
+    """A whole call, planning and all, beside the executor with the same descriptors at hand."""
+    datadist = linked_engine(run)
+    cache = datadist.allocate_blocks_cache(PAGED)
+    rng = np.random.default_rng(64)
+    src_blocks, dst_blocks = (rng.permutation(BLOCKS)[:64].tolist() for _ in range(2))
+    pull = partial(datadist.pull_blocks, paged_key(1), cache, src_blocks, dst_blocks)
+    pull(timeout_ms=60_000)
+    for number, tensor in enumerate(datadist.arrays(cache)):
+        np.testing.assert_array_equal(tensor[dst_blocks], number)
+
+    plan = datadist.plan_pull_blocks(paged_key(1), cache, src_blocks, dst_blocks)
+    descriptors = bind(plan, *memories_of(datadist, cache), one_space=True)
+    with Executor(host_backend(ThreadPool())) as executor:
+        ours, bare = run.medians(timed(pull), timed(lambda: executor.run(descriptors)), rounds=41)
+    datadist.deallocate_cache(cache)
+    note = "64 layers x 2 tensors x 64 blocks of 32 KiB, from lists; limit: the executor alone"
+    rates = plan.nbytes / ours / 1e9, "GB/s", plan.nbytes / bare / 1e9
+    return Row(name, *rates, "at least", 0.95, note)
+
+
+def memories_of(datadist: LlmDataDist, cache: Cache) -> tuple[TensorMemory, TensorMemory]:
+    """The paged cache of the peer, and this engine's, as the facade finds them."""
+    engine = datadist._running()
+    link = engine.links.get(1)
+    theirs = link.memory(link.cache(paged_key(1)), writable=False)
+    return theirs, engine.registry.resolve(cache).memory
+
+
+@TOPIC.row("facade_pull_4KiB_us")
+def facade_pull_small(run: Run, name: str) -> Row:
+    """The smallest useful pull: plan, check the peer, copy, check again, count."""
+    datadist = linked_engine(run)
+    cache = datadist.allocate_cache(SMALL)
+    pull = partial(datadist.pull_cache, small_key(1), cache)
+    pull()
+    np.testing.assert_array_equal(datadist.arrays(cache)[0], 1)
+    (ours,) = run.medians(timed(pull, repeats=200), rounds=101)
+    datadist.deallocate_cache(cache)
+    return Row(name, 1e6 * ours, "us", 25, note="a slot of 4 KiB by id; limit: the budget")
+
+
+@TOPIC.row("link_pair_ms")
+def link_pair(run: Run, name: str) -> Row:
+    """From an address to a link that both ends have."""
+    with ExitStack() as opened:
+        clusters = opened.enter_context(peers(1, 1))
+        seconds = link_seconds(run, opened, clusters, rounds=41)
+    return Row(name, 1e3 * seconds, "ms", 20, note="another process; limit: the budget")
+
+
+@TOPIC.row("link_64_s")
+def link_many(run: Run, name: str) -> Row:
+    """All at once, as a decode engine that starts does with its prefill engines."""
+    with ExitStack() as opened:
+        each = MANY // PROCESSES
+        clusters = [
+            it
+            for number in range(PROCESSES)
+            for it in opened.enter_context(peers(1 + number * each, each))
+        ]
+        seconds = link_seconds(run, opened, clusters, rounds=11)
+    note = f"{MANY} engines in {PROCESSES} processes, one call; limit: the budget"
+    return Row(name, seconds, "s", 1, note=note)
+
+
+def link_seconds(run: Run, opened: ExitStack, clusters: list[ClusterInfo], rounds: int) -> float:
+    """Median seconds of `link_clusters`; what is linked is unlinked in between."""
+    datadist = opened.enter_context(LlmDataDist(OWN_CLUSTER, LlmRole.DECODER))
+    datadist.initialize()
+    link = timed(lambda: datadist.link_clusters(clusters, timeout_ms=30_000).raise_for_status())
+
+    def once() -> float:
+        seconds = link()
+        datadist.unlink_clusters(clusters, timeout_ms=30_000).raise_for_status()
+        return seconds
+
+    (seconds,) = run.medians(once, rounds=rounds)
+    return seconds

@@ -1,0 +1,51 @@
+"""Moving the prompt's cache through kvplan, and taking the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from kvplan import Plan
+
+from .messages import Moved
+
+TIMEOUT_MS = 10_000
+REPETITIONS = 9
+EXPLAINED_ROWS = 6
+"""Segments, and layers, that `explain` shows before it counts the rest."""
+
+
+def moved(
+    plan_it: Callable[..., Plan],
+    move_it: Callable[..., None],
+    arguments: tuple[Any, ...],
+    link_seconds: float | None = None,
+    right: Plan | None = None,
+) -> Moved:
+    """Plan, then move: the same arguments to `plan_pull_blocks` and `pull_blocks`, or push.
+
+    `right` is the plan that this one should have been, if it is wrong on purpose.
+    """
+    started = time.perf_counter()
+    plan = plan_it(*arguments)
+    plan_seconds = time.perf_counter() - started
+    times = []
+    # The first one counts. More of them say what it costs when nothing is new to the processor and
+    # its caches; the same bytes go to the same place.
+    for _ in range(1 + REPETITIONS):
+        started = time.perf_counter()
+        move_it(*arguments, timeout_ms=TIMEOUT_MS)
+        times.append(time.perf_counter() - started)
+    return Moved(
+        explanation=plan.explain(limit=EXPLAINED_ROWS),
+        nbytes=plan.nbytes,
+        num_slices=plan.num_slices * plan.num_tensor_pairs,
+        num_descriptors=plan.num_descriptors,
+        plan_seconds=plan_seconds,
+        transfer_seconds=times[0],
+        repeated_seconds=median(times[1:]),
+        link_seconds=link_seconds,
+        difference="" if right is None else right.diff(plan),
+    )
