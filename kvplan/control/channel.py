@@ -11,8 +11,10 @@ from typing import Any, Final, Protocol
 
 from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.connection import DISCONNECTED, Connection
+from kvplan.control.heartbeat import Heartbeat
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
+    MAX_TEXT,
     Body,
     Close,
     Envelope,
@@ -31,8 +33,13 @@ from kvplan.status import LLMException, LLMStatusCode
 MAX_REQUESTS: Final = 32
 """Requests of one peer that are served at a time; more are refused."""
 
+MAX_VISITOR_REQUESTS: Final = 4
+"""The same while the channel is bound to nothing."""
+
 MAX_UNDECODABLE: Final = 16
 """Frames of one peer that are dropped before its conversation is ended."""
+
+_MEANINGLESS: Final = "too many frames that are no messages"
 
 _log = logging.getLogger("kvplan.control")
 
@@ -65,6 +72,7 @@ class Channel:
             a visitor's: the server ends it when it is silent for long, or others need the room.
         introduced: whether the handler has heard of this conversation, and so of its end.
         connection: what carries the frames.
+        heard, sent: when the last message came and went, on the clock of `time.monotonic`.
     """
 
     def __init__(
@@ -95,8 +103,8 @@ class Channel:
         self._serving: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
         self._undecodable = 0
-        self._heard = self._sent = time.monotonic()
-        self._heartbeat: asyncio.TimerHandle | None = None
+        self.heard = self.sent = time.monotonic()
+        self._heartbeat: Heartbeat | None = None
 
     @property
     def peer(self) -> str:
@@ -112,11 +120,6 @@ class Channel:
     def closed(self) -> bool:
         """Whether the conversation is over."""
         return self._reason is not None
-
-    @property
-    def heard(self) -> float:
-        """When the last message came, on the clock of `time.monotonic`."""
-        return self._heard
 
     async def request(self, body: Body, timeout_s: float) -> Body:
         """Send a request and return the reply.
@@ -155,45 +158,25 @@ class Channel:
     def keep_alive(self, interval_s: float, timeout_s: float) -> None:
         """Ping after `interval_s` without sending; end after `timeout_s` without hearing."""
         if self._heartbeat is not None:
-            self._heartbeat.cancel()
+            self._heartbeat.stop()
         if not self.closed:
-            self._beat(interval_s, timeout_s, 0.0, self._heard, time.monotonic())
+            self._heartbeat = Heartbeat(self, interval_s, timeout_s)
 
     def close(self, reason: str = "") -> None:
         """End the conversation; the peer is told why, if it still listens. Idempotent."""
         if not self.closed:
-            self._part(Close(reason or "closed by the peer"))
+            self.post(Close((reason or "closed by the peer")[:MAX_TEXT]))
             self._end(reason or "closed by this end")
+
+    def drop(self, reason: str) -> None:
+        """End the conversation at once, with nothing left to be said or waited for."""
+        if not self.closed:
+            self._end(reason)
+            self.connection.abort(reason)
 
     async def wait_closed(self) -> None:
         """Wait until its connection is gone, after `close`."""
         await self.connection.wait_closed()
-
-    def _part(self, farewell: Close) -> None:
-        with contextlib.suppress(ConnectionError):
-            self.connection.try_send(encode(farewell))
-
-    def _beat(
-        self, interval_s: float, timeout_s: float, silent: float, heard: float, then: float
-    ) -> None:
-        step = min(interval_s, timeout_s) / 4
-        drained = self.connection.drain()
-        if self.closed:
-            return
-        now = time.monotonic()
-        if self._heard != heard:
-            silent, heard = 0.0, self._heard
-        elif drained:
-            # Time in which this process was held up itself tells nothing about the peer.
-            silent += min(now - then, 2 * step)
-        if silent >= timeout_s:
-            self._lose(f"nothing heard for {silent:.3g} s")
-            return
-        if now - self._sent >= interval_s:
-            self._post(Ping())
-        self._heartbeat = self._loop.call_later(
-            step, self._beat, interval_s, timeout_s, silent, heard, now
-        )
 
     async def _send(self, frame: bytes) -> None:
         try:
@@ -202,16 +185,15 @@ class Channel:
         except ConnectionError:
             self._check_open()
             raise
-        self._sent = time.monotonic()
+        self.sent = time.monotonic()
 
-    def _post(self, body: Body) -> None:
-        # What is about the connection itself is not worth waiting for.
-        if not self._sending.locked():
-            try:
-                if self.connection.try_send(encode(body)):
-                    self._sent = time.monotonic()
-            except ConnectionError:
-                pass
+    def post(self, body: Body, reply_to: int = 0) -> None:
+        """Send if the peer has room; what is about the conversation itself never waits."""
+        if self._sending.locked():
+            return
+        with contextlib.suppress(ConnectionError):
+            if self.connection.try_send(encode(body, reply_to=reply_to)):
+                self.sent = time.monotonic()
 
     def _receive(self, frame: bytes) -> None:
         if self.closed:
@@ -219,28 +201,29 @@ class Channel:
         try:
             envelope = decode(frame)
         except Refusal as error:
-            self._lose(f"the peer refuses: {error}")
+            self.lose(f"the peer refuses: {error}")
             return
         except WrongVersion as error:
             self._refusals.note(self.peer, str(error))
-            self.connection.try_send(encode_refusal(str(error)))
-            self._lose(str(error))
+            with contextlib.suppress(ConnectionError):
+                self.connection.try_send(encode_refusal(str(error)))
+            self.lose(str(error))
             return
         except Undecodable as error:
             self._drop(error)
             return
-        self._heard = time.monotonic()
+        self.heard = time.monotonic()
         self.introduced = True
         self._deliver(envelope)
 
     def _deliver(self, envelope: Envelope) -> None:
         match envelope:
             case Envelope(seq=0, reply_to=0, body=Ping()):
-                self._post(Pong())
+                self.post(Pong())
             case Envelope(seq=0, reply_to=0, body=Pong()):
                 pass
             case Envelope(seq=0, reply_to=0, body=Close(reason)):
-                self._lose(reason)
+                self.lose(reason)
             case Envelope(seq=0, reply_to=0, body=body):
                 # Tasks begin at the loop's next turn; notices wait for the same one.
                 self._loop.call_soon(self._notice, body)
@@ -248,6 +231,8 @@ class Channel:
                 reply = self._waiting.get(reply_to)
                 if reply is not None and not reply.done():
                     reply.set_result(body)
+            case Envelope(seq=seq) if len(self._serving) >= self._max_requests:
+                self.post(Failed.of(_too_many(self._max_requests)), reply_to=seq)
             case Envelope(seq=seq, body=body):
                 task = self._loop.create_task(self._serve(seq, body))
                 self._serving.add(task)
@@ -261,7 +246,6 @@ class Channel:
         if self.closed:
             return
         try:
-            self._check_room()
             answer = await self._handler.on_request(self, body)
             frame = encode(answer, reply_to=seq)
         except LLMException as error:
@@ -279,15 +263,16 @@ class Channel:
         self._refusals.note(self.peer, str(error))
         self._undecodable += 1
         if self._undecodable > MAX_UNDECODABLE:
-            self._part(Close("too many frames that are no messages"))
-            self._lose("too many frames that are no messages")
+            self.post(Close(_MEANINGLESS))
+            self.lose(_MEANINGLESS)
 
     def _break(self, reason: str) -> None:
         if not self.closed and not self.introduced and reason != DISCONNECTED:
             self._refusals.note(self.peer, reason)
-        self._lose(reason)
+        self.lose(reason)
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """The peer has ended the conversation, or is taken for dead: the handler is told."""
         if not self.closed:
             self._end(reason)
             if self.introduced:
@@ -296,7 +281,7 @@ class Channel:
     def _end(self, reason: str) -> None:
         self._reason = reason
         if self._heartbeat is not None:
-            self._heartbeat.cancel()
+            self._heartbeat.stop()
         for reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(ChannelClosed(reason))
@@ -307,13 +292,16 @@ class Channel:
         if self._forget is not None:
             self._forget(self)
 
-    def _check_room(self) -> None:
-        if len(self._serving) > MAX_REQUESTS:
-            raise LLMException(
-                f"more than {MAX_REQUESTS} requests at a time",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
+    @property
+    def _max_requests(self) -> int:
+        return MAX_VISITOR_REQUESTS if self.bound is None else MAX_REQUESTS
 
     def _check_open(self) -> None:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
+
+
+def _too_many(limit: int) -> LLMException:
+    return LLMException(
+        f"more than {limit} requests at a time", status_code=LLMStatusCode.LLM_LINK_BUSY
+    )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
+import struct
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -19,6 +21,7 @@ from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import CLOSING_S, ControlLoop
 from kvplan.control.messages import MAX_NBYTES
+from kvplan.control.stream import Stream
 from kvplan.control.vetting import SIGNATURE_NBYTES, Unacceptable, Vetting
 
 QUEUE_LENGTH: Final = 32
@@ -26,6 +29,8 @@ QUEUE_LENGTH: Final = 32
 
 DISCONNECTED: Final = "the peer has disconnected"
 
+_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
+_NEVER_MS: Final = 86_400_000
 _LINGER_MS: Final = 200
 _MAX_DRAINED: Final = 4 * QUEUE_LENGTH
 
@@ -65,21 +70,12 @@ class Connection:
         self._reason = ""
         self._ended = False
         self._ready = asyncio.Event()
+        self._cutting: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
-        self.stream = _Stream(self._from_peer, self._peer_ended)
-        self._inner = _Stream(self._from_zmq, self._zmq_ended)
+        self.stream = Stream(self._from_peer, self._peer_ended)
+        self._inner = Stream(self._from_zmq, self._zmq_ended)
         self.stream.other, self._inner.other = self._inner, self.stream
         loop.keep(self)
-
-    @property
-    def ended(self) -> str:
-        """Why the connection has ended; empty while it lives."""
-        return self._reason
-
-    @property
-    def complete(self) -> bool:
-        """Whether the peer has sent all of its handshake."""
-        return self._vetting.complete
 
     @property
     def address(self) -> str:
@@ -144,6 +140,11 @@ class Connection:
         self._plan_drain()
         return False
 
+    def abort(self, reason: str) -> None:
+        """End the connection at once; what is queued is lost."""
+        self.close(reason)
+        self._cut()
+
     def close(self, reason: str = "closed by this end") -> None:
         """End the connection; what is queued still leaves, if the peer takes it soon."""
         if self._ended:
@@ -160,7 +161,7 @@ class Connection:
             self._socket = None
         if self._inner.transport is None:
             self.stream.close()
-        if self.stream.transport is None or self.stream.lost:
+        if self.stream.transport is None:
             self._set_gone()
         else:
             self._cutting = self._loop.call_later(CLOSING_S, self._cut)
@@ -170,25 +171,41 @@ class Connection:
         await self._gone.wait()
 
     async def _open(self) -> None:
-        name = f"kvplan-control-{secrets.token_hex(16)}"
         try:
-            socket = self._socket = self._owner.context.socket(zmq.PAIR)
-            socket.linger = _LINGER_MS
-            socket.maxmsgsize = MAX_NBYTES
-            socket.sndhwm = socket.rcvhwm = QUEUE_LENGTH
-            # The system shows the private socket's name to all; nobody else may use it.
-            socket.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
-            if self._key is not None:
-                self._key.apply(socket, listening=self._listening)
-            socket.bind(f"ipc://@{name}")
-            self._descriptor = cast(int, socket.getsockopt(zmq.FD))
-            self._loop.add_reader(self._descriptor, self._drain)
-            await self._loop.create_unix_connection(lambda: self._inner, f"\0{name}")
+            with socket.socket(socket.AF_UNIX) as meeting:
+                meeting.setblocking(False)
+                meeting.bind(f"\0kvplan-control-{secrets.token_hex(16)}")
+                meeting.listen(1)
+                self._connect_socket(meeting.getsockname()[1:].decode())
+                near = await self._accept_ourselves(meeting)
+            await self._loop.create_unix_connection(lambda: self._inner, sock=near)
         except OSError as error:  # ZMQError is one of them
             self._fail(f"no socket: {os.strerror(error.errno or 0)}")
             return
         self._inner.write(bytes(self._early))
         self._early.clear()
+
+    def _connect_socket(self, meeting: str) -> None:
+        pair = self._socket = self._owner.context.socket(zmq.PAIR)
+        pair.linger = _LINGER_MS
+        pair.maxmsgsize = MAX_NBYTES
+        pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
+        # Without any reconnecting, libzmq would drop what has arrived when the peer ends.
+        pair.reconnect_ivl = _NEVER_MS
+        if self._key is not None:
+            self._key.apply(pair, listening=self._listening)
+        pair.connect(f"ipc://@{meeting}")
+        self._descriptor = cast(int, pair.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._drain)
+
+    async def _accept_ourselves(self, meeting: socket.socket) -> socket.socket:
+        """Accept what this process connects; the system shows a private name to all."""
+        while True:
+            near, _ = await self._loop.sock_accept(meeting)
+            credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            if _UCRED.unpack(credentials)[0] == os.getpid():
+                return near
+            near.close()
 
     def _plan_drain(self) -> None:
         if not self._drain_planned:
@@ -207,7 +224,7 @@ class Connection:
             self._vetting.check(chunk)
         except Unacceptable as error:
             self._fail(str(error))
-            self.stream.abort()
+            self._cut()
             return
         if self._inner.transport is None:
             self._early += chunk
@@ -250,55 +267,7 @@ class Connection:
         self._inner.abort()
 
     def _set_gone(self) -> None:
-        if (cutting := getattr(self, "_cutting", None)) is not None:
-            cutting.cancel()
+        if self._cutting is not None:
+            self._cutting.cancel()
         self._gone.set()
         self._owner.forget(self)
-
-
-class _Stream(asyncio.Protocol):
-    """One side; it stops reading while the other side cannot write."""
-
-    other: _Stream
-
-    def __init__(
-        self, receive: Callable[[bytes], None], ended: Callable[[Exception | None], None]
-    ) -> None:
-        self._ended = ended
-        self._receive = receive
-        self.transport: asyncio.Transport | None = None
-        self.lost = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._receive(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-        self._ended(exc)
-
-    def pause_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.resume_reading()
-
-    def write(self, chunk: bytes) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(chunk)
-
-    def end(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write_eof()
-
-    def close(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
@@ -171,8 +172,9 @@ class ControlLoop:
         endings = list(self._living)
         for living in endings:
             living.close()
-        waits: list[Awaitable[None]] = [living.wait_closed() for living in endings]
-        await asyncio.gather(*waits, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2 * CLOSING_S):
+                await asyncio.gather(*(living.wait_closed() for living in endings))
         if self._gatekeeper is not None:
             self._gatekeeper.close()
             self._gatekeeper = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import stat
 import time
@@ -18,14 +19,18 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException
 
-MAX_VISITORS: Final = 256
-"""Conversations that nothing is bound to; one more ends the oldest of them."""
+MAX_VISITORS: Final = 1024
+"""Conversations that nothing is bound to; one more ends the oldest of them.
+
+Fewer where the process may open few files: a conversation takes up to 4 of them, and visitors take
+at most half of what there is.
+"""
 
 VISIT_S: Final = 10.0
 """Seconds after which a silent visitor's conversation is ended."""
 
 _SWEEP_S: Final = 1.0
-_BACKLOG: Final = 512
+_BACKLOG: Final = 128
 
 _log = logging.getLogger("kvplan.control")
 
@@ -44,6 +49,8 @@ class Server:
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._inode = 0
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_visitors = MAX_VISITORS if files < 0 else min(MAX_VISITORS, files // 8)
 
     @classmethod
     async def listen(
@@ -147,8 +154,8 @@ class Server:
         )
         self._channels[channel] = time.monotonic()
         visitors = [each for each in self._channels if each.bound is None]
-        if len(visitors) > MAX_VISITORS:
-            visitors[0].close("too many conversations without a link")
+        if len(visitors) > self._max_visitors:
+            visitors[0].drop("too many conversations without a link")
         return channel.connection.stream
 
     def _forget(self, channel: Channel) -> None:
@@ -159,7 +166,7 @@ class Server:
         for channel, begun in list(self._channels.items()):
             silent = now - max(begun, channel.heard)
             if channel.bound is None and not channel.serving and silent > VISIT_S:
-                channel.close(f"silent for {VISIT_S:g} s without a link")
+                channel.drop(f"silent for {VISIT_S:g} s without a link")
         self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
 
 

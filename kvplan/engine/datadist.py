@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvplan.engine.cache_operations import CacheOperations
@@ -295,12 +294,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.finalize()
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
 from kvplan.execution import default_transfers
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.choice import make_transports
+from kvplan.transport.choice import TransportOptions, make_transports
 
 if TYPE_CHECKING:
     from kvplan.engine.metrics import Metrics
@@ -76,7 +76,8 @@ class Engine:
         self._closing = False
         self._changed = Condition(RLock())
         with ExitStack() as held:
-            transports = make_transports(options.transport)
+            reach = TransportOptions(permit_any_peer=options.permit_any_peer)
+            transports = make_transports(options.transport, reach)
             for transport in transports:
                 held.callback(transport.close)
             self.registry = CacheRegistry(transports, options, self._announce)

@@ -46,6 +46,10 @@ class Link:
         self._known = metadata, RangeTable(metadata.identity.pid, metadata.ranges)
         self._arenas = PeerArenas(metadata.identity.pid, prefault=prefault)
         self._can_reach_registered = False
+        self._why_closed = (
+            f"the link to peer {metadata.identity.pid} is closed",
+            LLMStatusCode.LLM_NOT_YET_LINK,
+        )
         self._peer = hold(metadata.identity)
         board = metadata.board
         try:
@@ -149,10 +153,8 @@ class Link:
         try:
             stale = self._peer.check(slots, generations)
         except ValueError:
-            raise LLMException(
-                f"the link to peer {self.metadata.identity.pid} is closed",
-                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-            ) from None
+            message, status = self._why_closed
+            raise LLMException(message, status_code=status) from None
         except OSError as error:
             raise self._refusal(error, "is lost") from error
         if stale >= 0:
@@ -165,12 +167,14 @@ class Link:
         """The backend that reaches this peer's own addresses."""
         return process_backend(pool, self.metadata.identity.pid, direction)
 
-    def close(self) -> None:
+    def close(self, why: LLMException | None = None) -> None:
         """Let go of the peer; idempotent.
 
         Arenas that `PeerMemory` objects still use stay mapped until those are gone, but their
-        checks fail from here on.
+        checks fail from here on, with the message and status of `why`.
         """
+        if why is not None and not self._peer.closed:
+            self._why_closed = why.args[0], why.status_code
         if (
             os.getpid() == self._pid
         ):  # else the lock may be held for ever, by a thread of the parent

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvnative._host import Arena
     from kvplan.execution.memory import TensorMemory
+    from kvplan.status import LLMException
 
     # NumPy's arrays have a typed buffer from Python 3.12 on only.
     Registrable = Buffer | NDArray[Any] | tuple[int, int]
@@ -148,8 +149,9 @@ class TransportLink(Protocol):
         It is the link's: stop polling it before `close`.
         """
 
-    def close(self) -> None:
+    def close(self, why: LLMException | None = None) -> None:
         """Let go of the peer; idempotent.
 
-        Transfers in flight keep what they need mapped, but fail their check from here on.
+        Transfers in flight keep what they need mapped, but fail their check from here on, with the
+        message and status of `why`; None: LLM_NOT_YET_LINK.
         """

@@ -93,10 +93,7 @@ def test_a_forced_unlink_fails_what_is_in_flight(slowed: tuple[LlmDataDist, Cach
     user, mine = slowed
     task = user.submit_pull_cache(CacheIndex(1, 1), mine)
     user.unlink_clusters([1], force=True).raise_for_status()
-    assert status_of(task.wait) in (
-        LLMStatusCode.LLM_NOT_YET_LINK,
-        LLMStatusCode.LLM_LINK_FAILED,
-    )
+    assert status_of(task.wait) == LLMStatusCode.LLM_NOT_YET_LINK
     assert status_of(lambda: user.pull_cache(CacheIndex(1, 1), mine)) == (
         LLMStatusCode.LLM_NOT_YET_LINK
     )
@@ -137,13 +134,21 @@ def test_a_pool_that_is_exhausted_says_so(make_engine: MakeEngine) -> None:
     assert engine.allocate_cache(small).cache_id == 3
 
 
-def resources() -> tuple[int, int, int]:
-    gc.collect()
-    return (
-        threading.active_count(),
-        len(list(Path("/proc/self/fd").iterdir())),
-        len(Path("/proc/self/maps").read_text().splitlines()),
-    )
+def grown(rounds: Callable[[int], None], few: int, many: int) -> list[int]:
+    """By how many threads, descriptors and mappings the process is larger after `many` rounds."""
+
+    def resources() -> tuple[int, ...]:
+        gc.collect()
+        return (
+            threading.active_count(),
+            len(list(Path("/proc/self/fd").iterdir())),
+            len(Path("/proc/self/maps").read_text().splitlines()),
+        )
+
+    rounds(few)
+    before = resources()
+    rounds(many)
+    return [now - then for now, then in zip(resources(), before, strict=True)]
 
 
 def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: MakeEngine) -> None:
@@ -160,12 +165,8 @@ def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: Ma
             owner.deallocate_cache(theirs)
             user.deallocate_cache(mine)
 
-    rounds(10)
-    before = resources()
-    rounds(100)
-    threads, descriptors, mappings = resources()
-    assert (threads, descriptors) == before[:2]
-    assert mappings - before[2] < 50  # the allocator's arenas come and go
+    # What the last round leaves may still be on its way out; a leak would be one a round.
+    assert max(grown(rounds, 10, 100)) < 50
 
 
 def test_engines_that_come_and_go_leave_nothing_behind() -> None:
@@ -177,9 +178,4 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
                 assert owner.listen_address is not None
                 user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
 
-    rounds(3)
-    before = resources()
-    rounds(20)
-    threads, descriptors, mappings = resources()
-    assert (threads, descriptors) == before[:2]
-    assert mappings - before[2] < 50
+    assert max(grown(rounds, 3, 30)) < 15

@@ -67,7 +67,7 @@ class End:
 
     def wait_for(self, cluster_id: int, state: str) -> str:
         """Wait until the link with a cluster enters a state; returns the line that tells it."""
-        return self.log.wait_for(f"peer={cluster_id} state={state} ")
+        return self.log.wait_for_line(f"peer={cluster_id} state={state} ")
 
     def close(self) -> None:
         self.log.close()
@@ -93,17 +93,17 @@ class _Log(logging.Handler):
 
     def __init__(self, cluster_id: int) -> None:
         super().__init__()
-        self._mine = f"link cluster={cluster_id} "
+        self._mine = f" cluster={cluster_id} "
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         logging.getLogger("kvplan").addHandler(self)
         logging.getLogger("kvplan").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
-        if line.startswith(self._mine):
+        if self._mine in line:
             self._lines.put(line)
 
-    def wait_for(self, part: str) -> str:
+    def wait_for_line(self, part: str) -> str:
         deadline = time.monotonic() + DEADLINE_S
         seen = []
         while (left := deadline - time.monotonic()) > 0:

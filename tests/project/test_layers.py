@@ -16,8 +16,20 @@ def python(code: str) -> str:
     return run.stdout.strip()
 
 
-def test_importing_kvplan_does_not_load_the_native_layer() -> None:
-    assert python("import sys, kvplan; print('kvnative' in sys.modules)") == "False"
+def test_importing_kvplan_loads_neither_the_native_layer_nor_sockets() -> None:
+    loaded = python("import sys, kvplan; print(*sys.modules)").split()
+    assert not {"kvnative", "kvplan.engine", "zmq", "msgspec", "asyncio"} & set(loaded)
+
+
+def test_every_name_of_kvplan_can_be_had() -> None:
+    names = python("import kvplan\nfor name in kvplan.__all__: print(getattr(kvplan, name))")
+    assert names
+
+
+def test_planning_and_execution_need_no_sockets() -> None:
+    used = "kvplan.execute, kvplan.HostMemory, kvplan.plan_pull_cache"
+    loaded = python(f"import sys, kvplan; {used}; print(*sys.modules)").split()
+    assert not {"kvplan.engine", "zmq", "msgspec"} & set(loaded)
 
 
 def test_plans_are_made_and_read_where_the_native_layer_cannot_be_imported() -> None:

@@ -4,6 +4,7 @@ from kvplan.engine.links.clusters import ClusterInfo, IpInfo
 from kvplan.engine.links.links import Links
 from kvplan.engine.links.peer_link import PeerClaim, PeerLink
 from kvplan.engine.links.peer_table import PeerCache
+from kvplan.engine.links.rendezvous import RegisterMemStatus
 from kvplan.engine.links.results import LinkResult, LinkResults
 from kvplan.engine.links.state import LinkState, LinkStatus
 
@@ -18,4 +19,5 @@ __all__ = [
     "PeerCache",
     "PeerClaim",
     "PeerLink",
+    "RegisterMemStatus",
 ]

@@ -28,25 +28,26 @@ class Answerer:
     Args:
         end: this engine.
         transitions: of its links.
-        overtaken: told the cluster id of each link that comes to be here, as this engine's own
-            handshake with that cluster need not go on.
+        linked: told of each link that comes to be here.
     """
 
     def __init__(
-        self, end: LocalEnd, transitions: Transitions, overtaken: Callable[[int], None]
+        self, end: LocalEnd, transitions: Transitions, linked: Callable[[PeerLink], None]
     ) -> None:
         self._end = end
         self._steps = transitions
-        self._overtaken = overtaken
+        self._linked = linked
         self._challenges: dict[PeerLink, bytes] = {}
 
-    async def hello(self, channel: Channel, hello: Hello, comm: str) -> Welcome:
+    async def hello(
+        self, channel: Channel, hello: Hello, admit: Callable[[Hello], int | None]
+    ) -> Welcome:
         """A peer begins a handshake.
 
         Args:
             channel: its conversation.
             hello: what it says.
-            comm: the communicator that is linked where the peer has called; empty: none.
+            admit: refuses it, or returns the id of the communicator that it links.
 
         Raises:
             LLMException: why not; the peer is told.
@@ -58,8 +59,7 @@ class Answerer:
             )
         if hello.cluster_id == end.cluster_id:
             raise link_failed(f"cluster {end.cluster_id} is here itself")
-        if hello.comm != comm:
-            raise link_failed(f"communicator {comm!r} is linked here, not {hello.comm!r}")
+        comm_id = admit(hello)
         if channel.bound is not None:
             raise link_failed("the conversation has a link already")
         timeout_s = min(hello.timeout_ms / 1000, _LONGEST_S)
@@ -69,7 +69,8 @@ class Answerer:
         transport, metadata = end.choose(hello.offers)
         address = channel.peer
         wait_ms = end.options.sync_kv_cache_wait_time
-        link = PeerLink(hello.cluster_id, address, comm, end.control, wait_ms)
+        link = PeerLink(hello.cluster_id, address, hello.comm, end.control, wait_ms)
+        link.comm_id = comm_id
         link.instance, link.role, link.channel = hello.instance, hello.role, channel
         channel.bound = link
         steps.answering[hello.cluster_id] = link
@@ -111,7 +112,7 @@ class Answerer:
         if link.state is not LinkState.LINKING:
             raise link_failed(link.reason)
         self._steps.linked(link)
-        self._overtaken(link.cluster_id)
+        self._linked(link)
         await tell(link, self._end.registry)
         return Linked()
 

@@ -39,15 +39,21 @@ class Caller:
         self._handshakes: dict[PeerLink, asyncio.Task[None]] = {}
 
     async def link(
-        self, cluster_id: int, endpoint: Endpoint, handler: PeerHandler, timeout_s: float
+        self,
+        cluster_id: int,
+        endpoint: Endpoint,
+        handler: PeerHandler,
+        timeout_s: float,
+        comm: str = "",
     ) -> PeerLink:
         """Link with the engine `cluster_id` that listens at `endpoint`.
 
         Args:
             cluster_id: the peer's.
             endpoint: where to call it.
-            handler: of the conversation; its `comm` is linked.
+            handler: of the conversation.
             timeout_s: seconds that all of it may take.
+            comm: the communicator that is linked; empty: none.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: this engine's own id; LLM_ALREADY_LINK;
@@ -65,7 +71,7 @@ class Caller:
             )
         self._calls.add(cluster_id)
         try:
-            return await self._link(cluster_id, endpoint, handler, timeout_s)
+            return await self._link(cluster_id, endpoint, handler, timeout_s, comm)
         finally:
             self._calls.discard(cluster_id)
 
@@ -76,7 +82,12 @@ class Caller:
             handshake.cancel()
 
     async def _link(
-        self, cluster_id: int, endpoint: Endpoint, handler: PeerHandler, timeout_s: float
+        self,
+        cluster_id: int,
+        endpoint: Endpoint,
+        handler: PeerHandler,
+        timeout_s: float,
+        comm: str,
     ) -> PeerLink:
         deadline = asyncio.get_running_loop().time() + timeout_s
         failure: LLMException | None = None
@@ -95,7 +106,7 @@ class Caller:
             else:
                 self._steps.check_room(cluster_id)
                 wait_ms = self._end.options.sync_kv_cache_wait_time
-                link = PeerLink(cluster_id, str(endpoint), handler.comm, self._end.control, wait_ms)
+                link = PeerLink(cluster_id, str(endpoint), comm, self._end.control, wait_ms)
                 failure = await self._attempt(link, endpoint, handler, deadline, timeout_s)
 
     async def _attempt(

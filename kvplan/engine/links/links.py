@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +17,11 @@ from kvplan.control.server import Server
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.calling import Caller
 from kvplan.engine.links.clusters import ClusterInfo
-from kvplan.engine.links.local_end import LocalEnd
+from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_handler import PeerHandler
 from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.results import LinkResult, LinkResults
+from kvplan.engine.links.rendezvous import RegisterMemStatus, Rendezvous
+from kvplan.engine.links.results import LinkResults
 from kvplan.engine.links.telling import tell_later
 from kvplan.engine.links.transitions import Transitions
 from kvplan.engine.links.unlinking import Unlinker
@@ -29,6 +31,7 @@ from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
+    from kvplan.control.messages import Hello
     from kvplan.engine.links.state import LinkStatus
     from kvplan.engine.registry import CacheRegistry
     from kvplan.transport.protocol import Transport
@@ -78,9 +81,13 @@ class Links:
         )
         self._steps = Transitions(self._end)
         self._caller = Caller(self._end, self._steps)
-        self._answerer = Answerer(self._end, self._steps, self._caller.overtaken)
+        self._answerer = Answerer(self._end, self._steps, self._answered)
         self._unlinker = Unlinker(self._end, self._steps, self._caller.overtaken)
-        self._handler = PeerHandler(self._end, self._steps, self._answerer, self._unlinker)
+        make_handler = partial(PeerHandler, self._end, self._steps, self._answerer, self._unlinker)
+        self._handler = make_handler(_admit_by_address)
+        self._rendezvous = Rendezvous(
+            self._end, self._steps, self._caller, self._unlinker, make_handler
+        )
         self._server: Server | None = None
         self._is_news_due = False
         self._started = False
@@ -110,7 +117,7 @@ class Links:
         self._closed = True
         try:
             if self._started:
-                self._control.run(self._close(), None)
+                self._control.run(self._close())
         finally:
             self._control.stop()
 
@@ -128,7 +135,7 @@ class Links:
             if cluster_id == self._end.cluster_id:
                 raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
         return self._run(
-            _all(
+            LinkResults.of(
                 (cluster_id, self._caller.link(cluster_id, endpoint, self._handler, timeout_s))
                 for cluster_id, endpoint in calls
             )
@@ -156,8 +163,45 @@ class Links:
         timeout_s = _seconds(timeout_ms)
         check_type("force", force, bool)
         return self._run(
-            _all((it, self._unlinker.unlink(it, timeout_s, force=force)) for it in ids)
+            LinkResults.of((it, self._unlinker.unlink(it, timeout_s, force=force)) for it in ids)
         )
+
+    def comm_link(
+        self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
+    ) -> int:
+        """Begin to link with all members of a communicator, which do the same; returns its id.
+
+        Args:
+            comm_name: 1 to 127 characters, the same at all members.
+            cluster_rank_info: the rank of each member by cluster id, 2 to 4, with this engine's
+                own; ranks must not decrease.
+            rank_table: JSON that says where each rank runs; empty: on this host.
+
+        Raises:
+            TypeError, ValueError: an argument of another type or width.
+            LLMException: LLM_PARAM_INVALID. What becomes of the links is `comm_status`.
+        """
+        return self._run(self._rendezvous.link(comm_name, cluster_rank_info, rank_table))
+
+    def comm_unlink(self, comm_id: int) -> None:
+        """End the links of a communicator, at all members, or stop making them.
+
+        Raises:
+            TypeError, ValueError: comm_id is no uint64.
+            LLMException: LLM_NOT_YET_LINK: there is none of this id; LLM_LINK_BUSY: transfers are
+                in flight, and it stays.
+        """
+        self._run(self._rendezvous.unlink(comm_id))
+
+    def comm_status(self, comm_id: int) -> RegisterMemStatus:
+        """How far a communicator is; FAILED also where a link has broken since.
+
+        Raises:
+            TypeError, ValueError: comm_id is no uint64.
+            LLMException: LLM_NOT_YET_LINK: there is none of this id.
+        """
+        self._check_usable()
+        return self._rendezvous.status(comm_id)
 
     def live(self) -> int:
         """How many links stand, are being made, or are being ended."""
@@ -169,11 +213,10 @@ class Links:
         Raises:
             LLMException: LLM_NOT_YET_LINK: there is none, and why the last try failed.
         """
+        self._check_usable()
         link = self._steps.links.get(cluster_id)
         if link is None:
             raise self._steps.not_linked(cluster_id)
-        if os.getpid() != self._pid:
-            raise self._forked()
         return link
 
     def status(self) -> list[LinkStatus]:
@@ -190,15 +233,22 @@ class Links:
 
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
         """Run `task` in the control thread and wait for it."""
-        if os.getpid() != self._pid or self._closed:
+        try:
+            self._check_usable()
+        except LLMException:
             task.close()
-            raise self._forked() if os.getpid() != self._pid else _finalized()
-        return self._control.run(task, None)
+            raise
+        return self._control.run(task)
 
-    def _forked(self) -> LLMException:
-        return LLMException(
-            f"the engine belongs to process {self._pid}; this is its forked child {os.getpid()}"
-        )
+    def _check_usable(self) -> None:
+        if (pid := os.getpid()) != self._pid:
+            raise LLMException(
+                f"the engine belongs to process {self._pid}; this is its forked child {pid}"
+            )
+        if self._closed:
+            raise LLMException(
+                "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
+            )
 
     def _tell_all(self) -> None:
         self._is_news_due = False
@@ -223,24 +273,23 @@ class Links:
             await asyncio.sleep(0)  # so that the peers hear it
             server.close()
 
+    def _answered(self, link: PeerLink) -> None:
+        self._caller.overtaken(link.cluster_id)
+        self._rendezvous.linked(link)
+
     async def _close(self) -> None:
         reason = f"cluster {self._end.cluster_id} is finalized"
         self._steps.refuse_new(reason)
         for cluster_id in self._steps.live():
             self._unlinker.drop(cluster_id, reason)
         await self._stop_listening()
+        self._rendezvous.close()
         await self._steps.finish(_CLOSING_S)
 
 
-async def _all(tasks: Iterable[tuple[int, Coroutine[Any, Any, object]]]) -> LinkResults:
-    async def result(cluster_id: int, task: Coroutine[Any, Any, object]) -> LinkResult:
-        try:
-            await task
-        except LLMException as error:
-            return LinkResult(cluster_id, error.status_code, error)
-        return LinkResult(cluster_id)
-
-    return LinkResults(await asyncio.gather(*(result(*it) for it in tasks)))
+def _admit_by_address(hello: Hello) -> None:
+    if hello.comm:
+        raise link_failed(f"communicator {hello.comm!r} is not linked by address")
 
 
 def _checked(clusters: Sequence[_T], kind: type[_T] | UnionType) -> Sequence[_T]:
@@ -258,7 +307,3 @@ def _seconds(timeout_ms: int) -> float:
     if check_width("timeout_ms", timeout_ms, -(2**31), _INT32_MAX) < 1:
         raise invalid(f"timeout_ms={timeout_ms} is out of range [1, {_INT32_MAX}]")
     return timeout_ms / 1000
-
-
-def _finalized() -> LLMException:
-    return LLMException("the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvplan.control.channel import Channel
 from kvplan.control.messages import (
     Body,
@@ -36,7 +38,7 @@ class PeerHandler:
         transitions: of its links.
         answerer: of handshakes.
         unlinker: of links that peers end.
-        comm: the communicator that these conversations link; empty: linked by address.
+        admit: refuses a peer that says hello, or returns the id of the communicator that it links.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class PeerHandler:
         transitions: Transitions,
         answerer: Answerer,
         unlinker: Unlinker,
-        comm: str = "",
+        admit: Callable[[Hello], int | None],
     ) -> None:
         self._end = end
         self._steps = transitions
         self._answerer = answerer
         self._unlinker = unlinker
-        self.comm = comm
+        self._admit = admit
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
         """Answer a peer.
@@ -61,7 +63,7 @@ class PeerHandler:
         """
         match body:
             case Hello():
-                return await self._answerer.hello(channel, body, self.comm)
+                return await self._answerer.hello(channel, body, self._admit)
             case Confirm():
                 return await self._answerer.confirm(channel, body)
             case Unlink():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any, Self
 
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -24,6 +27,19 @@ class LinkResult:
 
 class LinkResults(list[LinkResult]):
     """One result for each cluster, in the order of the call."""
+
+    @classmethod
+    async def of(cls, tasks: Iterable[tuple[int, Coroutine[Any, Any, object]]]) -> Self:
+        """Run what is to be done with each cluster, all at once."""
+
+        async def result(cluster_id: int, task: Coroutine[Any, Any, object]) -> LinkResult:
+            try:
+                await task
+            except LLMException as error:
+                return LinkResult(cluster_id, error.status_code, error)
+            return LinkResult(cluster_id)
+
+        return cls(await asyncio.gather(*(result(*it) for it in tasks)))
 
     @property
     def status(self) -> LLMStatusCode:

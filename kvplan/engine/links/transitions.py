@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvplan.engine.links.local_end import LocalEnd, link_failed
@@ -191,7 +192,7 @@ class Transitions:
             asyncio.get_running_loop().remove_reader(fd)
         self._end.registry.release_holder(link)
         if link.connecting is not None:
-            link.connecting.add_done_callback(_close_result)
+            link.connecting.add_done_callback(partial(_close_result, link.refusal()))
         link.forget()
         if link.channel is not None:
             # Later: what is served on it now must still be answered.
@@ -210,9 +211,9 @@ class Transitions:
         )
 
 
-def _close_result(connecting: asyncio.Task[TransportLink]) -> None:
+def _close_result(why: LLMException, connecting: asyncio.Task[TransportLink]) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
-        connecting.result().close()
+        connecting.result().close(why)
 
 
 def link_error(where: str, error: LLMException) -> LLMException:

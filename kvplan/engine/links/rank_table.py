@@ -1,0 +1,80 @@
+"""Where the members of a communicator run, as a rank table says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvplan.status import LLMException, invalid
+from kvplan.validation import UINT32_MAX, check_type, shown
+
+VERSIONS = ("1.0", "1.2")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a rank runs; equal servers are one host.
+
+    Attributes:
+        server_id: address of the host; empty: the host of whoever asks.
+        device_id: number of the device on that host.
+    """
+
+    server_id: str = ""
+    device_id: int = 0
+
+
+class _Device(msgspec.Struct):
+    rank_id: str
+    device_id: str = "0"
+
+
+class _Server(msgspec.Struct):
+    server_id: str
+    device: list[_Device]
+
+
+class _RankTable(msgspec.Struct):
+    version: str
+    server_list: list[_Server]
+
+
+def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
+    """Read where each of `ranks` runs.
+
+    Args:
+        rank_table: JSON of version 1.0 or 1.2; empty: all run on this host.
+        ranks: of the members.
+
+    Raises:
+        TypeError: rank_table is no str.
+        LLMException: LLM_PARAM_INVALID: it is no rank table of these versions, or a rank is not in
+            it.
+    """
+    if not check_type("rank_table", rank_table, str):
+        return dict.fromkeys(ranks, Location())
+    try:
+        table = msgspec.json.decode(rank_table, type=_RankTable)
+        located = {
+            _number(device.rank_id): Location(server.server_id, _number(device.device_id))
+            for server in table.server_list
+            for device in server.device
+        }
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise _bad(rank_table, str(error)) from None
+    if table.version not in VERSIONS:
+        raise _bad(rank_table, f"version {shown(table.version)} is none of {', '.join(VERSIONS)}")
+    if missing := sorted(ranks - set(located)):
+        raise _bad(rank_table, f"rank {missing[0]} is not in it; there are {sorted(located)}")
+    return {rank: located[rank] for rank in ranks}
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) <= UINT32_MAX):
+        raise ValueError(f"{text!r} is no number of a rank or device")
+    return int(text)
+
+
+def _bad(rank_table: str, why: str) -> LLMException:
+    return invalid(f"rank_table={shown(rank_table)}: {why}")

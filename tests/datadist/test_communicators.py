@@ -1,0 +1,33 @@
+"""The symmetric form: both ends call `link` with one name, and neither listens anywhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvplan import CacheDesc, CacheIndex, DataType, LLMException, LLMStatusCode, RegisterMemStatus
+from tests.datadist.conftest import MakeEngine
+
+DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+
+
+def test_engines_link_by_a_common_name(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engines = [make_engine(cluster_id, comm_dir=str(tmp_path)) for cluster_id in (1, 2)]
+    begun = [(it, it.link("both", {1: 0, 2: 1})) for it in engines]
+    deadline = time.monotonic() + 10
+    for engine, comm_id in begun:
+        while engine.query_register_mem_status(comm_id) is RegisterMemStatus.PREPARING:
+            assert time.monotonic() < deadline
+        assert engine.query_register_mem_status(comm_id) is RegisterMemStatus.OK
+    owner, user = engines
+    owner.arrays(owner.allocate_cache(DESC))[0][:] = 4
+    mine = user.allocate_cache(DESC)
+    user.pull_cache(CacheIndex(1, 1), mine)
+    assert (user.arrays(mine)[0][0] == 4).all()
+    engine, comm_id = begun[0]
+    engine.unlink(comm_id)
+    with pytest.raises(LLMException) as caught:
+        engine.query_register_mem_status(comm_id)
+    assert caught.value.status_code == LLMStatusCode.LLM_NOT_YET_LINK

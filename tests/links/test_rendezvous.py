@@ -1,0 +1,234 @@
+"""link(comm_name, ...): members find each other by name, whoever begins and wherever they run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.engine.links import LinkState, RegisterMemStatus
+from kvplan.engine.links.rank_table import Location, locate
+from tests.links.end import End
+from tests.links.peer import Peer
+
+MakeEnd = Callable[..., End]
+OK, PREPARING, FAILED = (
+    RegisterMemStatus.OK,
+    RegisterMemStatus.PREPARING,
+    RegisterMemStatus.FAILED,
+)
+
+
+@pytest.fixture
+def comm_dir(tmp_path: Path) -> str:
+    return str(tmp_path / "comm")
+
+
+def settle(end: End, comm_id: int) -> RegisterMemStatus:
+    """Wait until it is prepared, or has failed."""
+    end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id={comm_id} ")
+    return end.links.comm_status(comm_id)
+
+
+@pytest.mark.parametrize("order", [[1, 2], [2, 1]])
+def test_two_processes(
+    make_end: MakeEnd, make_peer: Callable[..., Peer], comm_dir: str, order: list[int]
+) -> None:
+    end = make_end(order[0], listen="", comm_dir=comm_dir)
+    peer = make_peer(order[1], listen="", comm_dir=comm_dir)
+    members = {1: 0, 2: 1}
+    comm_id = end.links.comm_link("name", members)
+    assert comm_id == 1
+    assert end.links.comm_status(comm_id) is PREPARING
+    assert peer.run(f"result = end.links.comm_link('name', {members})") == 1
+    assert settle(end, comm_id) is OK
+    (status,) = end.links.status()
+    assert (status.cluster_id, status.comm_id) == (order[1], 1)
+    assert peer.state(order[0]) == "LINKED"
+    end.links.comm_unlink(comm_id)
+    assert end.links.status() == []
+    assert peer.state(order[0]) is None
+    peer.run("end.links.comm_unlink(1)")
+    assert list(Path(comm_dir).iterdir()) == []
+
+
+def test_four_members_at_once_and_again(make_end: MakeEnd, comm_dir: str) -> None:
+    ends = [make_end(i, listen="", comm_dir=comm_dir) for i in (4, 2, 7, 1)]
+    members = {1: 0, 2: 0, 4: 3, 7: 3}
+    for expected_id in (1, 2):
+        with ThreadPoolExecutor(4) as threads:
+            ids = list(threads.map(lambda end: end.links.comm_link("all", members), ends))
+        assert ids == [expected_id] * 4
+        assert [settle(end, expected_id) for end in ends] == [OK] * 4
+        assert [end.links.live() for end in ends] == [3] * 4
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda end, it: end.links.comm_unlink(it), ends, ids))
+        assert [end.links.live() for end in ends] == [0] * 4
+
+
+def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> None:
+    port = 26900 + int(time.time()) % 500
+    hosts = {"127.0.0.1": [("0", "0"), ("1", "1")], "127.0.0.2": [("0", "2")]}
+    table = json.dumps(
+        {
+            "version": "1.2",
+            "server_list": [
+                {
+                    "server_id": host,
+                    "device": [{"device_id": device, "rank_id": rank} for device, rank in devices],
+                }
+                for host, devices in hosts.items()
+            ],
+        }
+    )
+    ends = [make_end(i, listen="", comm_dir=comm_dir, comm_port=port) for i in (1, 2, 3)]
+    ids = [it.links.comm_link("hosts", {1: 0, 2: 1, 3: 2}, table) for it in ends]
+    assert [settle(end, comm_id) for end, comm_id in zip(ends, ids, strict=True)] == [OK] * 3
+    address = {it.cluster_id: it.address for it in ends[2].links.status()}
+    assert address == {1: f"127.0.0.1:{port}", 2: f"127.0.0.1:{port + 1}"}
+    assert ends[1].status(1).address.startswith("ipc://")
+
+
+def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
+    end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=1)
+    comm_id = end.links.comm_link("alone", {1: 0, 2: 1})
+    assert settle(end, comm_id) is FAILED
+    end.links.comm_unlink(comm_id)
+    _refuse_not_linked(end, comm_id)
+
+
+def test_unlink_while_preparing(make_end: MakeEnd, comm_dir: str) -> None:
+    one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
+    for end in (one, two):
+        first = end.links.comm_link("changed my mind", {1: 0, 2: 1, 3: 2})
+        end.links.comm_unlink(first)
+        _refuse_not_linked(end, first)
+    assert [end.links.comm_link("name", {1: 0, 2: 1}) for end in (one, two)] == [2, 2]
+    assert [settle(end, 2) for end in (one, two)] == [OK, OK]
+
+
+def test_a_member_that_dies(
+    make_end: MakeEnd, make_peer: Callable[..., Peer], comm_dir: str
+) -> None:
+    end = make_end(2, listen="", comm_dir=comm_dir)
+    peer = make_peer(1, listen="", comm_dir=comm_dir)
+    peer.run("end.links.comm_link('name', {1: 0, 2: 1})")
+    comm_id = end.links.comm_link("name", {1: 0, 2: 1})
+    assert settle(end, comm_id) is OK
+    peer.kill()
+    end.wait_for(1, "BROKEN")
+    assert end.links.comm_status(comm_id) is FAILED
+    end.links.comm_unlink(comm_id)
+    again = make_peer(1, listen="", comm_dir=comm_dir)  # its socket is still there
+    again.run("end.links.comm_link('name', {1: 0, 2: 1})")
+    assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is OK
+
+
+def test_transfers_in_flight_keep_it(make_end: MakeEnd, comm_dir: str) -> None:
+    one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
+    for end in (one, two):
+        end.links.comm_link("name", {1: 0, 2: 1})
+    assert settle(one, 1) is OK
+    link = one.links.get(2)
+    link.begin()
+    with pytest.raises(LLMException, match="1 operations in flight") as error:
+        one.links.comm_unlink(1)
+    assert error.value.status_code is LLMStatusCode.LLM_LINK_BUSY
+    assert one.links.comm_status(1) is OK
+    link.end()
+    one.links.comm_unlink(1)
+
+
+def test_linked_by_address_already(make_end: MakeEnd, comm_dir: str) -> None:
+    one, two = (make_end(i, comm_dir=comm_dir, link_total_time=5) for i in (1, 2))
+    one.link(two.cluster)
+    for end in (one, two):
+        end.links.comm_link("name", {1: 0, 2: 1})
+    assert [settle(end, 1) for end in (one, two)] == [FAILED, FAILED]
+    assert one.state(2) is LinkState.LINKED
+    one.links.comm_unlink(1)
+    assert one.state(2) is LinkState.LINKED
+
+
+class TestBadArguments:
+    """Refused at once; none takes an id."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("", {1: 0, 2: 1}), r"comm_name has 0 characters; \[1, 127\] are allowed"),
+            (("n" * 128, {1: 0, 2: 1}), "comm_name has 128 characters"),
+            (("n", {1: 0}), r"cluster_rank_info has 1 members; \[2, 4\] are allowed"),
+            (("n", dict.fromkeys(range(5), 0)), "cluster_rank_info has 5 members"),
+            (("n", {1: 1, 2: 0}), "its ranks must not decrease"),
+            (("n", {2: 0, 3: 1}), "lacks cluster 1"),
+            (("n", {1: 0, 2: 1}, "{"), "rank_table='{': Input data was truncated"),
+            (("n", {1: 0, 2: 1}, '{"version": "2.0", "server_list": []}'), "version '2.0' is none"),
+            (("n", {1: 0, 2: 1}, '{"version": "1.0", "server_list": []}'), "rank 0 is not in it"),
+        ],
+    )
+    def test_rules(self, end: End, arguments: tuple[Any, ...], message: str) -> None:
+        with pytest.raises(LLMException, match=message) as error:
+            end.links.comm_link(*arguments)
+        assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+        _refuse_not_linked(end, 1)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (5, {1: 0, 2: 1}),
+            ("n", [1, 2]),
+            ("n", {"1": 0, 2: 1}),
+            ("n", {1: 0, 2: "1"}),
+            ("n", {1: 0, 2: 1}, None),
+        ],
+    )
+    def test_types(self, end: End, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(TypeError):
+            end.links.comm_link(*arguments)
+
+    @pytest.mark.parametrize("members", [{1: 0, -1: 1}, {1: 0, 2**64: 1}, {1: 0, 2: 2**32}])
+    def test_widths(self, end: End, members: dict[int, int]) -> None:
+        with pytest.raises(ValueError, match="is out of range"):
+            end.links.comm_link("n", members)
+
+    def test_ids(self, end: End) -> None:
+        _refuse_not_linked(end, 7)
+        for act in (end.links.comm_status, end.links.comm_unlink):
+            with pytest.raises(ValueError, match="comm_id=-1 is out of range"):
+                act(-1)
+
+    def test_a_directory_that_others_may_use(self, make_end: MakeEnd, tmp_path: Path) -> None:
+        tmp_path.chmod(0o755)
+        end = make_end(1, listen="", comm_dir=str(tmp_path))
+        comm_id = end.links.comm_link("name", {1: 0, 2: 1})
+        assert settle(end, comm_id) is FAILED
+
+
+def test_version_1_0_of_a_rank_table() -> None:
+    table = {
+        "version": "1.0",
+        "server_count": "1",
+        "status": "completed",
+        "server_list": [
+            {
+                "server_id": "10.0.0.1",
+                "device": [{"device_id": "3", "device_ip": "10.1.0.1", "rank_id": "7"}],
+            }
+        ],
+    }
+    assert locate(json.dumps(table), {7}) == {7: Location("10.0.0.1", 3)}
+    assert locate("", {0, 1}) == {0: Location(), 1: Location()}
+
+
+def _refuse_not_linked(end: End, comm_id: int) -> None:
+    for act in (end.links.comm_status, end.links.comm_unlink):
+        with pytest.raises(LLMException, match=f"comm_id={comm_id} is not linked") as error:
+            act(comm_id)
+        assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
