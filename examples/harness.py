@@ -49,7 +49,8 @@ def numbered(desc: CacheDesc, first: int = 0) -> NDArray[np.float16]:
     """Return all tensors of a cache; each row holds its own number, first + 100 * tensor + row."""
     tensors = 100 * np.arange(desc.num_tensors)
     rows = first + tensors[:, None] + np.arange(desc.batch_size)
-    return rows.reshape(*rows.shape, 1, 1, 1) * np.ones(desc.shape[1:], np.float16)
+    ones = np.ones(desc.shape[1:], np.float16)
+    return rows.astype(np.float16).reshape(*rows.shape, 1, 1, 1) * ones
 
 
 def fill(arrays: Iterable[NDArray[Any]], values: NDArray[Any]) -> None:
