@@ -194,7 +194,9 @@ class Rendezvous:
                 await asyncio.gather(*pairs)
         except TimeoutError:
             missing = [it for it in others if not comm.arrived[it].is_set()]
-            self._conclude(comm, f"clusters {missing} have not linked within {patience_s:g} s")
+            tries = "; ".join(str(e.args[0]) for it in missing if (e := self._steps.errors.get(it)))
+            reason = f"clusters {missing} have not linked within {patience_s:g} s"
+            self._conclude(comm, f"{reason}: {tries}" if tries else reason)
         except LLMException as error:
             self._conclude(comm, str(error.args[0]))
         else:

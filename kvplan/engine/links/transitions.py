@@ -123,10 +123,12 @@ class Transitions:
             return
         self._settle(link)
         link.become(LinkState.UNLINKED, str(error.args[0]))
-        self.errors[link.cluster_id] = error
+        self.errors.pop(link.cluster_id, None)
+        self.errors[link.cluster_id] = error  # the newest last: the oldest goes
         while len(self.errors) > _MAX_ERRORS:
             del self.errors[next(iter(self.errors))]
-        self._log(link, logging.WARNING)
+        # By name it is tried again; what comes of all tries is told once.
+        self._log(link, logging.DEBUG if link.comm else logging.WARNING)
         self._release(link, str(error.args[0]))
 
     def broken(self, link: PeerLink, reason: str) -> None:

@@ -1,0 +1,177 @@
+"""Conversations of those who have no link, and engines that are another process's."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from kvplan import LLMException, LlmRole, LLMStatusCode
+from kvplan.control.channel import Channel
+from kvplan.control.client import connect
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import (
+    Body,
+    Claim,
+    Confirm,
+    Find,
+    Hello,
+    Offer,
+    Release,
+    Sync,
+    Table,
+    Unlink,
+    Welcome,
+)
+from kvplan.engine.links import LinkState
+from kvplan.transport.local import LocalTransport
+from tests.links.end import DEADLINE_S, End
+from tests.links.peer import Peer
+
+_T = TypeVar("_T")
+
+
+class Stranger:
+    """Says what it likes, and hears when it is shown out."""
+
+    def __init__(self) -> None:
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.loop = ControlLoop("stranger")
+        self.loop.start()
+
+    def call(self, end: End) -> Channel:
+        endpoint = Endpoint.parse(end.address)
+        return self.run(connect(self.loop, endpoint, self, None, DEADLINE_S))
+
+    def ask(self, channel: Channel, body: Body) -> Body:
+        return self.run(channel.request(body, DEADLINE_S))
+
+    def run(self, task: Coroutine[Any, Any, _T]) -> _T:
+        return self.loop.run(task, DEADLINE_S * 1000)
+
+    async def on_request(self, channel: Channel, body: Body) -> Body:
+        raise AssertionError(body)
+
+    def on_notice(self, channel: Channel, body: Body) -> None:
+        raise AssertionError(body)
+
+    def on_lost(self, channel: Channel, reason: str) -> None:
+        self.lost.put(reason)
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    stranger = Stranger()
+    yield stranger
+    stranger.loop.stop()
+
+
+def hello(transport: LocalTransport, **other: Any) -> Hello:
+    """From cluster 2 to cluster 1."""
+    fields = {
+        "cluster_id": 2,
+        "to_cluster_id": 1,
+        "instance": b"i" * 16,
+        "role": LlmRole.MIX,
+        "comm": "",
+        "offers": (Offer("local", transport.metadata(())),),
+        "timeout_ms": 20_000,
+        "heartbeat_ms": 1000,
+    }
+    return Hello(**(fields | other))
+
+
+def test_a_hello_alone_changes_nothing(
+    make_end: Callable[..., End], end: End, stranger: Stranger
+) -> None:
+    other = make_end(2)
+    other.link(end.cluster)
+    instance = bytes.fromhex(end.status(2).instance)
+    channel = stranger.call(end)
+    again = hello(other.transports[0], instance=instance)
+    assert isinstance(stranger.ask(channel, again), Welcome)
+    for body in (Sync(), Find(1, 1, 1), Claim(1, 1, 1), Release(1, None), Unlink(1)):
+        with pytest.raises(LLMException, match=r"no such link|there is no link") as error:
+            stranger.ask(channel, body)
+        assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    with pytest.raises(LLMException, match="the challenge is another handshake's"):
+        stranger.ask(channel, Confirm(b"\0" * 16, ""))
+    assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
+    end.links.get(2).begin()
+    end.links.get(2).end()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"to_cluster_id": 5}, "cluster 1 is here, not cluster 5"),
+        ({"cluster_id": 1}, "cluster 1 is here itself"),
+        ({"comm": "name"}, "communicator 'name' is not linked by address"),
+        ({"offers": ()}, "no transport reaches the peer: local: the peer does not offer it"),
+        ({"offers": (Offer("local", b"x"),)}, "no transport reaches the peer: local: "),
+    ],
+)
+def test_hellos_that_are_refused(
+    end: End, stranger: Stranger, change: dict[str, Any], message: str
+) -> None:
+    with LocalTransport() as transport:
+        body = hello(transport, **change)
+        with pytest.raises(LLMException, match=message) as error:
+            stranger.ask(stranger.call(end), body)
+        assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+    assert end.links.live() == 0
+
+
+def test_a_handshake_that_is_never_confirmed_ends(end: End, stranger: Stranger) -> None:
+    with LocalTransport() as transport:
+        channel = stranger.call(end)
+        stranger.ask(channel, hello(transport, timeout_ms=100))
+        assert "has not confirmed in time" in end.wait_for(2, "UNLINKED")
+    assert end.links.live() == 0
+
+
+def test_a_conversation_that_ends_ends_its_handshake(end: End, stranger: Stranger) -> None:
+    with LocalTransport() as transport:
+        channel = stranger.call(end)
+        stranger.ask(channel, hello(transport))
+        assert end.state(2) is LinkState.LINKING
+        stranger.loop.call_soon(channel.close, "changed my mind")
+        assert "changed my mind" in end.wait_for(2, "UNLINKED")
+
+
+def test_a_table_without_a_link_ends_the_conversation(end: End, stranger: Stranger) -> None:
+    channel = stranger.call(end)
+    stranger.run(channel.notify(Table(1, True, (), ())))
+    assert stranger.lost.get(timeout=DEADLINE_S) == "cluster 1 has no such link"
+
+
+def test_a_forked_child_has_no_part_in_it(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    told = peer.run(
+        """
+        import os
+        read, write = os.pipe()
+        if not (pid := os.fork()):
+            told = []
+            for call in (
+                lambda: end.links.get(1),
+                lambda: end.links.unlink([1], 1000),
+                lambda: end.links.comm_status(1),
+            ):
+                try:
+                    call()
+                except kvplan.LLMException as error:
+                    told.append(f"{error.status_code.name} {error}")
+            end.registry._on_change()
+            end.links.close()
+            os.write(write, repr(told).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        result = os.read(read, 10000).decode()
+        """
+    )
+    assert told.count("LLM_FAILED the engine belongs to process") == 3
+    assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
