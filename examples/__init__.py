@@ -1,1 +1,1 @@
-"""Programs that show kvplan at work; each folder is one, run with `python -m examples.<name>`."""
+"""Programs that show kvplan at work, run with `python -m examples.<name>`."""

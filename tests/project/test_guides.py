@@ -1,0 +1,36 @@
+"""What the guides list is what there is: they cannot fall behind the code."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import kvplan
+from kvplan.engine.option_rows import ROWS
+from kvplan.engine.options import Options
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_every_option_is_in_the_guide() -> None:
+    guide = (DOCS / "guide.md").read_text()
+    table = {
+        word for row in guide.splitlines() if row[:3] == "| `" for word in row.split("`")[1::2]
+    }
+    keys = {key for row in ROWS for key in row.keys} - {"llm.listenIpInfo"}  # told in the text
+    assert not (keys | {it.name for it in fields(Options)}) - table
+
+
+def test_every_status_code_is_explained() -> None:
+    text = (DOCS / "status-codes.md").read_text()
+    explained = set(re.findall(r"^## (LLM_\w+)$", text, re.MULTILINE))
+    sources = [it.read_text() for it in (ROOT / "kvplan").rglob("*.py") if it.name != "status.py"]
+    used = {code for source in sources for code in re.findall(r"LLMStatusCode\.(LLM_\w+)", source)}
+    assert explained == (used | {"LLM_FAILED"}) - {"LLM_SUCCESS"}
+    assert all(code.name in text for code in kvplan.LLMStatusCode)
+
+
+def test_every_call_is_in_the_guide() -> None:
+    guide = (DOCS / "guide.md").read_text()
+    calls = {it for it in dir(kvplan.LlmDataDist) if not it.startswith(("_", "plan_", "submit_"))}
+    assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
