@@ -259,7 +259,6 @@ class Connection:
             f"connection lost: {os.strerror(number)}" if number else DISCONNECTED
         )
         if self._ended:
-            self._inner.abort()
             self._set_gone()
         elif self._inner.transport is None:
             self._fail(self._reason)
@@ -284,5 +283,6 @@ class Connection:
     def _set_gone(self) -> None:
         if self._cutting is not None:
             self._cutting.cancel()
+        self._inner.abort()  # nobody reads it any more, and the loop may stop now
         self._gone.set()
         self._owner.forget(self)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -8,6 +9,12 @@ import pytest
 
 from tests.links.end import End
 from tests.links.peer import Peer
+
+
+@pytest.fixture(autouse=True)
+def _log_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Ends wait for lines of the log."""
+    caplog.set_level(logging.INFO, "kvplan")
 
 
 @pytest.fixture

@@ -96,7 +96,6 @@ class _Log(logging.Handler):
         self._mine = f" cluster={cluster_id} "
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         logging.getLogger("kvplan").addHandler(self)
-        logging.getLogger("kvplan").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()

@@ -1,5 +1,7 @@
 """A process with an `End`, that otherwise sits in a read on a pipe."""
 
+import logging
+
 import kvplan
 from kvplan.engine.links import ClusterInfo
 from kvplan.transport.local import LocalTransport
@@ -7,6 +9,7 @@ from tests.links.end import DESC, End
 from tests.transport.owner_process import serve
 
 if __name__ == "__main__":
+    logging.getLogger("kvplan").setLevel(logging.INFO)
     serve(
         {
             "ClusterInfo": ClusterInfo,

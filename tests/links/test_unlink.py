@@ -39,7 +39,7 @@ def test_operations_of_this_end_are_waited_for(end: End, peer: Peer) -> None:
 def test_operations_of_the_peer_are_waited_for(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     peer.run(BEGIN)
-    (result,) = end.links.unlink([2], 200)
+    (result,) = end.links.unlink([2], 1000)
     assert result.status is LLMStatusCode.LLM_LINK_BUSY
     assert "cluster 2 has 1 operations in flight with cluster 1" in str(result.error)
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")

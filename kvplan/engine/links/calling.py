@@ -36,7 +36,6 @@ class Caller:
         self._end = end
         self._steps = transitions
         self._calls: set[int] = set()
-        self._handshakes: dict[PeerLink, asyncio.Task[None]] = {}
 
     async def link(
         self,
@@ -74,12 +73,6 @@ class Caller:
             return await self._link(cluster_id, endpoint, handler, timeout_s, comm)
         finally:
             self._calls.discard(cluster_id)
-
-    def overtaken(self, cluster_id: int) -> None:
-        """The peer's own handshake was quicker: the one begun here is of no use any more."""
-        link = self._steps.calling.get(cluster_id)
-        if link is not None and (handshake := self._handshakes.get(link)) is not None:
-            handshake.cancel()
 
     async def _link(
         self,
@@ -122,15 +115,17 @@ class Caller:
         self._steps.calling[cluster_id] = link
         left_s = max(0.0, deadline - asyncio.get_running_loop().time())
         handshake = asyncio.create_task(self._handshake(link, endpoint, handler, left_s))
-        self._handshakes[link] = handshake
+        settled = asyncio.create_task(link.settled.wait())
         error: LLMException | None = None
         try:
-            await asyncio.wait((handshake,), timeout=left_s + _GRACE_S)
-            if handshake.cancelled():
-                error = link_failed(
-                    f"{endpoint}: {link.phase}: the peer's own handshake was quicker"
-                )
-            else:
+            await asyncio.wait(
+                (handshake, settled),
+                timeout=left_s + _GRACE_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if link.state is LinkState.UNLINKED:  # from elsewhere
+                error = link_failed(f"{endpoint}: {link.phase}: {link.reason}")
+            elif link.state is LinkState.LINKING:
                 handshake.result()
         except (TimeoutError, asyncio.InvalidStateError):  # of the phase, or all of them
             late = f"no answer within {timeout_s * 1000:g} ms"
@@ -143,7 +138,7 @@ class Caller:
             error = raised if is_told else link_error(f"{endpoint}: {link.phase}", raised)
         finally:
             handshake.cancel()
-            del self._handshakes[link]
+            settled.cancel()
             if error is not None:
                 error = LLMException(
                     f"cluster {cluster_id} at {error.args[0]}", status_code=error.status_code

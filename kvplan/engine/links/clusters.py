@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import UnionType
 
 from kvplan.control.endpoint import Endpoint
 from kvplan.status import invalid
@@ -80,3 +81,22 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
         if not isinstance(address, Address):
             raise TypeError(f'{name}[{position}]={shown(address)} must be "ip:port" or an IpInfo')
     return tuple(given)
+
+
+def check_clusters(clusters: object, kind: type | UnionType) -> None:
+    """Refuse what does not name clusters.
+
+    Raises:
+        TypeError: no list or tuple, or an element that is no `kind`.
+        ValueError: an id outside uint64.
+        LLMException: LLM_PARAM_INVALID: none at all.
+    """
+    if not isinstance(clusters, list | tuple):
+        raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
+    if not clusters:
+        raise invalid("clusters is empty; at least one is needed")
+    for position, cluster in enumerate(clusters):
+        if not isinstance(cluster, kind) or isinstance(cluster, bool):
+            raise TypeError(f"clusters[{position}]={shown(cluster)} must be ClusterInfo")
+        if isinstance(cluster, int):
+            check_width(f"clusters[{position}]", cluster, 0, UINT64_MAX)

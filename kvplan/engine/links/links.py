@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.cluster_key import ClusterKey
@@ -16,7 +15,7 @@ from kvplan.control.loop import ControlLoop
 from kvplan.control.server import Server
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.calling import Caller
-from kvplan.engine.links.clusters import ClusterInfo
+from kvplan.engine.links.clusters import ClusterInfo, check_clusters
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_handler import PeerHandler
 from kvplan.engine.links.peer_link import PeerLink
@@ -28,7 +27,7 @@ from kvplan.engine.links.unlinking import Unlinker
 from kvplan.engine.options import Options
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
-from kvplan.validation import UINT64_MAX, check_type, check_width, shown
+from kvplan.validation import check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.control.messages import Hello
@@ -81,8 +80,8 @@ class Links:
         )
         self._steps = Transitions(self._end)
         self._caller = Caller(self._end, self._steps)
-        self._answerer = Answerer(self._end, self._steps, self._answered)
-        self._unlinker = Unlinker(self._end, self._steps, self._caller.overtaken)
+        self._answerer = Answerer(self._end, self._steps, self._linked)
+        self._unlinker = Unlinker(self._end, self._steps)
         make_handler = partial(PeerHandler, self._end, self._steps, self._answerer, self._unlinker)
         self._handler = make_handler(_admit_by_address)
         self._rendezvous = Rendezvous(
@@ -129,7 +128,8 @@ class Links:
             LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an address that cannot
                 be, or timeout_ms < 1. What becomes of a cluster is in its result.
         """
-        calls = [(it.remote_cluster_id, it.endpoint()) for it in _checked(clusters, ClusterInfo)]
+        check_clusters(clusters, ClusterInfo)
+        calls = [(it.remote_cluster_id, it.endpoint()) for it in clusters]
         timeout_s = _seconds(timeout_ms)
         for cluster_id, _ in calls:
             if cluster_id == self._end.cluster_id:
@@ -156,10 +156,8 @@ class Links:
             LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms < 1. What becomes of a
                 cluster is in its result.
         """
-        given = _checked(clusters, ClusterInfo | int)
-        ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in given]
-        for cluster_id in ids:
-            check_width("clusters", cluster_id, 0, UINT64_MAX)
+        check_clusters(clusters, ClusterInfo | int)
+        ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in clusters]
         timeout_s = _seconds(timeout_ms)
         check_type("force", force, bool)
         return self._run(
@@ -273,8 +271,7 @@ class Links:
             await asyncio.sleep(0)  # so that the peers hear it
             server.close()
 
-    def _answered(self, link: PeerLink) -> None:
-        self._caller.overtaken(link.cluster_id)
+    def _linked(self, link: PeerLink) -> None:
         self._rendezvous.linked(link)
 
     async def _close(self) -> None:
@@ -290,17 +287,6 @@ class Links:
 def _admit_by_address(hello: Hello) -> None:
     if hello.comm:
         raise link_failed(f"communicator {hello.comm!r} is not linked by address")
-
-
-def _checked(clusters: Sequence[_T], kind: type[_T] | UnionType) -> Sequence[_T]:
-    if not isinstance(clusters, list | tuple):
-        raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
-    if not clusters:
-        raise invalid("clusters is empty; at least one is needed")
-    for position, cluster in enumerate(clusters):
-        if not isinstance(cluster, kind) or isinstance(cluster, bool):
-            raise TypeError(f"clusters[{position}]={shown(cluster)} must be ClusterInfo")
-    return clusters
 
 
 def _seconds(timeout_ms: int) -> float:

@@ -107,6 +107,9 @@ class Transitions:
         if before is not None:
             self.unlinked(before, "the peer has linked anew")
         self._settle(link)
+        calling = self.calling.get(link.cluster_id)
+        if calling is not None:
+            self.failed(calling, link_failed("the peer's own handshake was quicker"))
         link.become(LinkState.LINKED)
         self.links[link.cluster_id] = link
         self.errors.pop(link.cluster_id, None)

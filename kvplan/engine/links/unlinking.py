@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvplan.control.channel import Channel, ChannelClosed
@@ -15,7 +15,7 @@ from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.transitions import Transitions
 from kvplan.status import LLMException, LLMStatusCode
 
-_PEERS_SHARE = 0.8  # of the time left: so that the peer's refusal is here before it is over
+_PEERS_SHARE = 0.5  # of the time left: so that the peer's refusal is here before it is over
 
 
 class Unlinker:
@@ -27,15 +27,11 @@ class Unlinker:
     Args:
         end: this engine.
         transitions: of its links.
-        overtaken: stops this engine's own handshake with a cluster.
     """
 
-    def __init__(
-        self, end: LocalEnd, transitions: Transitions, overtaken: Callable[[int], None]
-    ) -> None:
+    def __init__(self, end: LocalEnd, transitions: Transitions) -> None:
         self._end = end
         self._steps = transitions
-        self._overtaken = overtaken
         self._waiting: dict[PeerLink, int] = {}  # how many wait for the link to be idle
 
     async def unlink(self, cluster_id: int, timeout_s: float, *, force: bool) -> None:
@@ -74,7 +70,6 @@ class Unlinker:
 
     def drop(self, cluster_id: int, reason: str) -> None:
         """End what there is of a link at once, at this end; the peer is told if it can be."""
-        self._overtaken(cluster_id)
         for links in (self._steps.calling, self._steps.answering, self._steps.links):
             if (link := links.get(cluster_id)) is not None:
                 self._steps.unlinked(link, reason)
