@@ -161,7 +161,7 @@ class TestMessages:
     def test_each_fits_into_a_frame_and_all_arrive(self) -> None:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
         entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
-        told, known = ToldTable("local"), PeerTable()
+        told, known = ToldTable("local"), PeerTable(1)
         tables = list(told.news(entries))
         for table in tables:
             assert len(encode(table)) <= MAX_NBYTES
@@ -198,7 +198,7 @@ class TestMessages:
         told = ToldTable("local").describe(_entry(1, DESC, b""))
         fields = {name: getattr(told, name) for name in fields} | change
         with pytest.raises(LLMException, match=message):
-            PeerCache.of(TableEntry(**fields))
+            PeerCache.of(1, TableEntry(**fields))
 
 
 def _entry(cache_id: int, desc: CacheDesc, metadata: bytes) -> CacheEntry:

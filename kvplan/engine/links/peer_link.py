@@ -63,7 +63,7 @@ class PeerLink(LinkLife):
         self._asking = asyncio.Semaphore(_MAX_QUESTIONS)
         self._control = control
         self._wait_s = wait_ms / 1000
-        self._table = PeerTable()
+        self._table = PeerTable(cluster_id)
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
 
     def cache(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache:
@@ -200,7 +200,7 @@ class PeerLink(LinkLife):
 
     def _told_with(self, found: Found) -> PeerCache:
         """The cache of an answer: the table's object where both say the same."""
-        cache = PeerCache.of(found.entry)
+        cache = PeerCache.of(self.cluster_id, found.entry)
         known = self._table.by_id(cache.cache_id)
         return known if known == cache else cache
 
