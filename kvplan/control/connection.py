@@ -89,6 +89,7 @@ class Connection:
     def open(self) -> None:
         """Begin to speak; a listening connection does so by itself once the peer has."""
         if self._opening is None:
+            self.stream.pause()  # until there is somebody to read
             self._opening = self._loop.create_task(self._open())
 
     async def ready(self) -> None:
@@ -163,12 +164,14 @@ class Connection:
         if self._inner.transport is None:
             self.stream.close()
         if self.stream.transport is None:
-            self._set_gone()
-        else:
-            self._cutting = self._loop.call_later(CLOSING_S, self._cut)
+            self._inner.abort()
+        self._cutting = self._loop.call_later(CLOSING_S, self._cut)
+        self._settle()
 
     async def wait_closed(self) -> None:
-        """Wait until the stream is gone; `close` sees that this is soon."""
+        """Wait until nothing of it is left; `close` sees that this is soon."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
         await self._gone.wait()
 
     async def _open(self) -> None:
@@ -183,6 +186,7 @@ class Connection:
         except OSError as error:  # ZMQError is one of them
             self._fail(f"no socket: {os.strerror(error.errno or 0)}")
             return
+        self.stream.resume()
         self._inner.write(bytes(self._early))
         self._early.clear()
 
@@ -207,7 +211,10 @@ class Connection:
             while True:
                 await arrival.wait()
                 arrival.clear()
-                near, _ = meeting.accept()
+                try:
+                    near, _ = meeting.accept()
+                except BlockingIOError:
+                    continue
                 credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
                 if _UCRED.unpack(credentials)[0] == os.getpid():
                     return near
@@ -259,17 +266,19 @@ class Connection:
             f"connection lost: {os.strerror(number)}" if number else DISCONNECTED
         )
         if self._ended:
-            self._set_gone()
+            self._inner.abort()
         elif self._inner.transport is None:
             self._fail(self._reason)
         else:
             self._inner.end()  # what arrived before the end is still read
+        self._settle()
 
     def _zmq_ended(self, _error: Exception | None) -> None:
         if not self._ended:
             self.drain()
             self._fail("the peer's handshake or encryption is not valid")
         self.stream.close()
+        self._settle()
 
     def _fail(self, reason: str) -> None:
         if not self._ended:
@@ -280,9 +289,10 @@ class Connection:
         self.stream.abort()
         self._inner.abort()
 
-    def _set_gone(self) -> None:
+    def _settle(self) -> None:
+        if not self._ended or self.stream.transport or self._inner.transport:
+            return
         if self._cutting is not None:
             self._cutting.cancel()
-        self._inner.abort()  # nobody reads it any more, and the loop may stop now
         self._gone.set()
         self._owner.forget(self)

@@ -41,13 +41,21 @@ class Stream(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """What is written is not taken: stop the source."""
-        if self.other.transport is not None:
-            self.other.transport.pause_reading()
+        self.other.pause()
 
     def resume_writing(self) -> None:
         """It is taken again."""
-        if self.other.transport is not None:
-            self.other.transport.resume_reading()
+        self.other.resume()
+
+    def pause(self) -> None:
+        """Read nothing until `resume`."""
+        if self.transport is not None:
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self.transport is not None:
+            self.transport.resume_reading()
 
     def write(self, chunk: bytes) -> None:
         """Send, unless the stream has ended."""

@@ -197,6 +197,25 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
     refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheIndex(1, 3), slots))
 
 
+def test_a_key_is_of_the_newest_cache_that_has_it(
+    user: LlmDataDist, peer: Peer, blocks: Cache
+) -> None:
+    """News of what is freed and what comes in its place may be later than the next pull."""
+    key = BlocksCacheKey(1, 5)
+    user.pull_blocks(key, blocks, [1], [1])
+    for value in range(20):
+        peer.run(
+            """
+            datadist.deallocate_cache(paged)
+            paged = datadist.allocate_blocks_cache(blocks, BlocksCacheKey(0, 5))
+            datadist.arrays(paged)[3][:] = value
+            """,
+            value=value,
+        )
+        user.pull_blocks(key, blocks, [1], [1])
+        assert (user.arrays(blocks)[3][1] == value).all()
+
+
 def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> None:
     seen = []
     user.on_plan(seen.append)

@@ -48,6 +48,7 @@ def test_two_processes(
     assert end.links.comm_status(comm_id) is PREPARING
     assert peer.run(f"result = end.links.comm_link('name', {members})") == 1
     assert settle(end, comm_id) is OK
+    peer.run(f"end.log.wait_for_line('comm cluster={order[1]} comm_id=1 ')")
     (status,) = end.links.status()
     assert (status.cluster_id, status.comm_id) == (order[1], 1)
     assert peer.state(order[0]) == "LINKED"

@@ -74,7 +74,7 @@ class PeerLink(LinkLife):
                 not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
         found = self._known(index)
-        if found is None:
+        if found is None or (isinstance(index, BlocksCacheKey) and self._is_freed(found)):
             self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
             found = self._known(index)
         if found is not None:
@@ -87,6 +87,16 @@ class PeerLink(LinkLife):
             f"cluster {self.cluster_id} offers no cache with {wanted}; it offers {shown(there)}",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
+
+    def _is_freed(self, cache: PeerCache) -> bool:
+        """Whether the peer has freed it, which news may not have told yet: its key is another's."""
+        held = self._memories.get((cache.cache_id, False))
+        try:
+            memory = held[1] if held is not None else self.memory(cache, writable=False)
+            memory.check()
+        except LLMException as error:
+            return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        return False
 
     def memory(self, cache: PeerCache, *, writable: bool) -> TensorMemory:
         """The tensors of `cache`, as a side of a transfer.
