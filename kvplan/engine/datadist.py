@@ -265,7 +265,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
         if engine is not None:
             engine.check_process()
             links.update(it.state.name for it in engine.links.status())
-            for it in engine.registry.entries():
+            for it, _ in engine.registry.entries():
                 cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
         return {
             "cluster_id": self._cluster_id,

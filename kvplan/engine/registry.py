@@ -222,10 +222,11 @@ class CacheRegistry:
         memory = HostMemory.from_addresses(cache.cache_desc, cache.tensor_addrs)
         return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
 
-    def entries(self) -> list[CacheEntry]:
-        """The caches that live by their id, in its order."""
+    def entries(self) -> list[tuple[CacheEntry, bool]]:
+        """All caches that live, in the order of ids, and whether each still does by its id."""
         with self._mutex:
-            return [self._entries[cache_id] for cache_id in sorted(self._entries)]
+            living = [self._held[cache_id].entry for cache_id in sorted(self._held)]
+            return [(it, it.cache.cache_id in self._entries) for it in living]
 
     def offered(self) -> dict[int, CacheEntry]:
         """The caches that peers may reach by id, now."""

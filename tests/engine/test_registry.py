@@ -113,7 +113,7 @@ def test_what_cannot_be_offered_leaves_nothing_behind(registry, transport, chang
 def test_caches_that_peers_do_not_reach(registry, transport):
     entry = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)], remote_accessible=False)
     assert (entry.metadata, registry.offered()) == ({}, {})
-    assert registry.entries() == [entry]
+    assert registry.entries() == [(entry, True)]
     assert transport.metadata() == transport.metadata([])
     with missing("not remote accessible"):
         registry.find(key(1))
