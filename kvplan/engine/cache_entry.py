@@ -14,6 +14,7 @@ from kvplan.execution.memory import HostMemory
 from kvplan.planning.layout import Side, side
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc
+from kvplan.validation import UINT64_MAX, check_width
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable, Transport
@@ -87,13 +88,14 @@ def memory_of_tensors(
             f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
         )
     if all(isinstance(it, int | np.integer) for it in tensors):
+        addresses = [it if isinstance(it, int) else int(it) for it in tensors]
+        for position, address in enumerate(addresses):
+            if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
+                raise invalid(f"tensors[{position}]=0 is no address of memory")
         return HostMemory.from_addresses(
-            desc,
-            [it if isinstance(it, int) else int(it) for it in tensors],
-            writable=writable is not False,
-            owner=_USER,
+            desc, addresses, writable=writable is not False, owner=_USER
         )
-    memory = HostMemory.from_arrays(tensors)
+    memory = HostMemory.from_arrays(tensors, "tensors")
     other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
     if len(other):
         raise invalid(

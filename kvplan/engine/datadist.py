@@ -17,6 +17,7 @@ from kvplan.engine.metrics import EngineMetrics, Metrics
 from kvplan.engine.options import Options
 from kvplan.engine.release import release, released_with
 from kvplan.engine.remote_operations import RemoteOperations
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width
@@ -141,7 +142,8 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
         with self._mutex, self._recorded("set_role", role=role.name) as engine:
             if live := engine.links.live():
                 raise LLMException(
-                    f"cluster {self._cluster_id} has {live} links; unlink before the role changes",
+                    f"cluster {self._cluster_id} has {plural(live, 'link')}; unlink before the "
+                    "role changes",
                     status_code=LLMStatusCode.LLM_EXIST_LINK,
                 )
             engine.listen(given.listen_ip_info)

@@ -17,7 +17,7 @@ from kvplan.engine.cache_entry import (
     merged_ranges,
     offer,
 )
-from kvplan.engine.cache_keys import AnyKey, BoundKey, KeyIndex, check_keys, not_exist
+from kvplan.engine.cache_keys import CACHE_KEYS, AnyKey, BoundKey, KeyIndex, check_keys, not_exist
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools
 from kvplan.execution.memory import HostMemory
@@ -120,7 +120,7 @@ class CacheRegistry:
             TypeError: an argument of another type.
             ValueError: an address outside uint64.
             LLMException: LLM_PARAM_INVALID: as `allocate`, another number or size of tensors, more
-                than `max_tensors`, or memory that is not mapped or not writable.
+                than `max_tensors`, address 0, or memory that is not mapped or not writable.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -301,8 +301,8 @@ class CacheRegistry:
             cache_id = self._last_id
         if len(keys) > desc.batch_size:
             raise invalid(
-                f"keys has {len(keys)} elements; at most batch_size={desc.batch_size} rows can be "
-                "named"
+                f"{CACHE_KEYS} has {len(keys)} elements; at most batch_size={desc.batch_size} "
+                "slots can be named"
             )
         return cache_id
 

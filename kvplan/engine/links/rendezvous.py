@@ -22,6 +22,7 @@ from kvplan.engine.links.rendezvous_address import meeting_point
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.transitions import Transitions
 from kvplan.engine.links.unlinking import Unlinker
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import UINT32_MAX, UINT64_MAX, check_mapping, check_type, check_width
 
@@ -291,7 +292,7 @@ def _members(cluster_rank_info: Mapping[int, int], rank_table: str) -> dict[int,
         check_width(f"cluster_rank_info[{cluster_id}]", rank, 0, UINT32_MAX)
     ranks = list(cluster_rank_info.values())
     if not 2 <= len(ranks) <= 4:
-        raise invalid(f"cluster_rank_info has {len(ranks)} members; [2, 4] are allowed")
+        raise invalid(f"cluster_rank_info has {plural(len(ranks), 'member')}; [2, 4] are allowed")
     if ranks != sorted(ranks):
         raise invalid(f"cluster_rank_info={dict(cluster_rank_info)}: its ranks must not decrease")
     located = locate(rank_table, set(ranks))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.told_table import ToldTable
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Transitions:
         live, most = self.live() - {cluster_id}, self._end.options.max_links
         if len(live) >= most:
             raise LLMException(
-                f"cluster {self._end.cluster_id} has {len(live)} links; max_links={most}",
+                f"cluster {self._end.cluster_id} has {plural(len(live), 'link')}; max_links={most}",
                 status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
             )
 
