@@ -191,7 +191,7 @@ class Connection:
         self._early.clear()
 
     def _connect_socket(self, meeting: str) -> None:
-        pair = self._socket = self._owner.context.socket(zmq.PAIR)
+        pair = self._socket = self._owner.new_socket(zmq.PAIR)
         pair.linger = _LINGER_MS
         pair.maxmsgsize = MAX_NBYTES
         pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH

@@ -13,11 +13,15 @@ _ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"not the key of this cluster")
 
 
 class Gatekeeper:
-    """Admits the clients whose public key is the domain's name in hexadecimal; holds no state."""
+    """Admits the clients whose public key is the domain's name in hexadecimal; holds no state.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    Args:
+        socket: a ROUTER (REP would insist on turns), which is closed with it.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._socket = context.socket(zmq.ROUTER)  # REP would insist on turns
+        self._socket = socket
         self._socket.linger = 0
         self._socket.bind(_ADDRESS)
         self._descriptor = cast(int, self._socket.getsockopt(zmq.FD))

@@ -24,6 +24,8 @@ _T = TypeVar("_T")
 
 MAX_WORKERS: Final = 8
 MAX_SOCKETS: Final = 8192
+SPARE_DESCRIPTORS: Final = 16
+"""Left when a socket is made, which takes 3, and 6 more in a new context."""
 CLOSING_S: Final = 0.5
 """Seconds that last messages have to leave before their connections are cut."""
 
@@ -148,12 +150,20 @@ class ControlLoop:
         workers.shutdown(wait=False, cancel_futures=True)
         context.destroy(linger=0)
 
-    @property
-    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """The ZeroMQ context of the loop."""
+    def new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        """Make a ZeroMQ socket, of the loop's context.
+
+        Raises:
+            OSError: too few descriptors are left: libzmq ends the process where it gets none.
+            LLMException: LLM_FAILED: the loop has stopped.
+        """
         if self._context is None:
             raise self._stopped()
-        return self._context
+        with contextlib.ExitStack() as spare:
+            for _ in range(SPARE_DESCRIPTORS // 2):
+                for descriptor in os.pipe():
+                    spare.callback(os.close, descriptor)
+        return self._context.socket(kind)
 
     def keep(self, living: Closable) -> None:
         """Remember to close `living` before the loop ends; on the loop's thread."""
@@ -166,7 +176,7 @@ class ControlLoop:
     def start_gatekeeper(self) -> None:
         """Have clients' keys checked from now on, as servers with a key need; on the loop."""
         if self._gatekeeper is None:
-            self._gatekeeper = Gatekeeper(self.context)
+            self._gatekeeper = Gatekeeper(self.new_socket(zmq.ROUTER))
 
     async def _end(self) -> None:
         endings = list(self._living)

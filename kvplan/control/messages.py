@@ -62,7 +62,6 @@ class Hello(_Body, frozen=True):
     comm: Name
     offers: Annotated[tuple[Offer, ...], Meta(max_length=16)]
     timeout_ms: Uint31
-    heartbeat_ms: Uint31
 
 
 class Welcome(_Body, frozen=True):
@@ -77,10 +76,9 @@ class Welcome(_Body, frozen=True):
 
 
 class Confirm(_Body, frozen=True):
-    """Request: I have reached you (`error` is empty), or I could not, and this is why."""
+    """Request: I have reached you; the challenge of your Welcome comes back."""
 
     challenge: Token
-    error: Text
 
 
 class Linked(_Body, frozen=True):
@@ -95,12 +93,6 @@ class Unlink(_Body, frozen=True):
 
 class Unlinked(_Body, frozen=True):
     """Reply to Unlink: this end is torn down."""
-
-
-class Abandon(_Body, frozen=True):
-    """Notice: there is no link any more, and this is why."""
-
-    reason: Text
 
 
 class TableEntry(_Message, frozen=True):
@@ -219,7 +211,6 @@ Body: TypeAlias = (
     | Linked
     | Unlink
     | Unlinked
-    | Abandon
     | Table
     | Sync
     | Synced

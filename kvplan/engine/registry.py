@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.engine.cache_entry import (
     CacheEntry,
@@ -27,6 +27,8 @@ from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable, Transport
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -230,8 +232,15 @@ class CacheRegistry:
 
     def offered(self) -> dict[int, CacheEntry]:
         """The caches that peers may reach by id, now."""
+        return self.survey(dict)
+
+    def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
+        """Return what `look` makes of `offered`; it must keep no entry.
+
+        A cache that is freed before or after is in nobody's hands: its memory is free at once.
+        """
         with self._mutex:
-            return {i: entry for i, entry in self._entries.items() if entry.remote_accessible}
+            return look({i: it for i, it in self._entries.items() if it.remote_accessible})
 
     def find(self, key: AnyKey) -> tuple[CacheEntry, int]:
         """The cache and batch index that peers reach by `key`.

@@ -16,8 +16,8 @@ from kvplan.control.channel import (
 )
 from kvplan.control.messages import (
     MAX_NBYTES,
-    Abandon,
     Body,
+    Failed,
     Find,
     Hello,
     Offer,
@@ -32,6 +32,11 @@ from kvplan.types import LlmRole
 from tests.control.conversation import DEADLINE_S, Conversation, call
 
 
+def said(text: str) -> Failed:
+    """A notice that carries a text; any body can be one."""
+    return Failed(0, text)
+
+
 def test_a_request_is_answered(conversation: Conversation) -> None:
     assert conversation.request(Find(1, 2, 3)) == Synced(1)
     assert conversation.far.next() == ("request", Find(1, 2, 3))
@@ -44,7 +49,7 @@ def test_both_ends_may_ask(conversation: Conversation) -> None:
 
 
 def test_the_largest_message_passes(conversation: Conversation) -> None:
-    hello = Hello(1, 2, bytes(16), LlmRole.MIX, "", (Offer("t", bytes(MAX_NBYTES - 300)),), 1, 1)
+    hello = Hello(1, 2, bytes(16), LlmRole.MIX, "", (Offer("t", bytes(MAX_NBYTES - 300)),), 1)
     conversation.request(hello)
     assert conversation.far.next() == ("request", hello)
 
@@ -75,7 +80,7 @@ def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversati
     async def talk() -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(20):
-                await conversation.channel.notify(Abandon(str(number)))
+                await conversation.channel.notify(said(str(number)))
                 group.create_task(conversation.channel.request(Find(number, 0, 0), DEADLINE_S))
                 await asyncio.sleep(0)
 
@@ -83,14 +88,14 @@ def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversati
     expected = [
         step
         for number in range(20)
-        for step in (("notice", Abandon(str(number))), ("request", Find(number, 0, 0)))
+        for step in (("notice", said(str(number))), ("request", Find(number, 0, 0)))
     ]
     assert [conversation.far.next() for _ in expected] == expected
 
 
 def test_what_was_said_before_a_reply_is_taken_before_it(conversation: Conversation) -> None:
     async def answer(channel: Channel, _body: Body) -> Body:
-        await channel.notify(Abandon("first"))
+        await channel.notify(said("first"))
         return Released()
 
     conversation.far.answer = answer
@@ -99,7 +104,7 @@ def test_what_was_said_before_a_reply_is_taken_before_it(conversation: Conversat
         await conversation.channel.request(Sync(), DEADLINE_S)
         return list(conversation.near.heard.queue)
 
-    assert conversation.loop.run(ask()) == [("notice", Abandon("first"))]
+    assert conversation.loop.run(ask()) == [("notice", said("first"))]
 
 
 def test_a_refusal_arrives_with_status_and_reason(conversation: Conversation) -> None:
@@ -143,7 +148,7 @@ def test_no_reply_in_time_is_a_timeout_and_the_channel_lives_on(conversation: Co
 
 def test_a_message_that_is_too_large_is_refused_here(conversation: Conversation) -> None:
     with pytest.raises(LLMException, match="at most 1048576"):
-        conversation.notify(Abandon("x" * MAX_NBYTES))
+        conversation.notify(said("x" * MAX_NBYTES))
     assert conversation.request(Sync()) == Synced(1)
 
 
@@ -186,7 +191,7 @@ def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
         for number in range(3000):
             try:
                 async with asyncio.timeout(0.2):
-                    await conversation.channel.notify(Abandon(f"{number}{text}"))
+                    await conversation.channel.notify(said(f"{number}{text}"))
             except TimeoutError:
                 held.set()
                 return number
@@ -198,13 +203,13 @@ def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
     assert held.is_set()
     release.set()
     for number in range(sent):
-        assert conversation.far.next() == ("notice", Abandon(f"{number}{text}"))
+        assert conversation.far.next() == ("notice", said(f"{number}{text}"))
 
 
 def test_closing_tells_the_peer_why_after_all_that_was_said(conversation: Conversation) -> None:
-    conversation.notify(Abandon("last words"))
+    conversation.notify(said("last words"))
     call(conversation.loop, conversation.channel.close, "finalized")
-    assert conversation.far.next() == ("notice", Abandon("last words"))
+    assert conversation.far.next() == ("notice", said("last words"))
     assert conversation.far.next() == ("lost", "finalized")
     assert conversation.channel.closed
     with pytest.raises(ChannelClosed, match="finalized"):

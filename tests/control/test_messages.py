@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvplan.control.messages import (
     MAX_NBYTES,
     PROTOCOL_VERSION,
-    Abandon,
     Body,
     Claim,
     Close,
@@ -63,13 +62,12 @@ ENTRY = TableEntry(
 )
 TOKEN = bytes(range(16))
 BODIES: list[Body] = [
-    Hello(2**64 - 1, 0, TOKEN, LlmRole.PROMPT, "", (Offer("local", b"metadata"),), 1000, 500),
+    Hello(2**64 - 1, 0, TOKEN, LlmRole.PROMPT, "", (Offer("local", b"metadata"),), 1000),
     Welcome(1, TOKEN, LlmRole.DECODER, TOKEN, "local", b""),
-    Confirm(TOKEN, ""),
+    Confirm(TOKEN),
     Linked(),
     Unlink(0),
     Unlinked(),
-    Abandon("finalized"),
     Table(3, True, (ENTRY, ENTRY), (7, 8)),
     Sync(),
     Synced(0),

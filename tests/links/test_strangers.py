@@ -79,7 +79,6 @@ def hello(transport: LocalTransport, **other: Any) -> Hello:
         "comm": "",
         "offers": (Offer("local", transport.metadata(())),),
         "timeout_ms": 20_000,
-        "heartbeat_ms": 1000,
     }
     return Hello(**(fields | other))
 
@@ -98,7 +97,7 @@ def test_a_hello_alone_changes_nothing(
             stranger.ask(channel, body)
         assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
     with pytest.raises(LLMException, match="the challenge is another handshake's"):
-        stranger.ask(channel, Confirm(b"\0" * 16, ""))
+        stranger.ask(channel, Confirm(b"\0" * 16))
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
     end.links.get(2).begin()
     end.links.get(2).end()

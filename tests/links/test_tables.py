@@ -11,6 +11,7 @@ import kvplan
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
 from kvplan.control.messages import MAX_NBYTES, TableEntry, encode
 from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.peer_table import PeerCache, PeerTable
 from kvplan.engine.links.told_table import ToldTable
 from kvplan.status import LLMStatusCode
@@ -93,6 +94,7 @@ def test_many_changes_at_once(pair: tuple[End, End]) -> None:
     for cache_id in range(1, 300):
         two.registry.deallocate(cache_id)
     link = one.links.get(2)
+    _hear_all(link)
     assert link.cache(CacheIndex(2, 300)).cache_id == 300
     with pytest.raises(LLMException, match=r"it offers \[300\]"):
         link.cache(CacheIndex(2, 17))
@@ -145,6 +147,7 @@ class TestKeys:
         entry = two.registry.allocate(DESC, paged=False, keys=[key])
         two.registry.deallocate(entry.cache.cache_id)
         link = one.links.get(2)
+        _hear_all(link)
         with pytest.raises(LLMException, match="offers no cache"):
             link.cache(CacheIndex(2, entry.cache.cache_id))
         claim = link.claim(key)
@@ -209,3 +212,9 @@ def _entry(cache_id: int, desc: CacheDesc, metadata: bytes) -> CacheEntry:
 
 def _tensors() -> list[np.ndarray]:
     return [np.zeros(DESC.shape, np.float32) for _ in range(DESC.num_tensors)]
+
+
+def _hear_all(link: PeerLink) -> None:
+    """Ask for what is not there: on return all news is here, as questions are answered in turn."""
+    with pytest.raises(LLMException):
+        link.cache(CacheIndex(2, 10**6))

@@ -127,6 +127,14 @@ class TestBefore:
         link.close()
         refuses(LLMStatusCode.LLM_NOT_YET_LINK, "is closed", memory.check)
 
+    def test_a_link_that_was_closed_for_a_reason(
+        self, owner: Owner, link: Link, setup: str
+    ) -> None:
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        link.close(LLMException("lost", status_code=LLMStatusCode.LLM_LINK_FAILED))
+        link.close()
+        refuses(LLMStatusCode.LLM_LINK_FAILED, "lost", memory.check)
+
 
 @pytest.mark.parametrize("setup", [REGISTERED], ids=["registered"])
 class TestUnmapped:
@@ -328,6 +336,7 @@ class TestThisSide:
 
         def left() -> tuple[int, int, int]:
             gc.collect()  # what other tests dropped
+            gc.collect()  # and what only that held
             maps = Path("/proc/self/maps").read_text()
             threads = len(list(Path("/proc/self/task").iterdir()))
             return len(list(Path("/proc/self/fd").iterdir())), maps.count("kvplan"), threads

@@ -88,7 +88,7 @@ class Answerer:
         )
 
     async def confirm(self, channel: Channel, confirm: Confirm) -> Linked:
-        """The peer reaches this engine's memory, or says why it cannot.
+        """The peer reaches this engine's memory.
 
         Raises:
             LLMException: no link comes to be, and why; the peer is told.
@@ -97,8 +97,6 @@ class Answerer:
         if not isinstance(link, PeerLink) or self._steps.answering.get(link.cluster_id) is not link:
             raise link_failed("confirm: there is no handshake to confirm")
         try:
-            if confirm.error:
-                raise link_failed(confirm.error)
             if not secrets.compare_digest(confirm.challenge, self._challenges[link]):
                 raise link_failed("confirm: the challenge is another handshake's")
             try:

@@ -166,7 +166,6 @@ class Caller:
                 comm=link.comm,
                 offers=end.offers(),
                 timeout_ms=int(timeout_s * 1000),
-                heartbeat_ms=end.options.heartbeat_interval_ms,
             ),
             Welcome,
             timeout_s,
@@ -179,7 +178,7 @@ class Caller:
         await self._steps.connected(link)
         link.phase = "confirm"
         await tell(link, end.registry)
-        await ask(channel, Confirm(welcome.challenge, ""), Linked, timeout_s)
+        await ask(channel, Confirm(welcome.challenge), Linked, timeout_s)
         self._steps.linked(link)
 
     def _refuse_linked(self, cluster_id: int) -> None:

@@ -110,13 +110,17 @@ class LinkLife:
 
     def refusal(self) -> LLMException:
         """Why nothing can be transferred over the link as it is now."""
+        return self.refusal_in(self.state, self.reason)
+
+    def refusal_in(self, state: LinkState, reason: str) -> LLMException:
+        """Why nothing can be transferred over the link when it is in `state`."""
         who = f"the link to cluster {self.cluster_id}"
-        if self.state is LinkState.BROKEN:
+        if state is LinkState.BROKEN:
             return LLMException(
-                f"{who} is broken: {self.reason}", status_code=LLMStatusCode.LLM_LINK_FAILED
+                f"{who} is broken: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED
             )
         doing = {
             LinkState.LINKING: "is still being made",
             LinkState.UNLINKING: "is being unlinked",
-        }.get(self.state, f"has ended: {self.reason}")
+        }.get(state, f"has ended: {reason}")
         return LLMException(f"{who} {doing}", status_code=LLMStatusCode.LLM_NOT_YET_LINK)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Body, Claim, Find, Found, Release, Released, Sync, Synced
@@ -61,10 +64,14 @@ class PeerLink(LinkLife):
         self.telling = asyncio.Lock()
         self.is_news_due = False
         self._asking = asyncio.Semaphore(_MAX_QUESTIONS)
+        self._late: set[asyncio.Task[None]] = set()  # claims that came too late
         self._control = control
         self._wait_s = wait_ms / 1000
         self._table = PeerTable(cluster_id)
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
+
+    def __str__(self) -> str:
+        return f"cluster {self.cluster_id}"
 
     def cache(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache:
         """The peer's cache that `index` names; one that is not known yet is asked for.
@@ -135,7 +142,8 @@ class PeerLink(LinkLife):
         Raises:
             LLMException: as `cache`; LLM_REPEAT_REQUEST: somebody else has claimed it.
         """
-        found = self._ask(Claim(key.req_id, key.prefix_id, key.model_id), Found)
+        claim = Claim(key.req_id, key.prefix_id, key.model_id)
+        found = self._answer_to(lambda channel: self._claim_in_turn(channel, claim))
         return PeerClaim(self, found.claim_id, self._told_with(found), found.batch_index)
 
     def release(self, claim_id: int, tensors: range | None) -> None:
@@ -215,11 +223,14 @@ class PeerLink(LinkLife):
         return known if known == cache else cache
 
     def _ask(self, question: Body, expected: type[_Answer]) -> _Answer:
+        return self._answer_to(lambda channel: self._ask_in_turn(channel, question, expected))
+
+    def _answer_to(self, asking: Callable[[Channel], Coroutine[Any, Any, _Answer]]) -> _Answer:
         channel = self.channel
         if channel is None or not self.is_live:
             raise self.refusal()
         try:
-            return self._control.run(self._ask_in_turn(channel, question, expected))
+            return self._control.run(asking(channel))
         except TimeoutError:
             raise LLMException(
                 f"cluster {self.cluster_id} has not answered within {self._wait_s * 1000:g} ms",
@@ -237,6 +248,25 @@ class PeerLink(LinkLife):
     ) -> _Answer:
         async with asyncio.timeout(self._wait_s), self._asking:
             return await ask(channel, question, expected, self._wait_s)
+
+    async def _claim_in_turn(self, channel: Channel, claim: Claim) -> Found:
+        """As `_ask_in_turn`; what a peer grants when nobody waits for it any more is given back."""
+        async with asyncio.timeout(self._wait_s):
+            await self._asking.acquire()
+            granting = asyncio.create_task(ask(channel, claim, Found, math.inf))
+            granting.add_done_callback(lambda _: self._asking.release())
+            try:
+                return await asyncio.shield(granting)
+            except asyncio.CancelledError:
+                late = asyncio.create_task(self._give_back(channel, granting))
+                self._late.add(late)
+                late.add_done_callback(self._late.discard)
+                raise
+
+    async def _give_back(self, channel: Channel, granting: asyncio.Task[Found]) -> None:
+        with suppress(LLMException, ChannelClosed, TimeoutError):
+            release = Release((await granting).claim_id, None)
+            await ask(channel, release, Released, self._wait_s)
 
 
 class PeerClaim:

@@ -22,7 +22,7 @@ async def tell(link: PeerLink, registry: CacheRegistry) -> int:
     assert link.told is not None
     async with link.telling:  # what is sent second must not overtake what was sent first
         link.is_news_due = False
-        for table in link.told.news(registry.offered()):
+        for table in registry.survey(link.told.news):
             await link.channel.notify(table)
         return link.told.version
 

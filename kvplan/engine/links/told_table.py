@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from kvplan.control.messages import MAX_NBYTES, Table, TableEntry
 from kvplan.engine.cache_entry import CacheEntry
+from kvplan.types import Cache
 
 _LOG = logging.getLogger("kvplan")
 _CHUNK = MAX_NBYTES // 2  # by an estimate of each entry that is never half of what it takes
@@ -23,7 +24,7 @@ class ToldTable:
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
-        self._told: dict[int, CacheEntry] = {}
+        self._told: dict[int, Cache] = {}  # no entries: those hold memory that is free by now
         self._version = 0
 
     @property
@@ -31,15 +32,17 @@ class ToldTable:
         """Number of messages that this table took."""
         return self._version
 
-    def news(self, offered: Mapping[int, CacheEntry]) -> Iterator[Table]:
+    def news(self, offered: Mapping[int, CacheEntry]) -> list[Table]:
         """The messages that bring the peer from what it knows to `offered`; they must all be sent.
 
         The first ones tell what was removed, so that no freed cache stays for a moment beside new
         ones at the same addresses.
         """
-        removed = [it for it, entry in self._told.items() if offered.get(it) is not entry]
-        added = [entry for it, entry in offered.items() if self._told.get(it) is not entry]
-        self._told = dict(offered)
+        now = {it: entry.cache for it, entry in offered.items()}
+        removed = [it for it, cache in self._told.items() if now.get(it) is not cache]
+        added = [entry for it, entry in offered.items() if self._told.get(it) is not entry.cache]
+        self._told = now
+        tables: list[Table] = []
         entries: list[TableEntry] = []
         chunk = len(removed) * _ADDRESS_NBYTES
         for entry in added:
@@ -53,12 +56,13 @@ class ToldTable:
                 )
                 continue
             if chunk + nbytes > _CHUNK:
-                yield self._message(entries, removed)
+                tables.append(self._message(entries, removed))
                 entries, removed, chunk = [], [], 0
             entries.append(described)
             chunk += nbytes
         if entries or removed or not self._version:
-            yield self._message(entries, removed)
+            tables.append(self._message(entries, removed))
+        return tables
 
     def describe(self, entry: CacheEntry) -> TableEntry:
         """`entry` as the peer is told it."""

@@ -126,6 +126,7 @@ class Transitions:
         if link.state is not LinkState.LINKING:
             return
         self._settle(link)
+        self._cut(link, LinkState.UNLINKED, str(error.args[0]))
         link.become(LinkState.UNLINKED, str(error.args[0]))
         self.errors.pop(link.cluster_id, None)
         self.errors[link.cluster_id] = error  # the newest last: the oldest goes
@@ -139,6 +140,8 @@ class Transitions:
         """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails."""
         if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
             return
+        # First: nothing succeeds over a link that is seen broken.
+        self._cut(link, LinkState.BROKEN, reason)
         link.become(LinkState.BROKEN, reason)
         self._log(link, logging.WARNING)
         self._release(link, reason)
@@ -158,6 +161,7 @@ class Transitions:
         if link.state is LinkState.UNLINKED:
             return
         was_broken = link.state is LinkState.BROKEN
+        self._cut(link, LinkState.UNLINKED, reason)
         link.become(LinkState.UNLINKED, reason)
         if self.links.get(link.cluster_id) is link:
             del self.links[link.cluster_id]
@@ -192,13 +196,21 @@ class Transitions:
     def _died(self, link: PeerLink) -> None:
         self.broken(link, link.death() or "the peer has exited")
 
-    def _release(self, link: PeerLink, reason: str) -> None:
-        """Let go of everything behind a link that has ended."""
+    def _cut(self, link: PeerLink, state: LinkState, reason: str) -> None:
+        """Close the way to the peer's memory: every transfer over it fails, as in `state`."""
         if (fd := self._watched.pop(link, None)) is not None:
             asyncio.get_running_loop().remove_reader(fd)
+        if link.connecting is None:
+            return
+        close = partial(_close_result, link.refusal_in(state, reason))
+        if link.connecting.done():
+            close(link.connecting)
+        else:
+            link.connecting.add_done_callback(close)
+
+    def _release(self, link: PeerLink, reason: str) -> None:
+        """Let go of everything behind a link that has ended."""
         self._end.registry.release_holder(link)
-        if link.connecting is not None:
-            link.connecting.add_done_callback(partial(_close_result, link.refusal()))
         link.forget()
         if link.channel is not None:
             # Later: what is served on it now must still be answered.

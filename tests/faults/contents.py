@@ -1,0 +1,39 @@
+"""What caches are filled with, in whichever process, and the shape that most of them have."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist
+
+DESC = CacheDesc(8, (4, 64), DataType.DT_INT32)
+"""A slot of it is eight descriptors of 256 bytes."""
+
+Tensor = NDArray[np.int32]
+
+
+def pattern(seed: int, desc: CacheDesc = DESC) -> list[Tensor]:
+    """Tensors of which no two bytes of one place are alike for two small seeds."""
+    return [
+        (np.arange(desc.tensor_nbytes // 4, dtype=np.int32) * 16 + tensor * 100_000 + seed).reshape(
+            desc.shape
+        )
+        for tensor in range(desc.num_tensors)
+    ]
+
+
+def make_cache(
+    datadist: LlmDataDist, memory: str, seed: int | None, desc: CacheDesc = DESC
+) -> tuple[Cache, list[Tensor]]:
+    """Return a cache, "allocated" or "registered", and its arrays: a pattern, or without: zeros."""
+    given = [np.zeros(desc.shape, np.int32) for _ in range(desc.num_tensors)]
+    if seed is not None:
+        given = pattern(seed, desc)
+    if memory == "registered":
+        return datadist.register_cache(desc, given), given
+    cache = datadist.allocate_cache(desc)
+    arrays = datadist.arrays(cache)
+    for array, tensor in zip(arrays, given, strict=True):
+        array[:] = tensor
+    return cache, arrays

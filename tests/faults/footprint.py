@@ -1,0 +1,35 @@
+"""What a process holds of the system, counted."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from pathlib import Path
+from typing import TypedDict
+
+from kvplan.transport.local import LocalTransport
+
+
+class Footprint(TypedDict):
+    """Descriptors, mappings, threads, registrations that peers can see; resident KiB."""
+
+    descriptors: int
+    mappings: int
+    threads: int
+    registrations: list[str]
+    kib: int
+
+
+def footprint() -> Footprint:
+    """Return it, after what is garbage has gone."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "registrations": sorted(
+            repr(it).split(": ")[1] for it in gc.get_objects() if type(it) is LocalTransport
+        ),
+        "kib": pages * resource.getpagesize() // 1024,
+    }

@@ -1,0 +1,173 @@
+"""Transfers that run out of time, or fail at one descriptor: what is confirmed has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from kvnative._executor import (
+    KVN_DENIED,
+    KVN_FAILED,
+    KVN_NO_MEMORY,
+    KVN_PEER_GONE,
+    KVN_UNMAPPED,
+    Backend,
+    delay,
+    fail_at,
+    limit_bandwidth,
+    limit_batch,
+)
+from kvplan import CacheKey, LinkState, LlmDataDist, LLMStatusCode, Transfers
+from tests.faults.conftest import MakeEngine
+from tests.faults.contents import make_cache, pattern
+from tests.faults.moves import link, move
+from tests.faults.outcomes import COUNT, assert_confirmed, refused, unconfirmed
+from tests.faults.peer import Peer
+from tests.faults.states import link_of
+
+FOR_EVER_MS = 600_000
+SLOT_NBYTES = 256 * COUNT
+TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+Wrap = Callable[[Backend], Backend]
+MakeFaulty = Callable[[Wrap], LlmDataDist]
+directions = pytest.mark.parametrize("direction", ["pull", "push"])
+memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
+
+
+@pytest.fixture
+def make_faulty(make_engine: MakeEngine) -> Iterator[MakeFaulty]:
+    """Makes an engine of cluster 2 whose transfers have faults."""
+    with ExitStack() as held:
+
+        def make(wrap: Wrap) -> LlmDataDist:
+            transfers = held.enter_context(Transfers(1, wrap))
+            held.callback(transfers.close, cancel=True)
+            return make_engine(2, transfers=transfers)
+
+        yield make
+
+
+def one_at_a_time(rate: float) -> Wrap:
+    return lambda backend: limit_batch(limit_bandwidth(backend, rate), 1)
+
+
+@memories
+@directions
+def test_a_deadline_passes_amid_the_descriptors(
+    make_faulty: MakeFaulty, peer: Peer, direction: str, memory: str
+) -> None:
+    """Whatever was moved by then; and nothing moves behind the caller's back."""
+    user = make_faulty(one_at_a_time(SLOT_NBYTES / 0.16))  # 20 ms a descriptor
+    remote = peer.make_cache(memory, seed=1 if direction == "pull" else None)
+    cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
+    link(user, peer)
+    error = refused(lambda: move(user, direction, remote, cache, timeout_ms=70), TIMEOUT)
+    missing = unconfirmed(error)
+    assert missing
+    first = min(missing)
+    assert missing == set(range(first, COUNT))  # one after the other
+    if direction == "pull":
+        assert_confirmed(error, arrays, pattern(1))
+        assert not any(arrays[it].any() for it in range(first + 1, COUNT))
+    else:
+        assert peer.run("result = [bool(it.any()) for it in arrays]")[first + 1 :] == (
+            [False] * (COUNT - first - 1)
+        )
+        assert peer.run(
+            "result = all((arrays[i][0] == pattern(2)[i][0]).all() for i in range(first))",
+            first=first,
+        )
+    mine = link_of(user, 1)
+    assert mine is not None
+    assert (mine.state, mine.in_flight, mine.last_error) == (LinkState.LINKED, 0, str(error))
+    assert (mine.bytes_pulled, mine.bytes_pushed) == (0, 0)
+    assert peer.state(2) == "LINKED"
+    move(user, direction, remote, cache)
+    if direction == "pull":
+        assert_confirmed(None, arrays, pattern(1))
+
+
+@memories
+@directions
+def test_nothing_comes_in_time(
+    make_faulty: MakeFaulty, peer: Peer, direction: str, memory: str
+) -> None:
+    user, remote = make_faulty(lambda it: delay(it, FOR_EVER_MS)), peer.make_cache(memory)
+    cache, _ = make_cache(user, memory, 2)
+    link(user, peer)
+    for _ in range(3):
+        error = refused(lambda: move(user, direction, remote, cache, timeout_ms=5), TIMEOUT)
+        assert unconfirmed(error) == set(range(COUNT))
+    assert user.metrics()["in_flight"] == 0
+    user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
+    assert peer.state(2) is None
+
+
+@memories
+@directions
+def test_each_descriptor_fails_once(
+    make_faulty: MakeFaulty, peer: Peer, direction: str, memory: str
+) -> None:
+    for index in range(COUNT):
+        user = make_faulty(lambda it, index=index: fail_at(limit_batch(it, 3), index))  # type: ignore[misc]
+        remote = peer.make_cache(memory, seed=1 if direction == "pull" else None)
+        cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
+        link(user, peer)
+        error = refused(partial(move, user, direction, remote, cache), LLMStatusCode.LLM_FAILED)
+        assert error.unconfirmed == ((index, COUNT),)
+        assert error.origin is not None
+        assert error.origin.src_tensor == index
+        if direction == "pull":
+            assert_confirmed(error, arrays, pattern(1))
+        moved = arrays if direction == "pull" else None
+        found = (
+            [bool(it.any()) for it in moved]
+            if moved is not None
+            else peer.run("result = [bool(it.any()) for it in arrays]")
+        )
+        assert found == [True] * index + [False] * (COUNT - index)
+        mine = link_of(user, 1)
+        assert mine is not None
+        assert (mine.state, mine.last_error) == (LinkState.LINKED, str(error))
+        assert peer.state(2) == "LINKED"
+        user.finalize()
+        peer.wait_for_state(2, "BROKEN")
+        peer.run("datadist.unlink_clusters([2]).raise_for_status()")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (KVN_PEER_GONE, LLMStatusCode.LLM_LINK_FAILED),
+        (KVN_DENIED, LLMStatusCode.LLM_LINK_FAILED),
+        (KVN_UNMAPPED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST),
+        (KVN_NO_MEMORY, LLMStatusCode.LLM_OUT_OF_MEMORY),
+        (KVN_FAILED, LLMStatusCode.LLM_FAILED),
+    ],
+)
+def test_a_fault_is_told_by_its_own_status_and_consumes_no_key(
+    make_faulty: MakeFaulty, make_engine: MakeEngine, peer: Peer, status: int, code: LLMStatusCode
+) -> None:
+    key = CacheKey(1, 7)
+    peer.run(
+        """
+        cache = datadist.allocate_cache(DESC, [CacheKey(1, 7)])
+        for array, tensor in zip(datadist.arrays(cache), pattern(1)):
+            array[:] = tensor
+        """
+    )
+    user, other = make_faulty(lambda it: fail_at(it, 5, status=status)), make_engine(3)
+    cache, arrays = make_cache(user, "allocated", None)
+    theirs, their_arrays = make_cache(other, "allocated", None)
+    link(user, peer)
+    link(other, peer)
+    for _ in range(2):
+        error = refused(lambda: user.pull_cache(key, cache), code)
+        assert unconfirmed(error) == {5, 6, 7}
+        assert_confirmed(error, arrays, pattern(1))
+    other.pull_cache(key, theirs)
+    assert_confirmed(None, their_arrays, pattern(1))
+    refused(lambda: user.pull_cache(key, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

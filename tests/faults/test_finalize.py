@@ -1,0 +1,119 @@
+"""`finalize` ends, whatever became of the peers, and tells those that still hear."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvnative._executor import delay
+from kvplan import CacheIndex, CacheKey, ClusterInfo, LlmDataDist, LLMStatusCode, Transfers
+from tests.faults.conftest import Attempt, MakeEngine, MakePeer
+from tests.faults.contents import make_cache
+from tests.faults.moves import link
+from tests.faults.outcomes import refused
+from tests.faults.peer import Peer
+
+SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
+MOST_S = 4.0  # the waiting below takes 100 ms, the telling half a second; the machine may stall
+
+
+@pytest.fixture
+def held(make_engine: MakeEngine) -> Iterator[LlmDataDist]:
+    """An engine of cluster 9 whose transfers would take minutes; a pull may take 100 ms."""
+    with Transfers(1, lambda backend: delay(backend, 600_000)) as transfers:
+        yield make_engine(9, transfers=transfers, sync_kv_cache_wait_time=100, **SLOW)
+        transfers.close(cancel=True)
+
+
+def finalize(user: LlmDataDist) -> None:
+    began = time.monotonic()
+    user.finalize()
+    assert time.monotonic() - began < MOST_S
+
+
+def test_with_peers_in_any_state(make_engine: MakeEngine, make_peer: MakePeer) -> None:
+    user = make_engine(9, **SLOW)
+    alive, dead, stopped = (make_peer(cluster_id) for cluster_id in (1, 2, 3))
+    link(user, alive, dead, stopped)
+    dead.kill()
+    stopped.stop()
+    finalize(user)
+    assert "cluster 9 is finalized" in alive.wait_for_state(9, "BROKEN")
+    stopped.resume()
+    assert "cluster 9 is finalized" in stopped.wait_for_state(9, "BROKEN")
+    again = make_engine(9)
+    link(again, alive, stopped)
+
+
+def test_with_transfers_in_flight_to_peers_in_any_state(
+    held: LlmDataDist, make_peer: MakePeer
+) -> None:
+    peers = [make_peer(cluster_id) for cluster_id in (1, 2, 3)]
+    for peer in peers:
+        peer.make_cache()
+    link(held, *peers)
+    tasks = []
+    for peer in peers:
+        cache, _ = make_cache(held, "allocated", None)
+        tasks += [held.submit_pull_cache(CacheIndex(peer.cluster_id, 1), cache) for _ in range(3)]
+    peers[1].kill()
+    peers[2].stop()
+    finalize(held)
+    for task in tasks:
+        assert task.done
+        # Stopped, or found after its link broke: never a success.
+        with pytest.raises(Exception, match=r"LLM_(FAILED|LINK_FAILED|NOT_YET_LINK)"):
+            task.wait()
+    assert "finalized" in peers[0].wait_for_state(9, "BROKEN")
+
+
+def test_while_others_wait_for_a_stopped_peer(
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
+) -> None:
+    user = make_engine(9, sync_kv_cache_wait_time=500, **SLOW)
+    cache, _ = make_cache(user, "allocated", None)
+    link(user, peer)
+    peer.stop()
+    waiting = [attempt(lambda: user.pull_cache(CacheKey(1, 7), cache)) for _ in range(4)]
+    unlinking = attempt(lambda: user.unlink_clusters([1], 30_000))
+    finalize(user)
+    assert all(it.result(10) is not None for it in waiting)
+    unlinking.result(10)  # well or not: the link has ended, and so has the call
+    refused(user.links, LLMStatusCode.LLM_ENGINE_FINALIZED)
+
+
+def test_while_a_link_is_being_made_with_a_stopped_peer(
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
+) -> None:
+    user = make_engine(9, **SLOW)
+    peer.stop()
+    begun = threading.Event()
+
+    def call() -> None:
+        begun.set()
+        user.link_clusters([ClusterInfo(1, peer.address)], 60_000).raise_for_status()
+
+    linking = attempt(call)
+    begun.wait()
+    finalize(user)
+    error = linking.result(10)
+    assert error is not None
+    peer.resume()
+    assert peer.state(9) is None
+    again = make_engine(9)
+    link(again, peer)
+
+
+def test_both_ends_at_once(make_engine: MakeEngine, peer: Peer) -> None:
+    for _ in range(20):
+        user = make_engine(9)
+        link(user, peer)
+        peer.begin(
+            "datadist.finalize(); datadist.initialize(Options(listen_ip_info=address))",
+            address=peer.address,
+        )
+        finalize(user)
+        peer.answer()

@@ -1,0 +1,159 @@
+"""A peer is stopped by SIGSTOP, and continued: before, during and after a transfer."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplan import CacheIndex, CacheKey, LinkState, LLMStatusCode
+from tests.faults.conftest import Attempt, MakeEngine, MakePeer
+from tests.faults.contents import make_cache, pattern
+from tests.faults.gate import Gate
+from tests.faults.moves import link, move
+from tests.faults.outcomes import assert_confirmed, refused, unconfirmed
+from tests.faults.peer import Peer
+from tests.faults.states import link_of, wait_for_state
+
+QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 300}
+SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
+LINK_FAILED = LLMStatusCode.LLM_LINK_FAILED
+KEY = CacheKey(1, 7)
+directions = pytest.mark.parametrize("direction", ["pull", "push"])
+memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
+
+
+def keyed(peer: Peer) -> None:
+    """Cache 1 there, whose slot 0 is named by KEY."""
+    peer.run(
+        """
+        cache = datadist.allocate_cache(DESC, [CacheKey(1, 7)])
+        for array, tensor in zip(datadist.arrays(cache), pattern(1)):
+            array[:] = tensor
+        """
+    )
+
+
+@memories
+@directions
+def test_whoever_is_not_asked_need_not_run(
+    make_engine: MakeEngine, peer: Peer, direction: str, memory: str
+) -> None:
+    user, remote = make_engine(2, **SLOW), peer.make_cache(memory)
+    cache, arrays = make_cache(user, memory, None)
+    link(user, peer)
+    move(user, "pull", remote, cache)
+    for array in arrays:
+        array[:] = 0
+    peer.stop()
+    move(user, direction, remote, cache)
+    peer.resume()
+    if direction == "pull":
+        assert_confirmed(None, arrays, pattern(1))
+    else:
+        code = "result = all(not a[0].any() and (a[1:] == p[1:]).all() for a, p in pairs)"
+        assert peer.run("pairs = list(zip(arrays, pattern(1)))\n" + code)
+    assert peer.state(2) == "LINKED"
+    assert link_of(user, 1).state is LinkState.LINKED
+
+
+@memories
+def test_during_and_continued(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, memory: str
+) -> None:
+    user, remote = gated(2, **SLOW), peer.make_cache(memory)
+    cache, arrays = make_cache(user, "allocated", None)
+    link(user, peer)
+    call = attempt(lambda: move(user, "pull", remote, cache))
+    gate.wait()
+    peer.stop()
+    gate.open()
+    assert call.result(30) is None
+    peer.resume()
+    assert_confirmed(None, arrays, pattern(1))
+    assert (link_of(user, 1).state, peer.state(2)) == (LinkState.LINKED, "LINKED")
+
+
+@memories
+@directions
+def test_during_until_it_is_given_up(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
+) -> None:
+    user, remote = gated(2, **QUICK), peer.make_cache(memory)
+    cache, arrays = make_cache(user, "allocated", None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(lambda: move(user, direction, remote, cache))
+    gate.wait()
+    peer.stop()
+    assert "nothing heard for" in wait_for_state(user, 1, LinkState.BROKEN)
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is LINK_FAILED, error
+    assert "nothing heard for" in str(error)
+    assert unconfirmed(error)
+    if direction == "pull":
+        assert_confirmed(error, arrays, pattern(1))
+    refused(lambda: move(user, "pull", remote, cache), LINK_FAILED, "nothing heard for")
+    peer.resume()
+    peer.wait_for_state(2, "BROKEN")
+    link(user, peer)
+    assert (link_of(user, 1).state, peer.state(2)) == (LinkState.LINKED, "LINKED")
+    move(user, "pull", remote, cache)
+
+
+def test_a_key_that_is_asked_for_in_vain_is_not_lost(make_engine: MakeEngine, peer: Peer) -> None:
+    user = make_engine(2, **SLOW, sync_kv_cache_wait_time=100)
+    other = make_engine(3, **SLOW, sync_kv_cache_wait_time=10_000)
+    keyed(peer)
+    cache, arrays = make_cache(user, "allocated", None)
+    theirs, others_arrays = make_cache(other, "allocated", None)
+    link(user, peer)
+    link(other, peer)
+    peer.stop()
+    refused(lambda: user.pull_cache(KEY, cache), LLMStatusCode.LLM_TIMEOUT, "has not answered")
+    assert (link_of(user, 1).state, link_of(user, 1).in_flight) == (LinkState.LINKED, 0)
+    assert not any(it.any() for it in arrays)
+    peer.resume()
+    unknown = CacheIndex(1, 99)
+    for _ in range(3):  # questions are answered in order: what was granted too late is back
+        refused(lambda: user.pull_cache(unknown, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    other.pull_cache(KEY, theirs, timeout_ms=30_000)
+    assert_confirmed(None, others_arrays, pattern(1))
+    refused(lambda: other.pull_cache(KEY, theirs), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+def test_a_key_whose_pull_was_not_acknowledged_is_consumed_all_the_same(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
+) -> None:
+    user = gated(2, **SLOW, sync_kv_cache_wait_time=100)
+    keyed(peer)
+    cache, arrays = make_cache(user, "allocated", None)
+    link(user, peer)
+    call = attempt(lambda: user.pull_cache(KEY, cache, timeout_ms=30_000))
+    gate.wait()
+    peer.stop()
+    gate.open()
+    assert call.result(30) is None
+    assert_confirmed(None, arrays, pattern(1))
+    peer.resume()
+    refused(lambda: user.pull_cache(KEY, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+def test_a_stopped_peer_holds_up_nobody_else(
+    make_engine: MakeEngine, make_peer: MakePeer, attempt: Attempt
+) -> None:
+    user = make_engine(2, **SLOW, sync_kv_cache_wait_time=30_000)
+    stopped, running = make_peer(1), make_peer(3)
+    link(user, stopped, running)
+    running.run("cache = datadist.allocate_cache(DESC, [CacheKey(3, 7)])")
+    cache, _ = make_cache(user, "allocated", None)
+    stopped.stop()
+    waiting = [attempt(lambda: user.pull_cache(KEY, cache)) for _ in range(20)]
+    user.pull_cache(CacheKey(3, 7), cache)
+    user.unlink_clusters([3], timeout_ms=10_000).raise_for_status()
+    link(user, running)
+    assert not any(it.done() for it in waiting)
+    user.unlink_clusters([1], force=True).raise_for_status()
+    errors = [it.result(30) for it in waiting]
+    assert {it and it.status_code for it in errors} == {LLMStatusCode.LLM_NOT_YET_LINK}
+    stopped.resume()
+    assert "unlinked by force" in stopped.wait_for_state(2, "BROKEN")

@@ -1,0 +1,161 @@
+"""Memory is unregistered or freed under a transfer, at either end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvplan import CacheIndex, CacheKey, LinkState, LLMStatusCode, PoolConfig
+from tests.faults.conftest import Attempt, MakeEngine, MakePeer
+from tests.faults.contents import DESC, make_cache, pattern
+from tests.faults.gate import Gate
+from tests.faults.moves import link, move
+from tests.faults.outcomes import COUNT, assert_confirmed, refused, unconfirmed
+from tests.faults.peer import Peer
+from tests.faults.states import link_of
+
+NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+WITHDRAW = {
+    "allocated": "datadist.deallocate_cache(cache)",
+    "registered": "datadist.unregister_cache(cache.cache_id)",
+}
+directions = pytest.mark.parametrize("direction", ["pull", "push"])
+memories = pytest.mark.parametrize("memory", WITHDRAW)
+
+
+@memories
+@directions
+def test_at_the_peer(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
+) -> None:
+    user, remote = gated(2), peer.make_cache(memory)
+    cache, arrays = make_cache(user, "allocated", None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(lambda: move(user, direction, remote, cache))
+    gate.wait()
+    peer.run(WITHDRAW[memory])
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+    assert unconfirmed(error) == set(range(COUNT))
+    mine = link_of(user, 1)
+    assert mine is not None
+    assert (mine.state, mine.in_flight, peer.state(2)) == (LinkState.LINKED, 0, "LINKED")
+    assert mine.last_error == str(error)
+    assert (mine.bytes_pulled, mine.bytes_pushed) == (0, 0)
+    # And the link is as good as before.
+    refused(lambda: move(user, direction, remote, cache), NOT_EXIST)
+    again = peer.make_cache(memory, seed=3)
+    move(user, "pull", again, cache)
+    assert all((it[0] == to[0]).all() for it, to in zip(arrays, pattern(3), strict=True))
+
+
+def test_pages_that_are_another_cache_by_now(
+    gated: MakeEngine, make_peer: MakePeer, gate: Gate, attempt: Attempt
+) -> None:
+    """The address is mapped, and in a cache that is offered: it is another one all the same."""
+    peer = make_peer(1, mem_pool_config=PoolConfig(DESC.nbytes, 10))
+    user, remote = gated(2), peer.make_cache(seed=1)
+    cache, _ = make_cache(user, "allocated", None)
+    link(user, peer)
+    call = attempt(lambda: move(user, "pull", remote, cache))
+    gate.wait()
+    peer.run("was = cache.tensor_addrs; datadist.deallocate_cache(cache); del cache, arrays")
+    again = peer.make_cache(seed=3)
+    assert peer.run("result = was == cache.tensor_addrs")
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+    assert unconfirmed(error) == set(range(COUNT))
+    refused(lambda: move(user, "pull", remote, cache), NOT_EXIST)
+    move(user, "pull", again, cache)
+    assert_confirmed(None, user.arrays(cache), pattern(3))
+
+
+@memories
+@directions
+def test_at_this_end(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
+) -> None:
+    """What a transfer uses stays until it ends: it succeeds, and nobody else's bytes move."""
+    user = gated(2, mem_pool_config=PoolConfig(DESC.nbytes, 10))
+    remote = peer.make_cache(seed=1 if direction == "pull" else None)
+    cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(lambda: move(user, direction, remote, cache))
+    gate.wait()
+    if memory == "allocated":
+        user.deallocate_cache(cache)
+        refused(lambda: user.allocate_cache(DESC), LLMStatusCode.LLM_OUT_OF_MEMORY)
+    else:
+        user.unregister_cache(cache.cache_id)
+    refused(lambda: move(user, direction, remote, cache), NOT_EXIST)
+    gate.open()
+    assert call.result(30) is None
+    if direction == "pull":
+        assert_confirmed(None, arrays, pattern(1))
+    else:
+        assert peer.run(
+            "result = all((a[0] == p[0]).all() and not a[1:].any()"
+            " for a, p in zip(arrays, pattern(2)))"
+        )
+    del arrays
+    user.allocate_cache(DESC)
+
+
+def test_a_cache_that_is_freed_stays_for_who_has_claimed_it(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
+) -> None:
+    user = gated(2)
+    peer.run(
+        """
+        cache = datadist.allocate_cache(DESC, [CacheKey(1, 7)])
+        for array, tensor in zip(datadist.arrays(cache), pattern(1)):
+            array[:] = tensor
+        """
+    )
+    cache, arrays = make_cache(user, "allocated", None)
+    link(user, peer)
+    call = attempt(lambda: user.pull_cache(CacheKey(1, 7), cache, timeout_ms=30_000))
+    gate.wait()
+    peer.run("datadist.remove_cache_key(CacheKey(1, 7)); datadist.deallocate_cache(cache)")
+    gate.open()
+    assert call.result(30) is None
+    assert_confirmed(None, arrays, pattern(1))
+    refused(lambda: user.pull_cache(CacheKey(1, 7), cache), NOT_EXIST)
+    refused(lambda: user.pull_cache(CacheIndex(1, 1), cache), NOT_EXIST)
+
+
+def test_pages_that_their_owner_has_unmapped(make_engine: MakeEngine, peer: Peer) -> None:
+    """Registered by address, unmapped, and not unregistered: an error, at both ends no crash."""
+    user = make_engine(2)
+    remote = peer.run(
+        """
+        import ctypes, mmap
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        size = -(-DESC.nbytes // 4096) * 4096
+        address = libc.mmap(None, ctypes.c_size_t(size), 3, 0x22, -1, ctypes.c_long(0))
+        addresses = [address + i * DESC.tensor_nbytes for i in range(DESC.num_tensors)]
+        result = datadist.register_cache(DESC, addresses).cache_id
+        """
+    )
+    cache, arrays = make_cache(user, "allocated", 5)
+    link(user, peer)
+    move(user, "push", remote, cache)
+    half = DESC.nbytes // 2 // 4096 * 4096
+    peer.run(
+        "libc.munmap(ctypes.c_void_p(address + half), ctypes.c_size_t(size - half))", half=half
+    )
+    for array in arrays:
+        array[:] = 0
+    error = refused(lambda: move(user, "pull", remote, cache), NOT_EXIST)
+    missing = unconfirmed(error)
+    assert missing
+    for number, array in enumerate(arrays):
+        if number not in missing:
+            assert np.array_equal(array[0], pattern(5)[number][0])
+    peer.run("datadist.unregister_cache(cache_id)", cache_id=remote)
+    assert link_of(user, 1).state is LinkState.LINKED
