@@ -133,7 +133,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: another option; LLM_FAILED:
-                the address cannot be had, and nobody listens now.
+                the address cannot be had. Nothing changes then.
         """
         check_type("role", role, LlmRole)
         given = Options.of(options)

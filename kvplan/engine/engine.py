@@ -68,7 +68,6 @@ class Engine:
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
         self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
-        self.listen_address: str | None = None
         self._listen_at = ""
         # Transferring calls, from before they look at a cache until their outcome. No lock: a call
         # is put in before it asks whether the engine closes, and `close` says so before it looks.
@@ -104,23 +103,29 @@ class Engine:
                 f"forked child {os.getpid()}, which needs an engine of its own"
             )
 
+    @property
+    def listen_address(self) -> str | None:
+        """Where it listens, with the real port; None: nowhere."""
+        endpoint = self.links.endpoint
+        return None if endpoint is None else str(endpoint)
+
     def listen(self, address: str) -> None:
         """Listen at `address` ("ip:port", port 0: any) and nowhere else; empty: nowhere.
 
         Where it listens there already, nothing changes.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had, and
-                nobody listens now.
+            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had. Nothing
+                changes then.
         """
-        if address == self._listen_at:
+        here = self.listen_address
+        if here is not None and address in (here, self._listen_at):
             return
-        endpoint = Endpoint.parse(address) if address else None
-        self.links.stop_listening()
-        self._listen_at, self.listen_address = "", None
-        if endpoint is not None:
-            self.listen_address = str(self.links.listen(endpoint))
-            self._listen_at = address
+        if address:
+            self.links.listen(Endpoint.parse(address))
+        else:
+            self.links.stop_listening()
+        self._listen_at = address
 
     def enter(self, call: object) -> None:
         """Begin a transferring call; `leave` ends it.

@@ -39,7 +39,9 @@ class End:
         self.log = _Log(cluster_id)
         self.links = Links(cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports)
         self.links.start()
-        self.address = str(self.links.listen(Endpoint.parse(listen))) if listen else ""
+        if listen:
+            self.links.listen(Endpoint.parse(listen))
+        self.address = str(self.links.endpoint) if listen else ""
 
     def _changed(self) -> None:
         self.links.tables_changed()
