@@ -11,7 +11,7 @@ import stat
 import time
 import warnings
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvplan.control.channel import Channel, Handler
 from kvplan.control.cluster_key import ClusterKey
@@ -62,7 +62,7 @@ class Server:
             loop: runs the conversations, and closes the server when it stops.
             endpoint: port 0 takes a free one, which `Server.endpoint` then tells.
             handler: is called with what peers say.
-            key: None admits everybody who can reach the endpoint; off this host that warns.
+            key: None admits everybody who can reach the endpoint; off this host that is logged.
 
         Raises:
             LLMException: LLM_FAILED with the phase and the system's error.
@@ -111,22 +111,11 @@ class Server:
 
     async def _bind_address(self) -> socket.socket:
         endpoint = self.endpoint
-        found = await self._owner.in_worker(
-            socket.getaddrinfo,
-            endpoint.host,
-            endpoint.port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )
-        family, kind, protocol, _, address = found[0]
+        found = await self._owner.in_worker(_resolve, endpoint)
+        family, kind, protocol, _, address = found
         self.endpoint = Endpoint(str(address[0]), endpoint.port)
         if self._key is None and not self.endpoint.is_loopback:
-            text = (
-                f"listening on {endpoint} without a cluster key: whoever can reach it may link "
-                "and read caches; make a key with 'kvplan keygen'"
-            )
             _log.warning("event=listen_open endpoint=%s", endpoint)
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
         listening = socket.socket(family, kind, protocol)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -171,6 +160,29 @@ class Server:
             if channel.bound is None and not channel.serving and silent > VISIT_S:
                 channel.drop(f"silent for {VISIT_S:g} s without a link")
         self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+
+def warn_of_strangers(endpoint: Endpoint, stacklevel: int) -> None:
+    """Warn whoever is about to listen, without a key, where other hosts may reach it.
+
+    Args:
+        endpoint: where; nothing is said of one that cannot be had.
+        stacklevel: as of `warnings.warn`: 1 is the caller of this function.
+    """
+    with contextlib.suppress(OSError):
+        if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
+            warnings.warn(
+                f"listening on {endpoint} without a cluster key: whoever can reach it may link "
+                "and read caches; make a key with 'kvplan keygen'",
+                RuntimeWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _resolve(endpoint: Endpoint) -> tuple[Any, ...]:
+    """What `socket.getaddrinfo` finds first."""
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+    return socket.getaddrinfo(endpoint.host, endpoint.port, type=kind, flags=flags)[0]
 
 
 def _is_abandoned(path: Path) -> bool:

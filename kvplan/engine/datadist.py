@@ -146,7 +146,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
                     "role changes",
                     status_code=LLMStatusCode.LLM_EXIST_LINK,
                 )
-            engine.listen(given.listen_ip_info)
+            engine.listen(given.listen_ip_info, stacklevel=2)
             engine.role = self._role = role
 
     def link_clusters(self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000) -> LinkResults:

@@ -9,6 +9,7 @@ from threading import Condition, RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.control.endpoint import Endpoint
+from kvplan.control.server import warn_of_strangers
 from kvplan.engine.links import Links
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
@@ -84,7 +85,7 @@ class Engine:
             self.links = Links(cluster_id, lambda: self.role, options, self.registry, transports)
             held.callback(self.links.close)
             self.links.start()
-            self.listen(options.listen_ip_info)
+            self.listen(options.listen_ip_info, stacklevel=3)  # who initializes
             self._held = held.pop_all()
 
     def _announce(self) -> None:
@@ -109,10 +110,14 @@ class Engine:
         endpoint = self.links.endpoint
         return None if endpoint is None else str(endpoint)
 
-    def listen(self, address: str) -> None:
+    def listen(self, address: str, stacklevel: int) -> None:
         """Listen at `address` ("ip:port", port 0: any) and nowhere else; empty: nowhere.
 
-        Where it listens there already, nothing changes.
+        Where it listens there already, nothing changes. Warns if strangers could link.
+
+        Args:
+            address: where.
+            stacklevel: whom the warning is for: 1 is the caller of this method.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had. Nothing
@@ -122,7 +127,10 @@ class Engine:
         if here is not None and address in (here, self._listen_at):
             return
         if address:
-            self.links.listen(Endpoint.parse(address))
+            endpoint = Endpoint.parse(address)
+            if self.options.cluster_key_file is None:
+                warn_of_strangers(endpoint, stacklevel + 1)
+            self.links.listen(endpoint)
         else:
             self.links.stop_listening()
         self._listen_at = address

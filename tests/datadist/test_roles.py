@@ -101,6 +101,29 @@ def test_a_server_that_cannot_move_stays(make_engine: MakeEngine, same_port: boo
     assert can_link(user, owner, before)
 
 
+def test_who_opens_an_engine_to_strangers_is_warned(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    anybody = {"ListenIpInfo": "0.0.0.0:0"}
+    engines = LlmDataDist(1, LlmRole.PROMPT), make_engine(2)
+    with engines[0]:
+        with pytest.warns(RuntimeWarning, match="without a cluster key") as initialized:
+            engines[0].initialize(anybody)
+        with pytest.warns(RuntimeWarning, match="without a cluster key") as set_role:
+            engines[1].set_role(LlmRole.PROMPT, anybody)
+        engines[1].set_role(LlmRole.DECODER, anybody)  # it listens there already
+    assert [it.filename for it in (*initialized, *set_role)] == [__file__] * 2
+    assert caplog.text.count("listen_open") == 2
+
+
+def test_a_warning_that_is_an_error_changes_nothing(make_engine: MakeEngine) -> None:
+    owner = make_engine(1, listen=True)
+    before = owner.listen_address
+    with pytest.raises(RuntimeWarning):
+        owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": "0.0.0.0:0"})
+    assert (owner.role, owner.listen_address) == (LlmRole.MIX, before)
+
+
 @pytest.mark.filterwarnings("ignore:listening on 0.0.0.0")
 def test_a_server_moves_to_another_address_with_its_port(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)

@@ -96,6 +96,18 @@ def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> Non
     assert ends[1].status(1).address.startswith("ipc://")
 
 
+def test_who_waits_for_other_hosts_without_a_key_is_warned(make_end: MakeEnd) -> None:
+    server = {"server_id": "0.0.0.0", "device": [{"rank_id": "0"}]}
+    other = {"server_id": "10.0.0.1", "device": [{"rank_id": "1"}]}
+    table = json.dumps({"version": "1.2", "server_list": [server, other]})
+    end = make_end(1, listen="", comm_port=0)
+    with pytest.warns(RuntimeWarning, match="0.0.0.0.*without a cluster key"):
+        comm_id = end.links.comm_link("hosts", {1: 0, 2: 1}, table)
+    end.links.comm_unlink(comm_id)
+    caller = make_end(2, listen="")
+    caller.links.comm_unlink(caller.links.comm_link("hosts", {1: 1, 2: 1}, table))
+
+
 def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
     end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=1)
     comm_id = end.links.comm_link("alone", {1: 0, 2: 1})
@@ -138,7 +150,7 @@ def test_transfers_in_flight_keep_it(make_end: MakeEnd, comm_dir: str) -> None:
     assert settle(one, 1) is OK
     link = one.links.get(2)
     link.begin()
-    with pytest.raises(LLMException, match="1 operations in flight") as error:
+    with pytest.raises(LLMException, match="1 operation in flight") as error:
         one.links.comm_unlink(1)
     assert error.value.status_code is LLMStatusCode.LLM_LINK_BUSY
     assert one.links.comm_status(1) is OK
@@ -165,7 +177,7 @@ class TestBadArguments:
         [
             (("", {1: 0, 2: 1}), r"comm_name has 0 characters; \[1, 127\] are allowed"),
             (("n" * 128, {1: 0, 2: 1}), "comm_name has 128 characters"),
-            (("n", {1: 0}), r"cluster_rank_info has 1 members; \[2, 4\] are allowed"),
+            (("n", {1: 0}), r"cluster_rank_info has 1 member; \[2, 4\] are allowed"),
             (("n", dict.fromkeys(range(5), 0)), "cluster_rank_info has 5 members"),
             (("n", {1: 1, 2: 0}), "its ranks must not decrease"),
             (("n", {2: 0, 3: 1}), "lacks cluster 1"),

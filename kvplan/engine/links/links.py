@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
+from kvplan.control.server import warn_of_strangers
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.calling import Caller
 from kvplan.engine.links.clusters import ClusterInfo, check_clusters
@@ -18,7 +19,9 @@ from kvplan.engine.links.listener import Listener
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_handler import PeerHandler
 from kvplan.engine.links.peer_link import PeerLink
+from kvplan.engine.links.rank_table import locate_members
 from kvplan.engine.links.rendezvous import RegisterMemStatus, Rendezvous
+from kvplan.engine.links.rendezvous_address import exposed_point
 from kvplan.engine.links.results import LinkResults
 from kvplan.engine.links.telling import tell_later
 from kvplan.engine.links.transitions import Transitions
@@ -173,6 +176,8 @@ class Links:
     ) -> int:
         """Begin to link with all members of a communicator, which do the same; returns its id.
 
+        Warns if strangers could link.
+
         Args:
             comm_name: 1 to 127 characters, the same at all members.
             cluster_rank_info: the rank of each member by cluster id, 2 to 4, with this engine's
@@ -183,7 +188,12 @@ class Links:
             TypeError, ValueError: an argument of another type or width.
             LLMException: LLM_PARAM_INVALID. What becomes of the links is `comm_status`.
         """
-        return self._run(self._rendezvous.link(comm_name, cluster_rank_info, rank_table))
+        end = self._end
+        members = locate_members(end.cluster_id, cluster_rank_info, rank_table)
+        exposed = exposed_point(end.cluster_id, members, end.options)
+        if exposed is not None and end.key is None:
+            warn_of_strangers(exposed, stacklevel=3)  # who calls the engine
+        return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:
         """End the links of a communicator, at all members, or stop making them.
