@@ -142,7 +142,13 @@ class Server:
 
     def _accept(self) -> asyncio.Protocol:
         channel = Channel(
-            self._owner, self._key, self._handler, listening=True, forget=self._forget
+            self._owner,
+            self._key,
+            self._handler,
+            listening=True,
+            # The system has no name for the other end of a path: where both meet will do.
+            peer=str(self.endpoint) if self.endpoint.path else "",
+            forget=self._forget,
         )
         self._channels[channel] = time.monotonic()
         visitors = [each for each in self._channels if each.bound is None]

@@ -51,6 +51,7 @@ def test_two_processes(
     peer.run(f"end.log.wait_for_line('comm cluster={order[1]} comm_id=1 ')")
     (status,) = end.links.status()
     assert (status.cluster_id, status.comm_id) == (order[1], 1)
+    assert status.address.startswith(f"ipc://{comm_dir}/")
     assert peer.state(order[0]) == "LINKED"
     end.links.comm_unlink(comm_id)
     assert end.links.status() == []
