@@ -104,6 +104,14 @@ class _Log(logging.Handler):
         if self._mine in line:
             self._lines.put(line)
 
+    def next_line(self) -> str:
+        """What is logged already and was not seen.
+
+        Raises:
+            queue.Empty: nothing.
+        """
+        return self._lines.get_nowait()
+
     def wait_for_line(self, part: str) -> str:
         deadline = time.monotonic() + DEADLINE_S
         seen = []
