@@ -142,7 +142,9 @@ int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_
     int error = open_walk(&walk, source);
     if (error)
         return kvn_fail(failure, KVN_UNSUPPORTED, error, "/proc/self/maps cannot be %s",
-                        error == ENOTTY ? "queried by this kernel" : "opened: is /proc mounted?");
+                        error == ENOTTY   ? "queried by this kernel"
+                        : error == ENOENT ? "opened: is /proc mounted?"
+                                          : "opened");
 
     const uint64_t end = address + nbytes;
     int status = KVN_OK;
