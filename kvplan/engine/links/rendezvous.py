@@ -265,6 +265,10 @@ class Rendezvous:
 
     def _conclude(self, comm: Communicator, failure: str = "") -> None:
         comm.status = RegisterMemStatus.FAILED if failure else RegisterMemStatus.OK
+        unlinked = set(comm.members) - self._steps.live() - {self._end.cluster_id}
+        for cluster_id in unlinked if failure else ():
+            why = link_failed(f"communicator {comm.name!r}: {failure}")
+            self._steps.note_error(cluster_id, why)
         _LOG.log(
             logging.WARNING if failure else logging.INFO,
             "comm cluster=%d comm_id=%d name=%r state=%s%s",

@@ -60,6 +60,13 @@ class Transitions:
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
 
+    def note_error(self, cluster_id: int, error: LLMException) -> None:
+        """Remember why a cluster could not be linked."""
+        self.errors.pop(cluster_id, None)
+        self.errors[cluster_id] = error  # the newest last: the oldest goes
+        while len(self.errors) > _MAX_ERRORS:
+            del self.errors[next(iter(self.errors))]
+
     def check_room(self, cluster_id: int) -> None:
         """Refuse one link too many.
 
@@ -128,10 +135,7 @@ class Transitions:
         self._settle(link)
         self._cut(link, LinkState.UNLINKED, str(error.args[0]))
         link.become(LinkState.UNLINKED, str(error.args[0]))
-        self.errors.pop(link.cluster_id, None)
-        self.errors[link.cluster_id] = error  # the newest last: the oldest goes
-        while len(self.errors) > _MAX_ERRORS:
-            del self.errors[next(iter(self.errors))]
+        self.note_error(link.cluster_id, error)
         # By name it is tried again; what comes of all tries is told once.
         self._log(link, logging.DEBUG if link.comm else logging.WARNING)
         self._release(link, str(error.args[0]))
