@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,8 +75,10 @@ def test_four_members_at_once_and_again(make_end: MakeEnd, comm_dir: str) -> Non
 
 
 def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> None:
-    port = 26900 + int(time.time()) % 500
-    hosts = {"127.0.0.1": [("0", "0"), ("1", "1")], "127.0.0.2": [("0", "2")]}
+    # Addresses of this host that no other process takes.
+    high, middle, low = os.getpid().to_bytes(3, "big")
+    one, other = (f"127.{first + high}.{middle}.{low}" for first in (1, 128))
+    hosts = {one: [("0", "0"), ("1", "1")], other: [("0", "2")]}
     table = json.dumps(
         {
             "version": "1.2",
@@ -89,11 +91,11 @@ def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> Non
             ],
         }
     )
-    ends = [make_end(i, listen="", comm_dir=comm_dir, comm_port=port) for i in (1, 2, 3)]
+    ends = [make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2, 3)]
     ids = [it.links.comm_link("hosts", {1: 0, 2: 1, 3: 2}, table) for it in ends]
     assert [settle(end, comm_id) for end, comm_id in zip(ends, ids, strict=True)] == [OK] * 3
     address = {it.cluster_id: it.address for it in ends[2].links.status()}
-    assert address == {1: f"127.0.0.1:{port}", 2: f"127.0.0.1:{port + 1}"}
+    assert address == {1: f"{one}:26900", 2: f"{one}:26901"}
     assert ends[1].status(1).address.startswith("ipc://")
 
 
