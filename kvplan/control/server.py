@@ -77,10 +77,16 @@ class Server:
         listening.setblocking(False)
         running = asyncio.get_running_loop()
         create = running.create_unix_server if endpoint.path else running.create_server
-        server._listener = await create(server._accept, sock=listening, backlog=_AT_A_TIME)
-        listening.listen(
-            socket.SOMAXCONN
-        )  # the longest queue there is: others wait in it, not for a second
+        server._listener = await create(
+            server._accept, sock=listening, backlog=_AT_A_TIME, start_serving=False
+        )
+        try:
+            await server._listener.start_serving()
+        except BaseException:  # a caller that gives up has no server to close
+            server.close()
+            raise
+        # The longest queue there is: others wait in it, not for a second.
+        listening.listen(socket.SOMAXCONN)
         loop.keep(server)
         server._sweep()
         return server

@@ -100,6 +100,22 @@ def test_a_closed_server_frees_its_port_at_once(loop: ControlLoop) -> None:
     assert listen(loop, str(server.endpoint)).endpoint == server.endpoint
 
 
+def test_listening_that_is_given_up_leaves_nothing(loop: ControlLoop, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+
+    async def give_up() -> None:
+        begun = asyncio.create_task(Server.listen(loop, Endpoint(path=str(path)), Recorder(), None))
+        while not path.exists():
+            await asyncio.sleep(0)
+        begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+
+    loop.run(give_up())
+    assert not path.exists()
+    listen(loop, f"ipc://{path}")
+
+
 def test_listening_for_everybody_without_a_key_is_logged(
     loop: ControlLoop, caplog: pytest.LogCaptureFixture
 ) -> None:

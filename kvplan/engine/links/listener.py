@@ -53,21 +53,25 @@ class Listener:
             if in_the_way is not None:
                 self._server = await self._serve(in_the_way)
             raise
-        await self.stop()
-        self._server = server
+        await self._replace(server)
 
     async def stop(self) -> None:
         """Let nobody link from here on; links that peers have begun are ended."""
-        if self._server is None:
+        await self._replace(None)
+
+    async def _replace(self, by: Server | None) -> None:
+        server, self._server = self._server, by
+        if server is None:
             return
-        server, self._server = self._server, None
         reason = f"cluster {self._end.cluster_id} does not listen any more"
         channels = set(server.channels)
         for link in (*self._steps.answering.values(), *self._steps.links.values()):
             if link.channel in channels:
                 self._steps.unlinked(link, reason)
-        await asyncio.sleep(0)  # so that the peers hear it
-        server.close()
+        try:
+            await asyncio.sleep(0)  # so that the peers hear it
+        finally:
+            server.close()
 
     async def _serve(self, endpoint: Endpoint) -> Server:
         return await Server.listen(self._end.control, endpoint, self._handler, self._end.key)
