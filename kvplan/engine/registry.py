@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvplan.engine.cache_entry import (
     CacheEntry,
     Claim,
+    check_tellable,
     memory_of_span,
     memory_of_tensors,
     merged_ranges,
@@ -340,6 +341,7 @@ class CacheRegistry:
                 metadata=metadata,
                 created=time.time(),
             )
+            check_tellable(entry)
             with self._mutex:
                 if self._closed:
                     raise _finalized()

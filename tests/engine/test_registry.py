@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import pickle
 import weakref
 
@@ -275,6 +276,30 @@ class TestRefusals:
         nine = CacheDesc(num_tensors=9, shape=(1, 8), data_type=DataType.DT_UINT8)
         with refused("num_tensors=9; at most max_tensors=8"):
             registry.register(nine, tensors(nine), paged=True)
+
+    def test_more_than_a_peer_can_be_told(self, registry, transport):
+        many = CacheDesc(num_tensors=60_000, shape=(1,), data_type=DataType.DT_UINT8)
+        before = free_nbytes(registry)
+        with refused("num_tensors=60000 take .* about 58[0-9]{3} such tensors"):
+            registry.allocate(many, paged=True)
+        named = CacheDesc(1, (1,), DataType.DT_UINT8, kv_tensor_format="n" * 257)
+        with refused("kv_tensor_format has 257 characters; peers can be told 256"):
+            registry.allocate(named, paged=True)
+        gc.collect()
+        assert free_nbytes(registry) == before
+        assert registry.entries() == []
+        assert transport.metadata() == transport.metadata([])
+
+    def test_more_ranges_than_a_peer_can_be_told(self):
+        scattered = CacheDesc(num_tensors=8_000, shape=(1,), data_type=DataType.DT_UINT8)
+        memory = np.zeros(16_000, np.uint8)
+        addresses = range(memory.ctypes.data, memory.ctypes.data + 16_000, 2)
+        with LocalTransport() as transport:
+            registry = CacheRegistry((transport,), Options(max_tensors=8_000), lambda: None)
+            with refused("num_tensors=8000 take .* such tensors"):
+                registry.register(scattered, addresses, paged=True)
+            registry.register(scattered, addresses, paged=True, remote_accessible=False)
+            registry.close()
 
     def test_keys(self, registry):
         with refused("cache_keys has 5 elements; at most batch_size=4"):

@@ -178,14 +178,16 @@ class TestMessages:
         assert sorted(known.apply(table)) == [5, 5, 6]
         assert 6 not in known.ids()
 
-    def test_one_that_is_too_large_is_left_out_and_logged(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        desc = CacheDesc(2, (1,), DataType.DT_INT8)
-        entries = {1: _entry(1, desc, b"m" * MAX_NBYTES), 2: _entry(2, desc, b"")}
-        (table,) = ToldTable("local").news(entries)
-        assert [it.cache_id for it in table.entries] == [2]
-        assert "cache_id=1" in caplog.text
+    def test_the_largest_that_can_be_made_fits_too(self, pair: tuple[End, End]) -> None:
+        one, two = pair
+        desc = CacheDesc(
+            58_000,
+            (1,),
+            DataType.DT_INT8,
+            kv_tensor_format="\N{ROMAN NUMERAL ONE}" * 256,
+        )
+        two.registry.allocate(desc, paged=True)
+        assert one.links.get(2).cache(CacheIndex(2, 1)).desc == desc
 
     @pytest.mark.parametrize(
         ("change", "message"),
