@@ -225,6 +225,11 @@ class CacheKey:
         for name in ("cluster_id", "req_id", "model_id", "prefix_id"):
             check_width(name, getattr(self, name), 0, UINT64_MAX)
 
+    def __repr__(self) -> str:
+        request = "" if self.req_id == NO_ID else f"req_id={self.req_id}, "
+        prefix = "" if self.prefix_id == NO_ID else f", prefix_id={self.prefix_id}"
+        return f"CacheKey(cluster_id={self.cluster_id}, {request}model_id={self.model_id}{prefix})"
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksCacheKey:

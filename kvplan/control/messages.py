@@ -25,11 +25,12 @@ It is the same in every version of the protocol, so that versions can refuse eac
 """
 
 MAX_TEXT: Final = 4096
+MAX_NAME: Final = 256
 
 Natural = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 2**64 - 1
 Uint31 = Annotated[int, Meta(ge=0, lt=2**31)]
 Uint32 = Annotated[int, Meta(ge=0, lt=2**32)]
-Name = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Metadata = Annotated[bytes, Meta(max_length=MAX_NBYTES)]

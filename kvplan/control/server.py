@@ -11,7 +11,7 @@ import stat
 import time
 import warnings
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvplan.control.channel import Channel, Handler
 from kvplan.control.cluster_key import ClusterKey
@@ -62,7 +62,7 @@ class Server:
             loop: runs the conversations, and closes the server when it stops.
             endpoint: port 0 takes a free one, which `Server.endpoint` then tells.
             handler: is called with what peers say.
-            key: None admits everybody who can reach the endpoint; off this host that warns.
+            key: None admits everybody who can reach the endpoint; off this host that is logged.
 
         Raises:
             LLMException: LLM_FAILED with the phase and the system's error.
@@ -77,10 +77,16 @@ class Server:
         listening.setblocking(False)
         running = asyncio.get_running_loop()
         create = running.create_unix_server if endpoint.path else running.create_server
-        server._listener = await create(server._accept, sock=listening, backlog=_AT_A_TIME)
-        listening.listen(
-            socket.SOMAXCONN
-        )  # the longest queue there is: others wait in it, not for a second
+        server._listener = await create(
+            server._accept, sock=listening, backlog=_AT_A_TIME, start_serving=False
+        )
+        try:
+            await server._listener.start_serving()
+        except BaseException:  # a caller that gives up has no server to close
+            server.close()
+            raise
+        # The longest queue there is: others wait in it, not for a second.
+        listening.listen(socket.SOMAXCONN)
         loop.keep(server)
         server._sweep()
         return server
@@ -111,22 +117,11 @@ class Server:
 
     async def _bind_address(self) -> socket.socket:
         endpoint = self.endpoint
-        found = await self._owner.in_worker(
-            socket.getaddrinfo,
-            endpoint.host,
-            endpoint.port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )
-        family, kind, protocol, _, address = found[0]
+        found = await self._owner.in_worker(_resolve, endpoint)
+        family, kind, protocol, _, address = found
         self.endpoint = Endpoint(str(address[0]), endpoint.port)
         if self._key is None and not self.endpoint.is_loopback:
-            text = (
-                f"listening on {endpoint} without a cluster key: whoever can reach it may link "
-                "and read caches; make a key with 'kvplan keygen'"
-            )
             _log.warning("event=listen_open endpoint=%s", endpoint)
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
         listening = socket.socket(family, kind, protocol)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -153,7 +148,13 @@ class Server:
 
     def _accept(self) -> asyncio.Protocol:
         channel = Channel(
-            self._owner, self._key, self._handler, listening=True, forget=self._forget
+            self._owner,
+            self._key,
+            self._handler,
+            listening=True,
+            # The system has no name for the other end of a path: where both meet will do.
+            peer=str(self.endpoint) if self.endpoint.path else "",
+            forget=self._forget,
         )
         self._channels[channel] = time.monotonic()
         visitors = [each for each in self._channels if each.bound is None]
@@ -171,6 +172,29 @@ class Server:
             if channel.bound is None and not channel.serving and silent > VISIT_S:
                 channel.drop(f"silent for {VISIT_S:g} s without a link")
         self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+
+def warn_of_strangers(endpoint: Endpoint, stacklevel: int) -> None:
+    """Warn whoever is about to listen, without a key, where other hosts may reach it.
+
+    Args:
+        endpoint: where; nothing is said of one that cannot be had.
+        stacklevel: as of `warnings.warn`: 1 is the caller of this function.
+    """
+    with contextlib.suppress(OSError):
+        if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
+            warnings.warn(
+                f"listening on {endpoint} without a cluster key: whoever can reach it may link "
+                "and read caches; make a key with 'kvplan keygen'",
+                RuntimeWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _resolve(endpoint: Endpoint) -> tuple[Any, ...]:
+    """What `socket.getaddrinfo` finds first."""
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+    return socket.getaddrinfo(endpoint.host, endpoint.port, type=kind, flags=flags)[0]
 
 
 def _is_abandoned(path: Path) -> bool:

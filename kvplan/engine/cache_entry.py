@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvplan.control.messages import MAX_NAME, MAX_NBYTES
 from kvplan.execution.memory import HostMemory
 from kvplan.planning.layout import Side, side
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc
+from kvplan.validation import UINT64_MAX, check_width
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable, Transport
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 # Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
 # and after every transfer.
 _USER: Final = "the user, until it is unregistered"
+
+MAX_TOLD_NBYTES: Final = MAX_NBYTES // 2
+"""Of one cache, and of all in one message, by the estimate of `told_nbytes`."""
+
+_TOLD_NBYTES: Final = 512  # with a shape of many dimensions
+_ADDRESS_NBYTES: Final = 9
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,6 +60,35 @@ class CacheEntry:
     def __post_init__(self) -> None:
         known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
         object.__setattr__(self, "side", known)
+
+
+def check_tellable(entry: CacheEntry) -> None:
+    """Refuse a cache that no message can describe to a peer, which would never see it.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: too many tensors, or too long a kv_tensor_format.
+    """
+    desc = entry.cache.cache_desc
+    if entry.metadata and len(desc.kv_tensor_format or "") > MAX_NAME:
+        raise invalid(
+            f"kv_tensor_format has {len(desc.kv_tensor_format or '')} characters; peers can be "
+            f"told {MAX_NAME}"
+        )
+    for transport in entry.metadata:
+        nbytes = told_nbytes(entry, transport)
+        if nbytes > MAX_TOLD_NBYTES:
+            most = desc.num_tensors * MAX_TOLD_NBYTES // nbytes
+            raise invalid(
+                f"num_tensors={desc.num_tensors} take {nbytes} bytes to tell a peer of them; it "
+                f"can be told {MAX_TOLD_NBYTES}, which about {most} such tensors take"
+            )
+
+
+def told_nbytes(entry: CacheEntry, transport: str) -> int:
+    """About how many bytes it takes to tell a peer of the cache, which uses `transport`."""
+    desc = entry.cache.cache_desc
+    own = _TOLD_NBYTES + 4 * len(desc.kv_tensor_format or "")
+    return own + len(entry.metadata[transport]) + _ADDRESS_NBYTES * desc.num_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +124,14 @@ def memory_of_tensors(
             f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
         )
     if all(isinstance(it, int | np.integer) for it in tensors):
+        addresses = [it if isinstance(it, int) else int(it) for it in tensors]
+        for position, address in enumerate(addresses):
+            if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
+                raise invalid(f"tensors[{position}]=0 is no address of memory")
         return HostMemory.from_addresses(
-            desc,
-            [it if isinstance(it, int) else int(it) for it in tensors],
-            writable=writable is not False,
-            owner=_USER,
+            desc, addresses, writable=writable is not False, owner=_USER
         )
-    memory = HostMemory.from_arrays(tensors)
+    memory = HostMemory.from_arrays(tensors, "tensors")
     other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
     if len(other):
         raise invalid(

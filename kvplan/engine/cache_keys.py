@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import NO_ID, BlocksCacheKey, CacheKey
 from kvplan.validation import check_type, shown
 
 AnyKey = CacheKey | BlocksCacheKey
+
+CACHE_KEYS: Final = "cache_keys"
+"""As callers name the keys of a contiguous cache; of a paged one: `BLOCKS_CACHE_KEY`."""
+
+BLOCKS_CACHE_KEY: Final = "blocks_cache_key"
 
 
 class KeyName(NamedTuple):
@@ -33,9 +38,7 @@ def name_of(key: AnyKey) -> KeyName | None:
     if key.prefix_id == NO_ID:
         return None if key.req_id == NO_ID else KeyName("request", key.model_id, key.req_id)
     if key.req_id != NO_ID:
-        raise invalid(
-            f"{key} names a request and a prefix; one of req_id and prefix_id must be {NO_ID}"
-        )
+        raise invalid(f"{key} names a request and a prefix; only one of them can be given")
     return KeyName("prefix", key.model_id, key.prefix_id)
 
 
@@ -48,11 +51,11 @@ def check_keys(keys: Sequence[AnyKey], paged: bool) -> None:
     """
     expected = BlocksCacheKey if paged else CacheKey
     if not isinstance(keys, Sequence):
-        raise TypeError(f"keys={shown(keys)} must be a sequence of {expected.__name__}")
+        raise TypeError(f"{CACHE_KEYS}={shown(keys)} must be a sequence of {expected.__name__}")
     for row, key in enumerate(keys):
-        check_type(f"keys[{row}]", key, expected)
+        check_type(BLOCKS_CACHE_KEY if paged else f"{CACHE_KEYS}[{row}]", key, expected)
     if paged and len(keys) > 1:
-        raise invalid(f"keys={shown(keys)}: a paged cache has at most one")
+        raise invalid(f"{BLOCKS_CACHE_KEY}={shown(keys)}: a paged cache has at most one")
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +106,12 @@ class KeyIndex:
                 continue
             if (other := found.get(name) or self._bound.get(name)) is not None:
                 owner = "this cache" if name in found else f"cache {other.cache_id}"
-                raise invalid(f"keys[{row}]={key} names row {other.batch_index} of {owner} already")
+                raise invalid(
+                    f"{BLOCKS_CACHE_KEY}={key} names {owner} already"
+                    if isinstance(key, BlocksCacheKey)
+                    else f"{CACHE_KEYS}[{row}]={key} names slot {other.batch_index} of {owner} "
+                    "already"
+                )
             goes = consumable and name.kind == "request"
             found[name] = BoundKey(name, cache_id, row, set(range(num_tensors)) if goes else None)
         self._bound.update(found)

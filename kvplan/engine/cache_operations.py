@@ -27,6 +27,7 @@ class CacheStatus:
         nbytes: of all tensors.
         allocated: by the engine; otherwise registered.
         remote_accessible: whether peers may reach it.
+        deallocated: whether it lives by its keys only, or a pull by one, and its id is gone.
         age_s: seconds since it was made.
     """
 
@@ -36,6 +37,7 @@ class CacheStatus:
     nbytes: int
     allocated: bool
     remote_accessible: bool
+    deallocated: bool
     age_s: float
 
 
@@ -162,7 +164,7 @@ class CacheOperations(Running):
         return tensor_arrays(entry.cache.cache_desc, entry.memory)
 
     def caches(self) -> list[CacheStatus]:
-        """Return every cache that has an id, in the order of ids."""
+        """Return every cache that lives, by its id or its keys, in the order of ids."""
         now = time.time()
         return [
             CacheStatus(
@@ -172,9 +174,10 @@ class CacheOperations(Running):
                 nbytes=it.cache.cache_desc.nbytes,
                 allocated=it.owned,
                 remote_accessible=it.remote_accessible,
+                deallocated=not has_id,
                 age_s=max(0.0, now - it.created),
             )
-            for it in self._running().registry.entries()
+            for it, has_id in self._running().registry.entries()
         ]
 
     def _register(

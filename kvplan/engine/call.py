@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvplan.engine.engine import PlanEvent
 from kvplan.engine.log import level_of, log_operation, logger, status_of
+from kvplan.inspection.units import plural
 from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
@@ -173,7 +174,7 @@ def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
     if found.paged:
         raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
     raise LLMException(
-        f"{argument}={key} is out of range: that cache has {found.count} slots",
+        f"{argument}={key} is out of range: that cache has {plural(found.count, 'slot')}",
         status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
     )
 

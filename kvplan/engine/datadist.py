@@ -17,6 +17,7 @@ from kvplan.engine.metrics import EngineMetrics, Metrics
 from kvplan.engine.options import Options
 from kvplan.engine.release import release, released_with
 from kvplan.engine.remote_operations import RemoteOperations
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width
@@ -132,7 +133,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
         Raises:
             TypeError: an argument of another type.
             LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: another option; LLM_FAILED:
-                the address cannot be had, and nobody listens now.
+                the address cannot be had. Nothing changes then.
         """
         check_type("role", role, LlmRole)
         given = Options.of(options)
@@ -141,10 +142,11 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
         with self._mutex, self._recorded("set_role", role=role.name) as engine:
             if live := engine.links.live():
                 raise LLMException(
-                    f"cluster {self._cluster_id} has {live} links; unlink before the role changes",
+                    f"cluster {self._cluster_id} has {plural(live, 'link')}; unlink before the "
+                    "role changes",
                     status_code=LLMStatusCode.LLM_EXIST_LINK,
                 )
-            engine.listen(given.listen_ip_info)
+            engine.listen(given.listen_ip_info, stacklevel=2)
             engine.role = self._role = role
 
     def link_clusters(self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000) -> LinkResults:
@@ -265,7 +267,7 @@ class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
         if engine is not None:
             engine.check_process()
             links.update(it.state.name for it in engine.links.status())
-            for it in engine.registry.entries():
+            for it, _ in engine.registry.entries():
                 cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
         return {
             "cluster_id": self._cluster_id,

@@ -9,6 +9,7 @@ from threading import Condition, RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.control.endpoint import Endpoint
+from kvplan.control.server import warn_of_strangers
 from kvplan.engine.links import Links
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
@@ -68,7 +69,6 @@ class Engine:
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
         self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
-        self.listen_address: str | None = None
         self._listen_at = ""
         # Transferring calls, from before they look at a cache until their outcome. No lock: a call
         # is put in before it asks whether the engine closes, and `close` says so before it looks.
@@ -85,7 +85,7 @@ class Engine:
             self.links = Links(cluster_id, lambda: self.role, options, self.registry, transports)
             held.callback(self.links.close)
             self.links.start()
-            self.listen(options.listen_ip_info)
+            self.listen(options.listen_ip_info, stacklevel=3)  # who initializes
             self._held = held.pop_all()
 
     def _announce(self) -> None:
@@ -104,23 +104,36 @@ class Engine:
                 f"forked child {os.getpid()}, which needs an engine of its own"
             )
 
-    def listen(self, address: str) -> None:
+    @property
+    def listen_address(self) -> str | None:
+        """Where it listens, with the real port; None: nowhere."""
+        endpoint = self.links.endpoint
+        return None if endpoint is None else str(endpoint)
+
+    def listen(self, address: str, stacklevel: int) -> None:
         """Listen at `address` ("ip:port", port 0: any) and nowhere else; empty: nowhere.
 
-        Where it listens there already, nothing changes.
+        Where it listens there already, nothing changes. Warns if strangers could link.
+
+        Args:
+            address: where.
+            stacklevel: whom the warning is for: 1 is the caller of this method.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had, and
-                nobody listens now.
+            LLMException: LLM_PARAM_INVALID: no such address; LLM_FAILED: it cannot be had. Nothing
+                changes then.
         """
-        if address == self._listen_at:
+        here = self.listen_address
+        if here is not None and address in (here, self._listen_at):
             return
-        endpoint = Endpoint.parse(address) if address else None
-        self.links.stop_listening()
-        self._listen_at, self.listen_address = "", None
-        if endpoint is not None:
-            self.listen_address = str(self.links.listen(endpoint))
-            self._listen_at = address
+        if address:
+            endpoint = Endpoint.parse(address)
+            if self.options.cluster_key_file is None:
+                warn_of_strangers(endpoint, stacklevel + 1)
+            self.links.listen(endpoint)
+        else:
+            self.links.stop_listening()
+        self._listen_at = address
 
     def enter(self, call: object) -> None:
         """Begin a transferring call; `leave` ends it.

@@ -28,8 +28,10 @@ class Options:
         transfer_backend: of the reference: empty or "hixl".
         enable_switch_role, enable_cache_manager, enable_remote_cache_accessible: of the
             reference; here all three always are.
-        link_total_time: s within which a link is tried again; 0: once.
-        link_retry_count: times that a link is tried.
+        link_total_time: s within which all members of a `link` must have come; 0: 60. What
+            `link_clusters` may take is its timeout_ms.
+        link_retry_count: times that `link_clusters` tries to connect, within its timeout_ms; `link`
+            tries until its time is over.
         rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
         transport: how peers' memory is reached; "auto" chooses.
         permit_any_peer: let every process of this user trace this one. Where Yama asks for it

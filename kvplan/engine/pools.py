@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type
 
@@ -144,7 +145,7 @@ class Pool:
         sizes = [size for _, size in self._holes]
         return LLMException(
             f"{nbytes} bytes were asked for; of the pool's {self._nbytes}, {sum(sizes)} are free "
-            f"in {len(sizes)} spans, the largest of {max(sizes, default=0)}",
+            f"in {plural(len(sizes), 'span')}, the largest of {max(sizes, default=0)}",
             status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
         )
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvplan.engine.cache_entry import (
     CacheEntry,
     Claim,
+    check_tellable,
     memory_of_span,
     memory_of_tensors,
     merged_ranges,
     offer,
 )
-from kvplan.engine.cache_keys import AnyKey, BoundKey, KeyIndex, check_keys, not_exist
+from kvplan.engine.cache_keys import CACHE_KEYS, AnyKey, BoundKey, KeyIndex, check_keys, not_exist
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools
 from kvplan.execution.memory import HostMemory
@@ -122,7 +123,7 @@ class CacheRegistry:
             TypeError: an argument of another type.
             ValueError: an address outside uint64.
             LLMException: LLM_PARAM_INVALID: as `allocate`, another number or size of tensors, more
-                than `max_tensors`, or memory that is not mapped or not writable.
+                than `max_tensors`, address 0, or memory that is not mapped or not writable.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -224,10 +225,11 @@ class CacheRegistry:
         memory = HostMemory.from_addresses(cache.cache_desc, cache.tensor_addrs)
         return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
 
-    def entries(self) -> list[CacheEntry]:
-        """The caches that live by their id, in its order."""
+    def entries(self) -> list[tuple[CacheEntry, bool]]:
+        """All caches that live, in the order of ids, and whether each still does by its id."""
         with self._mutex:
-            return [self._entries[cache_id] for cache_id in sorted(self._entries)]
+            living = [self._held[cache_id].entry for cache_id in sorted(self._held)]
+            return [(it, it.cache.cache_id in self._entries) for it in living]
 
     def offered(self) -> dict[int, CacheEntry]:
         """The caches that peers may reach by id, now."""
@@ -309,8 +311,8 @@ class CacheRegistry:
             cache_id = self._last_id
         if len(keys) > desc.batch_size:
             raise invalid(
-                f"keys has {len(keys)} elements; at most batch_size={desc.batch_size} rows can be "
-                "named"
+                f"{CACHE_KEYS} has {len(keys)} elements; at most batch_size={desc.batch_size} "
+                "slots can be named"
             )
         return cache_id
 
@@ -339,6 +341,7 @@ class CacheRegistry:
                 metadata=metadata,
                 created=time.time(),
             )
+            check_tellable(entry)
             with self._mutex:
                 if self._closed:
                     raise _finalized()

@@ -73,18 +73,22 @@ class HostMemory:
         self._owner = owner
 
     @classmethod
-    def from_arrays(cls, arrays: Sequence[Any]) -> HostMemory:
+    def from_arrays(cls, arrays: Sequence[Any], name: str = "arrays") -> HostMemory:
         """Return the memory of `arrays`: NumPy, or anything with the buffer protocol or DLPack.
 
         They are held, and so live as long as this object and every transfer that uses it. An array
         over a mapped file dies with SIGBUS, here as in NumPy, if the file is cut under it.
+
+        Args:
+            arrays: one for each tensor.
+            name: what messages call them.
 
         Raises:
             TypeError: an element that is no array, or an array of Python objects.
             LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
                 host memory.
         """
-        held = [_as_array(position, array) for position, array in enumerate(arrays)]
+        held = [_as_array(f"{name}[{position}]", it) for position, it in enumerate(arrays)]
         return cls(
             np.array([a.__array_interface__["data"][0] for a in held], dtype=np.uint64),
             np.array([a.nbytes for a in held], dtype=np.uint64),
@@ -173,30 +177,30 @@ def as_memory(name: str, memory: Memory) -> TensorMemory:
             f"{name} must be TensorMemory, a Cache or a sequence of arrays (one for each tensor), "
             f"not {type(memory).__name__}"
         )
-    return HostMemory.from_arrays(memory)
+    return HostMemory.from_arrays(memory, name)
 
 
-def _as_array(position: int, given: Any) -> NDArray[Any]:
+def _as_array(name: str, given: Any) -> NDArray[Any]:
     if isinstance(given, np.ndarray):
         array = given
     elif hasattr(given, "__dlpack__"):
-        return from_dlpack(f"arrays[{position}]", given)
+        return from_dlpack(name, given)
     else:
         try:
             array = np.asarray(memoryview(given))
         except TypeError:
             raise TypeError(
-                f"arrays[{position}] must be an array (NumPy, buffer protocol or DLPack), not "
+                f"{name} must be an array (NumPy, buffer protocol or DLPack), not "
                 f"{type(given).__name__}"
             ) from None
     if array.dtype.hasobject:
         raise TypeError(
-            f"arrays[{position}] has dtype {array.dtype}: references to Python objects, whose "
+            f"{name} has dtype {array.dtype}: references to Python objects, whose "
             "bytes cannot be copied"
         )
     if not array.flags.c_contiguous or array.nbytes == 0:
         raise invalid(
-            f"arrays[{position}] of shape {array.shape} and strides {array.strides} must be "
-            "C-contiguous and not empty"
+            f"{name} of shape {array.shape} and strides {array.strides} must be C-contiguous and "
+            "not empty"
         )
     return array

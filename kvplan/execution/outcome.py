@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
+_ABANDONED = {native.KVN_TIMEOUT, native.KVN_CANCELLED}
 _FAILED = LLMStatusCode.LLM_FAILED
 _CODES = {
     native.KVN_TIMEOUT: LLMStatusCode.LLM_TIMEOUT,
@@ -61,9 +62,10 @@ def _failure(plan: Plan, report: native.Report, cause: LLMException | None) -> L
     parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
-    parts.append(
-        f"{plural(open_descriptors, 'descriptor')} of {plan.num_descriptors:,} not confirmed"
-    )
+    if cause is not None or report.status not in _ABANDONED:  # that report tells it itself
+        parts.append(
+            f"{plural(open_descriptors, 'descriptor')} of {plan.num_descriptors:,} not confirmed"
+        )
     return LLMException(
         "; ".join(parts),
         status_code=cause.status_code if cause else _CODES.get(report.status, _FAILED),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvplan.inspection.units import plural
 from kvplan.planning.blocks import (
     Blocks,
     Indices,
@@ -93,16 +94,16 @@ def to_blocks(
         src_table = check_indices("src_blocks", given, source)
         if len(src_table) != len(dst_table):
             raise invalid(
-                f"src_blocks has {len(src_table)} blocks and dst_blocks {len(dst_table)}; they "
-                "must be of equal length"
+                f"src_blocks has {plural(len(src_table), 'block')} and dst_blocks "
+                f"{len(dst_table)}; they must be of equal length"
             )
         return block_to_block(operation, source, target, src_table, dst_table, ext_param, how)
 
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if int(starts[-1]) >= source.stride:
         raise invalid(
-            f"dst_blocks has {len(dst_table)} blocks of {target.stride} bytes; the src row of "
-            f"{source.stride} bytes fills at most {-(-source.stride // target.stride)}"
+            f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
+            f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
         )
     segments = Segments.adopt(
         (starts + slot * source.stride).view(np.uint64),

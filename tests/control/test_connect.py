@@ -19,7 +19,7 @@ from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync, Synced
-from kvplan.control.server import Server
+from kvplan.control.server import Server, warn_of_strangers
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder, call
 
@@ -100,13 +100,38 @@ def test_a_closed_server_frees_its_port_at_once(loop: ControlLoop) -> None:
     assert listen(loop, str(server.endpoint)).endpoint == server.endpoint
 
 
-def test_listening_for_everybody_without_a_key_warns(
+def test_listening_that_is_given_up_leaves_nothing(loop: ControlLoop, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+
+    async def give_up() -> None:
+        begun = asyncio.create_task(Server.listen(loop, Endpoint(path=str(path)), Recorder(), None))
+        while not path.exists():
+            await asyncio.sleep(0)
+        begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+
+    loop.run(give_up())
+    assert not path.exists()
+    listen(loop, f"ipc://{path}")
+
+
+def test_listening_for_everybody_without_a_key_is_logged(
     loop: ControlLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.warns(RuntimeWarning, match=r"without a cluster key.*kvplan keygen"):
-        listen(loop, "0.0.0.0:0")
-    assert "event=listen_open" in caplog.text
     listen(loop, "0.0.0.0:0", ClusterKey.generate())
+    listen(loop, "localhost:0")
+    assert caplog.messages == []
+    listen(loop, "0.0.0.0:0")
+    assert caplog.messages == ["event=listen_open endpoint=0.0.0.0:0"]
+
+
+def test_a_warning_of_strangers_is_for_the_caller() -> None:
+    for harmless in ("localhost:0", "[::1]:0", "ipc:///tmp/nobody", "no-such-host.invalid:0"):
+        warn_of_strangers(Endpoint.parse(harmless), stacklevel=1)
+    with pytest.warns(RuntimeWarning, match=r"without a cluster key.*kvplan keygen") as caught:
+        warn_of_strangers(Endpoint.parse("0.0.0.0:0"), stacklevel=1)
+    assert caught[0].filename == __file__
 
 
 def test_refused_connections_say_so_at_once(loop: ControlLoop, tmp_path: Path) -> None:

@@ -7,20 +7,42 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import CacheDesc, CacheIndex, DataType, LLMException, LLMStatusCode, RegisterMemStatus
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+    RegisterMemStatus,
+)
 from tests.datadist.conftest import MakeEngine
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 
 
+def settled(engine: LlmDataDist, comm_id: int) -> RegisterMemStatus:
+    deadline = time.monotonic() + 10
+    while engine.query_register_mem_status(comm_id) is RegisterMemStatus.PREPARING:
+        assert time.monotonic() < deadline
+    return engine.query_register_mem_status(comm_id)
+
+
+def test_a_pull_says_why_a_rendezvous_has_failed(make_engine: MakeEngine, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    engine = make_engine(1, comm_dir=str(tmp_path))
+    comm_id = engine.link("both", {1: 0, 2: 1})
+    assert settled(engine, comm_id) is RegisterMemStatus.FAILED
+    mine = engine.allocate_cache(DESC)
+    with pytest.raises(LLMException, match=r"communicator 'both': .*must be 0700") as caught:
+        engine.pull_cache(CacheIndex(2, 1), mine)
+    assert caught.value.status_code == LLMStatusCode.LLM_NOT_YET_LINK
+
+
 def test_engines_link_by_a_common_name(make_engine: MakeEngine, tmp_path: Path) -> None:
     engines = [make_engine(cluster_id, comm_dir=str(tmp_path)) for cluster_id in (1, 2)]
     begun = [(it, it.link("both", {1: 0, 2: 1})) for it in engines]
-    deadline = time.monotonic() + 10
-    for engine, comm_id in begun:
-        while engine.query_register_mem_status(comm_id) is RegisterMemStatus.PREPARING:
-            assert time.monotonic() < deadline
-        assert engine.query_register_mem_status(comm_id) is RegisterMemStatus.OK
+    assert [settled(*it) for it in begun] == [RegisterMemStatus.OK] * 2
     owner, user = engines
     owner.arrays(owner.allocate_cache(DESC))[0][:] = 4
     mine = user.allocate_cache(DESC)

@@ -12,6 +12,7 @@ from kvplan import (
     Cache,
     CacheDesc,
     CacheIndex,
+    CacheKey,
     DataType,
     LlmDataDist,
     LLMException,
@@ -73,6 +74,18 @@ def test_caches_are_listed(engine: LlmDataDist) -> None:
     assert (second.cache_id, second.cache_desc, second.nbytes) == (2, host, 128)
     assert (second.paged, second.allocated, second.remote_accessible) == (True, False, False)
     assert first.age_s >= second.age_s >= 0
+    assert not first.deallocated
+
+
+def test_a_cache_that_lives_by_its_keys_is_listed(engine: LlmDataDist) -> None:
+    key = CacheKey(2, 7)
+    engine.deallocate_cache(engine.allocate_cache(DESC, [key]))
+    (freed,) = engine.caches()
+    assert (freed.cache_id, freed.deallocated) == (1, True)
+    assert engine.metrics()["cache_bytes"] == {"DEVICE": DESC.nbytes}
+    engine.remove_cache_key(key)
+    assert engine.caches() == []
+    assert engine.metrics()["cache_bytes"] == {}
 
 
 def test_links_are_listed(pulled: tuple[LlmDataDist, Cache]) -> None:

@@ -87,6 +87,53 @@ def test_an_address_that_is_taken_is_refused(make_engine: MakeEngine) -> None:
     owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": address})
 
 
+@pytest.mark.parametrize("same_port", [False, True])
+def test_a_server_that_cannot_move_stays(make_engine: MakeEngine, same_port: bool) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    before = owner.listen_address
+    assert before is not None
+    port = int(before.rpartition(":")[2]) if same_port else 0
+    with socket.create_server(("127.0.0.2", port)) as taken:
+        address = f"127.0.0.2:{taken.getsockname()[1]}"
+        with pytest.raises(LLMException, match=f"cannot listen on {address}: Address already in"):
+            owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": address})
+    assert (owner.role, owner.listen_address) == (LlmRole.MIX, before)
+    assert can_link(user, owner, before)
+
+
+def test_who_opens_an_engine_to_strangers_is_warned(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    anybody = {"ListenIpInfo": "0.0.0.0:0"}
+    engines = LlmDataDist(1, LlmRole.PROMPT), make_engine(2)
+    with engines[0]:
+        with pytest.warns(RuntimeWarning, match="without a cluster key") as initialized:
+            engines[0].initialize(anybody)
+        with pytest.warns(RuntimeWarning, match="without a cluster key") as set_role:
+            engines[1].set_role(LlmRole.PROMPT, anybody)
+        engines[1].set_role(LlmRole.DECODER, anybody)  # it listens there already
+    assert [it.filename for it in (*initialized, *set_role)] == [__file__] * 2
+    assert caplog.text.count("listen_open") == 2
+
+
+def test_a_warning_that_is_an_error_changes_nothing(make_engine: MakeEngine) -> None:
+    owner = make_engine(1, listen=True)
+    before = owner.listen_address
+    with pytest.raises(RuntimeWarning):
+        owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": "0.0.0.0:0"})
+    assert (owner.role, owner.listen_address) == (LlmRole.MIX, before)
+
+
+@pytest.mark.filterwarnings("ignore:listening on 0.0.0.0")
+def test_a_server_moves_to_another_address_with_its_port(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    assert owner.listen_address is not None
+    port = owner.listen_address.rpartition(":")[2]
+    for host in ("0.0.0.0", "127.0.0.1"):  # the first stands for the second too
+        owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": f"{host}:{port}"})
+        assert can_link(user, owner, f"127.0.0.1:{port}")
+
+
 def test_only_the_address_can_be_given(make_engine: MakeEngine) -> None:
     owner = make_engine(1)
     with pytest.raises(LLMException, match="ListenIpInfo") as caught:

@@ -220,6 +220,7 @@ def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> 
     seen = []
     user.on_plan(seen.append)
     plan = user.plan_pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
+    assert plan.explain().startswith("pull_cache  C2C   cache 1 of cluster 1 -> cache 1 ")
     assert not seen
     user.pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
     assert [it.plan for it in seen] == [plan]

@@ -46,9 +46,9 @@ class TestNames:
 
     def test_a_key_has_one_owner(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[PADDING, key(5)])
-        with refused(r"keys\[0\].* row 1 of cache 1"):
+        with refused(r"cache_keys\[0\]=.* slot 1 of cache 1"):
             registry.register(SLOTS, tensors(), paged=False, keys=[key(5, cluster_id=3)])
-        with refused(r"keys\[2\].* row 1 of this cache"):
+        with refused(r"cache_keys\[2\]=.* slot 1 of this cache"):
             registry.allocate(SLOTS, paged=False, keys=[PADDING, key(6), key(6)])
         registry.allocate(SLOTS, paged=False, keys=[PADDING, PADDING, key(6)])  # nothing was bound
 
@@ -68,7 +68,7 @@ class TestNames:
             return getattr(registry, how)(BLOCKS, *given, paged=True, keys=[blocks_key])
 
         entry = make(first, 1)
-        with refused("of cache 1"):
+        with refused(r"blocks_cache_key=BlocksCacheKey\(.*\) names cache 1 already"):
             make(second, 1)
         make(second, 2)
         assert entry.blocks_key == BlocksCacheKey(7, 1)

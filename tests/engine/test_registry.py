@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import pickle
 import weakref
 
@@ -113,7 +114,7 @@ def test_what_cannot_be_offered_leaves_nothing_behind(registry, transport, chang
 def test_caches_that_peers_do_not_reach(registry, transport):
     entry = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)], remote_accessible=False)
     assert (entry.metadata, registry.offered()) == ({}, {})
-    assert registry.entries() == [entry]
+    assert registry.entries() == [(entry, True)]
     assert transport.metadata() == transport.metadata([])
     with missing("not remote accessible"):
         registry.find(key(1))
@@ -249,7 +250,7 @@ class TestRefusals:
             (np.zeros((2, 4, 256), np.uint8), TypeError),
             ([1, "a"], TypeError),
             ([True, True], TypeError),
-            ([0, 4096], ValueError),
+            ([0, 4096], LLMException),
             ([-1, 4096], ValueError),
             ([2**64, 4096], ValueError),
             ([4096, 8192], LLMException),
@@ -265,20 +266,51 @@ class TestRefusals:
             registry.register(SLOTS, given, paged=False)
         assert registry.entries() == []
 
+    @pytest.mark.parametrize("wrong", [0, -1, "a", np.zeros((4, 512), np.uint8)[:, ::2]])
+    def test_a_tensor_is_called_what_the_caller_calls_it(self, registry, wrong):
+        given = [4096 if isinstance(wrong, int) else np.zeros(1024, np.uint8), wrong]
+        with pytest.raises(Exception, match=r"tensors\[1\]"):
+            registry.register(SLOTS, given, paged=False)
+
     def test_more_tensors_than_the_options_allow(self, registry):
         nine = CacheDesc(num_tensors=9, shape=(1, 8), data_type=DataType.DT_UINT8)
         with refused("num_tensors=9; at most max_tensors=8"):
             registry.register(nine, tensors(nine), paged=True)
 
+    def test_more_than_a_peer_can_be_told(self, registry, transport):
+        many = CacheDesc(num_tensors=60_000, shape=(1,), data_type=DataType.DT_UINT8)
+        before = free_nbytes(registry)
+        with refused("num_tensors=60000 take .* about 58[0-9]{3} such tensors"):
+            registry.allocate(many, paged=True)
+        named = CacheDesc(1, (1,), DataType.DT_UINT8, kv_tensor_format="n" * 257)
+        with refused("kv_tensor_format has 257 characters; peers can be told 256"):
+            registry.allocate(named, paged=True)
+        gc.collect()
+        assert free_nbytes(registry) == before
+        assert registry.entries() == []
+        assert transport.metadata() == transport.metadata([])
+
+    def test_more_ranges_than_a_peer_can_be_told(self):
+        scattered = CacheDesc(num_tensors=8_000, shape=(1,), data_type=DataType.DT_UINT8)
+        memory = np.zeros(16_000, np.uint8)
+        addresses = range(memory.ctypes.data, memory.ctypes.data + 16_000, 2)
+        with LocalTransport() as transport:
+            registry = CacheRegistry((transport,), Options(max_tensors=8_000), lambda: None)
+            with refused("num_tensors=8000 take .* such tensors"):
+                registry.register(scattered, addresses, paged=True)
+            registry.register(scattered, addresses, paged=True, remote_accessible=False)
+            registry.close()
+
     def test_keys(self, registry):
-        with refused("keys has 5 elements; at most batch_size=4"):
+        with refused("cache_keys has 5 elements; at most batch_size=4"):
             registry.allocate(SLOTS, paged=False, keys=[key(i) for i in range(5)])
-        with refused("keys.*at most one"):
+        with refused("blocks_cache_key=.*at most one"):
             registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(1), BlocksCacheKey(1, 2)])
-        for paged, wrong in ((True, CacheKey(1, 1)), (False, BlocksCacheKey(1))):
-            with pytest.raises(TypeError, match=r"keys\[0\]"):
-                registry.allocate(SLOTS, paged=paged, keys=[wrong])
-        with pytest.raises(TypeError, match="keys=5"):
+        with pytest.raises(TypeError, match="blocks_cache_key="):
+            registry.allocate(BLOCKS, paged=True, keys=[CacheKey(1, 1)])
+        with pytest.raises(TypeError, match=r"cache_keys\[0\]="):
+            registry.allocate(SLOTS, paged=False, keys=[BlocksCacheKey(1)])
+        with pytest.raises(TypeError, match="cache_keys=5"):
             registry.allocate(SLOTS, paged=False, keys=5)
 
     def test_no_description(self, registry):

@@ -207,7 +207,10 @@ class RegistryMachine(RuleBasedStateMachine):
     def peers_see_what_lives_by_id(self) -> None:
         ids = {it.cache_id for it in self.caches if it.by_id}
         assert self.registry.offered().keys() == self.offered.keys() == ids
-        assert [it.cache.cache_id for it in self.registry.entries()] == sorted(ids)
+        living = {it.cache.cache_id: by_id for it, by_id in self.registry.entries()}
+        kept = [it for it in self.caches if it.by_id or (it.lives and it.pages)]
+        assert living == {it.cache_id: it.by_id for it in kept}
+        assert list(living) == sorted(living)
         for entry in self.offered.values():
             as_peer(self.transport, entry).check()
 

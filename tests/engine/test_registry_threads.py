@@ -100,7 +100,7 @@ def test_of_many_who_want_a_key_one_gets_it():
                 results = in_threads(work)
                 results.remove(LLMStatusCode.LLM_SUCCESS)
                 assert set(results) <= allowed
-            (entry,) = registry.entries()
+            ((entry, _),) = registry.entries()
             registry.deallocate(entry.cache.cache_id)
             del entry
         gc.collect()

@@ -108,6 +108,7 @@ def test_a_deadline_that_passes_is_a_timeout_and_stops_the_transfer():
         with pytest.raises(LLMException) as caught:
             transfers.execute(plan, src, dst, timeout_ms=20)
         assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+        assert str(caught.value).count("confirmed") == 1  # told once
         assert caught.value.unconfirmed
         before = [array.copy() for array in dst]
     for array, earlier in zip(dst, before, strict=True):

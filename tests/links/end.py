@@ -39,7 +39,9 @@ class End:
         self.log = _Log(cluster_id)
         self.links = Links(cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports)
         self.links.start()
-        self.address = str(self.links.listen(Endpoint.parse(listen))) if listen else ""
+        if listen:
+            self.links.listen(Endpoint.parse(listen))
+        self.address = str(self.links.endpoint) if listen else ""
 
     def _changed(self) -> None:
         self.links.tables_changed()
@@ -101,6 +103,14 @@ class _Log(logging.Handler):
         line = record.getMessage()
         if self._mine in line:
             self._lines.put(line)
+
+    def next_line(self) -> str:
+        """What is logged already and was not seen.
+
+        Raises:
+            queue.Empty: nothing.
+        """
+        return self._lines.get_nowait()
 
     def wait_for_line(self, part: str) -> str:
         deadline = time.monotonic() + DEADLINE_S

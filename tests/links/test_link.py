@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
+from kvplan.control.endpoint import Endpoint
 from kvplan.engine.links import ClusterInfo, IpInfo, LinkState
 from kvplan.transport.local import LocalTransport
-from tests.links.end import End
+from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
 from tests.links.refusals import refused
 
@@ -78,6 +83,71 @@ def test_a_refused_port_names_who_and_why(end: End) -> None:
 def test_a_name_that_nobody_has(end: End) -> None:
     cluster = ClusterInfo(2, "no-such-host.invalid:26000")
     refused(end, cluster, LLMStatusCode.LLM_LINK_FAILED, "cluster 2 at no-such-host.*resolve: ")
+
+
+class _Door:
+    """A port of this host that turns away whom it does not let in, and counts."""
+
+    def __init__(self) -> None:
+        self.knocks = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._turn_away)
+        self._thread.start()
+
+    def _turn_away(self) -> None:
+        while True:
+            visitor, _ = self._socket.accept()
+            with visitor:
+                if visitor.recv(1) == b"!":
+                    return
+            self.knocks += 1
+
+    def __enter__(self) -> _Door:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with socket.create_connection(self._socket.getsockname()) as last:
+            last.sendall(b"!")
+            self._thread.join()
+        self._socket.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_connecting_is_tried_as_often_as_the_options_say(make_end: MakeEnd, count: int) -> None:
+    end = make_end(1, listen="", link_retry_count=count)
+    with _Door() as door:
+        why = f"cluster 2 at {door.address}: handshake: "
+        refused(end, ClusterInfo(2, door.address), LLMStatusCode.LLM_LINK_FAILED, why)
+        assert door.knocks == count
+
+
+def test_connecting_is_tried_until_the_time_is_over(make_end: MakeEnd) -> None:
+    end = make_end(1, listen="", link_retry_count=100)
+    begun = time.monotonic()
+    (result,) = end.links.link([ClusterInfo(2, _refused_address())], 200)
+    assert "Connection refused" in str(result.error)
+    assert time.monotonic() - begun < DEADLINE_S / 4
+
+
+def test_a_refusal_is_not_asked_for_again(make_end: MakeEnd, end: End) -> None:
+    other = make_end(2, listen="", link_retry_count=100)
+    why = "hello: cluster 1 is here, not cluster 3"
+    refused(other, ClusterInfo(3, end.address), LLMStatusCode.LLM_LINK_FAILED, why)
+    other.wait_for(3, "UNLINKED")
+    with pytest.raises(queue.Empty):
+        other.log.next_line()
+
+
+def test_a_peer_that_comes_late_is_found(make_end: MakeEnd, end: End) -> None:
+    end.links.stop_listening()
+    other = make_end(2, listen="", link_retry_count=100)
+    with ThreadPoolExecutor(1) as thread:
+        linking = thread.submit(other.link, end.cluster, timeout_ms=20_000)
+        other.wait_for(1, "UNLINKED")  # the first attempt
+        end.links.listen(Endpoint.parse(end.address))
+        linking.result()
+    assert end.state(2) is LinkState.LINKED
 
 
 def test_a_listener_that_says_nothing(end: End) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,6 +51,7 @@ def test_two_processes(
     peer.run(f"end.log.wait_for_line('comm cluster={order[1]} comm_id=1 ')")
     (status,) = end.links.status()
     assert (status.cluster_id, status.comm_id) == (order[1], 1)
+    assert status.address.startswith(f"ipc://{comm_dir}/")
     assert peer.state(order[0]) == "LINKED"
     end.links.comm_unlink(comm_id)
     assert end.links.status() == []
@@ -74,8 +75,10 @@ def test_four_members_at_once_and_again(make_end: MakeEnd, comm_dir: str) -> Non
 
 
 def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> None:
-    port = 26900 + int(time.time()) % 500
-    hosts = {"127.0.0.1": [("0", "0"), ("1", "1")], "127.0.0.2": [("0", "2")]}
+    # Addresses of this host that no other process takes.
+    high, middle, low = os.getpid().to_bytes(3, "big")
+    one, other = (f"127.{first + high}.{middle}.{low}" for first in (1, 128))
+    hosts = {one: [("0", "0"), ("1", "1")], other: [("0", "2")]}
     table = json.dumps(
         {
             "version": "1.2",
@@ -88,18 +91,33 @@ def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> Non
             ],
         }
     )
-    ends = [make_end(i, listen="", comm_dir=comm_dir, comm_port=port) for i in (1, 2, 3)]
+    ends = [make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2, 3)]
     ids = [it.links.comm_link("hosts", {1: 0, 2: 1, 3: 2}, table) for it in ends]
     assert [settle(end, comm_id) for end, comm_id in zip(ends, ids, strict=True)] == [OK] * 3
     address = {it.cluster_id: it.address for it in ends[2].links.status()}
-    assert address == {1: f"127.0.0.1:{port}", 2: f"127.0.0.1:{port + 1}"}
+    assert address == {1: f"{one}:26900", 2: f"{one}:26901"}
     assert ends[1].status(1).address.startswith("ipc://")
+
+
+def test_who_waits_for_other_hosts_without_a_key_is_warned(make_end: MakeEnd) -> None:
+    server = {"server_id": "0.0.0.0", "device": [{"rank_id": "0"}]}
+    other = {"server_id": "10.0.0.1", "device": [{"rank_id": "1"}]}
+    table = json.dumps({"version": "1.2", "server_list": [server, other]})
+    end = make_end(1, listen="", comm_port=0)
+    with pytest.warns(RuntimeWarning, match="0.0.0.0.*without a cluster key"):
+        comm_id = end.links.comm_link("hosts", {1: 0, 2: 1}, table)
+    end.links.comm_unlink(comm_id)
+    caller = make_end(2, listen="")
+    caller.links.comm_unlink(caller.links.comm_link("hosts", {1: 1, 2: 1}, table))
 
 
 def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
     end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=1)
     comm_id = end.links.comm_link("alone", {1: 0, 2: 1})
     assert settle(end, comm_id) is FAILED
+    why = r"the last try failed: communicator 'alone': clusters \[2\] have not linked within 1 s"
+    with pytest.raises(LLMException, match=f"cluster 2 is not linked; {why}"):
+        end.links.get(2)
     end.links.comm_unlink(comm_id)
     _refuse_not_linked(end, comm_id)
 
@@ -138,7 +156,7 @@ def test_transfers_in_flight_keep_it(make_end: MakeEnd, comm_dir: str) -> None:
     assert settle(one, 1) is OK
     link = one.links.get(2)
     link.begin()
-    with pytest.raises(LLMException, match="1 operations in flight") as error:
+    with pytest.raises(LLMException, match="1 operation in flight") as error:
         one.links.comm_unlink(1)
     assert error.value.status_code is LLMStatusCode.LLM_LINK_BUSY
     assert one.links.comm_status(1) is OK
@@ -165,7 +183,7 @@ class TestBadArguments:
         [
             (("", {1: 0, 2: 1}), r"comm_name has 0 characters; \[1, 127\] are allowed"),
             (("n" * 128, {1: 0, 2: 1}), "comm_name has 128 characters"),
-            (("n", {1: 0}), r"cluster_rank_info has 1 members; \[2, 4\] are allowed"),
+            (("n", {1: 0}), r"cluster_rank_info has 1 member; \[2, 4\] are allowed"),
             (("n", dict.fromkeys(range(5), 0)), "cluster_rank_info has 5 members"),
             (("n", {1: 1, 2: 0}), "its ranks must not decrease"),
             (("n", {2: 0, 3: 1}), "lacks cluster 1"),

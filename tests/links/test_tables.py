@@ -164,7 +164,7 @@ class TestMessages:
     def test_each_fits_into_a_frame_and_all_arrive(self) -> None:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
         entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
-        told, known = ToldTable("local"), PeerTable()
+        told, known = ToldTable("local"), PeerTable(1)
         tables = list(told.news(entries))
         for table in tables:
             assert len(encode(table)) <= MAX_NBYTES
@@ -178,14 +178,16 @@ class TestMessages:
         assert sorted(known.apply(table)) == [5, 5, 6]
         assert 6 not in known.ids()
 
-    def test_one_that_is_too_large_is_left_out_and_logged(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        desc = CacheDesc(2, (1,), DataType.DT_INT8)
-        entries = {1: _entry(1, desc, b"m" * MAX_NBYTES), 2: _entry(2, desc, b"")}
-        (table,) = ToldTable("local").news(entries)
-        assert [it.cache_id for it in table.entries] == [2]
-        assert "cache_id=1" in caplog.text
+    def test_the_largest_that_can_be_made_fits_too(self, pair: tuple[End, End]) -> None:
+        one, two = pair
+        desc = CacheDesc(
+            58_000,
+            (1,),
+            DataType.DT_INT8,
+            kv_tensor_format="\N{ROMAN NUMERAL ONE}" * 256,
+        )
+        two.registry.allocate(desc, paged=True)
+        assert one.links.get(2).cache(CacheIndex(2, 1)).desc == desc
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -201,7 +203,7 @@ class TestMessages:
         told = ToldTable("local").describe(_entry(1, DESC, b""))
         fields = {name: getattr(told, name) for name in fields} | change
         with pytest.raises(LLMException, match=message):
-            PeerCache.of(TableEntry(**fields))
+            PeerCache.of(1, TableEntry(**fields))
 
 
 def _entry(cache_id: int, desc: CacheDesc, metadata: bytes) -> CacheEntry:

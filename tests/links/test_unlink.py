@@ -23,7 +23,7 @@ def test_operations_of_this_end_are_waited_for(end: End, peer: Peer) -> None:
     link.begin()
     (result,) = end.links.unlink([2], 50)
     assert result.status is LLMStatusCode.LLM_LINK_BUSY
-    assert "cluster 1 has 1 operations in flight with cluster 2" in str(result.error)
+    assert "cluster 1 has 1 operation in flight with cluster 2" in str(result.error)
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
     with ThreadPoolExecutor(1) as threads:
         unlinking = threads.submit(end.links.unlink, [2], 10000)
@@ -41,7 +41,7 @@ def test_operations_of_the_peer_are_waited_for(end: End, peer: Peer) -> None:
     peer.run(BEGIN)
     (result,) = end.links.unlink([2], 1000)
     assert result.status is LLMStatusCode.LLM_LINK_BUSY
-    assert "cluster 2 has 1 operations in flight with cluster 1" in str(result.error)
+    assert "cluster 2 has 1 operation in flight with cluster 1" in str(result.error)
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
     peer.run("link.end()")
     end.links.unlink([2], 5000).raise_for_status()

@@ -235,6 +235,21 @@ def test_defaults_are_those_of_the_reference() -> None:
     assert (desc().placement, desc().seq_len_dim_index) == (Placement.DEVICE, -1)
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (CacheKey(1), "CacheKey(cluster_id=1, model_id=0)"),
+        (CacheKey(1, 7, 2), "CacheKey(cluster_id=1, req_id=7, model_id=2)"),
+        (CacheKey(1, prefix_id=5), "CacheKey(cluster_id=1, model_id=0, prefix_id=5)"),
+        (CacheKey(1, 7, 0, 5), "CacheKey(cluster_id=1, req_id=7, model_id=0, prefix_id=5)"),
+        (CacheKey(2**64 - 1, 7), f"CacheKey(cluster_id={2**64 - 1}, req_id=7, model_id=0)"),
+    ],
+)
+def test_a_key_prints_the_ids_that_it_has(key: CacheKey, text: str) -> None:
+    assert repr(key) == text
+    assert eval(repr(key)) == key
+
+
 @pytest.mark.parametrize("value", [LlmRole.PROMPT, Placement.HOST, INT8, LLMStatusCode.LLM_FAILED])
 def test_enums_print_their_class_and_name(value: Any) -> None:
     assert str(value) == f"{value}" == f"{type(value).__name__}.{value.name}"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvplan.engine.links.peer_handler import PeerHandler
 
 
+_PAUSE_S = 0.05  # between attempts
+_UNREACHED = "unreached"  # the phase of a handshake that has not begun
 _GRACE_S = 0.02  # the phases have the same deadline, and know more about what was late
 
 
@@ -82,7 +84,10 @@ class Caller:
         timeout_s: float,
         comm: str,
     ) -> PeerLink:
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        running = asyncio.get_running_loop()
+        deadline = running.time() + timeout_s
+        # Members of a communicator are called until they are there.
+        attempts = 1 if comm else self._end.options.link_retry_count
         failure: LLMException | None = None
         while True:
             link = self._steps.links.get(cluster_id)
@@ -94,13 +99,17 @@ class Caller:
                         f"cluster {cluster_id}: its own handshake has not ended within "
                         f"{timeout_s * 1000:g} ms"
                     )
-            elif failure is not None:
-                raise failure
-            else:
+            elif failure is None:
                 self._steps.check_room(cluster_id)
                 wait_ms = self._end.options.sync_kv_cache_wait_time
                 link = PeerLink(cluster_id, str(endpoint), comm, self._end.control, wait_ms)
                 failure = await self._attempt(link, endpoint, handler, deadline, timeout_s)
+                attempts = attempts - 1 if link.phase == _UNREACHED else 0
+            elif attempts > 0 and running.time() + _PAUSE_S < deadline:
+                await asyncio.sleep(_PAUSE_S)
+                failure = None
+            else:
+                raise failure
 
     async def _attempt(
         self,
@@ -134,8 +143,10 @@ class Caller:
             error = link_failed(f"{endpoint}: {link.phase}: {raised}")
         except LLMException as raised:
             # What cannot connect tells the endpoint and phases of its own.
-            is_told = link.phase == "connect"
-            error = raised if is_told else link_error(f"{endpoint}: {link.phase}", raised)
+            if link.phase == "connect":
+                link.phase, error = _UNREACHED, raised
+            else:
+                error = link_error(f"{endpoint}: {link.phase}", raised)
         finally:
             handshake.cancel()
             settled.cancel()

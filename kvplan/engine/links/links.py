@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -12,14 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.control.server import Server
+from kvplan.control.server import warn_of_strangers
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.calling import Caller
 from kvplan.engine.links.clusters import ClusterInfo, check_clusters
+from kvplan.engine.links.listener import Listener
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_handler import PeerHandler
 from kvplan.engine.links.peer_link import PeerLink
+from kvplan.engine.links.rank_table import locate_members
 from kvplan.engine.links.rendezvous import RegisterMemStatus, Rendezvous
+from kvplan.engine.links.rendezvous_address import exposed_point
 from kvplan.engine.links.results import LinkResults
 from kvplan.engine.links.telling import tell_later
 from kvplan.engine.links.transitions import Transitions
@@ -84,10 +86,10 @@ class Links:
         self._unlinker = Unlinker(self._end, self._steps)
         make_handler = partial(PeerHandler, self._end, self._steps, self._answerer, self._unlinker)
         self._handler = make_handler(_admit_by_address)
+        self._listener = Listener(self._end, self._steps, self._handler)
         self._rendezvous = Rendezvous(
             self._end, self._steps, self._caller, self._unlinker, make_handler
         )
-        self._server: Server | None = None
         self._is_news_due = False
         self._started = False
         self._closed = False
@@ -97,17 +99,22 @@ class Links:
         self._control.start()
         self._started = True
 
-    def listen(self, endpoint: Endpoint) -> Endpoint:
-        """Let peers link with this engine at `endpoint`; returns it with the real port.
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where peers link with this engine, with the real port; None: nowhere."""
+        return self._listener.endpoint
+
+    def listen(self, endpoint: Endpoint) -> None:
+        """Let peers link with this engine at `endpoint`, and nowhere else.
 
         Raises:
-            LLMException: LLM_FAILED: the address cannot be had, or this engine listens already.
+            LLMException: LLM_FAILED: the address cannot be had; nothing has changed then.
         """
-        return self._run(self._listen(endpoint))
+        self._run(self._listener.listen(endpoint))
 
     def stop_listening(self) -> None:
         """Let nobody link from here on; links that peers have begun are ended."""
-        self._run(self._stop_listening())
+        self._run(self._listener.stop())
 
     def close(self) -> None:
         """End every link and tell the peers; takes a second at most, and works a second time."""
@@ -169,6 +176,8 @@ class Links:
     ) -> int:
         """Begin to link with all members of a communicator, which do the same; returns its id.
 
+        Warns if strangers could link.
+
         Args:
             comm_name: 1 to 127 characters, the same at all members.
             cluster_rank_info: the rank of each member by cluster id, 2 to 4, with this engine's
@@ -179,7 +188,12 @@ class Links:
             TypeError, ValueError: an argument of another type or width.
             LLMException: LLM_PARAM_INVALID. What becomes of the links is `comm_status`.
         """
-        return self._run(self._rendezvous.link(comm_name, cluster_rank_info, rank_table))
+        end = self._end
+        members = locate_members(end.cluster_id, cluster_rank_info, rank_table)
+        exposed = exposed_point(end.cluster_id, members, end.options)
+        if exposed is not None and end.key is None:
+            warn_of_strangers(exposed, stacklevel=3)  # who calls the engine
+        return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:
         """End the links of a communicator, at all members, or stop making them.
@@ -254,23 +268,6 @@ class Links:
             if link.is_live:
                 self._steps.spawn(tell_later(link, self._end.registry))
 
-    async def _listen(self, endpoint: Endpoint) -> Endpoint:
-        if self._server is not None:
-            raise LLMException(f"the engine listens at {self._server.endpoint} already")
-        self._server = await Server.listen(self._control, endpoint, self._handler, self._end.key)
-        return self._server.endpoint
-
-    async def _stop_listening(self) -> None:
-        if self._server is not None:
-            server, self._server = self._server, None
-            reason = f"cluster {self._end.cluster_id} does not listen any more"
-            channels = set(server.channels)
-            for link in (*self._steps.answering.values(), *self._steps.links.values()):
-                if link.channel in channels:
-                    self._steps.unlinked(link, reason)
-            await asyncio.sleep(0)  # so that the peers hear it
-            server.close()
-
     def _linked(self, link: PeerLink) -> None:
         self._rendezvous.linked(link)
 
@@ -279,7 +276,7 @@ class Links:
         self._steps.refuse_new(reason)
         for cluster_id in self._steps.live():
             self._unlinker.drop(cluster_id, reason)
-        await self._stop_listening()
+        await self._listener.stop()
         self._rendezvous.close()
         await self._steps.finish(_CLOSING_S)
 

@@ -67,7 +67,7 @@ class PeerLink(LinkLife):
         self._late: set[asyncio.Task[None]] = set()  # claims that came too late
         self._control = control
         self._wait_s = wait_ms / 1000
-        self._table = PeerTable()
+        self._table = PeerTable(cluster_id)
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
 
     def __str__(self) -> str:
@@ -218,7 +218,7 @@ class PeerLink(LinkLife):
 
     def _told_with(self, found: Found) -> PeerCache:
         """The cache of an answer: the table's object where both say the same."""
-        cache = PeerCache.of(found.entry)
+        cache = PeerCache.of(self.cluster_id, found.entry)
         known = self._table.by_id(cache.cache_id)
         return known if known == cache else cache
 

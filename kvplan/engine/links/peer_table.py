@@ -18,6 +18,7 @@ class PeerCache:
     """A cache of a peer.
 
     Attributes:
+        cluster_id: of the peer.
         cache_id: in the peer.
         desc: its description.
         paged: whether its rows are blocks.
@@ -28,6 +29,7 @@ class PeerCache:
         side: as a plan sees it.
     """
 
+    cluster_id: int
     cache_id: int
     desc: CacheDesc
     paged: bool
@@ -38,14 +40,13 @@ class PeerCache:
     side: Side = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        named = replace(
-            side("cache", self.desc, paged=self.paged), name=f"remote cache {self.cache_id}"
-        )
+        name = f"cache {self.cache_id} of cluster {self.cluster_id}"
+        named = replace(side("cache", self.desc, paged=self.paged), name=name)
         object.__setattr__(self, "side", named)
 
     @classmethod
-    def of(cls, entry: TableEntry) -> PeerCache:
-        """The cache that a peer's message describes.
+    def of(cls, cluster_id: int, entry: TableEntry) -> PeerCache:
+        """The cache that a message of the peer `cluster_id` describes.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: it describes none that can be.
@@ -68,6 +69,7 @@ class PeerCache:
                 f"for {desc.num_tensors} tensors"
             )
         return cls(
+            cluster_id,
             entry.cache_id,
             desc,
             entry.paged,
@@ -79,10 +81,15 @@ class PeerCache:
 
 
 class PeerTable:
-    """Written by the control thread, read by any: each read is one lookup in a dict."""
+    """Written by the control thread, read by any: each read is one lookup in a dict.
 
-    def __init__(self) -> None:
+    Args:
+        cluster_id: of the peer.
+    """
+
+    def __init__(self, cluster_id: int) -> None:
         self.version = 0
+        self._cluster_id = cluster_id
         self._caches: dict[int, PeerCache] = {}
         self._of_model: dict[int, PeerCache] = {}
 
@@ -92,7 +99,7 @@ class PeerTable:
         Raises:
             LLMException: LLM_PARAM_INVALID: caches that cannot be, or too many of them.
         """
-        told = [PeerCache.of(entry) for entry in table.entries]
+        told = [PeerCache.of(self._cluster_id, entry) for entry in table.entries]
         gone = list(self._caches) if table.first else list(table.removed)
         for cache_id in gone:
             self._remove(cache_id)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, invalid
-from kvplan.validation import UINT32_MAX, check_type, shown
+from kvplan.validation import (
+    UINT32_MAX,
+    UINT64_MAX,
+    check_mapping,
+    check_type,
+    check_width,
+    shown,
+)
 
 VERSIONS = ("1.0", "1.2")
 
@@ -38,6 +47,39 @@ class _Server(msgspec.Struct):
 class _RankTable(msgspec.Struct):
     version: str
     server_list: list[_Server]
+
+
+def locate_members(
+    cluster_id: int, cluster_rank_info: Mapping[int, int], rank_table: str
+) -> dict[int, Location]:
+    """Read where each member of a communicator runs, by cluster id.
+
+    Args:
+        cluster_id: of this engine, which must be one of them.
+        cluster_rank_info: the rank of each.
+        rank_table: as of `locate`.
+
+    Raises:
+        TypeError, ValueError: an argument of another type or width.
+        LLMException: LLM_PARAM_INVALID: other than 2 to 4 members, or ranks that decrease; and as
+            `locate`.
+    """
+    check_mapping("cluster_rank_info", cluster_rank_info)
+    for member, rank in cluster_rank_info.items():
+        check_width("cluster_rank_info key", member, 0, UINT64_MAX)
+        check_width(f"cluster_rank_info[{member}]", rank, 0, UINT32_MAX)
+    ranks = list(cluster_rank_info.values())
+    if not 2 <= len(ranks) <= 4:
+        raise invalid(f"cluster_rank_info has {plural(len(ranks), 'member')}; [2, 4] are allowed")
+    if ranks != sorted(ranks):
+        raise invalid(f"cluster_rank_info={dict(cluster_rank_info)}: its ranks must not decrease")
+    if cluster_id not in cluster_rank_info:
+        raise invalid(
+            f"cluster_rank_info={dict(cluster_rank_info)} lacks cluster {cluster_id}, which is "
+            "this one"
+        )
+    located = locate(rank_table, set(ranks))
+    return {member: located[rank] for member, rank in cluster_rank_info.items()}
 
 
 def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:

@@ -17,13 +17,13 @@ from kvplan.control.server import Server
 from kvplan.engine.links.calling import Caller
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.rank_table import Location, locate
+from kvplan.engine.links.rank_table import Location
 from kvplan.engine.links.rendezvous_address import meeting_point
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.transitions import Transitions
 from kvplan.engine.links.unlinking import Unlinker
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.validation import UINT32_MAX, UINT64_MAX, check_mapping, check_type, check_width
+from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
@@ -100,21 +100,13 @@ class Rendezvous:
         self._listening = asyncio.Lock()
         self._last_id = 0
 
-    async def link(
-        self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str
-    ) -> int:
-        """Begin to link all members; returns the communicator's id.
+    async def link(self, comm_name: str, members: Mapping[int, Location]) -> int:
+        """Begin to link all members, this engine among them; returns the communicator's id.
 
         Raises:
-            TypeError, ValueError: an argument of another type or width.
+            TypeError: comm_name is no str.
             LLMException: LLM_PARAM_INVALID.
         """
-        members = _members(cluster_rank_info, rank_table)
-        if self._end.cluster_id not in members:
-            raise invalid(
-                f"cluster_rank_info={dict(cluster_rank_info)} lacks cluster "
-                f"{self._end.cluster_id}, which is this one"
-            )
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
             raise invalid(f"comm_name has {len(comm_name)} characters; [1, 127] are allowed")
         for other in self._communicators.values():
@@ -273,6 +265,10 @@ class Rendezvous:
 
     def _conclude(self, comm: Communicator, failure: str = "") -> None:
         comm.status = RegisterMemStatus.FAILED if failure else RegisterMemStatus.OK
+        unlinked = set(comm.members) - self._steps.live() - {self._end.cluster_id}
+        for cluster_id in unlinked if failure else ():
+            why = link_failed(f"communicator {comm.name!r}: {failure}")
+            self._steps.note_error(cluster_id, why)
         _LOG.log(
             logging.WARNING if failure else logging.INFO,
             "comm cluster=%d comm_id=%d name=%r state=%s%s",
@@ -282,17 +278,3 @@ class Rendezvous:
             comm.status.name,
             f" reason={failure!r}" if failure else "",
         )
-
-
-def _members(cluster_rank_info: Mapping[int, int], rank_table: str) -> dict[int, Location]:
-    check_mapping("cluster_rank_info", cluster_rank_info)
-    for cluster_id, rank in cluster_rank_info.items():
-        check_width("cluster_rank_info key", cluster_id, 0, UINT64_MAX)
-        check_width(f"cluster_rank_info[{cluster_id}]", rank, 0, UINT32_MAX)
-    ranks = list(cluster_rank_info.values())
-    if not 2 <= len(ranks) <= 4:
-        raise invalid(f"cluster_rank_info has {len(ranks)} members; [2, 4] are allowed")
-    if ranks != sorted(ranks):
-        raise invalid(f"cluster_rank_info={dict(cluster_rank_info)}: its ranks must not decrease")
-    located = locate(rank_table, set(ranks))
-    return {cluster_id: located[rank] for cluster_id, rank in cluster_rank_info.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvplan.control.endpoint import Endpoint
@@ -33,6 +34,16 @@ def meeting_point(
         name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
         return Endpoint(path=str(own_directory(options.comm_dir) / f"{name}-{cluster_id}"))
     return Endpoint(there.server_id, options.comm_port + there.device_id)
+
+
+def exposed_point(
+    cluster_id: int, members: Mapping[int, Location], options: Options
+) -> Endpoint | None:
+    """Where `cluster_id` waits for members of other hosts; None: it waits for none."""
+    here = members[cluster_id]
+    if any(it > cluster_id and there.server_id != here.server_id for it, there in members.items()):
+        return Endpoint(here.server_id, options.comm_port + here.device_id)
+    return None
 
 
 def own_directory(comm_dir: str | None) -> Path:

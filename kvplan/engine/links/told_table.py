@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
-from kvplan.control.messages import MAX_NBYTES, Table, TableEntry
-from kvplan.engine.cache_entry import CacheEntry
+from kvplan.control.messages import Table, TableEntry
+from kvplan.engine.cache_entry import MAX_TOLD_NBYTES, CacheEntry, told_nbytes
 from kvplan.types import Cache
 
-_LOG = logging.getLogger("kvplan")
-_CHUNK = MAX_NBYTES // 2  # by an estimate of each entry that is never half of what it takes
-_ENTRY_NBYTES = 512
-_ADDRESS_NBYTES = 9
+_ID_NBYTES = 9
 
 
 class ToldTable:
@@ -44,21 +40,13 @@ class ToldTable:
         self._told = now
         tables: list[Table] = []
         entries: list[TableEntry] = []
-        chunk = len(removed) * _ADDRESS_NBYTES
+        chunk = len(removed) * _ID_NBYTES
         for entry in added:
-            described = self.describe(entry)
-            nbytes = _nbytes(described)
-            if nbytes > _CHUNK:
-                _LOG.error(
-                    "table cache_id=%d nbytes=%d: too many tensors or ranges to tell a peer",
-                    described.cache_id,
-                    nbytes,
-                )
-                continue
-            if chunk + nbytes > _CHUNK:
+            nbytes = told_nbytes(entry, self._transport)
+            if chunk + nbytes > MAX_TOLD_NBYTES:
                 tables.append(self._message(entries, removed))
                 entries, removed, chunk = [], [], 0
-            entries.append(described)
+            entries.append(self.describe(entry))
             chunk += nbytes
         if entries or removed or not self._version:
             tables.append(self._message(entries, removed))
@@ -86,7 +74,3 @@ class ToldTable:
     def _message(self, entries: list[TableEntry], removed: list[int]) -> Table:
         self._version += 1
         return Table(self._version, self._version == 1, tuple(entries), tuple(removed))
-
-
-def _nbytes(entry: TableEntry) -> int:
-    return _ENTRY_NBYTES + len(entry.metadata) + len(entry.addresses) * _ADDRESS_NBYTES

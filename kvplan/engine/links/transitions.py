@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.told_table import ToldTable
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class Transitions:
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
 
+    def note_error(self, cluster_id: int, error: LLMException) -> None:
+        """Remember why a cluster could not be linked."""
+        self.errors.pop(cluster_id, None)
+        self.errors[cluster_id] = error  # the newest last: the oldest goes
+        while len(self.errors) > _MAX_ERRORS:
+            del self.errors[next(iter(self.errors))]
+
     def check_room(self, cluster_id: int) -> None:
         """Refuse one link too many.
 
@@ -70,7 +78,7 @@ class Transitions:
         live, most = self.live() - {cluster_id}, self._end.options.max_links
         if len(live) >= most:
             raise LLMException(
-                f"cluster {self._end.cluster_id} has {len(live)} links; max_links={most}",
+                f"cluster {self._end.cluster_id} has {plural(len(live), 'link')}; max_links={most}",
                 status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
             )
 
@@ -127,10 +135,7 @@ class Transitions:
         self._settle(link)
         self._cut(link, LinkState.UNLINKED, str(error.args[0]))
         link.become(LinkState.UNLINKED, str(error.args[0]))
-        self.errors.pop(link.cluster_id, None)
-        self.errors[link.cluster_id] = error  # the newest last: the oldest goes
-        while len(self.errors) > _MAX_ERRORS:
-            del self.errors[next(iter(self.errors))]
+        self.note_error(link.cluster_id, error)
         # By name it is tried again; what comes of all tries is told once.
         self._log(link, logging.DEBUG if link.comm else logging.WARNING)
         self._release(link, str(error.args[0]))

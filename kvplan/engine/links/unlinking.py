@@ -13,6 +13,7 @@ from kvplan.engine.links.local_end import LocalEnd
 from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.transitions import Transitions
+from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode
 
 _PEERS_SHARE = 0.5  # of the time left: so that the peer's refusal is here before it is over
@@ -116,8 +117,8 @@ class Unlinker:
 
     def _busy(self, link: PeerLink) -> LLMException:
         return LLMException(
-            f"cluster {self._end.cluster_id} has {link.in_flight} operations in flight with "
-            f"cluster {link.cluster_id}; the link stays",
+            f"cluster {self._end.cluster_id} has {plural(link.in_flight, 'operation')} in flight "
+            f"with cluster {link.cluster_id}; the link stays",
             status_code=LLMStatusCode.LLM_LINK_BUSY,
         )
 
