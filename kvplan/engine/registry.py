@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvplan.engine.cache_entry import (
@@ -64,7 +65,9 @@ class CacheRegistry:
             Placement.HOST: options.host_mem_pool_config,
         }
         self.pools = Pools(self._transports[0], configs)
-        self._mutex = threading.Lock()
+        # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
+        # What is looked through is a copy, therefore, and what is taken out may be gone.
+        self._mutex = threading.RLock()
         self._closed = False
         self._last_id = 0
         self._held: dict[int, _Held] = {}
@@ -154,7 +157,8 @@ class CacheRegistry:
                 raise invalid(
                     f"cache_id={cache_id} is a {kinds[not paged]} cache, not a {kinds[paged]} one"
                 )
-            del self._entries[cache_id]
+            if self._entries.pop(cache_id, None) is None:
+                return
             if entry.paged:
                 self._keys.unbind(cache_id)
             unused = self._pop_unused(cache_id)
@@ -172,7 +176,8 @@ class CacheRegistry:
         with self._mutex:
             if self._entry_of(cache_id, owned=False) is None:
                 return
-            del self._entries[cache_id]
+            if self._entries.pop(cache_id, None) is None:
+                return
             self._keys.unbind(cache_id)
             ended = self._held.pop(cache_id)
         self._end([ended])
@@ -225,12 +230,14 @@ class CacheRegistry:
     def entries(self) -> list[CacheEntry]:
         """The caches that live by their id, in its order."""
         with self._mutex:
-            return [self._entries[cache_id] for cache_id in sorted(self._entries)]
+            return [entry for _, entry in sorted(self._entries.items(), key=itemgetter(0))]
 
     def offered(self) -> dict[int, CacheEntry]:
         """The caches that peers may reach by id, now."""
         with self._mutex:
-            return {i: entry for i, entry in self._entries.items() if entry.remote_accessible}
+            return {
+                i: entry for i, entry in tuple(self._entries.items()) if entry.remote_accessible
+            }
 
     def find(self, key: AnyKey) -> tuple[CacheEntry, int]:
         """The cache and batch index that peers reach by `key`.
