@@ -24,6 +24,9 @@ _T = TypeVar("_T")
 
 MAX_WORKERS: Final = 8
 MAX_SOCKETS: Final = 8192
+_DESCRIPTORS: Final = 16
+"""That starting takes: 3 of asyncio's loop, 9 of a ZeroMQ context with its threads, and some."""
+
 CLOSING_S: Final = 0.5
 """Seconds that last messages have to leave before their connections are cut."""
 
@@ -62,16 +65,23 @@ class ControlLoop:
         """Start the thread.
 
         Raises:
-            LLMException: LLM_FAILED, it runs already, or in a forked child.
+            LLMException: LLM_FAILED, it runs already, too few descriptors are left, or in a forked
+                child.
         """
         self._check_process()
         with self._lock:
             if self._loop is not None:
                 raise LLMException(f"{self._name} runs already")
+            try:
+                _check_descriptors()
+            except OSError as error:
+                raise LLMException(f"{self._name} cannot start: {error.strerror}") from error
             loop = asyncio.new_event_loop()
             loop.set_exception_handler(_log_exception)
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+            # Starts its threads now, while there is room for what they open.
+            self._context.socket(zmq.PAIR).close()
             self._workers = ThreadPoolExecutor(MAX_WORKERS, f"{self._name}-worker")
             self._thread = threading.Thread(target=_serve, args=(loop,), name=self._name)
             self._thread.daemon = True
@@ -204,6 +214,13 @@ class ControlLoop:
 
     def _stopped(self) -> LLMException:
         return LLMException(f"{self._name} does not run")
+
+
+def _check_descriptors() -> None:
+    """Raise OSError if few are left: libzmq aborts the process where it cannot open its own."""
+    with contextlib.ExitStack() as held:
+        for _ in range(_DESCRIPTORS):
+            held.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
