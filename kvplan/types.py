@@ -24,6 +24,9 @@ NO_ID = UINT64_MAX
 """The reference's mark for "no request id" and "no prefix id"."""
 
 MAX_DIMS = 32
+MAX_FORMAT = 256
+"""Characters of a kv_tensor_format: peers are told it, and take no more."""
+
 DEFAULT_TENSORS_PER_LAYER = 2
 
 
@@ -136,8 +139,8 @@ class CacheDesc:
         TypeError: a field of another type.
         ValueError: num_tensors outside uint32, or a dimension outside int64.
         LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
-            below 1, an index outside the shape, a row that is not contiguous or not whole bytes,
-            or tensors too large to address.
+            below 1, a format that is no text of at most 256 characters, an index outside the shape,
+            a row that is not contiguous or not whole bytes, or tensors too large to address.
     """
 
     num_tensors: int
@@ -161,7 +164,7 @@ class CacheDesc:
         check_type("data_type", self.data_type, DataType)
         check_type("placement", self.placement, Placement)
         if self.kv_tensor_format is not None:
-            check_type("kv_tensor_format", self.kv_tensor_format, str)
+            _check_format(check_type("kv_tensor_format", self.kv_tensor_format, str))
         dims = len(self.shape)
         if not 1 <= dims <= MAX_DIMS:
             raise invalid(f"shape={self.shape} has {dims} dimensions; allowed are [1, {MAX_DIMS}]")
@@ -314,3 +317,12 @@ class KvCacheExtParam:
     src_layer_range: LayerRange = None
     dst_layer_range: LayerRange = None
     tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER
+
+
+def _check_format(text: str) -> None:
+    if len(text) > MAX_FORMAT:
+        raise invalid(f"kv_tensor_format has {len(text)} characters; at most {MAX_FORMAT} can be")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"kv_tensor_format={shown(text)} is not Unicode text") from None

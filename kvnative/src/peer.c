@@ -18,7 +18,11 @@ static int gone(const kvn_peer *peer, kvn_failure *failure)
 static int has_exited(const kvn_peer *peer)
 {
     struct pollfd exit = {.fd = peer->pidfd, .events = POLLIN};
-    return poll(&exit, 1, 0) != 0; /* readable once it is dead, reaped or not */
+    int ready;
+    do /* a signal to this process says nothing of the peer */
+        ready = poll(&exit, 1, 0);
+    while (ready < 0 && errno == EINTR);
+    return ready != 0; /* readable once it is dead, reaped or not */
 }
 
 int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 MAX_WORKERS: Final = 8
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
-"""Left when a socket is made, which takes 3, and 6 more in a new context."""
+"""That must be left: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
 CLOSING_S: Final = 0.5
 """Seconds that last messages have to leave before their connections are cut."""
 
@@ -64,16 +64,23 @@ class ControlLoop:
         """Start the thread.
 
         Raises:
-            LLMException: LLM_FAILED, it runs already, or in a forked child.
+            LLMException: LLM_FAILED, it runs already, too few descriptors are left, or in a forked
+                child.
         """
         self._check_process()
         with self._lock:
             if self._loop is not None:
                 raise LLMException(f"{self._name} runs already")
+            try:
+                _check_descriptors()
+            except OSError as error:
+                raise LLMException(f"{self._name} cannot start: {error.strerror}") from error
             loop = asyncio.new_event_loop()
             loop.set_exception_handler(_log_exception)
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+            # Starts its threads now, while there is room for what they open.
+            self._context.socket(zmq.PAIR).close()
             self._workers = ThreadPoolExecutor(MAX_WORKERS, f"{self._name}-worker")
             self._thread = threading.Thread(target=_serve, args=(loop,), name=self._name)
             self._thread.daemon = True
@@ -159,10 +166,7 @@ class ControlLoop:
         """
         if self._context is None:
             raise self._stopped()
-        with contextlib.ExitStack() as spare:
-            for _ in range(SPARE_DESCRIPTORS // 2):
-                for descriptor in os.pipe():
-                    spare.callback(os.close, descriptor)
+        _check_descriptors()
         return self._context.socket(kind)
 
     def keep(self, living: Closable) -> None:
@@ -214,6 +218,13 @@ class ControlLoop:
 
     def _stopped(self) -> LLMException:
         return LLMException(f"{self._name} does not run")
+
+
+def _check_descriptors() -> None:
+    """Raise OSError if few are left: libzmq aborts the process where it cannot open its own."""
+    with contextlib.ExitStack() as held:
+        for _ in range(SPARE_DESCRIPTORS):
+            held.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvplan.control.messages import MAX_NAME, MAX_NBYTES
+from kvplan.control.messages import MAX_NBYTES
 from kvplan.execution.memory import HostMemory
 from kvplan.planning.layout import Side, side
 from kvplan.status import invalid
@@ -66,14 +66,9 @@ def check_tellable(entry: CacheEntry) -> None:
     """Refuse a cache that no message can describe to a peer, which would never see it.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: too many tensors, or too long a kv_tensor_format.
+        LLMException: LLM_PARAM_INVALID: too many tensors.
     """
     desc = entry.cache.cache_desc
-    if entry.metadata and len(desc.kv_tensor_format or "") > MAX_NAME:
-        raise invalid(
-            f"kv_tensor_format has {len(desc.kv_tensor_format or '')} characters; peers can be "
-            f"told {MAX_NAME}"
-        )
     for transport in entry.metadata:
         nbytes = told_nbytes(entry, transport)
         if nbytes > MAX_TOLD_NBYTES:

@@ -137,9 +137,9 @@ class KeyIndex:
 
     def unbind(self, cache_id: int) -> None:
         """Forget all keys of a cache. Its claims stay open."""
-        for bound in [it for it in self._bound.values() if it.cache_id == cache_id]:
-            del self._bound[bound.name]
-            self._forget_use(bound)
+        for bound in [it for it in tuple(self._bound.values()) if it.cache_id == cache_id]:
+            if self._bound.pop(bound.name, None) is not None:
+                self._forget_use(bound)
 
     def claim(self, key: AnyKey, holder: Hashable) -> tuple[int, BoundKey]:
         """Let `holder` pull by `key`; what the key names stays until the claim is released.
@@ -189,7 +189,7 @@ class KeyIndex:
 
     def claims_of(self, holder: Hashable) -> list[int]:
         """The ids of the open claims of `holder`."""
-        return [claim_id for claim_id, (_, it) in self._claims.items() if it == holder]
+        return [claim_id for claim_id, (_, it) in tuple(self._claims.items()) if it == holder]
 
     def _forget_use(self, bound: BoundKey) -> int:
         self._uses[bound.cache_id] -= 1

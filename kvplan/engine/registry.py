@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.engine.cache_entry import (
@@ -67,7 +68,9 @@ class CacheRegistry:
             Placement.HOST: options.host_mem_pool_config,
         }
         self.pools = Pools(self._transports[0], configs)
-        self._mutex = threading.Lock()
+        # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
+        # What is looked through is a copy, therefore, and what is taken out may be gone.
+        self._mutex = threading.RLock()
         self._closed = False
         self._last_id = 0
         self._held: dict[int, _Held] = {}
@@ -157,7 +160,8 @@ class CacheRegistry:
                 raise invalid(
                     f"cache_id={cache_id} is a {kinds[not paged]} cache, not a {kinds[paged]} one"
                 )
-            del self._entries[cache_id]
+            if self._entries.pop(cache_id, None) is None:
+                return
             if entry.paged:
                 self._keys.unbind(cache_id)
             unused = self._pop_unused(cache_id)
@@ -175,7 +179,8 @@ class CacheRegistry:
         with self._mutex:
             if self._entry_of(cache_id, owned=False) is None:
                 return
-            del self._entries[cache_id]
+            if self._entries.pop(cache_id, None) is None:
+                return
             self._keys.unbind(cache_id)
             ended = self._held.pop(cache_id)
         self._end([ended])
@@ -228,7 +233,7 @@ class CacheRegistry:
     def entries(self) -> list[tuple[CacheEntry, bool]]:
         """All caches that live, in the order of ids, and whether each still does by its id."""
         with self._mutex:
-            living = [self._held[cache_id].entry for cache_id in sorted(self._held)]
+            living = [it.entry for _, it in sorted(self._held.items(), key=itemgetter(0))]
             return [(it, it.cache.cache_id in self._entries) for it in living]
 
     def offered(self) -> dict[int, CacheEntry]:
@@ -241,7 +246,8 @@ class CacheRegistry:
         A cache that is freed before or after is in nobody's hands: its memory is free at once.
         """
         with self._mutex:
-            return look({i: it for i, it in self._entries.items() if it.remote_accessible})
+            now = tuple(self._entries.items())
+            return look({i: entry for i, entry in now if entry.remote_accessible})
 
     def find(self, key: AnyKey) -> tuple[CacheEntry, int]:
         """The cache and batch index that peers reach by `key`.

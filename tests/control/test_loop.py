@@ -226,3 +226,22 @@ def test_rounds_of_starting_and_stopping_leave_nothing_behind(footprint: None) -
         loop.start()
         loop.run(Server.listen(loop, LOCAL, Recorder(), None))
         loop.stop()
+
+
+@pytest.mark.parametrize("spare", range(18))
+def test_where_descriptors_run_out_a_start_is_refused_and_nobody_aborts(spare: int) -> None:
+    script = f"""
+import os, resource
+from kvplan.control.loop import ControlLoop
+from kvplan.status import LLMException
+
+ControlLoop().start()  # what is opened once is open now
+highest = max(map(int, os.listdir("/proc/self/fd")))
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest + {spare}, highest + {spare}))
+try:
+    ControlLoop().start()
+except LLMException as error:
+    assert "Too many open files" in str(error), error
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -124,3 +126,31 @@ def test_closing_leaves_nothing_behind_of_what_is_being_made():
             assert set(in_threads(work)) == {LLMStatusCode.LLM_ENGINE_FINALIZED}
             assert registry.entries() == []
             assert transport.metadata() == transport.metadata([])
+
+
+def test_finalizers_and_signal_handlers_may_use_the_registry_that_they_interrupt() -> None:
+    script = """
+import gc, signal
+from kvplan import CacheDesc, CacheKey, DataType, LlmDataDist, LlmRole
+
+class Request:  # in a cycle: only the garbage collector ends it
+    def __init__(self, cache):
+        self.me, self.cache = self, cache
+    def __del__(self):
+        engine.deallocate_cache(self.cache)
+
+engine, desc = LlmDataDist(1, LlmRole.PROMPT), CacheDesc(2, (4, 64), DataType.DT_INT8)
+engine.initialize()
+signal.signal(signal.SIGALRM, lambda *_: engine.caches())
+signal.setitimer(signal.ITIMER_REAL, 0.01, 0.005)
+gc.set_threshold(5)
+for _ in range(1000):
+    keys = [CacheKey(1, req_id=row) for row in range(4)]
+    Request(engine.allocate_cache(desc, keys))
+    for key in keys:
+        engine.remove_cache_key(key)
+signal.setitimer(signal.ITIMER_REAL, 0)
+gc.collect()
+assert engine.caches() == []
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

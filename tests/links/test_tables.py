@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
 import kvplan
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
-from kvplan.control.messages import MAX_NBYTES, TableEntry, encode
+from kvplan.control.messages import MAX_NBYTES, Table, TableEntry, encode
 from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.links import peer_table
 from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.peer_table import PeerCache, PeerTable
 from kvplan.engine.links.told_table import ToldTable
@@ -188,6 +190,19 @@ class TestMessages:
         )
         two.registry.allocate(desc, paged=True)
         assert one.links.get(2).cache(CacheIndex(2, 1)).desc == desc
+
+    def test_a_peer_cannot_take_memory_without_limit(self) -> None:
+        desc = CacheDesc(2, (1,), DataType.DT_INT8)
+        known, metadata = PeerTable(1), b"m" * (MAX_NBYTES // 2)
+        told = ToldTable("local").describe(_entry(1, desc, metadata))
+        most = peer_table.MAX_NBYTES // len(metadata)
+        for i in range(1, most):
+            known.apply(Table(i, i == 1, (msgspec.structs.replace(told, cache_id=i),), ()))
+        more = [msgspec.structs.replace(told, cache_id=most + i) for i in range(2)]
+        with pytest.raises(LLMException, match="bytes; at most"):
+            known.apply(Table(most, False, tuple(more), ()))
+        known.apply(Table(1, True, (told,), ()))
+        assert known.ids() == [1]
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -289,3 +292,25 @@ class TestPeer:
         assert peer.check(none, none) == -1
         with pytest.raises(ValueError, match="attached already"):
             peer.attach(board.fd, board.inode, 8)
+
+
+def test_a_signal_to_this_process_is_no_death_of_the_peer() -> None:
+    board, peer = Board(1), Peer(os.getpid())
+    with signals_every(50e-6):
+        peer.attach(board.fd, board.inode, board.num_slots)
+        none = np.empty(0, np.uint64)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert peer.check(none, none) == -1
+    peer.close()
+
+
+@contextmanager
+def signals_every(seconds: float) -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -290,3 +290,10 @@ def test_every_exported_name_is_there() -> None:
     for name in kvplan.__all__:
         if name.startswith("plan_") or name[0].isupper():
             assert name in dir(kvplan)
+
+
+@pytest.mark.parametrize("text", ["N" * 257, "\ud800"])
+def test_a_format_that_no_peer_would_take_is_refused(text: str) -> None:
+    with pytest.raises(LLMException, match="kv_tensor_format"):
+        desc(kv_tensor_format=text)
+    assert desc(kv_tensor_format="N" * 256).kv_tensor_format

@@ -34,6 +34,8 @@ class LinkLife:
         self.bytes_pulled = 0
         self.bytes_pushed = 0
         self.last_error = ""
+        # Operations call nothing while they hold it: a signal handler that ran then, and finalized
+        # the engine, would wait for the control thread, and that for the lock.
         self._mutex = Lock()
         self._idle = asyncio.Event()
         self._waiting: asyncio.AbstractEventLoop | None = None  # for the last operation to end
@@ -74,21 +76,22 @@ class LinkLife:
                 being made or unlinked, or was unlinked.
         """
         with self._mutex:
-            if self.state is not LinkState.LINKED:
-                raise self.refusal()
-            self.in_flight += 1
-            self.operations += 1
+            if is_linked := self.state is LinkState.LINKED:
+                self.in_flight += 1
+                self.operations += 1
+        if not is_linked:
+            raise self.refusal()
 
     def end(
         self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
     ) -> None:
         """An operation has its outcome."""
+        if error is not None:
+            self.last_error = str(error)
         with self._mutex:
             self.in_flight -= 1
             self.bytes_pulled += nbytes_pulled
             self.bytes_pushed += nbytes_pushed
-            if error is not None:
-                self.last_error = str(error)
             if self.in_flight or self._waiting is None:
                 return
             waiting, self._waiting = self._waiting, None

@@ -122,9 +122,10 @@ class PeerLink(LinkLife):
         memory = link.memory(
             cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
         )
-        with self._mutex:
-            if self._table.by_id(cache.cache_id) is cache and self.is_live:
-                self._memories[key] = (cache, memory)
+        self._memories[key] = (cache, memory)
+        # Whoever changes the table, or ends the link, does that first and drops memories then.
+        if self._table.by_id(cache.cache_id) is not cache or not self.is_live:
+            self._memories.pop(key, None)
         return memory
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
@@ -165,8 +166,7 @@ class PeerLink(LinkLife):
 
     def forget(self) -> None:
         """Have all memory anew from the transport when it is asked for again."""
-        with self._mutex:
-            self._memories.clear()
+        self._memories.clear()
 
     def learn(self, table: Table) -> None:
         """Take what the peer tells of its caches.
@@ -175,10 +175,9 @@ class PeerLink(LinkLife):
             LLMException: LLM_PARAM_INVALID: it cannot be true.
         """
         changed = self._table.apply(table)
-        with self._mutex:
-            for cache_id in changed:
-                for writable in (False, True):
-                    self._memories.pop((cache_id, writable), None)
+        for cache_id in changed:
+            for writable in (False, True):
+                self._memories.pop((cache_id, writable), None)
 
     def death(self) -> str:
         """Why the transport knows that the peer is gone; empty: it does not."""

@@ -13,6 +13,10 @@ MAX_CACHES = 65536
 """Of one peer: as many as the local transport can register, and a bound on what a peer can cost."""
 
 
+MAX_NBYTES = 256 << 20
+"""That all entries of one peer may take as messages: 4 KiB for each of the most caches."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerCache:
     """A cache of a peer.
@@ -38,6 +42,11 @@ class PeerCache:
     writable: bool
     model_id: int | None = None
     side: Side = field(init=False, repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """What a message takes for it, about."""
+        return len(self.metadata) + 9 * len(self.addresses)
 
     def __post_init__(self) -> None:
         name = f"cache {self.cache_id} of cluster {self.cluster_id}"
@@ -92,6 +101,7 @@ class PeerTable:
         self._cluster_id = cluster_id
         self._caches: dict[int, PeerCache] = {}
         self._of_model: dict[int, PeerCache] = {}
+        self._nbytes = 0  # of all that are offered
 
     def apply(self, table: Table) -> list[int]:
         """Take what the peer says; return the ids of caches that are no longer what they were.
@@ -106,11 +116,13 @@ class PeerTable:
         for cache in told:
             self._remove(cache.cache_id)
             self._caches[cache.cache_id] = cache
+            self._nbytes += cache.nbytes
             if cache.model_id is not None:
                 self._of_model[cache.model_id] = cache
-        if len(self._caches) > MAX_CACHES:
+        if len(self._caches) > MAX_CACHES or self._nbytes > MAX_NBYTES:
             raise invalid(
-                f"the peer offers {len(self._caches)} caches; at most {MAX_CACHES} can be"
+                f"the peer offers {len(self._caches)} caches of {self._nbytes} bytes; at most "
+                f"{MAX_CACHES} of {MAX_NBYTES} can be"
             )
         self.version = table.version
         return gone + [cache.cache_id for cache in told]
@@ -136,7 +148,10 @@ class PeerTable:
 
     def _remove(self, cache_id: int) -> None:
         cache = self._caches.pop(cache_id, None)
-        if cache is None or cache.model_id is None:
+        if cache is None:
+            return
+        self._nbytes -= cache.nbytes
+        if cache.model_id is None:
             return
         if self._of_model.get(cache.model_id) is cache:
             del self._of_model[cache.model_id]
