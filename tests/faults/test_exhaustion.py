@@ -95,7 +95,7 @@ def test_whoever_is_full_refuses_callers(make_engine: MakeEngine, make_peer: Mak
     link(first, peer)
     (result,) = second.link_clusters([peer.cluster])
     assert result.status is EXCEEDED
-    assert "cluster 1 has 1 links; max_links=1" in str(result.error)
+    assert "cluster 1 has 1 link; max_links=1" in str(result.error)
     assert second.links() == []
     first.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
     link(second, peer)
