@@ -93,9 +93,10 @@ def hold(peer: Identity) -> Peer:
         started = start_time(peer.pid)
     except OSError as error:
         process.close()
+        hidden = isinstance(error, FileNotFoundError | ProcessLookupError | PermissionError)
         raise link_failed(
-            f"/proc/{peer.pid}/stat of the peer cannot be read ({error.strerror}): the peer has "
-            "just exited, or /proc hides it (mount option hidepid)"
+            f"/proc/{peer.pid}/stat of the peer cannot be read: {error.strerror}"
+            + ("; it has just exited, or /proc hides it (mount option hidepid)" if hidden else "")
         ) from error
     if started != peer.start_time:
         process.close()

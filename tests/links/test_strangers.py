@@ -103,6 +103,21 @@ def test_a_hello_alone_changes_nothing(
     end.links.get(2).end()
 
 
+def test_handshakes_that_nobody_confirms_shut_nobody_out(
+    make_end: Callable[..., End], stranger: Stranger
+) -> None:
+    end, other = make_end(1, max_links=1), make_end(2)
+    for cluster_id in range(10, 30):
+        greeting = hello(other.transports[0], cluster_id=cluster_id)
+        assert isinstance(stranger.ask(stranger.call(end), greeting), Welcome)
+    assert "too many peers have begun" in stranger.lost.get(timeout=DEADLINE_S)
+    other.link(end.cluster)
+    assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
+    late = stranger.call(end)
+    with pytest.raises(LLMException, match="max_links=1"):
+        stranger.ask(late, hello(other.transports[0], cluster_id=40))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from kvplan.status import LLMException, LLMStatusCode
 if TYPE_CHECKING:
     from asyncio import TimerHandle
 
+_FEWEST_BEGUN = 16
+_DESCRIPTORS = 16  # of the limit, for each handshake that has begun; it takes 6
 _LONGEST_S = 60.0  # a peer may not keep a handshake open longer, whatever it asks for
 
 
@@ -38,6 +41,9 @@ class Answerer:
         self._steps = transitions
         self._linked = linked
         self._challenges: dict[PeerLink, bytes] = {}
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = end.options.max_links if files < 0 else files // _DESCRIPTORS
+        self._most_begun = max(_FEWEST_BEGUN, min(end.options.max_links, room))
 
     async def hello(
         self, channel: Channel, hello: Hello, admit: Callable[[Hello], int | None]
@@ -66,6 +72,9 @@ class Answerer:
         await self._yield_to_own_call(hello, timeout_s)
         self._refuse_linked(hello)
         steps.check_room(hello.cluster_id)
+        while len(steps.answering) >= self._most_begun:
+            oldest = next(iter(steps.answering.values()))
+            steps.failed(oldest, link_failed("hello: too many peers have begun and not confirmed"))
         transport, metadata = end.choose(hello.offers)
         address = channel.peer
         wait_ms = end.options.sync_kv_cache_wait_time
@@ -104,6 +113,7 @@ class Answerer:
             except LLMException as error:
                 way = f"cluster {self._end.cluster_id} cannot reach cluster {link.cluster_id}"
                 raise link_error(way, error) from error
+            self._steps.check_room(link.cluster_id)
         except LLMException as error:
             self._steps.failed(link, error)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
+_NEWS_S = 0.01  # each time costs as much as there are caches; who is in need of news asks
 _CLOSING_S = 0.5  # for telling all peers; some may be stopped
 
 
@@ -241,7 +243,7 @@ class Links:
         """Tell all peers soon of what has changed in the registry; many changes at once as one."""
         if not self._is_news_due and not self._closed and os.getpid() == self._pid:
             self._is_news_due = True
-            self._control.call_soon(self._tell_all)
+            self._control.call_soon(self._tell_all_soon)
 
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
         """Run `task` in the control thread and wait for it."""
@@ -261,6 +263,9 @@ class Links:
             raise LLMException(
                 "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
             )
+
+    def _tell_all_soon(self) -> None:
+        asyncio.get_running_loop().call_later(_NEWS_S, self._tell_all)
 
     def _tell_all(self) -> None:
         self._is_news_due = False

@@ -68,14 +68,15 @@ class Transitions:
             del self.errors[next(iter(self.errors))]
 
     def check_room(self, cluster_id: int) -> None:
-        """Refuse one link too many.
+        """Refuse one link too many; what strangers have begun and not confirmed takes no room.
 
         Raises:
             LLMException: LLM_CLUSTER_NUM_EXCEED_LIMIT.
         """
         if self._refusal:
             raise link_failed(self._refusal)
-        live, most = self.live() - {cluster_id}, self._end.options.max_links
+        standing = {it for it, link in tuple(self.links.items()) if link.is_live}
+        live, most = (standing | set(self.calling)) - {cluster_id}, self._end.options.max_links
         if len(live) >= most:
             raise LLMException(
                 f"cluster {self._end.cluster_id} has {plural(len(live), 'link')}; max_links={most}",
