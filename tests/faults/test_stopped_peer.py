@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Barrier, Event
+
 import pytest
 
 from kvplan import (
@@ -13,10 +15,11 @@ from kvplan import (
     LinkState,
     LlmDataDist,
     LLMStatusCode,
+    PlanEvent,
 )
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import Tensor, make_cache, pattern
-from tests.faults.gate import Gate
+from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.moves import link, move
 from tests.faults.outcomes import assert_confirmed, refused, unconfirmed
 from tests.faults.peer import Peer
@@ -151,7 +154,7 @@ MANY = 24  # more than are told at a time
 
 
 def pull_unheard(
-    user: LlmDataDist, peer: Peer, gate: Gate
+    user: LlmDataDist, peer: Peer, attempt: Attempt
 ) -> tuple[list[CacheKey], Cache, list[Tensor]]:
     """Pull by many keys of a peer that stops after it was asked, and leave it stopped."""
     code = """
@@ -164,20 +167,30 @@ def pull_unheard(
     keys = [CacheKey(1, row) for row in range(MANY)]
     cache, arrays = make_cache(user, "allocated", None, CacheDesc(1, (MANY, 64), DataType.DT_INT32))
     link(user, peer)
-    tasks = [user.submit_pull_cache(key, cache, row) for row, key in enumerate(keys)]
-    gate.wait()
+    claimed, stopped = Barrier(MANY + 1), Event()
+
+    def hold(_event: PlanEvent) -> None:
+        claimed.wait(DEADLINE_S)
+        stopped.wait(DEADLINE_S)
+
+    remove = user.on_plan(hold)
+    calls = [
+        attempt(lambda key=key, row=row: user.pull_cache(key, cache, row, timeout_ms=30_000))
+        for row, key in enumerate(keys)
+    ]
+    claimed.wait(DEADLINE_S)
     peer.stop()
-    gate.open()
-    for task in tasks:
-        task.result(30_000)
+    stopped.set()
+    assert [it.result(DEADLINE_S) for it in calls] == [None] * MANY
+    remove()
     return keys, cache, arrays
 
 
 def test_what_a_stopped_peer_was_not_told_it_hears_later(
-    gated: MakeEngine, peer: Peer, gate: Gate
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
-    user = gated(2, **SLOW, sync_kv_cache_wait_time=100)
-    keys, cache, arrays = pull_unheard(user, peer, gate)
+    user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)
+    keys, cache, arrays = pull_unheard(user, peer, attempt)
     assert all((it == 5).all() for it in arrays)
     (busy,) = user.unlink_clusters([1], timeout_ms=50)
     assert busy.status is LLMStatusCode.LLM_LINK_BUSY
@@ -191,10 +204,10 @@ def test_what_a_stopped_peer_was_not_told_it_hears_later(
 
 
 def test_what_a_stopped_peer_was_not_told_ends_with_the_link(
-    gated: MakeEngine, peer: Peer, gate: Gate
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
-    user = gated(2, **SLOW, sync_kv_cache_wait_time=100)
-    pull_unheard(user, peer, gate)
+    user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)
+    pull_unheard(user, peer, attempt)
     user.unlink_clusters([1], force=True).raise_for_status()
     peer.resume()
     peer.wait_for_state(2, "BROKEN")
