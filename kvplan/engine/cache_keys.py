@@ -16,6 +16,9 @@ AnyKey = CacheKey | BlocksCacheKey
 CACHE_KEYS: Final = "cache_keys"
 """As callers name the keys of a contiguous cache; of a paged one: `BLOCKS_CACHE_KEY`."""
 
+MAX_CLAIMS: Final = 4096
+"""That one holder may have open at a time."""
+
 BLOCKS_CACHE_KEY: Final = "blocks_cache_key"
 
 
@@ -85,6 +88,7 @@ class KeyIndex:
     def __init__(self) -> None:
         self._bound: dict[KeyName, BoundKey] = {}
         self._claims: dict[int, tuple[BoundKey, Hashable]] = {}
+        self._held: Counter[Hashable] = Counter()  # open claims, by holder
         self._last_claim_id = 0
         self._uses: Counter[int] = Counter()  # keys and claims, by cache id
 
@@ -146,9 +150,15 @@ class KeyIndex:
 
         Raises:
             LLMException: as `find`; LLM_REPEAT_REQUEST: another holder pulls by this key now, and
-                it goes with that pull.
+                it goes with that pull; LLM_LINK_BUSY: this one has MAX_CLAIMS open.
         """
         bound = self.find(key)
+        if self._held[holder] >= MAX_CLAIMS:
+            raise LLMException(
+                f"{holder} has {MAX_CLAIMS} claims open, which is the limit; {key} can be claimed "
+                "when one has ended",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
         if bound.missing is not None:
             if bound.num_claims and bound.holder != holder:
                 raise LLMException(
@@ -158,6 +168,7 @@ class KeyIndex:
             bound.holder = holder
         bound.num_claims += 1
         self._uses[bound.cache_id] += 1
+        self._held[holder] += 1
         self._last_claim_id += 1
         self._claims[self._last_claim_id] = bound, holder
         return self._last_claim_id, bound
@@ -172,9 +183,12 @@ class KeyIndex:
         Returns:
             The id of the cache that was claimed; None: the claim is unknown.
         """
-        bound, _ = self._claims.pop(claim_id, (None, None))
+        bound, holder = self._claims.pop(claim_id, (None, None))
         if bound is None:
             return None
+        self._held[holder] -= 1
+        if not self._held[holder]:
+            del self._held[holder]
         bound.num_claims -= 1
         if bound.missing is not None and tensors is not None:
             bound.missing = {it for it in bound.missing if it not in tensors}

@@ -263,7 +263,8 @@ class CacheRegistry:
         """Let `holder` pull by `key`: the cache stays, and a key that goes is nobody else's.
 
         Raises:
-            LLMException: as `find`; LLM_REPEAT_REQUEST: another holder has claimed it.
+            LLMException: as `find`; LLM_REPEAT_REQUEST: another holder has claimed it;
+                LLM_LINK_BUSY: this one has too many claims.
         """
         check_type("key", key, CacheKey)
         with self._mutex:

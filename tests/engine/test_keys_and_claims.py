@@ -8,7 +8,8 @@ import pytest
 
 import kvplan
 from kvnative._executor import delay
-from kvplan import BlocksCacheKey, CacheKey, Transfers
+from kvplan import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode, Transfers
+from kvplan.engine.cache_keys import MAX_CLAIMS
 from kvplan.types import NO_ID
 
 from .caches import (
@@ -221,3 +222,16 @@ class TestLifetime:
         del task
         gc.collect()
         assert free_nbytes(registry) == POOL
+
+
+def test_one_holder_cannot_have_claims_without_end(registry):
+    registry.allocate(SLOTS, paged=False, keys=[PREFIX])
+    claims = [claimed(registry, PREFIX, "greedy") for _ in range(MAX_CLAIMS)]
+    with pytest.raises(LLMException, match=f"greedy has {MAX_CLAIMS} claims open") as error:
+        claimed(registry, PREFIX, "greedy")
+    assert error.value.status_code is LLMStatusCode.LLM_LINK_BUSY
+    claimed(registry, PREFIX, "modest")
+    registry.release(claims[0].claim_id, ALL_TENSORS)
+    claimed(registry, PREFIX, "greedy")
+    registry.release_holder("greedy")
+    claimed(registry, PREFIX, "greedy")

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from threading import Barrier, Event
+
 import pytest
 
-from kvplan import CacheIndex, CacheKey, LinkState, LLMStatusCode
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    DataType,
+    LinkState,
+    LlmDataDist,
+    LLMStatusCode,
+    PlanEvent,
+)
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
-from tests.faults.contents import make_cache, pattern
-from tests.faults.gate import Gate
+from tests.faults.contents import Tensor, make_cache, pattern
+from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.moves import link, move
 from tests.faults.outcomes import assert_confirmed, refused, unconfirmed
 from tests.faults.peer import Peer
@@ -136,6 +148,71 @@ def test_a_key_whose_pull_was_not_acknowledged_is_consumed_all_the_same(
     assert_confirmed(None, arrays, pattern(1))
     peer.resume()
     refused(lambda: user.pull_cache(KEY, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+MANY = 24  # more than are told at a time
+
+
+def pull_unheard(
+    user: LlmDataDist, peer: Peer, attempt: Attempt
+) -> tuple[list[CacheKey], Cache, list[Tensor]]:
+    """Pull by many keys of a peer that stops after it was asked, and leave it stopped."""
+    code = """
+        desc = CacheDesc(1, (many, 64), DataType.DT_INT32)
+        cache = datadist.allocate_cache(desc, [CacheKey(1, row) for row in range(many)])
+        datadist.arrays(cache)[0][:] = 5
+        datadist.deallocate_cache(cache)
+        """
+    peer.run(code, many=MANY)
+    keys = [CacheKey(1, row) for row in range(MANY)]
+    cache, arrays = make_cache(user, "allocated", None, CacheDesc(1, (MANY, 64), DataType.DT_INT32))
+    link(user, peer)
+    claimed, stopped = Barrier(MANY + 1), Event()
+
+    def hold(_event: PlanEvent) -> None:
+        claimed.wait(DEADLINE_S)
+        stopped.wait(DEADLINE_S)
+
+    remove = user.on_plan(hold)
+    calls = [
+        attempt(lambda key=key, row=row: user.pull_cache(key, cache, row, timeout_ms=30_000))
+        for row, key in enumerate(keys)
+    ]
+    claimed.wait(DEADLINE_S)
+    peer.stop()
+    stopped.set()
+    assert [it.result(DEADLINE_S) for it in calls] == [None] * MANY
+    remove()
+    return keys, cache, arrays
+
+
+def test_what_a_stopped_peer_was_not_told_it_hears_later(
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
+) -> None:
+    user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)
+    keys, cache, arrays = pull_unheard(user, peer, attempt)
+    assert all((it == 5).all() for it in arrays)
+    (busy,) = user.unlink_clusters([1], timeout_ms=50)
+    assert busy.status is LLMStatusCode.LLM_LINK_BUSY
+    assert (link_of(user, 1).state, link_of(user, 1).in_flight) == (LinkState.LINKED, MANY)
+    peer.resume()
+    user.unlink_clusters([1], timeout_ms=30_000).raise_for_status()  # has heard of all by then
+    link(user, peer)
+    assert link_of(user, 1).caches == 0
+    for key in keys:
+        refused(lambda key=key: user.pull_cache(key, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+def test_what_a_stopped_peer_was_not_told_ends_with_the_link(
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
+) -> None:
+    user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)
+    pull_unheard(user, peer, attempt)
+    user.unlink_clusters([1], force=True).raise_for_status()
+    peer.resume()
+    peer.wait_for_state(2, "BROKEN")
+    link(user, peer)
+    user.unlink_clusters([1], timeout_ms=30_000).raise_for_status()  # nothing is in flight
 
 
 def test_a_stopped_peer_holds_up_nobody_else(

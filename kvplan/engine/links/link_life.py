@@ -82,10 +82,15 @@ class LinkLife:
         if not is_linked:
             raise self.refusal()
 
+    def hold(self) -> None:
+        """Be busy with what an operation leaves to be done; `end` must follow, in any state."""
+        with self._mutex:
+            self.in_flight += 1
+
     def end(
         self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
     ) -> None:
-        """An operation has its outcome."""
+        """An operation has its outcome, or what it left is done."""
         if error is not None:
             self.last_error = str(error)
         with self._mutex:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
@@ -11,11 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Body, Claim, Find, Found, Release, Released, Sync, Synced
+from kvplan.control.messages import Body, Claim, Find, Found, Release, Sync, Synced
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.link_life import LinkLife
 from kvplan.engine.links.local_end import link_failed
 from kvplan.engine.links.peer_table import PeerCache, PeerTable
+from kvplan.engine.links.releases import Releases
 from kvplan.engine.links.state import LinkStatus
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import TensorMemory
     from kvplan.transport.protocol import TransportLink
 
-_LOG = logging.getLogger("kvplan")
 _Answer = TypeVar("_Answer", bound=Body)
 _MAX_QUESTIONS = 16  # at a time; a peer refuses to serve much more
 
@@ -67,6 +66,7 @@ class PeerLink(LinkLife):
         self._late: set[asyncio.Task[None]] = set()  # claims that came too late
         self._control = control
         self._wait_s = wait_ms / 1000
+        self._releases = Releases(self, control, self._asking, self._wait_s)
         self._table = PeerTable(cluster_id)
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
 
@@ -138,10 +138,11 @@ class PeerLink(LinkLife):
         return self._told_with(found), found.batch_index
 
     def claim(self, key: CacheKey) -> PeerClaim:
-        """As `find`, and nobody else can pull by `key` before the claim is released.
+        """As `find`, and no other engine can pull by `key` before the claim is released.
 
         Raises:
-            LLMException: as `cache`; LLM_REPEAT_REQUEST: somebody else has claimed it.
+            LLMException: as `cache`; LLM_REPEAT_REQUEST: another engine has claimed it;
+                LLM_LINK_BUSY: this engine has too many claims there.
         """
         claim = Claim(key.req_id, key.prefix_id, key.model_id)
         found = self._answer_to(lambda channel: self._claim_in_turn(channel, claim))
@@ -150,11 +151,8 @@ class PeerLink(LinkLife):
     def release(self, claim_id: int, tensors: range | None) -> None:
         """End a claim: see `PeerClaim.release`."""
         pulled = None if tensors is None else (tensors.start, tensors.stop)
-        try:
-            self._ask(Release(claim_id, pulled), Released)
-        except LLMException as error:
-            # What was pulled is here; and the peer ends the claims of a link with the link.
-            _LOG.warning("release peer=%d claim=%d error=%r", self.cluster_id, claim_id, str(error))
+        assert self.channel is not None  # that the claim was granted on
+        self._releases.tell(self.channel, Release(claim_id, pulled))
 
     def end(
         self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
@@ -263,13 +261,12 @@ class PeerLink(LinkLife):
                 raise
 
     async def _give_back(self, channel: Channel, granting: asyncio.Task[Found]) -> None:
-        with suppress(LLMException, ChannelClosed, TimeoutError):
-            release = Release((await granting).claim_id, None)
-            await ask(channel, release, Released, self._wait_s)
+        with suppress(LLMException, ChannelClosed):
+            self._releases.tell_later(channel, Release((await granting).claim_id, None))
 
 
 class PeerClaim:
-    """The right to pull by a key: nobody else can, until it is released.
+    """The right to pull by a key: no other engine can, until it is released.
 
     Attributes:
         cache: that holds the slot.

@@ -49,7 +49,7 @@ class LinkStatus:
         caches: number of caches that the peer offers.
         bytes_pulled, bytes_pushed: moved over the link by this engine.
         operations: number of them, failed ones too.
-        in_flight: number of operations that have not ended yet.
+        in_flight: number of operations that have not ended yet, or not that the peer has heard of.
         last_error: of an operation, or why the link is broken; empty: none.
     """
 
