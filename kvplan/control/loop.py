@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import logging
 import os
 import threading
@@ -95,15 +96,18 @@ class ControlLoop:
             timeout_ms: milliseconds; None waits as long as it takes.
 
         Raises:
-            LLMException: LLM_TIMEOUT after `timeout_ms`; LLM_FAILED where the loop does not run,
-                stops meanwhile, or belongs to another process.
+            LLMException: LLM_TIMEOUT after `timeout_ms`; LLM_ENGINE_FINALIZED where the loop has
+                stopped, or stops meanwhile; LLM_FAILED where it was never started, or belongs to
+                another process.
         """
         try:
             loop = self._running()
             self._check_thread()
-            future = asyncio.run_coroutine_threadsafe(coro, loop)
+            future = self._hand_over(coro, loop)
         except BaseException:
-            coro.close()
+            # An interrupt may strike when the loop has it already: it is the loop's then.
+            if inspect.getcoroutinestate(coro) == inspect.CORO_CREATED:
+                coro.close()
             raise
         try:
             return future.result(None if timeout_ms is None else timeout_ms / 1000)
@@ -122,7 +126,7 @@ class ControlLoop:
         """Have `function(*args)` called on the loop, from any thread.
 
         Raises:
-            LLMException: LLM_FAILED, as for `run`.
+            LLMException: LLM_ENGINE_FINALIZED or LLM_FAILED, as for `run`.
         """
         try:
             self._running().call_soon_threadsafe(function, *args)
@@ -162,7 +166,7 @@ class ControlLoop:
 
         Raises:
             OSError: too few descriptors are left: libzmq ends the process where it gets none.
-            LLMException: LLM_FAILED: the loop has stopped.
+            LLMException: LLM_ENGINE_FINALIZED: the loop has stopped.
         """
         if self._context is None:
             raise self._stopped()
@@ -199,6 +203,14 @@ class ControlLoop:
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSING_S)
 
+    def _hand_over(
+        self, coro: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop
+    ) -> concurrent.futures.Future[_T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(coro, loop)
+        except RuntimeError:
+            raise self._stopped() from None  # closed since it was looked at
+
     def _running(self) -> asyncio.AbstractEventLoop:
         self._check_process()
         if (loop := self._loop) is None:
@@ -217,7 +229,12 @@ class ControlLoop:
             raise LLMException(f"{self._name} would wait for itself")
 
     def _stopped(self) -> LLMException:
-        return LLMException(f"{self._name} does not run")
+        if self._context is None:
+            return LLMException(f"{self._name} does not run")
+        return LLMException(
+            f"{self._name} does not run any more; what it belonged to is finalized",
+            status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
+        )
 
 
 def _check_descriptors() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Body, Claim, Find, Found, Release, Released, Sync, Synced
+from kvplan.control.messages import Body, Claim, Find, Found, Sync, Synced
 from kvplan.engine.links.asking import ask
+from kvplan.engine.links.claims import Claims, PeerClaim
 from kvplan.engine.links.link_life import LinkLife
 from kvplan.engine.links.local_end import link_failed
 from kvplan.engine.links.peer_table import PeerCache, PeerTable
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import TransportLink
 
 _LOG = logging.getLogger("kvplan")
-_Answer = TypeVar("_Answer", bound=Body)
+_Answer = TypeVar("_Answer")
+_Reply = TypeVar("_Reply", bound=Body)
 _MAX_QUESTIONS = 16  # at a time; a peer refuses to serve much more
 
 
@@ -64,7 +65,7 @@ class PeerLink(LinkLife):
         self.telling = asyncio.Lock()
         self.is_news_due = False
         self._asking = asyncio.Semaphore(_MAX_QUESTIONS)
-        self._late: set[asyncio.Task[None]] = set()  # claims that came too late
+        self._claims = Claims(self._asking, wait_ms / 1000)
         self._control = control
         self._wait_s = wait_ms / 1000
         self._table = PeerTable(cluster_id)
@@ -143,26 +144,35 @@ class PeerLink(LinkLife):
         Raises:
             LLMException: as `cache`; LLM_REPEAT_REQUEST: somebody else has claimed it.
         """
-        claim = Claim(key.req_id, key.prefix_id, key.model_id)
-        found = self._answer_to(lambda channel: self._claim_in_turn(channel, claim))
-        return PeerClaim(self, found.claim_id, self._told_with(found), found.batch_index)
+        question = Claim(key.req_id, key.prefix_id, key.model_id)
+        claim = PeerClaim(self)
+        holder = ref(claim)
+        hash(holder)  # now: it is a key, and has none any more when the claim has gone first
+        found = self._answer_to(lambda channel: self._claims.grant(channel, question, holder))
+        claim.cache, claim.batch_index = self._told_with(found), found.batch_index
+        return claim
 
-    def release(self, claim_id: int, tensors: range | None) -> None:
+    def release(self, claim: PeerClaim, tensors: range | None) -> None:
         """End a claim: see `PeerClaim.release`."""
         pulled = None if tensors is None else (tensors.start, tensors.stop)
+        holder = ref(claim)
         try:
-            self._ask(Release(claim_id, pulled), Released)
+            self._answer_to(lambda channel: self._claims.release(channel, holder, pulled))
         except LLMException as error:
             # What was pulled is here; and the peer ends the claims of a link with the link.
-            _LOG.warning("release peer=%d claim=%d error=%r", self.cluster_id, claim_id, str(error))
+            _LOG.warning("release peer=%d error=%r", self.cluster_id, str(error))
 
     def end(
-        self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
+        self,
+        operation: object,
+        nbytes_pulled: int = 0,
+        nbytes_pushed: int = 0,
+        error: BaseException | None = None,
     ) -> None:
         """An operation has its outcome; after an error no memory is taken for granted."""
         if error is not None:
             self.forget()
-        super().end(nbytes_pulled, nbytes_pushed, error)
+        super().end(operation, nbytes_pulled, nbytes_pushed, error)
 
     def forget(self) -> None:
         """Have all memory anew from the transport when it is asked for again."""
@@ -221,7 +231,7 @@ class PeerLink(LinkLife):
         known = self._table.by_id(cache.cache_id)
         return known if known == cache else cache
 
-    def _ask(self, question: Body, expected: type[_Answer]) -> _Answer:
+    def _ask(self, question: Body, expected: type[_Reply]) -> _Reply:
         return self._answer_to(lambda channel: self._ask_in_turn(channel, question, expected))
 
     def _answer_to(self, asking: Callable[[Channel], Coroutine[Any, Any, _Answer]]) -> _Answer:
@@ -243,52 +253,7 @@ class PeerLink(LinkLife):
             ) from error
 
     async def _ask_in_turn(
-        self, channel: Channel, question: Body, expected: type[_Answer]
-    ) -> _Answer:
+        self, channel: Channel, question: Body, expected: type[_Reply]
+    ) -> _Reply:
         async with asyncio.timeout(self._wait_s), self._asking:
             return await ask(channel, question, expected, self._wait_s)
-
-    async def _claim_in_turn(self, channel: Channel, claim: Claim) -> Found:
-        """As `_ask_in_turn`; what a peer grants when nobody waits for it any more is given back."""
-        async with asyncio.timeout(self._wait_s):
-            await self._asking.acquire()
-            granting = asyncio.create_task(ask(channel, claim, Found, math.inf))
-            granting.add_done_callback(lambda _: self._asking.release())
-            try:
-                return await asyncio.shield(granting)
-            except asyncio.CancelledError:
-                late = asyncio.create_task(self._give_back(channel, granting))
-                self._late.add(late)
-                late.add_done_callback(self._late.discard)
-                raise
-
-    async def _give_back(self, channel: Channel, granting: asyncio.Task[Found]) -> None:
-        with suppress(LLMException, ChannelClosed, TimeoutError):
-            release = Release((await granting).claim_id, None)
-            await ask(channel, release, Released, self._wait_s)
-
-
-class PeerClaim:
-    """The right to pull by a key: nobody else can, until it is released.
-
-    Attributes:
-        cache: that holds the slot.
-        batch_index: of the slot.
-    """
-
-    __slots__ = ("_claim_id", "_link", "batch_index", "cache")
-
-    def __init__(self, link: PeerLink, claim_id: int, cache: PeerCache, batch_index: int) -> None:
-        self._link = link
-        self._claim_id = claim_id
-        self.cache = cache
-        self.batch_index = batch_index
-
-    def release(self, tensors: range | None) -> None:
-        """End the claim.
-
-        Args:
-            tensors: of the peer's cache, that were pulled with every byte confirmed; None: none. A
-                request's key is consumed once all tensors were.
-        """
-        self._link.release(self._claim_id, tensors)
