@@ -65,7 +65,7 @@ def main(kind: str, wanted: int) -> None:
         "finalized_at_once": time.monotonic() - began < 4,
     }
     owner.finalize()
-    print(json.dumps(left))
+    sys.stdout.write(json.dumps(left) + "\n")
 
 
 if __name__ == "__main__":
