@@ -34,6 +34,7 @@ class Call:
     """
 
     __slots__ = (
+        "__weakref__",
         "_cache_id",
         "_claim",
         "_engine",
@@ -103,8 +104,8 @@ class Call:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
         link = engine.links.get(key.cluster_id)
         if self._moves:
-            link.begin()
-            self.link = link
+            self.link = link  # first: what ends has not begun, at worst
+            link.begin(self)
         slot = 0
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key), key.batch_index
@@ -144,7 +145,7 @@ class Call:
         finally:
             if link is not None:
                 pulls = self._operation.startswith("pull")
-                link.end(nbytes if pulls else 0, 0 if pulls else nbytes, error)
+                link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
             engine.metrics.record(self._operation, status_of(error), nbytes, seconds)
             engine.leave(self)
         if logger.isEnabledFor(level_of(error)):

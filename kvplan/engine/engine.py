@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from threading import Condition, RLock
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import ref
 
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
@@ -18,6 +19,7 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.choice import TransportOptions, make_transports
 
 if TYPE_CHECKING:
+    from kvplan.engine.call import Call
     from kvplan.engine.metrics import Metrics
     from kvplan.engine.options import Options
     from kvplan.execution import Transfers
@@ -72,7 +74,8 @@ class Engine:
         self._listen_at = ""
         # Transferring calls, from before they look at a cache until their outcome. No lock: a call
         # is put in before it asks whether the engine closes, and `close` says so before it looks.
-        self._calls: dict[object, None] = {}
+        # Weakly: an interrupt between any two steps may drop a call, which takes itself out then.
+        self._calls: set[ref[Call]] = set()
         self._closing = False
         self._changed = Condition(RLock())
         with ExitStack() as held:
@@ -135,20 +138,20 @@ class Engine:
             self.links.stop_listening()
         self._listen_at = address
 
-    def enter(self, call: object) -> None:
+    def enter(self, call: Call) -> None:
         """Begin a transferring call; `leave` ends it.
 
         Raises:
             LLMException: LLM_ENGINE_FINALIZED.
         """
-        self._calls[call] = None
+        self._calls.add(ref(call, self._calls.discard))
         if self._closing:
             self.leave(call)
             raise finalized()
 
-    def leave(self, call: object) -> None:
-        """End a transferring call: it touches nothing of this engine any more."""
-        del self._calls[call]
+    def leave(self, call: Call) -> None:
+        """End a transferring call: it touches nothing of this engine any more. Idempotent."""
+        self._calls.discard(ref(call))
         if self._closing:
             with self._changed:
                 self._changed.notify_all()

@@ -42,8 +42,8 @@ def test_both_ends_link_at_once(make_end: MakeEnd, round_: int) -> None:
     assert (one.state(2), two.state(1)) == (LinkState.LINKED, LinkState.LINKED)
     assert (one.links.live(), two.links.live()) == (1, 1)
     for end in (one, two):  # it works, from either end
-        end.links.get(3 - end.cluster_id).begin()
-        end.links.get(3 - end.cluster_id).end()
+        end.links.get(3 - end.cluster_id).begin(end)
+        end.links.get(3 - end.cluster_id).end(end)
     one.links.unlink([2], 5000).raise_for_status()
     assert (one.state(2), two.state(1)) == (None, None)
 
@@ -132,14 +132,14 @@ def test_linking_while_the_other_end_unlinks(make_end: MakeEnd) -> None:
     one, two = make_end(1), make_end(2)
     one.link(two.cluster)
     link = two.links.get(1)
-    link.begin()
+    link.begin(link)
     with ThreadPoolExecutor(1) as threads:
         unlinking = threads.submit(one.links.unlink, [2], 10000)
         two.wait_until(1, LinkState.UNLINKING)
         for end, other in ((one, two), (two, one)):
             (result,) = end.links.link([other.cluster], 1000)
             assert result.status is LLMStatusCode.LLM_LINK_BUSY
-        link.end()
+        link.end(link)
         assert unlinking.result(DEADLINE_S).status is OK
     two.link(one.cluster)
 

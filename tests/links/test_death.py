@@ -26,7 +26,7 @@ def test_a_killed_peer_breaks_the_link_at_once(make_end: MakeEnd, peer: Peer) ->
     peer.kill()
     end.wait_for(2, "BROKEN")
     with pytest.raises(LLMException, match="the link to cluster 2 is broken: ") as error:
-        end.links.get(2).begin()
+        end.links.get(2).begin(end)
     assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     assert end.links.live() == 0
     assert end.status(2).last_error

@@ -155,12 +155,12 @@ def test_transfers_in_flight_keep_it(make_end: MakeEnd, comm_dir: str) -> None:
         end.links.comm_link("name", {1: 0, 2: 1})
     assert settle(one, 1) is OK
     link = one.links.get(2)
-    link.begin()
+    link.begin(link)
     with pytest.raises(LLMException, match="1 operation in flight") as error:
         one.links.comm_unlink(1)
     assert error.value.status_code is LLMStatusCode.LLM_LINK_BUSY
     assert one.links.comm_status(1) is OK
-    link.end()
+    link.end(link)
     one.links.comm_unlink(1)
 
 

@@ -99,8 +99,8 @@ def test_a_hello_alone_changes_nothing(
     with pytest.raises(LLMException, match="the challenge is another handshake's"):
         stranger.ask(channel, Confirm(b"\0" * 16))
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
-    end.links.get(2).begin()
-    end.links.get(2).end()
+    end.links.get(2).begin(end)
+    end.links.get(2).end(end)
 
 
 def test_handshakes_that_nobody_confirms_shut_nobody_out(

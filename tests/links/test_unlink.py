@@ -14,13 +14,13 @@ from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
 
 MakeEnd = Callable[..., End]
-BEGIN = "link = end.links.get(1); link.begin()"
+BEGIN = "link = end.links.get(1); link.begin(link)"
 
 
 def test_operations_of_this_end_are_waited_for(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     link = end.links.get(2)
-    link.begin()
+    link.begin(link)
     (result,) = end.links.unlink([2], 50)
     assert result.status is LLMStatusCode.LLM_LINK_BUSY
     assert "cluster 1 has 1 operation in flight with cluster 2" in str(result.error)
@@ -29,9 +29,9 @@ def test_operations_of_this_end_are_waited_for(end: End, peer: Peer) -> None:
         unlinking = threads.submit(end.links.unlink, [2], 10000)
         end.wait_until(2, LinkState.UNLINKING)
         with pytest.raises(LLMException, match="is being unlinked") as error:
-            link.begin()
+            link.begin(link)
         assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
-        link.end(10, 20)
+        link.end(link, 10, 20)
         unlinking.result(DEADLINE_S).raise_for_status()
     assert (end.state(2), peer.state(1)) == (None, None)
 
@@ -43,7 +43,7 @@ def test_operations_of_the_peer_are_waited_for(end: End, peer: Peer) -> None:
     assert result.status is LLMStatusCode.LLM_LINK_BUSY
     assert "cluster 2 has 1 operation in flight with cluster 1" in str(result.error)
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
-    peer.run("link.end()")
+    peer.run("link.end(link)")
     end.links.unlink([2], 5000).raise_for_status()
     assert (end.state(2), peer.state(1)) == (None, None)
 
@@ -52,7 +52,7 @@ def test_force_ends_this_end_at_once_and_the_peer_hears_of_it(end: End, peer: Pe
     peer.run("end.registry.allocate(DESC, paged=False)")
     end.link(peer.cluster)
     link = end.links.get(2)
-    link.begin()
+    link.begin(link)
     memory = link.memory(link.cache(CacheIndex(2, 1, 0)), writable=False)
     peer.run(BEGIN)
     end.links.unlink([2], 1000, force=True).raise_for_status()
@@ -60,8 +60,8 @@ def test_force_ends_this_end_at_once_and_the_peer_hears_of_it(end: End, peer: Pe
     with pytest.raises(LLMException):
         memory.check()
     assert "cluster 1 has unlinked by force" in peer.wait_for(1, "BROKEN")
-    peer.run("link.end()")
-    link.end()
+    peer.run("link.end(link)")
+    link.end(link)
     end.link(peer.cluster)
     assert peer.state(1) == "LINKED"
 
@@ -99,7 +99,7 @@ def test_closing_does_not_wait_for_stopped_or_dead_peers(
 ) -> None:
     stopped, dead = make_peer(2), make_peer(3)
     end.link(stopped.cluster, dead.cluster)
-    end.links.get(2).begin()
+    end.links.get(2).begin(end)
     stopped.stop()
     dead.kill()
     began = time.monotonic()
@@ -114,9 +114,9 @@ def test_what_moved_is_counted(make_end: MakeEnd) -> None:
     one.link(two.cluster)
     link = one.links.get(2)
     for pulled, pushed, error in ((10, 0, None), (0, 7, None), (0, 0, LLMException("no luck"))):
-        link.begin()
+        link.begin(link)
         assert link.status().in_flight == 1
-        link.end(pulled, pushed, error)
+        link.end(link, pulled, pushed, error)
     status = link.status()
     assert (status.bytes_pulled, status.bytes_pushed, status.operations) == (10, 7, 3)
     assert (status.in_flight, status.last_error) == (0, "no luck (LLM_FAILED)")
@@ -132,5 +132,5 @@ def test_a_cache_that_is_waited_for_stays_while_it_is_used(make_end: MakeEnd) ->
     assert link.memory(cache, writable=True) is link.memory(cache, writable=True)
     one.links.unlink([2], 5000).raise_for_status()
     with pytest.raises(LLMException, match="has ended: unlinked") as error:
-        link.begin()
+        link.begin(link)
     assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from threading import Lock
+from weakref import ref
 
 from kvplan.engine.links.state import STEPS, LinkState
 from kvplan.status import LLMException, LLMStatusCode
@@ -30,15 +32,22 @@ class LinkLife:
         self.settled = asyncio.Event()
         self.ended = asyncio.Event()
         self.operations = 0
-        self.in_flight = 0
         self.bytes_pulled = 0
         self.bytes_pushed = 0
         self.last_error = ""
         # Operations call nothing while they hold it: a signal handler that ran then, and finalized
         # the engine, would wait for the control thread, and that for the lock.
         self._mutex = Lock()
+        # Weakly: an interrupt may drop an operation before it could end, and it is out then.
+        self._in_flight: set[ref[object]] = set()
+        self._telling: set[int] = set()
         self._idle = asyncio.Event()
-        self._waiting: asyncio.AbstractEventLoop | None = None  # for the last operation to end
+        self._waiting: list[asyncio.AbstractEventLoop] = []  # for the last operation to end
+
+    @property
+    def in_flight(self) -> int:
+        """Operations that have not ended yet, and what they have left to be told."""
+        return len(self._in_flight) + len(self._telling)
 
     @property
     def is_live(self) -> bool:
@@ -68,8 +77,11 @@ class LinkLife:
             self.ended.set()
         return True
 
-    def begin(self) -> None:
-        """An operation starts; `end` must follow.
+    def begin(self, operation: object) -> None:
+        """An operation starts; it is in flight until `end`, or until nobody has it any more.
+
+        Args:
+            operation: what the caller holds meanwhile, and can be referenced weakly.
 
         Raises:
             LLMException: LLM_LINK_FAILED: the link is broken, and why; LLM_NOT_YET_LINK: it is
@@ -77,44 +89,60 @@ class LinkLife:
         """
         with self._mutex:
             if is_linked := self.state is LinkState.LINKED:
-                self.in_flight += 1
+                self._in_flight.add(ref(operation, self._in_flight.discard))
                 self.operations += 1
         if not is_linked:
             raise self.refusal()
 
-    def hold(self) -> None:
-        """Be busy with what an operation leaves to be done; `end` must follow, in any state."""
-        with self._mutex:
-            self.in_flight += 1
+    def hold(self, claim_id: int) -> None:
+        """Be busy with telling the peer of a claim; `let_go` must follow, in any state."""
+        self._telling.add(claim_id)
+
+    def let_go(self, claim_id: int) -> None:
+        """The peer was told of the claim, or never will be."""
+        self._telling.discard(claim_id)
+        self._wake()
 
     def end(
-        self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
+        self,
+        operation: object,
+        nbytes_pulled: int = 0,
+        nbytes_pushed: int = 0,
+        error: BaseException | None = None,
     ) -> None:
-        """An operation has its outcome, or what it left is done."""
+        """An operation has its outcome; nothing happens if it is not in flight."""
+        begun = ref(operation)
+        if begun not in self._in_flight:
+            return
         if error is not None:
             self.last_error = str(error)
         with self._mutex:
-            self.in_flight -= 1
+            self._in_flight.discard(begun)
             self.bytes_pulled += nbytes_pulled
             self.bytes_pushed += nbytes_pushed
-            if self.in_flight or self._waiting is None:
-                return
-            waiting, self._waiting = self._waiting, None
-        waiting.call_soon_threadsafe(self._idle.set)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting and not self.in_flight:
+            for loop in tuple(self._waiting):
+                with suppress(RuntimeError):  # closed: who waited has gone with it
+                    loop.call_soon_threadsafe(self._idle.set)
 
     async def until_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; returns whether that came to be in time."""
+        # Before it looks: whatever ends after that look sees that somebody waits.
+        self._waiting.append(asyncio.get_running_loop())
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    with self._mutex:
-                        if not self.in_flight:
-                            return True
-                        self._idle.clear()
-                        self._waiting = asyncio.get_running_loop()
+                    self._idle.clear()
+                    if not self.in_flight:
+                        return True
                     await self._idle.wait()
         except TimeoutError:
-            return False
+            return not self.in_flight  # an operation that was dropped tells nobody
+        finally:
+            self._waiting.pop()
 
     def refusal(self) -> LLMException:
         """Why nothing can be transferred over the link as it is now."""

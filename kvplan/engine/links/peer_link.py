@@ -155,12 +155,16 @@ class PeerLink(LinkLife):
         self._releases.tell(self.channel, Release(claim_id, pulled))
 
     def end(
-        self, nbytes_pulled: int = 0, nbytes_pushed: int = 0, error: BaseException | None = None
+        self,
+        operation: object,
+        nbytes_pulled: int = 0,
+        nbytes_pushed: int = 0,
+        error: BaseException | None = None,
     ) -> None:
         """An operation has its outcome; after an error no memory is taken for granted."""
         if error is not None:
             self.forget()
-        super().end(nbytes_pulled, nbytes_pushed, error)
+        super().end(operation, nbytes_pulled, nbytes_pushed, error)
 
     def forget(self) -> None:
         """Have all memory anew from the transport when it is asked for again."""

@@ -46,14 +46,8 @@ class Releases:
 
     def tell(self, channel: Channel, release: Release) -> None:
         """Have it told, and wait for that, but `wait_s` at most; from any thread but control's."""
-        self._link.hold()
         try:
             self._control.call_soon(self._begin, channel, release)
-        except LLMException as error:
-            self._link.end()
-            self._warn(release, str(error))
-            return
-        try:
             is_told = self._control.run(self._until_told(release))
         except LLMException as error:
             self._warn(release, str(error))
@@ -64,10 +58,10 @@ class Releases:
 
     def tell_later(self, channel: Channel, release: Release) -> None:
         """Have it told; in the control thread."""
-        self._link.hold()
         self._begin(channel, release)
 
     def _begin(self, channel: Channel, release: Release) -> None:
+        self._link.hold(release.claim_id)
         telling = asyncio.create_task(self._tell(channel, release))
         self._telling[release.claim_id] = telling
         telling.add_done_callback(lambda _: self._told(release))
@@ -80,7 +74,7 @@ class Releases:
 
     def _told(self, release: Release) -> None:
         del self._telling[release.claim_id]
-        self._link.end()
+        self._link.let_go(release.claim_id)
 
     async def _tell(self, channel: Channel, release: Release) -> None:
         try:

@@ -1,0 +1,72 @@
+"""Pulls under a storm of KeyboardInterrupts; what is left of them is printed as JSON.
+
+Args: "index" or "prefix", what is pulled by; and how many interrupts.
+"""
+
+import json
+import random
+import signal
+import sys
+import time
+
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Options,
+)
+
+DESC = CacheDesc(2, (4, 4096), DataType.DT_INT8)
+DEADLINE_S = 10
+
+
+def main(kind: str, wanted: int) -> None:
+    owner, user = LlmDataDist(1, LlmRole.MIX), LlmDataDist(2, LlmRole.MIX)
+    owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
+    user.initialize(Options(sync_kv_cache_wait_time=5000))
+    assert owner.listen_address is not None
+    user.link_clusters([ClusterInfo(1, owner.listen_address)], 5000).raise_for_status()
+    key = CacheKey(1, prefix_id=9)
+    source, target = owner.allocate_cache(DESC, [key]), user.allocate_cache(DESC)
+    src = key if kind == "prefix" else CacheIndex(1, source.cache_id)
+    chance = random.Random(1)
+    interrupts = 0
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    while interrupts < wanted:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
+            for _ in range(200):  # an interrupt of a weak reference's callback is never seen
+                user.pull_cache(src, target, timeout_ms=5000)
+        except KeyboardInterrupt:
+            interrupts += 1
+        except RuntimeError as error:  # what an interrupt makes of a `threading.Condition`
+            if not isinstance(error.__context__, KeyboardInterrupt):
+                raise
+            interrupts += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    in_flight = user.metrics()["in_flight"], user.links()[0].in_flight
+    # The owner frees a cache that was deallocated when its last claim has ended.
+    owner.remove_cache_key(key)
+    owner.deallocate_cache(source)
+    deadline = time.monotonic() + DEADLINE_S
+    while owner.caches() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (unlinked,) = user.unlink_clusters([1], 5000)
+    began = time.monotonic()
+    user.finalize()
+    left = {
+        "in_flight": in_flight,
+        "caches": len(owner.caches()),
+        "unlinked": unlinked.status.name,
+        "finalized_at_once": time.monotonic() - began < 4,
+    }
+    owner.finalize()
+    sys.stdout.write(json.dumps(left) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,26 @@
+"""A KeyboardInterrupt may strike between any two steps of a call; nothing of the call is left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("kind", "interrupts"), [("index", 1500)])
+def test_a_storm_of_interrupts_leaves_nothing_in_flight(kind: str, interrupts: int) -> None:
+    command = (sys.executable, "-m", "tests.datadist.interrupted_process", kind, str(interrupts))
+    process = subprocess.run(
+        command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    assert json.loads(process.stdout) == {
+        "in_flight": [0, 0],
+        "caches": 0,
+        "unlinked": "LLM_SUCCESS",
+        "finalized_at_once": True,
+    }
