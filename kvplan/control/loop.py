@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import zmq
 
+from kvplan.control.awaited import Awaited
 from kvplan.control.gatekeeper import Gatekeeper
 from kvplan.control.refusals import Refusals
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -28,6 +28,9 @@ SPARE_DESCRIPTORS: Final = 16
 """That must be left: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
 CLOSING_S: Final = 0.5
 """Seconds that last messages have to leave before their connections are cut."""
+
+STOPPING_S: Final = 2.0
+"""Seconds that `ControlLoop.stop` waits: what the thread waits for may be held by its caller."""
 
 _log = logging.getLogger("kvplan.control")
 
@@ -51,11 +54,13 @@ class ControlLoop:
     def __init__(self, name: str = "kvplan-control") -> None:
         self._name = name
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._workers: ThreadPoolExecutor | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._awaited: set[Awaited[Any]] = set()
         self._living: dict[Closable, None] = {}  # in order, so that farewells leave first
         self._gatekeeper: Gatekeeper | None = None
         self.refusals = Refusals()
@@ -68,8 +73,8 @@ class ControlLoop:
                 child.
         """
         self._check_process()
-        with self._lock:
-            if self._loop is not None:
+        with self._starting:
+            if self._thread is not None and self._thread.is_alive():
                 raise LLMException(f"{self._name} runs already")
             try:
                 _check_descriptors()
@@ -82,10 +87,13 @@ class ControlLoop:
             # Starts its threads now, while there is room for what they open.
             self._context.socket(zmq.PAIR).close()
             self._workers = ThreadPoolExecutor(MAX_WORKERS, f"{self._name}-worker")
-            self._thread = threading.Thread(target=_serve, args=(loop,), name=self._name)
+            # Not a method: a loop that nobody has any more may be collected.
+            living = (loop, self._context, self._workers, self._awaited)
+            self._thread = threading.Thread(target=_serve, args=living, name=self._name)
             self._thread.daemon = True
+            self._ending = None
+            self._loop = loop  # before it starts: whoever is interrupted there can stop it
             self._thread.start()
-            self._loop = loop
 
     def run(self, coro: Coroutine[Any, Any, _T], timeout_ms: float | None = None) -> _T:
         """Run `coro` on the loop and return its result; for all threads but the loop's own.
@@ -101,22 +109,21 @@ class ControlLoop:
         try:
             loop = self._running()
             self._check_thread()
-            future = asyncio.run_coroutine_threadsafe(coro, loop)
         except BaseException:
             coro.close()
             raise
+        call = Awaited(coro)
         try:
-            return future.result(None if timeout_ms is None else timeout_ms / 1000)
-        except concurrent.futures.CancelledError:
+            self._awaited.add(call)  # first: a thread that ends answers what it finds here
+            _schedule(loop, partial(self._begin, call), otherwise=call.end)
+            return call.result(timeout_ms)
+        except asyncio.CancelledError:
             raise self._stopped() from None
-        except TimeoutError:
-            if future.done():  # the coroutine's own, not ours
-                raise
-            raise LLMException(
-                f"no result after {timeout_ms:g} ms", status_code=LLMStatusCode.LLM_TIMEOUT
-            ) from None
+        except BaseException:
+            _schedule(loop, call.cancel, otherwise=call.end)
+            raise
         finally:
-            future.cancel()
+            self._awaited.discard(call)
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Have `function(*args)` called on the loop, from any thread.
@@ -135,27 +142,30 @@ class ControlLoop:
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
         """Run what may block in a thread of the pool, on behalf of a coroutine of the loop."""
-        loop = self._running()
+        loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, partial(function, *args, **kwargs))
 
-    def stop(self) -> None:
-        """End all conversations and the thread; bounded, idempotent, nothing in a forked child."""
+    def stop(self, farewell: Callable[[], Awaitable[None]] | None = None) -> None:
+        """End all conversations and the thread; idempotent, nothing in a forked child.
+
+        It waits for `STOPPING_S` at most: a signal handler may call it that has interrupted who
+        holds what the thread waits for. The thread then ends, and releases all, when it can.
+
+        Args:
+            farewell: what the loop does first.
+        """
         if os.getpid() != self._pid:
             return
         self._check_thread()
-        with self._lock:
-            loop, self._loop = self._loop, None
-            thread, self._thread = self._thread, None
-            context, workers = self._context, self._workers
-        if loop is None or thread is None or context is None or workers is None:
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(self._end(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-        # A worker may be held up by a peer; its transport's deadline ends it, not this call.
-        workers.shutdown(wait=False, cancel_futures=True)
-        context.destroy(linger=0)
+        _schedule(loop, partial(self._begin_end, farewell), otherwise=_nothing)
+        self._loop = None
+        with contextlib.suppress(RuntimeError):  # its start was interrupted
+            thread.join(STOPPING_S)
+        if thread.is_alive():
+            _log.warning("event=stops_late thread=%s waited_s=%g", self._name, STOPPING_S)
 
     def new_socket(self, kind: int) -> zmq.Socket[bytes]:
         """Make a ZeroMQ socket, of the loop's context.
@@ -182,7 +192,25 @@ class ControlLoop:
         if self._gatekeeper is None:
             self._gatekeeper = Gatekeeper(self.new_socket(zmq.ROUTER))
 
-    async def _end(self) -> None:
+    def _begin(self, call: Awaited[Any]) -> None:
+        if self._ending is None:
+            call.begin()
+        else:
+            call.end()
+
+    def _begin_end(self, farewell: Callable[[], Awaitable[None]] | None) -> None:
+        if self._ending is None:  # several threads may stop it
+            loop = asyncio.get_running_loop()
+            self._ending = loop.create_task(self._end(farewell))
+            self._ending.add_done_callback(lambda _: loop.stop())
+
+    async def _end(self, farewell: Callable[[], Awaitable[None]] | None) -> None:
+        if farewell is not None:
+            try:
+                async with asyncio.timeout(2 * CLOSING_S):
+                    await farewell()
+            except Exception:
+                _log.exception("event=farewell_failed thread=%s", self._name)
         endings = list(self._living)
         for living in endings:
             living.close()
@@ -227,9 +255,40 @@ def _check_descriptors() -> None:
             held.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _serve(
+    loop: asyncio.AbstractEventLoop,
+    context: zmq.Context[zmq.Socket[bytes]],
+    workers: ThreadPoolExecutor,
+    awaited: set[Awaited[Any]],
+) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_forever()
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+        # Nothing can be scheduled from here on; what was, and did not run, never will.
+        with contextlib.suppress(KeyError):
+            while True:
+                awaited.pop().end()
+        # A worker may be held up by a peer; its transport's deadline ends it, not this thread.
+        workers.shutdown(wait=False, cancel_futures=True)
+        context.destroy(linger=0)
+
+
+def _schedule(
+    loop: asyncio.AbstractEventLoop,
+    function: Callable[[], object],
+    *,
+    otherwise: Callable[[], object],
+) -> None:
+    """Have `function` called on the loop; `otherwise` here, if the loop has ended."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        otherwise()
+
+
+def _nothing() -> None: ...
 
 
 def _log_exception(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,93 @@ def test_callers_that_wait_learn_of_the_end() -> None:
     stopping.join(DEADLINE_S)
 
 
+def test_calls_that_meet_the_end_are_told_of_it(loop: ControlLoop) -> None:
+    begun = threading.Barrier(5)
+
+    def keep_calling() -> str:
+        begun.wait(DEADLINE_S)
+        while True:
+            try:
+                loop.run(asyncio.sleep(0))
+            except LLMException as error:
+                return str(error)
+
+    for _ in range(20):
+        with ThreadPoolExecutor(4) as callers:
+            calls = [callers.submit(keep_calling) for _ in range(4)]
+            begun.wait(DEADLINE_S)
+            loop.run(asyncio.sleep(0))
+            loop.stop()
+            for it in calls:
+                assert "test-control does not run" in it.result(DEADLINE_S)
+        loop.start()
+
+
+def test_interrupts_at_any_moment_leave_the_loop_running() -> None:
+    run_apart("""
+import asyncio, random, signal
+from kvplan.control.loop import ControlLoop
+
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+loop = ControlLoop()
+loop.start()
+for _ in range(2000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 5e-4))
+        while True:
+            loop.run(asyncio.sleep(0))
+    except KeyboardInterrupt:
+        pass
+assert loop.run(asyncio.sleep(0, "well"), timeout_ms=5000) == "well"
+loop.stop()
+""")
+
+
+def test_who_stops_it_may_hold_what_it_waits_for() -> None:
+    run_apart("""
+import os, signal, threading
+from kvplan.control.loop import ControlLoop
+from kvplan.status import LLMException
+
+before = len(os.listdir("/proc/self/fd"))
+mutex, waits, farewell = threading.RLock(), threading.Event(), threading.Event()
+loop = ControlLoop()
+loop.start()
+
+def block():
+    waits.set()
+    with mutex:
+        pass
+
+async def say_farewell():
+    farewell.set()
+
+class Stopped(Exception):
+    pass
+
+def stop(*_):
+    loop.stop(say_farewell)
+    raise Stopped
+
+signal.signal(signal.SIGUSR1, stop)
+try:
+    with mutex:
+        loop.call_soon(block)
+        waits.wait()
+        signal.raise_signal(signal.SIGUSR1)
+except Stopped:
+    pass
+assert farewell.wait(5)
+for thread in threading.enumerate():
+    if thread.name == "kvplan-control":
+        thread.join(5)
+after = len(os.listdir("/proc/self/fd"))
+assert after <= before, (before, after)
+loop.start()
+loop.stop()
+""")
+
+
 def test_stopping_says_goodbye(conversation: Conversation) -> None:
     conversation.far_channel()
     conversation.loop.stop()
@@ -181,6 +269,11 @@ def test_an_exit_without_stopping_does_not_hang() -> None:
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=DEADLINE_S)
+
+
+def run_apart(script: str) -> None:
+    """Run `script` in a process of its own, which a hanging call cannot outlast."""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=30)
 
 
 @pytest.fixture

@@ -93,13 +93,11 @@ class Links:
             self._end, self._steps, self._caller, self._unlinker, make_handler
         )
         self._is_news_due = False
-        self._started = False
         self._closed = False
 
     def start(self) -> None:
         """Start the control thread; links can be made from here on."""
         self._control.start()
-        self._started = True
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -119,15 +117,11 @@ class Links:
         self._run(self._listener.stop())
 
     def close(self) -> None:
-        """End every link and tell the peers; takes a second at most, and works a second time."""
+        """End every link and tell the peers; takes two seconds at most, and works a second time."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        try:
-            if self._started:
-                self._control.run(self._close())
-        finally:
-            self._control.stop()
+        self._control.stop(self._close)
 
     def link(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
         """Link with each cluster, all at once.
