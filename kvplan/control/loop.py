@@ -17,7 +17,7 @@ import zmq
 from kvplan.control.awaited import Awaited
 from kvplan.control.gatekeeper import Gatekeeper
 from kvplan.control.refusals import Refusals
-from kvplan.status import LLMException
+from kvplan.status import LLMException, LLMStatusCode
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -103,8 +103,9 @@ class ControlLoop:
             timeout_ms: milliseconds; None waits as long as it takes.
 
         Raises:
-            LLMException: LLM_TIMEOUT after `timeout_ms`; LLM_FAILED where the loop does not run,
-                stops meanwhile, or belongs to another process.
+            LLMException: LLM_TIMEOUT after `timeout_ms`; LLM_ENGINE_FINALIZED where the loop has
+                stopped, or stops meanwhile; LLM_FAILED where it was never started, or belongs to
+                another process.
         """
         try:
             loop = self._running()
@@ -245,7 +246,9 @@ class ControlLoop:
             raise LLMException(f"{self._name} would wait for itself")
 
     def _stopped(self) -> LLMException:
-        return LLMException(f"{self._name} does not run")
+        started = self._thread is not None
+        code = LLMStatusCode.LLM_ENGINE_FINALIZED if started else LLMStatusCode.LLM_FAILED
+        return LLMException(f"{self._name} does not run", status_code=code)
 
 
 def _check_descriptors() -> None:
