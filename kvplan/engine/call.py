@@ -143,11 +143,12 @@ class Call:
             if self._claim is not None:
                 self._claim.release(None if moved is None else moved.src_tensors)
         finally:
+            engine.metrics.record(self._operation, status_of(error), nbytes, seconds)
+            engine.leave(self)
+            # Last: whoever has unlinked finds the call counted, and no longer in flight.
             if link is not None:
                 pulls = self._operation.startswith("pull")
                 link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
-            engine.metrics.record(self._operation, status_of(error), nbytes, seconds)
-            engine.leave(self)
         if logger.isEnabledFor(level_of(error)):
             log_operation(
                 self._operation,
