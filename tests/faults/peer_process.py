@@ -1,17 +1,11 @@
-"""An engine in a process of its own, told what to do line by line.
-
-Each line on stdin is a JSON string of Python to execute; what it leaves in `result` is the answer.
-"""
-
-import json
-import sys
-import traceback
+"""An engine in a process of its own, told what to do line by line: see `serve`."""
 
 import numpy as np
 
 import kvplan
 from kvnative import _executor
 from tests.faults import contents, footprint, states
+from tests.transport.owner_process import serve
 
 ROOMS = (kvplan, _executor)
 HELPERS = {
@@ -25,18 +19,5 @@ HELPERS = {
 }
 
 
-def main() -> None:
-    names = {name: getattr(room, name) for room in ROOMS for name in room.__all__} | HELPERS
-    for line in sys.stdin:
-        names["result"] = None
-        try:
-            exec(json.loads(line), names)
-            answer = {"result": names["result"]}
-        except Exception:
-            answer = {"error": traceback.format_exc()}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve({name: getattr(room, name) for room in ROOMS for name in room.__all__} | HELPERS)
