@@ -86,6 +86,17 @@ def test_the_twins_plan_and_submit_the_same(engine: LlmDataDist) -> None:
     assert engine.arrays(cache)[0][1, 0] == 1
 
 
+def test_a_swap_is_submitted(engine: LlmDataDist) -> None:
+    source = filled(engine, engine.allocate_blocks_cache(desc(Placement.HOST)))
+    target = engine.allocate_blocks_cache(desc(Placement.DEVICE))
+    task = engine.submit_swap_blocks(source, target, {0: 3})
+    task.wait()
+    assert task.plan == engine.plan_swap_blocks(source, target, {0: 3})
+    for from_, to in zip(engine.arrays(source), engine.arrays(target), strict=True):
+        assert (to[3] == from_[0]).all()
+        assert not to[:3].any()
+
+
 REFUSALS: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
     "slots of a paged cache": lambda it, slots, blocks: it.copy_cache(slots, blocks),
     "blocks of slots": lambda it, slots, blocks: it.copy_blocks(slots, {0: [1]}),

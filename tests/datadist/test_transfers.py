@@ -139,6 +139,19 @@ def test_blocks_are_pushed(
         assert (there[number] == expected).all()
 
 
+def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Cache) -> None:
+    for array in user.arrays(blocks):
+        array[:] = -7
+    arguments = (blocks, CacheIndex(1, PAGED), [2, 6], [4, 3])
+    task = user.submit_push_blocks(*arguments)
+    task.wait()
+    assert task.plan == user.plan_push_blocks(*arguments)
+    there = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(paged)]"))
+    for number, expected in enumerate(theirs(BLOCKS)):
+        expected[[4, 3]] = -7
+        assert (there[number] == expected).all()
+
+
 def test_registered_memory_is_pulled_and_pushed(user: LlmDataDist, peer: Peer) -> None:
     peer.run(
         """
