@@ -130,7 +130,7 @@ class ControlLoop:
         """Have `function(*args)` called on the loop, from any thread.
 
         Raises:
-            LLMException: LLM_FAILED, as for `run`.
+            LLMException: LLM_ENGINE_FINALIZED or LLM_FAILED, as for `run`.
         """
         try:
             self._running().call_soon_threadsafe(function, *args)
@@ -173,7 +173,7 @@ class ControlLoop:
 
         Raises:
             OSError: too few descriptors are left: libzmq ends the process where it gets none.
-            LLMException: LLM_FAILED: the loop has stopped.
+            LLMException: LLM_ENGINE_FINALIZED: the loop has stopped.
         """
         if self._context is None:
             raise self._stopped()

@@ -97,10 +97,8 @@ class PeerLink(LinkLife):
 
     def _is_freed(self, cache: PeerCache) -> bool:
         """Whether the peer has freed it, which news may not have told yet: its key is another's."""
-        held = self._memories.get((cache.cache_id, False))
         try:
-            memory = held[1] if held is not None else self.memory(cache, writable=False)
-            memory.check()
+            self.memory(cache, writable=False).check()
         except LLMException as error:
             return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         return False
