@@ -246,6 +246,15 @@ def test_version_1_0_of_a_rank_table() -> None:
     assert locate("", {0, 1}) == {0: Location(), 1: Location()}
 
 
+def test_a_server_is_at_its_host_ip() -> None:
+    servers = [
+        {"server_id": name, "host_ip": f"10.0.0.{name}", "device": [{"rank_id": rank}]}
+        for name, rank in (("1", "0"), ("2", "1"))
+    ]
+    table = {"version": "1.2", "server_list": servers}
+    assert locate(json.dumps(table), {0, 1}) == {0: Location("10.0.0.1"), 1: Location("10.0.0.2")}
+
+
 def _refuse_not_linked(end: End, comm_id: int) -> None:
     for act in (end.links.comm_status, end.links.comm_unlink):
         with pytest.raises(LLMException, match=f"comm_id={comm_id} is not linked") as error:

@@ -26,7 +26,8 @@ class Location:
     """Where a rank runs; equal servers are one host.
 
     Attributes:
-        server_id: address of the host; empty: the host of whoever asks.
+        server_id: address of the host: its `host_ip` where the table has one, else its
+            `server_id`; empty: the host of whoever asks.
         device_id: number of the device on that host.
     """
 
@@ -42,6 +43,7 @@ class _Device(msgspec.Struct):
 class _Server(msgspec.Struct):
     server_id: str
     device: list[_Device]
+    host_ip: str = ""  # then server_id may be any name
 
 
 class _RankTable(msgspec.Struct):
@@ -99,7 +101,9 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
     try:
         table = msgspec.json.decode(rank_table, type=_RankTable)
         located = {
-            _number(device.rank_id): Location(server.server_id, _number(device.device_id))
+            _number(device.rank_id): Location(
+                server.host_ip or server.server_id, _number(device.device_id)
+            )
             for server in table.server_list
             for device in server.device
         }
