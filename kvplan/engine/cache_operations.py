@@ -104,10 +104,10 @@ class CacheOperations(Running):
     def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Say that other memory was mapped at addresses of registered caches.
 
-        Each cache that one of the ranges touches is checked to be mapped, and offered to peers anew.
-        What they transferred, or had in flight, from before fails (LLM_KV_CACHE_NOT_EXIST); on
-        return they know the cache as it is now. A peer that does not answer within
-        SyncKvCacheWaitTime hears of it later, and until then its transfers fail.
+        Each cache that one of the ranges touches is checked to be mapped, and offered to peers
+        anew. Their transfers in flight fail (LLM_KV_CACHE_NOT_EXIST), and on return they know the
+        cache as it is now. A peer that does not answer within SyncKvCacheWaitTime hears of it
+        later, and until then its transfers fail.
 
         Args:
             ranges: (address, nbytes) of each.

@@ -10,7 +10,7 @@ from kvplan.status import invalid
 from kvplan.validation import UINT64_MAX, check_width, shown
 
 
-def checked_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def checked_ranges(ranges: object) -> list[tuple[int, int]]:
     """The (address, nbytes) of a caller.
 
     Raises:
@@ -22,6 +22,7 @@ def checked_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         raise TypeError(f"ranges={shown(ranges)} must be a sequence of (address, nbytes)")
     if not ranges:
         raise invalid("ranges is empty; at least one is needed")
+    checked = []
     for position, it in enumerate(ranges):
         name = f"ranges[{position}]"
         if not isinstance(it, tuple | list) or len(it) != 2:
@@ -30,9 +31,10 @@ def checked_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         nbytes = check_width(f"{name} nbytes", it[1], 0, UINT64_MAX)
         if not address or not nbytes or address + nbytes > 2**64:
             raise invalid(
-                f"{name}={shown(it)} must have an address and nbytes of at least 1, and end by 2**64"
+                f"{name}={it} must be of an address and nbytes of at least 1, and end by 2**64"
             )
-    return [(address, nbytes) for address, nbytes in ranges]
+        checked.append((address, nbytes))
+    return checked
 
 
 def remapped(entries: Iterable[CacheEntry], ranges: Sequence[tuple[int, int]]) -> list[int]:
