@@ -28,17 +28,27 @@ _CODES = {
 
 
 def outcome(
-    plan: Plan, report: native.Report, memories: tuple[TensorMemory, TensorMemory]
+    plan: Plan,
+    report: native.Report,
+    memories: tuple[TensorMemory, TensorMemory],
+    missing: str = "",
+    lost: LLMException | None = None,
 ) -> LLMException | None:
-    """Return what went wrong, or None if every byte arrived where and whence the plan says."""
-    moved = report.status == native.KVN_OK
-    # A range that is not mapped may be so because its owner has gone: then that is the reason.
-    lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
-    if not moved:
-        return _failure(plan, report, lost)
+    """Return what went wrong, or None if every byte arrived where and whence the plan says.
+
+    Args:
+        missing: what a transfer that was given up still waited for besides the copying.
+        lost: the failed check of a memory that the transfer was given up for.
+    """
+    if lost is None:
+        moved = report.status == native.KVN_OK
+        # A range that is not mapped may be so because its owner has gone: then that is the reason.
+        lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
+        if not moved:
+            return _failure(plan, report, lost, missing if report.status in _ABANDONED else "")
     if lost is None:
         return None
-    # The copy went through, but what was copied is not what was registered.
+    # What was copied went through, but to or from what is not what was registered.
     return LLMException(
         f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed",
         status_code=lost.status_code,
@@ -55,11 +65,13 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
     return None
 
 
-def _failure(plan: Plan, report: native.Report, cause: LLMException | None) -> LLMException:
+def _failure(
+    plan: Plan, report: native.Report, cause: LLMException | None, missing: str
+) -> LLMException:
     """What a report says; `cause` is why the memory went, where that is known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)
-    parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}"]
+    parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}{missing}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
     if cause is not None or report.status not in _ABANDONED:  # that report tells it itself
