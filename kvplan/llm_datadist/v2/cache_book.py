@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvplan.llm_datadist.conversion import desc_of, key_of
+from kvplan.llm_datadist.conversion import cache_of, desc_of, key_of
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance
 from kvplan.llm_datadist.v2.engine_options import HOST_POOL, POOL, REMOTE_ACCESS, wait_time_ms
@@ -18,6 +18,7 @@ from kvplan.llm_datadist.v2.llm_types import (
     Placement,
 )
 from kvplan.llm_datadist.v2.llm_utils import is_invalid_id
+from kvplan.llm_datadist.v2.move_checks import check_kind
 from kvplan.status import invalid
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class CacheBook:
         cache_keys: CacheKeys = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a contiguous cache of memory that the caller has, and keeps until it is unregistered.
+        """Make a contiguous cache of memory that the caller keeps until it is unregistered.
 
         Args:
             cache_desc: its description.
@@ -153,7 +154,7 @@ class CacheBook:
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a paged cache of memory that the caller has, and keeps until it is unregistered.
+        """Make a paged cache of memory that the caller keeps until it is unregistered.
 
         Arguments and errors as for `register_cache`; `blocks_cache_key` names the whole cache.
         """
@@ -196,7 +197,7 @@ class CacheBook:
         self._engine.remap_registered_memory([(int(it.addr), int(it.size)) for it in infos])
 
     def set_is_call_linked(self) -> None:
-        """`LLMDataDist.link` was called: from here on registered caches are not remote accessible."""
+        """Say that `LLMDataDist.link` was called; see `register_cache`."""
         self._is_call_linked = True
 
     def _check_pool(self, cache_desc: CacheDesc) -> None:
@@ -204,7 +205,9 @@ class CacheBook:
             raise invalid(f"num_tensors={cache_desc.num_tensors} must be > 0")
         if not self._pools[cache_desc.placement]:
             option = POOL if cache_desc.placement is Placement.DEVICE else HOST_POOL
-            raise invalid(f"a cache of {cache_desc.placement} is allocated in a pool: give {option}")
+            raise invalid(
+                f"a cache of {cache_desc.placement} is allocated in a pool: give {option}"
+            )
 
     def _check_registered(
         self, cache_desc: CacheDesc, addrs: list[int], remote_accessible: bool | None
@@ -226,9 +229,7 @@ class CacheBook:
 
     def _deallocate(self, cache: Cache, *, is_blocks: bool) -> None:
         check_isinstance("cache", cache, Cache, allow_none=False)
-        if cache.is_blocks_cache is not is_blocks:
-            needed = "paged" if is_blocks else "contiguous"
-            raise invalid(f"cache={cache} must be {needed}")
+        check_kind("cache", cache, is_blocks=is_blocks)
         self._engine.deallocate_cache(cache_of(cache))
         cache._tensor_addrs = []
         cache._valid = False

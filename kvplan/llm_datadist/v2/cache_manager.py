@@ -6,22 +6,18 @@ from typing import Any
 
 from kvplan.llm_datadist.conversion import cache_of, key_of
 from kvplan.llm_datadist.utils.utils import (
-    check_dict,
     check_int64,
     check_isinstance,
     check_uint32,
-    check_uint64,
 )
 from kvplan.llm_datadist.v2.block_tables import (
     TENSORS_PER_LAYER,
     Indices,
-    copies_of,
     indices_of,
     last_wins,
     layers_of,
     pushed_layers_of,
 )
-from kvplan.llm_datadist.v2.cache_book import CacheBook
 from kvplan.llm_datadist.v2.cache_task import CacheTask
 from kvplan.llm_datadist.v2.layer_feed import LayerFeed
 from kvplan.llm_datadist.v2.layer_transfer import Configs, LayerSource, destinations_of
@@ -33,13 +29,15 @@ from kvplan.llm_datadist.v2.llm_types import (
     LayerSynchronizer,
     Placement,
 )
+from kvplan.llm_datadist.v2.local_moves import LocalMoves
+from kvplan.llm_datadist.v2.move_checks import check_kind, check_size, check_some
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import KvCacheExtParam
 
 Layers = range | None
 
 
-class CacheManager(CacheBook):
+class CacheManager(LocalMoves):
     """The caches of an LLMDataDist, and what moves their bytes. Get it from there.
 
     In *request mode* peers pull by CacheKey, and a request's key goes with the pull. In *remote
@@ -83,8 +81,8 @@ class CacheManager(CacheBook):
         check_isinstance("cache_key", cache_key, kinds, allow_none=False)
         check_isinstance("cache", cache, Cache, allow_none=False)
         check_uint32("batch_index", batch_index)
-        _check_size(size)
-        _check_kind("cache", cache, is_blocks=False)
+        check_size(size)
+        check_kind("cache", cache, is_blocks=False)
         layers = _layers(kwargs)
         if isinstance(cache_key, CacheKey):
             self.check_cache_key(cache_key)
@@ -114,11 +112,11 @@ class CacheManager(CacheBook):
         check_isinstance("src_cache_key", src_cache_key, kinds, allow_none=False)
         check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
         src, dst = indices_of("src_blocks", src_blocks), indices_of("dst_blocks", dst_blocks)
-        _check_kind("dst_cache", dst_cache, is_blocks=True)
-        _check_some("dst_blocks", dst)
+        check_kind("dst_cache", dst_cache, is_blocks=True)
+        check_some("dst_blocks", dst)
         layers = _layers(kwargs)
         if isinstance(src_cache_key, BlocksCacheKey):
-            _check_some("src_blocks", src)
+            check_some("src_blocks", src)
         elif src:
             raise invalid(f"src_blocks={src} must be empty: {src_cache_key} names a slot")
         if isinstance(src_cache_key, CacheKey):
@@ -156,7 +154,7 @@ class CacheManager(CacheBook):
         check_isinstance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex, allow_none=False)
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         check_uint32("src_batch_index", src_batch_index)
-        _check_kind("src_cache", src_cache, is_blocks=False)
+        check_kind("src_cache", src_cache, is_blocks=False)
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
             src_layer_range, dst_layer_range, tensor_num_per_layer, num_tensors
@@ -192,8 +190,8 @@ class CacheManager(CacheBook):
         check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey, allow_none=False)
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         src, dst = indices_of("src_blocks", src_blocks), indices_of("dst_blocks", dst_blocks)
-        _check_kind("src_cache", src_cache, is_blocks=True)
-        _check_some("dst_blocks", dst)
+        check_kind("src_cache", src_cache, is_blocks=True)
+        check_some("dst_blocks", dst)
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
             src_layer_range, dst_layer_range, tensor_num_per_layer, num_tensors
@@ -201,77 +199,6 @@ class CacheManager(CacheBook):
         self._engine.push_blocks(
             cache_of(src_cache), key_of(dst_cache_key), *last_wins(src, dst), layers
         )
-
-    def copy_cache(
-        self,
-        dst: Cache,
-        src: Cache,
-        dst_batch_index: int = 0,
-        src_batch_index: int = 0,
-        offset: int = 0,
-        size: int = -1,
-        req_id: int | None = None,
-    ) -> None:
-        """Copy a slot of a contiguous cache into another.
-
-        Args:
-            dst, src: the caches; mind the order.
-            dst_batch_index, src_batch_index: the slots.
-            offset: bytes into the row at which to begin, on both sides.
-            size: bytes to copy; -1: the rest of the source row.
-            req_id: whose it is; only checked.
-        """
-        check_isinstance("dst", dst, Cache, allow_none=False)
-        check_isinstance("src", src, Cache, allow_none=False)
-        check_uint32("dst_batch_index", dst_batch_index)
-        check_uint32("src_batch_index", src_batch_index)
-        check_uint64("offset", offset)
-        _check_size(size)
-        _check_kind("src", src, is_blocks=False)
-        _check_kind("dst", dst, is_blocks=False)
-        if req_id is not None:
-            check_uint64("req_id", req_id)
-        self._engine.copy_cache(
-            cache_of(src),
-            cache_of(dst),
-            int(src_batch_index),
-            int(dst_batch_index),
-            int(offset),
-            int(size),
-        )
-
-    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks of a paged cache, each to any number of others of it.
-
-        Args:
-            cache: the cache.
-            copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
-        """
-        check_isinstance("cache", cache, Cache, allow_none=False)
-        check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
-        check_dict("copy_block_info", copy_block_info, int, list, int)
-        _check_kind("cache", cache, is_blocks=True)
-        self._engine.copy_blocks(cache_of(cache), copies_of(copy_block_info))
-
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
-        """Copy blocks from a host cache to a device cache (in), or the other way round (out).
-
-        Args:
-            src_cache, dst_cache: paged caches, one of each placement, with equal blocks.
-            src_to_dst: source block -> destination block; empty: nothing.
-        """
-        check_isinstance("src_cache", src_cache, Cache, allow_none=False)
-        check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
-        _check_kind("src_cache", src_cache, is_blocks=True)
-        _check_kind("dst_cache", dst_cache, is_blocks=True)
-        check_isinstance("src_to_dst", src_to_dst, dict, allow_none=False)
-        check_dict("src_to_dst", src_to_dst, int, int)
-        pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
-        engine = self._engine
-        if src_to_dst:
-            engine.swap_blocks(
-                cache_of(src_cache), cache_of(dst_cache), {int(s): int(d) for s, d in pairs}
-            )
 
     def transfer_cache_async(
         self,
@@ -333,19 +260,3 @@ def _layers(kwargs: dict[str, Any]) -> KvCacheExtParam:
         kwargs.get("dst_layer_range"),
         kwargs.get("tensor_num_per_layer", TENSORS_PER_LAYER),
     )
-
-
-def _check_size(size: int) -> None:
-    check_int64("size", size)
-    if size != -1 and size <= 0:
-        raise invalid(f"size={size} must be -1 or > 0")
-
-
-def _check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
-    if cache.is_blocks_cache is not is_blocks:
-        raise invalid(f"{name}={cache} must be {'paged' if is_blocks else 'contiguous'}")
-
-
-def _check_some(name: str, blocks: list[int]) -> None:
-    if not blocks:
-        raise invalid(f"{name} is empty; at least one block is needed")

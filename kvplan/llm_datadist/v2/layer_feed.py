@@ -1,4 +1,4 @@
-"""Layers become ready one after the other: a thread asks for each, and lets the destinations know."""
+"""A thread that asks for layer after layer, and tells each destination when one is ready."""
 
 from __future__ import annotations
 

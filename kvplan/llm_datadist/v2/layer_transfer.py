@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from kvplan.engine.peer_tensors import PeerTensors
@@ -32,12 +32,14 @@ class LayerSource:
 
     Attributes:
         cache: the local cache.
-        src_blocks: blocks of it; empty: a slot, which the config says.
-        dst_blocks: blocks of each destination; empty: a slot.
+        is_blocks: whether it is paged.
+        src_blocks: blocks of it; empty: a row, which the config says.
+        dst_blocks: blocks of each destination; empty: a row.
         dst_block_nbytes: bytes of such a block; 0: those of a block of the source.
     """
 
     cache: kvplan.Cache
+    is_blocks: bool
     src_blocks: list[int]
     dst_blocks: list[int]
     dst_block_nbytes: int
@@ -63,11 +65,10 @@ class LayerSource:
         if dst_block_memory_size is not None:
             check_uint64("dst_block_memory_size", dst_block_memory_size)
         nbytes = int(dst_block_memory_size or 0)
-        if is_blocks is not bool(src):
-            raise invalid(
-                f"src_block_indices={shown(src)}: the blocks of a paged src_cache are needed, and a "
-                "contiguous one has none"
-            )
+        if src and not is_blocks:
+            raise invalid(f"src_block_indices={shown(src)}: a contiguous src_cache has no blocks")
+        if is_blocks and dst and not src:
+            raise invalid("src_block_indices is empty; src_cache is paged, and so are destinations")
         if src and len(src) != len(dst):
             raise invalid(
                 f"src_block_indices has {len(src)} blocks and dst_block_indices {len(dst)}; they "
@@ -80,7 +81,7 @@ class LayerSource:
             )
         if (num_tensors := cache.cache_desc.num_tensors) % TENSORS_PER_LAYER:
             raise invalid(f"num_tensors={num_tensors} must be even: two tensors are a layer")
-        return cls(cache, *(last_wins(src, dst) if src else (src, dst)), nbytes)
+        return cls(cache, is_blocks, *(last_wins(src, dst) if src else (src, dst)), nbytes)
 
     @property
     def num_layers(self) -> int:
@@ -94,7 +95,29 @@ class _Push:
 
     to: CacheIndex | BlocksCacheKey | PeerTensors
     src_batch_index: int
+    src_blocks: list[int] | None
+    dst_blocks: list[int] | None
     layers: KvCacheExtParam
+
+    @classmethod
+    def of(
+        cls,
+        source: LayerSource,
+        to: CacheIndex | BlocksCacheKey | PeerTensors,
+        row: int,
+        layers: KvCacheExtParam,
+    ) -> Self:
+        """Push `row` of the source if there are no blocks; of a paged one it is a block.
+
+        The original copies a row to a row then, whatever they are; here a block to a block.
+        """
+        src, dst = source.src_blocks, source.dst_blocks
+        if source.is_blocks and not src:
+            src, dst = [row], [to.batch_index if isinstance(to, CacheIndex) else 0]
+            log.warn("src_block_indices is empty: only block %d of src_cache is moved", row)
+            if isinstance(to, CacheIndex):
+                to = replace(to, batch_index=0)  # of a paged cache there is no other
+        return cls(to, 0 if source.is_blocks else row, src or None, dst or None, layers)
 
 
 def destinations_of(
@@ -141,7 +164,7 @@ def _push_of(source: LayerSource, config: Config) -> _Push:
                 f"src_layer_range={layers} and dst_layer_range={targets} must be of equal length"
             )
         ext_param = KvCacheExtParam(layers, targets, TENSORS_PER_LAYER)
-        return _Push(key_of(config.cache_key), slot, ext_param)
+        return _Push.of(source, key_of(config.cache_key), slot, ext_param)
     if len(config.dst_addrs) != (needed := len(layers) * TENSORS_PER_LAYER):
         raise invalid(
             f"dst_addrs has {len(config.dst_addrs)} addresses; the {len(layers)} layers of "
@@ -150,7 +173,7 @@ def _push_of(source: LayerSource, config: Config) -> _Push:
     addresses = tuple(int(it) for it in config.dst_addrs)
     stride = source.dst_block_nbytes or None
     to = PeerTensors(int(config.dst_cluster_id), addresses, stride)
-    return _Push(to, slot, KvCacheExtParam(layers, None, TENSORS_PER_LAYER))
+    return _Push.of(source, to, slot, KvCacheExtParam(layers, None, TENSORS_PER_LAYER))
 
 
 def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination:
@@ -161,8 +184,8 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
             source.cache,
             push.to,
             src_batch_index=push.src_batch_index,
-            src_blocks=source.src_blocks or None,
-            dst_blocks=source.dst_blocks or None,
+            src_blocks=push.src_blocks,
+            dst_blocks=push.dst_blocks,
             ext_param=push.layers,
         )
     except LLMException as error:

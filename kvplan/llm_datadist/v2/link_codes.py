@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.links import ClusterInfo, LinkResults, LinkState
@@ -34,8 +34,41 @@ def check_clusters(clusters: Clusters, timeout: int) -> None:
         check_uint64("remote_cluster_id", cluster.remote_cluster_id)
 
 
-def link(engine: LlmDataDist, clusters: Clusters, timeout: int) -> Codes:
-    """Link with those that can be; the others are LLM_PARAM_INVALID."""
+class OwnLinks(set[int]):
+    """Clusters that this end has linked with, where the original has a link for each direction.
+
+    So it is with llm.TransferBackend: both ends link, and both unlink. Here a pair has one link: it
+    is there when the first has linked, and gone when the first has unlinked.
+    """
+
+    def linked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
+        """What the code of linking is where the peer may have linked already."""
+        if code is LLMStatusCode.LLM_ALREADY_LINK and cluster_id not in self:
+            code = LLMStatusCode.LLM_SUCCESS
+        if code is LLMStatusCode.LLM_SUCCESS:
+            self.add(cluster_id)
+        return code
+
+    def unlinked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
+        """What the code of unlinking is where the peer may have unlinked already."""
+        if code is LLMStatusCode.LLM_UNLINK_FAILED and cluster_id in self:
+            code = LLMStatusCode.LLM_SUCCESS
+        if code is LLMStatusCode.LLM_SUCCESS:
+            self.discard(cluster_id)
+        return code
+
+
+def link(
+    engine: LlmDataDist, clusters: Clusters, timeout: int, own: OwnLinks | None = None
+) -> Codes:
+    """Link with those that can be; the others are LLM_PARAM_INVALID.
+
+    Args:
+        engine: of this end.
+        clusters: whom, and where.
+        timeout: milliseconds.
+        own: where both ends link; None: one does.
+    """
     codes: dict[int, LLMStatusCode] = {}
     linkable: dict[int, ClusterInfo] = {}
     for position, cluster in enumerate(clusters):
@@ -46,16 +79,31 @@ def link(engine: LlmDataDist, clusters: Clusters, timeout: int) -> Codes:
             log.error("cluster %s cannot be linked: %s", cluster.remote_cluster_id, error)
     if linkable:
         results = engine.link_clusters(list(linkable.values()), timeout)
-        codes |= zip(linkable, _codes(results, {}), strict=True)
+        for position, it in zip(linkable, _reported(results), strict=True):
+            codes[position] = it.status if own is None else own.linked(it.cluster_id, it.status)
     return _of_all([codes[position] for position in range(len(clusters))])
 
 
-def unlink(engine: LlmDataDist, clusters: Clusters, timeout: int, *, force: bool) -> Codes:
-    """Unlink all of them; whoever was not linked is LLM_UNLINK_FAILED, as in the original."""
+def unlink(
+    engine: LlmDataDist,
+    clusters: Clusters,
+    timeout: int,
+    *,
+    force: bool,
+    own: OwnLinks | None = None,
+) -> Codes:
+    """Unlink all of them; whoever was not linked is LLM_UNLINK_FAILED, as in the original.
+
+    Arguments as of `link`, and of `LLMDataDist.unlink_clusters`.
+    """
     if not clusters:
         return _of_all([])
     ids = [int(it.remote_cluster_id) for it in clusters]
-    return _of_all(_codes(engine.unlink_clusters(ids, timeout, force), _UNLINKED))
+    codes = []
+    for it in _reported(engine.unlink_clusters(ids, timeout, force)):
+        code = _UNLINKED.get(it.status, it.status)
+        codes.append(code if own is None else own.unlinked(it.cluster_id, code))
+    return _of_all(codes)
 
 
 def check_linked(engine: LlmDataDist, cluster_id: int) -> None:
@@ -84,13 +132,11 @@ def _linkable(engine: LlmDataDist, cluster: LLMClusterInfo) -> ClusterInfo:
     return found
 
 
-def _codes(
-    results: LinkResults, renamed: Mapping[LLMStatusCode, LLMStatusCode]
-) -> list[LLMStatusCode]:
+def _reported(results: LinkResults) -> LinkResults:
     for it in results:
         if it.error is not None:
             log.error("cluster %s: %s", it.cluster_id, it.error)
-    return [renamed.get(it.status, it.status) for it in results]
+    return results
 
 
 def _of_all(codes: Sequence[LLMStatusCode]) -> Codes:

@@ -7,26 +7,20 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.engine.links import RegisterMemStatus
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.utils import log
-from kvplan.llm_datadist.utils.utils import (
-    check_dict,
-    check_isinstance,
-    check_uint32,
-    check_uint64,
-)
+from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint64
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from kvplan.llm_datadist.v2.engine_options import (
+    BACKEND,
     CACHE_MANAGER,
     LISTEN,
-    LOCAL_COMM_RES,
     check_listen,
     completed,
     engine_options,
 )
-from kvplan.llm_datadist.v2 import link_codes
-from kvplan.llm_datadist.v2.link_codes import Clusters, Codes, check_clusters
+from kvplan.llm_datadist.v2.link_codes import OwnLinks
+from kvplan.llm_datadist.v2.linking import Linking
 from kvplan.llm_datadist.v2.one_engine import SEATS
 from kvplan.status import LLMException, invalid
 from kvplan.types import LlmRole
@@ -36,10 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMDataDist"]
 
-_MAX_COMM_NAME = 127
 
-
-class LLMDataDist:
+class LLMDataDist(Linking):
     """An engine: its caches, and its links to other clusters.
 
     A process has one that is initialized (`kvplan.llm_datadist.permit_several_engines` lifts that);
@@ -60,13 +52,9 @@ class LLMDataDist:
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
         check_isinstance("role", role, LLMRole, allow_none=False)
         check_uint64("cluster_id", cluster_id)
+        super().__init__()
         self._role = role
         self._cluster_id = int(cluster_id)
-        self._is_initialized = False
-        self._llm_datadist: LlmDataDist | None = None
-        self._engine_options: dict[str, str] = {}
-        self._enable_cache_mgr = False
-        self._cache_manager: CacheManager | None = None
         self._kv_cache_manager: KvCacheManager | None = None
 
     @property
@@ -118,7 +106,7 @@ class LLMDataDist:
                 return
             SEATS.check_free(LLMDataDist.llm_engine_instance)
             check_isinstance("options", options, dict)
-            own = completed(options, self._role)
+            own = completed(options, self._role_to_str(self._role))
             engine = LlmDataDist(self._cluster_id, LlmRole(self._role))
             self._enable_cache_mgr = own.get(CACHE_MANAGER) == "1"
             if self._enable_cache_mgr:
@@ -130,6 +118,7 @@ class LLMDataDist:
                 engine.initialize(engine_options(own))
                 self._kv_cache_manager = KvCacheManager(engine, self._role, own)
             self._engine_options = own
+            self._own_links = OwnLinks() if BACKEND in own else None
             self._llm_datadist = engine
             self._is_initialized = True
             LLMDataDist.llm_engine_instance = self
@@ -146,133 +135,10 @@ class LLMDataDist:
                 if manager is not None:
                     manager._initialized = False
             self._is_initialized = False
-            left = SEATS.leave(self)
+            SEATS.leave(self)
             if LLMDataDist.llm_engine_instance is self:
-                LLMDataDist.llm_engine_instance = left
+                LLMDataDist.llm_engine_instance = SEATS.latest
             self._llm_datadist.finalize()
-
-    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Begin to link with all clusters that call this with the same name.
-
-        Afterwards no cache can be registered with remote_accessible=True.
-
-        Args:
-            comm_name: of the communicator, 1 to 127 characters.
-            cluster_rank_info: cluster id -> rank, of 2 to 4 clusters with this one; ranks must not
-                decrease.
-            rank_table: JSON that says where the ranks run; empty: all on this host.
-
-        Returns:
-            The id to ask `query_register_mem_status` with: it goes on in the background.
-
-        Raises:
-            TypeError, ValueError: an argument of another type or width.
-            RuntimeError: not initialized.
-            LLMException: LLM_PARAM_INVALID.
-        """
-        engine = self._running()
-        self._check_mode("link", cache_manager=True)
-        check_isinstance("comm_name", comm_name, str, allow_none=False)
-        if not 1 <= len(comm_name) <= _MAX_COMM_NAME:
-            raise invalid(
-                f"comm_name has {len(comm_name)} characters; [1, {_MAX_COMM_NAME}] are allowed"
-            )
-        check_isinstance("cluster_rank_info", cluster_rank_info, dict, allow_none=False)
-        check_dict("cluster_rank_info", cluster_rank_info, int, int)
-        for cluster_id, rank in cluster_rank_info.items():
-            check_uint64("cluster_rank_info key", cluster_id)
-            check_uint32("cluster_rank_info value", rank)
-        check_isinstance("rank_table", rank_table, str, allow_none=False)
-        ranks = {int(cluster_id): int(rank) for cluster_id, rank in cluster_rank_info.items()}
-        comm_id = engine.link(comm_name, ranks, rank_table)
-        self.cache_manager.set_is_call_linked()
-        return comm_id
-
-    def unlink(self, comm_id: int) -> None:
-        """End what `link` has begun.
-
-        Raises:
-            TypeError, ValueError: comm_id is no uint64.
-            RuntimeError: not initialized.
-            LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
-        """
-        engine = self._running()
-        self._check_mode("unlink", cache_manager=True)
-        check_uint64("comm_id", comm_id)
-        engine.unlink(int(comm_id))
-
-    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far `link` is: PREPARING, OK or FAILED. Errors as for `unlink`."""
-        engine = self._running()
-        self._check_mode("query_register_mem_status", cache_manager=True)
-        check_uint64("comm_id", comm_id)
-        return engine.query_register_mem_status(int(comm_id))
-
-    def link_clusters(self, clusters: Clusters, timeout: int = 3000) -> Codes:
-        """Link with clusters that listen, all at once.
-
-        Args:
-            clusters: each with its id, one remote address, and (unless llm.LocalCommRes is given)
-                a local one.
-            timeout: milliseconds that it may take, > 0.
-
-        Returns:
-            What became of the call and of each cluster: LLM_SUCCESS, LLM_ALREADY_LINK,
-            LLM_LINK_FAILED... No failure to link is raised.
-
-        Raises:
-            TypeError, ValueError: an argument of another type or width.
-            RuntimeError: not initialized.
-            LLMException: LLM_PARAM_INVALID: timeout, or no local address.
-        """
-        engine = self._running()
-        check_clusters(clusters, timeout)
-        if self._enable_cache_mgr and not self._engine_options.get(LOCAL_COMM_RES):
-            for it in clusters:
-                if not it.local_ip_info_list:
-                    raise invalid(
-                        f"cluster {it.remote_cluster_id} has no local address, which is needed "
-                        f"without {LOCAL_COMM_RES}: call append_local_ip_info"
-                    )
-        return link_codes.link(engine, clusters, int(timeout))
-
-    def unlink_clusters(
-        self, clusters: Clusters, timeout: int = 3000, force: bool = False
-    ) -> Codes:
-        """End links, at both ends; transfers in flight are waited for.
-
-        Args:
-            clusters: each with its id.
-            timeout: milliseconds that it may take, > 0.
-            force: end it here at once, whatever is in flight.
-
-        Returns:
-            What became of the call and of each cluster: LLM_SUCCESS, LLM_LINK_BUSY (still linked),
-            LLM_UNLINK_FAILED (not linked, or the peer has not confirmed)...
-
-        Raises:
-            TypeError, ValueError: an argument of another type or width.
-            RuntimeError: not initialized.
-            LLMException: LLM_PARAM_INVALID: timeout.
-        """
-        engine = self._running()
-        check_clusters(clusters, timeout)
-        check_isinstance("force", force, bool)
-        return link_codes.unlink(engine, clusters, int(timeout), force=bool(force))
-
-    def check_link_status(self, remote_cluster_id: int) -> None:
-        """Return if the cluster is linked; only without llm.EnableCacheManager.
-
-        Raises:
-            TypeError, ValueError: remote_cluster_id is no uint64.
-            RuntimeError: not initialized.
-            LLMException: LLM_NOT_YET_LINK: no link; LLM_LINK_FAILED: it is broken;
-                LLM_PARAM_INVALID: with llm.EnableCacheManager.
-        """
-        engine = self._running()
-        self._check_mode("check_link_status", cache_manager=False)
-        check_uint64("remote_cluster_id", remote_cluster_id)
-        link_codes.check_linked(engine, int(remote_cluster_id))
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
         """Change the role, and where this engine listens; only while nobody is linked.
@@ -308,23 +174,16 @@ class LLMDataDist:
         log.info("cluster %s: %s -> %s", self._cluster_id, self._role.name, role.name)
         self._role = role
 
-    def _running(self) -> LlmDataDist:
-        if not self._is_initialized:
-            raise RuntimeError("llm datadist is not initialized")
-        assert self._llm_datadist is not None
-        return self._llm_datadist
-
-    def _check_mode(self, name: str, *, cache_manager: bool) -> None:
-        if self._enable_cache_mgr is not cache_manager:
-            word = "without" if cache_manager else "with"
-            raise invalid(f"there is no {name} {word} {CACHE_MANAGER}")
+    @staticmethod
+    def _role_to_str(role: LLMRole) -> str:
+        return role.name.capitalize()
 
     def __repr__(self) -> str:
         state = "initialized" if self._is_initialized else "not initialized"
         return f"<LLMDataDist of cluster {self._cluster_id}, {self._role.name}: {state}>"
 
 
-def _finalize_all() -> None:
+def _shutdown_handler() -> None:
     for engine in SEATS.taken:
         try:
             engine.finalize()
@@ -337,5 +196,5 @@ def _forget_all() -> None:
     LLMDataDist.llm_engine_instance = None
 
 
-atexit.register(_finalize_all)
+atexit.register(_shutdown_handler)
 os.register_at_fork(after_in_child=_forget_all)

@@ -33,6 +33,15 @@ class Seats:
         """In the order in which they were initialized."""
         return tuple(self._taken)
 
+    @property
+    def latest(self) -> LLMDataDist | None:
+        """The last of several; None where there is to be one, which has been finalized now."""
+        return self._taken[-1] if self._taken and self._are_several else None
+
+    @property
+    def _are_several(self) -> bool:
+        return self.several or os.environ.get(SEVERAL_ENGINES) == "1"
+
     def check_free(self, other: LLMDataDist | None) -> None:
         """Refuse one engine too many.
 
@@ -42,7 +51,7 @@ class Seats:
         Raises:
             LLMException: LLM_FAILED.
         """
-        if other is None or self.several or os.environ.get(SEVERAL_ENGINES) == "1":
+        if other is None or self._are_several:
             return
         raise LLMException(
             f"cluster {other.cluster_id} is initialized, and a process has one LLMDataDist: "
@@ -53,10 +62,9 @@ class Seats:
         """`engine` is initialized."""
         self._taken.append(engine)
 
-    def leave(self, engine: LLMDataDist) -> LLMDataDist | None:
-        """`engine` is finalized; returns the latest of those that are left."""
+    def leave(self, engine: LLMDataDist) -> None:
+        """`engine` is finalized."""
         self._taken = [it for it in self._taken if it is not engine]
-        return self._taken[-1] if self._taken else None
 
     def forget(self) -> None:
         """In a forked child: all of them are the parent's."""
