@@ -15,6 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Final
 
@@ -55,33 +56,35 @@ def install(*, quiet: bool = False) -> None:
     Raises:
         ImportError: an official package was imported before: its classes are in use.
     """
-    if _finder in sys.meta_path:
-        return
-    for name in ROOTS:
-        module = sys.modules.get(name)
-        if module is not None and not _is_ours(module):
-            raise ImportError(
-                f"{name} is already imported, from {_file_of(module)}; call "
-                f"{OURS}.install() before anything imports it",
-                name=name,
-                path=module.__file__,
-            )
-    _forget()
-    sys.meta_path.insert(0, _finder)
+    with _mutex:
+        if installed():
+            return
+        for name in ROOTS:
+            module = sys.modules.get(name)
+            if module is not None and not _is_ours(module):
+                raise ImportError(
+                    f"{name} is already imported, from {_file_of(module)}; call "
+                    f"{OURS}.install() before anything imports it",
+                    name=name,
+                    path=module.__file__,
+                )
+        _forget()
+        sys.meta_path.insert(0, finder)
     if not quiet and (official := official_path()) is not None:
         _logger.warning("%s", in_use(official))
 
 
 def uninstall() -> None:
     """Undo `install`; modules that were imported stay what they are to those who hold them."""
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-        _forget()
+    with _mutex:
+        if installed():
+            sys.meta_path.remove(finder)
+            _forget()
 
 
 def installed() -> bool:
     """Whether `install` is in force."""
-    return _finder in sys.meta_path
+    return finder in sys.meta_path
 
 
 def in_use(official: str | None = None) -> str:
@@ -95,7 +98,7 @@ def in_use(official: str | None = None) -> str:
     if imported is not None and not _is_ours(imported):
         return f"llm_datadist is {_file_of(imported)}, already imported; {ours}, is {OURS}"
     official = official or official_path()
-    if installed():
+    if installed() or STUBS in sys.path:  # the launcher's processes install when it is imported
         unused = "" if official is None else f"; {official} is importable too, and not used"
         return f"llm_datadist is {ours}{unused}"
     found = "nothing that can be imported" if official is None else official
@@ -109,8 +112,8 @@ def official_path(path: Sequence[str] | None = None) -> str | None:
         path: folders to look in, as `sys.path`; None: everywhere that an import looks.
     """
     for spec in _specs("llm_datadist", sys.path if path is None else path, path is None):
-        # A folder without __init__.py is no package of anybody's; a stub of ours leads to us.
-        if spec.origin is not None and spec.has_location and Path(spec.origin).parent != _STUBS:
+        # A folder without __init__.py is no package of anybody's.
+        if spec.origin is not None and spec.has_location:
             return spec.origin
     return None
 
@@ -163,17 +166,22 @@ def real_name(alias: str) -> str | None:
     return f"{ROOTS[root]}.{rest}" if rest else ROOTS[root]
 
 
-_finder = AliasFinder()
+finder = AliasFinder()
+"""The one that `install` puts on `sys.meta_path`."""
+
+_mutex = Lock()
 _STUBS = Path(STUBS)
 
 
 def _specs(name: str, path: Sequence[str], everywhere: bool) -> Iterator[ModuleSpec]:
-    for finder in sys.meta_path if everywhere else [PathFinder]:
-        if finder is _finder or not hasattr(finder, "find_spec"):
+    for other in sys.meta_path if everywhere else [PathFinder]:
+        if other is finder or not hasattr(other, "find_spec"):
             continue
-        # Our stubs come first in the path: others would not be seen behind them.
-        folders = [it for it in path if it != STUBS] if finder is PathFinder else None
-        if (spec := finder.find_spec(name, folders)) is not None:
+        if getattr(other, "__module__", None) == "kvplan_hook":
+            continue  # the launcher's: it would install
+        # Our own folder in the path would hide what is behind it.
+        folders = [it for it in path if it != STUBS] if other is PathFinder else None
+        if (spec := other.find_spec(name, folders)) is not None:
             yield spec
 
 

@@ -1,32 +1,13 @@
-"""Runs at the start of each Python process under the launcher; finds `llm_datadist` in this folder.
+"""Runs at the start of each Python process under the launcher: our `llm_datadist` comes first.
 
-PYTHONPATH alone would do, were it not for the program's own folder, which comes before it and may
-hold another `llm_datadist`. Any Python 3 may get here, at every start: this takes little time and
-nothing but the standard library.
+The modules beside this one would do, were it not for the program's own folder, which comes before
+PYTHONPATH and may hold another `llm_datadist`.
 """
 
-from __future__ import annotations
-
-import os
 import sys
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
-FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib costs 5 ms
-
-
-class FolderFirst:
-    """A finder that looks for our two names here before any other place."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Answer for our two names only."""
-        if name in ("llm_datadist", "llm_datadist_v1"):
-            return PathFinder.find_spec(name, [FOLDER])
-        return None
+from kvplan_hook import FOLDER, Hook  # type: ignore[import-not-found] # this folder is in sys.path
 
 
 def hand_on() -> None:
@@ -40,5 +21,5 @@ def hand_on() -> None:
         spec.loader.exec_module(module)
 
 
-sys.meta_path.insert(0, FolderFirst)
+sys.meta_path.insert(0, Hook)
 hand_on()
