@@ -111,7 +111,7 @@ class KvCacheBook:
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Free a cache; a contiguous one lives on by its keys. Repeating is fine."""
-        self._engine.deallocate_cache(kv_cache_of("cache", cache))
+        self._engine.deallocate_cache(device_cache_of("cache", cache))
         cache._per_device_tensor_addrs = []
         cache._valid = False
 
@@ -189,6 +189,14 @@ def kv_cache_of(name: str, cache: KvCache) -> EngineCache:
         raise invalid(f"{name} has tensors on {len(devices)} devices; one is supported")
     addresses = tuple(map(int, devices[0])) if devices else ()
     return EngineCache(desc_of(cache.cache_desc), cache.cache_id, addresses)
+
+
+def device_cache_of(name: str, cache: KvCache) -> EngineCache:
+    """Return the cache that the engine knows; also LLM_PARAM_INVALID: it is of Placement.HOST."""
+    found = kv_cache_of(name, cache)
+    if found.cache_desc.placement != Placement.DEVICE:
+        raise invalid(f"{name}={cache} must be of Placement.DEVICE")
+    return found
 
 
 def _out_of_memory(text: str) -> LLMException:

@@ -14,7 +14,7 @@ from kvplan.llm_datadist.utils.utils import (
     check_uint32,
     check_uint64,
 )
-from kvplan.llm_datadist.v1.kv_cache_book import KvCacheBook, kv_cache_of
+from kvplan.llm_datadist.v1.kv_cache_book import KvCacheBook, device_cache_of, kv_cache_of
 from kvplan.llm_datadist.v2.block_tables import (
     TENSORS_PER_LAYER,
     Indices,
@@ -32,11 +32,10 @@ from kvplan.llm_datadist.v2.llm_types import (
     CacheKeyByIdAndIndex,
     KvCache,
     LayerSynchronizer,
-    Placement,
     TransferConfig,
 )
+from kvplan.llm_datadist.v2.move_checks import check_size
 from kvplan.status import LLMStatusCode, invalid
-from kvplan.types import Cache as EngineCache
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,9 +85,9 @@ class KvCacheManager(KvCacheBook):
         self._check_role("pull_cache", LLMRole.DECODER)
         kinds = [CacheKey, CacheKeyByIdAndIndex]
         check_isinstance("cache_key", cache_key, kinds, allow_none=False)
-        target = _device_cache_of("kv_cache", kv_cache)
+        target = device_cache_of("kv_cache", kv_cache)
         check_uint32("batch_index", batch_index)
-        _check_size(size)
+        check_size(size)
         if isinstance(cache_key, CacheKey):
             self.check_cache_key(cache_key)
         self._engine.pull_cache(
@@ -120,7 +119,7 @@ class KvCacheManager(KvCacheBook):
         """
         self._check_role("pull_blocks", LLMRole.DECODER)
         check_isinstance("prompt_cache_key", prompt_cache_key, BlocksCacheKey, allow_none=False)
-        target = _device_cache_of("decoder_kv_cache", decoder_kv_cache)
+        target = device_cache_of("decoder_kv_cache", decoder_kv_cache)
         check_isinstance("prompt_blocks", prompt_blocks, list, int, allow_none=False)
         check_isinstance("decoder_blocks", decoder_blocks, list, int, allow_none=False)
         src = indices_of("prompt_blocks", prompt_blocks)
@@ -149,11 +148,11 @@ class KvCacheManager(KvCacheBook):
             size: bytes to copy; -1: the rest of the source row.
             req_id: whose it is; only checked.
         """
-        target, source = _device_cache_of("dst", dst), _device_cache_of("src", src)
+        target, source = device_cache_of("dst", dst), device_cache_of("src", src)
         check_uint32("dst_batch_index", dst_batch_index)
         check_uint32("src_batch_index", src_batch_index)
         check_uint64("offset", offset)
-        _check_size(size)
+        check_size(size)
         check_isinstance("req_id", req_id, int)
         slots = int(src_batch_index), int(dst_batch_index)
         self._engine.copy_cache(source, target, *slots, int(offset), int(size))
@@ -165,7 +164,7 @@ class KvCacheManager(KvCacheBook):
             cache: the cache.
             copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
         """
-        target = _device_cache_of("cache", cache)
+        target = device_cache_of("cache", cache)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
         check_dict("copy_block_info", copy_block_info, int, list, int)
         self._engine.copy_blocks(target, copies_of(copy_block_info))
@@ -203,7 +202,7 @@ class KvCacheManager(KvCacheBook):
         LLM_WAIT_PROCESS_TIMEOUT.
         """
         self._check_role("transfer_cache_async", LLMRole.PROMPT)
-        held = _device_cache_of("src_cache", src_cache)
+        held = device_cache_of("src_cache", src_cache)
         check_isinstance(
             "layer_synchronizer", layer_synchronizer, LayerSynchronizer, allow_none=False
         )
@@ -236,13 +235,6 @@ class _Holding(LayerSynchronizer):
         return self._synchronizer.synchronize_layer(layer_index, timeout_in_millis)
 
 
-def _device_cache_of(name: str, cache: KvCache) -> EngineCache:
-    found = kv_cache_of(name, cache)
-    if found.cache_desc.placement != Placement.DEVICE:
-        raise invalid(f"{name}={cache} must be of Placement.DEVICE")
-    return found
-
-
 def _layers(kwargs: dict[str, Any]) -> KvCacheExtParam:
     return layers_of(
         kwargs.get("src_layer_range"),
@@ -259,9 +251,3 @@ def _offset(name: str, kwargs: dict[str, Any]) -> int:
     if offset < 0:
         raise invalid(f"{name}={offset} must be >= 0")
     return int(offset)
-
-
-def _check_size(size: int) -> None:
-    check_int64("size", size)
-    if size != -1 and size <= 0:
-        raise invalid(f"size={size} must be -1 or > 0")
