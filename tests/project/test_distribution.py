@@ -81,9 +81,7 @@ def test_the_clean_installation_imports_every_module(python: Path, tmp_path: Pat
     assert Path(where.strip()).is_relative_to(python.parents[1])
 
 
-def test_the_clean_installation_runs_programs_of_llm_datadist(
-    python: Path, tmp_path: Path
-) -> None:
+def test_the_clean_installation_runs_programs_of_llm_datadist(python: Path, tmp_path: Path) -> None:
     child = "import llm_datadist.v2.llm_types as it; print(it.__file__)"
     program = tmp_path / "program.py"
     program.write_text(
