@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from kvplan.llm_datadist.configs import LLMClusterInfo, LlmConfig, LLMRole
     from kvplan.llm_datadist.configs import LlmConfig as LLMConfig
     from kvplan.llm_datadist.data_type import DataType
-    from kvplan.llm_datadist.installation import in_use as in_use, install as install, uninstall as uninstall
+    from kvplan.llm_datadist.installation import (
+        in_use as in_use,
+    )
+    from kvplan.llm_datadist.installation import (
+        install as install,
+    )
+    from kvplan.llm_datadist.installation import (
+        uninstall as uninstall,
+    )
     from kvplan.llm_datadist.status import LLMException, LLMStatusCode, Status
     from kvplan.llm_datadist.v1 import KvCacheManager, Tensor, TensorDesc
     from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
