@@ -10,7 +10,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, IntEnum
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +31,7 @@ NAMES = """
 V1_NAMES = ["TensorDesc", "Tensor", "KvCacheManager"]
 
 MODULES = {
-    "configs": "LLMClusterInfo LLMConfig LLMRole LlmConfig",
+    "configs": "LLMClusterInfo LLMRole LlmConfig trans_str_ip",
     "status": "LLMException LLMStatusCode Status code_2_status handle_llm_status raise_if_false "
     "raise_if_true",
     "data_type": "DataType dtype_to_np_dtype np_dtype_to_dtype valid_np_dtypes",
@@ -76,18 +76,26 @@ def class_called(name: str) -> type:
     return found if found is not None else getattr(package, name)  # type: ignore[no-any-return]
 
 
-def arguments(call: object) -> str:
+class Shown:
+    """A default, as surface.txt writes it."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return str(self.value) if isinstance(self.value, Enum) else repr(self.value)
+
+
+def arguments(call: Callable[..., object]) -> str:
     """Names, kinds and defaults of the parameters, as text."""
-
-    def default(value: object) -> str:
-        return str(value) if isinstance(value, Enum) else repr(value)
-
-    parts = []
-    for parameter in inspect.signature(call).parameters.values():  # type: ignore[arg-type]
-        bare = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
-        has_default = parameter.default is not parameter.empty
-        parts.append(f"{bare}={default(parameter.default)}" if has_default else bare)
-    return f"({', '.join(parts)})"
+    signature, empty = inspect.signature(call), inspect.Parameter.empty
+    bare = [
+        each.replace(
+            annotation=empty, default=empty if each.default is empty else Shown(each.default)
+        )
+        for each in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=empty))
 
 
 def constructor(found: type) -> str:
