@@ -21,6 +21,7 @@ import kvplan.llm_datadist as package
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from kvplan.llm_datadist.v2.llm_types import PushType
 
+ROOMS = "kvplan."
 ROOT = Path(__file__).parents[2]
 NAMES = """
     LLMClusterInfo LLMStatusCode LLMException LLMRole LlmConfig LLMConfig DataType Status CacheDesc
@@ -103,7 +104,9 @@ def constructor(found: type) -> str:
 
 
 def members(found: type) -> Iterator[str]:
-    for name, member in sorted(vars(found).items()):
+    """The public members, also of base classes other than Python's own."""
+    bases = [base for base in reversed(found.__mro__) if base.__module__.startswith(ROOMS)]
+    for name, member in {name: each for base in bases for name, each in vars(base).items()}.items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):
