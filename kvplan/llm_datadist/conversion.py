@@ -57,9 +57,6 @@ def key_of(key: BlocksCacheKey) -> kvplan.BlocksCacheKey: ...
 def key_of(key: CacheKeyByIdAndIndex) -> kvplan.CacheKeyByIdAndIndex: ...
 def key_of(
     key: AnyKey,
-) -> kvplan.CacheKey | kvplan.BlocksCacheKey | kvplan.CacheKeyByIdAndIndex: ...
-def key_of(
-    key: AnyKey,
 ) -> kvplan.CacheKey | kvplan.BlocksCacheKey | kvplan.CacheKeyByIdAndIndex:
     """Return the key.
 

@@ -96,9 +96,7 @@ def test_blocks_go_into_blocks(
 
 def test_a_slot_goes_into_blocks(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     arrays = fill(user, slots)
-    task = user.push_layers(
-        slots, BlocksCacheKey(1, 5), src_batch_index=2, dst_blocks=[5, 1, 2, 0]
-    )
+    task = user.push_layers(slots, BlocksCacheKey(1, 5), src_batch_index=2, dst_blocks=[5, 1, 2, 0])
     ready(task)
     task.wait()
     arrived = there(peer, "paged")

@@ -155,7 +155,9 @@ def test_addresses_in_no_cache_are_refused(user: LlmDataDist, peer: Peer, slots:
     outside = peer.run("other = np.zeros(64, np.int32); result = other.ctypes.data")
     for address in (outside, target[0] - 1, max(target) + SLOTS.tensor_nbytes, 1, 2**64 - 1):
         wrong = [*target[:7], address, *target[8:]]
-        error = refused(NOT_EXIST, lambda wrong=wrong: user.push_layers(slots, PeerTensors(1, wrong)))  # type: ignore[misc]
+        error = refused(
+            NOT_EXIST, lambda wrong=wrong: user.push_layers(slots, PeerTensors(1, wrong))
+        )  # type: ignore[misc]
         assert f"addresses[7]={address:#x}" in str(error)
     assert untouched(peer)
     assert peer.run("result = int(other.sum())") == 0
@@ -174,9 +176,7 @@ def test_a_row_must_not_reach_into_the_next_tensor(
     assert "4 bytes behind it" in str(error)
     # Of blocks as many are there as the tensor has behind the address.
     paged = PeerTensors(1, [it + 2 * BLOCKS.stride for it in addresses(peer, "paged")])
-    refused(
-        INVALID, lambda: user.push_layers(blocks, paged, src_blocks=[0], dst_blocks=[6])
-    )
+    refused(INVALID, lambda: user.push_layers(blocks, paged, src_blocks=[0], dst_blocks=[6]))
     push(user, blocks, paged, src_blocks=[0], dst_blocks=[5])
     assert not there(peer, "cache").any()
 
