@@ -18,13 +18,17 @@ from tests.llm_datadist.validation.environments import (
     Ready,
 )
 from tests.llm_datadist.validation.init_rows import managed
-from tests.llm_datadist.validation.row import INVALID, Accepted, Difference, Row
+from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row
 
 SUCCESS, NOT_EXIST = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 def unmapped(engine: Engine) -> object:
     return engine.manager.register_cache(engine.desc(), [4096, 8192])
+
+
+def no_cache(engine: Engine) -> None:
+    engine.manager.deallocate_cache(None)  # type: ignore[arg-type]
 
 
 def one_description_for_both(engine: Engine) -> tuple[bool, bool]:
@@ -98,6 +102,11 @@ OTHERS = [
         "a brace in a value that is refused turns the error into KeyError or IndexError",
         "the error is the one of the rule",
         (managed("init listen '{ip}'", INVALID, {"llm.listenIpInfo": "{ip}"}),),
+    ),
+    Difference(
+        "None where an object is needed passes the checks, and fails as an AttributeError",
+        "TypeError, with the name of the argument; init(None) is an AttributeError, as measured",
+        (Row("deallocate_cache(None)", TYPE, no_cache, "engine"),),
     ),
     Difference(
         "without llm.EnableCacheManager another package is needed, llm_datadist_v1",
