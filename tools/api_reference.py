@@ -71,9 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("folder", type=Path, nargs="?", default=ROOT / "build/docs", help="default: build/docs")
-    folder = parser.parse_args().folder
-    write_reference(folder)
-    print(f"{folder / 'index.html'}: {len(PUBLIC)} modules")
+    write_reference(parser.parse_args().folder)
 
 
 if __name__ == "__main__":
