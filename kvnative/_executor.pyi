@@ -1,5 +1,5 @@
 from types import TracebackType
-from typing import Never, Self, final
+from typing import Self, final
 
 from kvnative._backend import (
     KVN_CANCELLED,
@@ -26,6 +26,14 @@ from kvnative._backend import (
     trace,
 )
 from kvnative._lower import Descriptors
+from kvnative._staged import (
+    STAGE_DONE,
+    STAGE_FAILED,
+    STAGE_MOVING,
+    STAGE_WAITING,
+    StagedTask,
+)
+from kvnative._task import Report, Task
 
 __all__ = [
     "KVN_CANCELLED",
@@ -39,12 +47,17 @@ __all__ = [
     "KVN_TIMEOUT",
     "KVN_UNMAPPED",
     "KVN_UNSUPPORTED",
+    "STAGE_DONE",
+    "STAGE_FAILED",
+    "STAGE_MOVING",
+    "STAGE_WAITING",
     "STRATEGIES",
     "Backend",
     "Capabilities",
     "Executor",
     "NativeError",
     "Report",
+    "StagedTask",
     "Task",
     "ThreadPool",
     "delay",
@@ -56,39 +69,12 @@ __all__ = [
 ]
 
 @final
-class Report:
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def status(self) -> int: ...
-    @property
-    def code(self) -> int: ...
-    @property
-    def failed(self) -> int | None: ...
-    @property
-    def bytes_done(self) -> int: ...
-    @property
-    def descriptors_done(self) -> int: ...
-    @property
-    def unconfirmed(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def message(self) -> str: ...
-
-@final
-class Task:
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def done(self) -> bool: ...
-    @property
-    def report(self) -> Report: ...
-    def wait(self, timeout_ms: float | None = None) -> Report: ...
-    def cancel(self) -> Report: ...
-
-@final
 class Executor:
     def __new__(cls, backend: Backend) -> Self: ...
     @property
     def backend(self) -> Backend: ...
     def submit(self, descriptors: Descriptors, keep: object = ()) -> Task: ...
+    def stage(self, descriptors: Descriptors, stage_size: int, keep: object = ()) -> StagedTask: ...
     def run(
         self, descriptors: Descriptors, timeout_ms: float | None = None, keep: object = ()
     ) -> Report: ...

@@ -1,5 +1,5 @@
 # Declarations of include/kvnative/*.h and of the sources behind _executor, as C has them.
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvnative._lower_c cimport kvn_columns
 
@@ -27,6 +27,8 @@ cdef extern from "kvnative/backend.h" nogil:
         KVN_PEER_PUT
     const int64_t KVN_FOREVER
     const uint64_t KVN_NO_DESCRIPTOR
+    enum:
+        KVN_MAX_SPANS
     ctypedef struct kvn_capabilities:
         uint64_t max_batch
         uint64_t max_nbytes
@@ -83,6 +85,26 @@ cdef extern from "executor.h" nogil:
     int kvn_task_abort(kvn_task *task, int why)
     int kvn_task_report(kvn_task *task, kvn_report *report)
     void kvn_task_release(kvn_task *task)
+
+cdef extern from "staged.h" nogil:
+    enum:
+        KVN_STAGE_WAITING
+        KVN_STAGE_MOVING
+        KVN_STAGE_DONE
+        KVN_STAGE_FAILED
+    ctypedef struct kvn_staged:
+        uint64_t num_stages
+    int kvn_staged_init(kvn_staged *staged, kvn_backend *backend, const kvn_columns *columns,
+                        uint64_t stage_size)
+    int kvn_staged_open(kvn_staged *staged, uint64_t stage, int *opened)
+    int kvn_staged_poll(kvn_staged *staged)
+    int kvn_staged_wait(kvn_staged *staged, int64_t deadline_ns)
+    int kvn_staged_abort(kvn_staged *staged, int why)
+    bint kvn_staged_is_sealed(kvn_staged *staged)
+    void kvn_staged_states(kvn_staged *staged, uint8_t *states)
+    int kvn_staged_report(kvn_staged *staged, kvn_report *report)
+    uint32_t kvn_staged_spans(const kvn_staged *staged, uint64_t stage, kvn_span *spans)
+    void kvn_staged_release(kvn_staged *staged)
 
 cdef extern from "clock.h" nogil:
     int64_t kvn_now_ns()

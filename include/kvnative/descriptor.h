@@ -17,7 +17,7 @@ typedef struct kvn_columns {
     const uint64_t *src;
     const uint64_t *nbytes;
     size_t count;
-    uint64_t first; /* index of descriptor 0 in the task that the batch is cut from; the executor's */
+    uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

@@ -56,7 +56,7 @@ static void issue(kvn_task *task)
         .src = task->columns.src + task->first,
         .nbytes = task->columns.nbytes + task->first,
         .count = left < task->max_batch ? left : task->max_batch,
-        .first = task->first,
+        .first = task->columns.first + task->first,
     };
     kvn_report report;
 
@@ -112,27 +112,33 @@ static uint64_t find_oversized(const kvn_columns *columns, uint64_t max_nbytes)
     return i;
 }
 
-static void refuse_oversized(kvn_task *task, uint64_t index, uint64_t max_nbytes)
+bool kvn_refuse_oversized(kvn_backend *backend, const kvn_columns *columns, kvn_report *report)
 {
-    kvn_report_refuse(&task->outcome, task->columns.count, KVN_INVALID, 0,
+    kvn_capabilities limits;
+    uint64_t index;
+
+    backend->vtable->capabilities(backend, &limits);
+    index = find_oversized(columns, limits.max_nbytes);
+    if (index == columns->count)
+        return false;
+    kvn_report_refuse(report, columns->count, KVN_INVALID, 0,
                       "descriptor %" PRIu64 " is %" PRIu64
                       " bytes: the backend %s takes at most %" PRIu64 " in one descriptor",
-                      index, task->columns.nbytes[index], calls(task)->name, max_nbytes);
-    task->outcome.failed = index;
-    task->settled = true;
+                      columns->first + index, columns->nbytes[index], backend->vtable->name,
+                      limits.max_nbytes);
+    report->failed = index;
+    return true;
 }
 
 int kvn_task_submit(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
 {
     kvn_capabilities limits;
-    uint64_t oversized;
 
     init(task, backend, columns);
     calls(task)->capabilities(backend, &limits);
     task->max_batch = limits.max_batch;
-    oversized = find_oversized(columns, limits.max_nbytes);
-    if (oversized < columns->count) {
-        refuse_oversized(task, oversized, limits.max_nbytes);
+    if (kvn_refuse_oversized(backend, columns, &task->outcome)) {
+        task->settled = true;
     } else if (columns->count == 0) {
         settle_between(task, KVN_OK);
     } else {
@@ -226,6 +232,8 @@ int kvn_task_report(kvn_task *task, kvn_report *report)
     }
     return leave(task);
 }
+
+const kvn_report *kvn_task_outcome(const kvn_task *task) { return &task->outcome; }
 
 void kvn_task_release(kvn_task *task)
 {

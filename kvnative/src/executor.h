@@ -1,5 +1,5 @@
 /* Moves a column array of any length with a backend: cuts it into batches that the backend takes,
- * one after another, and keeps one outcome in the indices of the whole array.
+ * one after another, and keeps one outcome in the indices of that array.
  *
  * A task of several batches advances inside poll and wait; the first failure ends it. Its calls may
  * come from several threads at once. */
@@ -30,6 +30,10 @@ typedef struct kvn_task {
     kvn_report outcome;
 } kvn_task;
 
+/* Whether a descriptor is larger than the backend takes; `report` then says which and is an outcome
+ * of which nothing was moved. */
+bool kvn_refuse_oversized(kvn_backend *backend, const kvn_columns *columns, kvn_report *report);
+
 /* Checks the descriptors and issues the first batch. Always makes a task to poll, wait and release;
  * one that is refused has its outcome at once. Returns its status, KVN_PENDING if in flight. The
  * backend and the columns must outlive the outcome. */
@@ -43,6 +47,8 @@ int kvn_task_wait(kvn_task *task, int64_t deadline_ns);
 int kvn_task_abort(kvn_task *task, int why);
 /* Bytes moved so far, and the outcome if there is one. */
 int kvn_task_report(kvn_task *task, kvn_report *report);
+/* The outcome, once there is one; as long as the task stays in place. */
+const kvn_report *kvn_task_outcome(const kvn_task *task);
 /* After the outcome, once, when no thread is in another call. */
 void kvn_task_release(kvn_task *task);
 

@@ -86,12 +86,18 @@ uint64_t kvn_report_unconfirmed(const kvn_report *report)
     return sum;
 }
 
-void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total)
+void kvn_report_given_up(kvn_report *report, int why, uint64_t unconfirmed, uint64_t count,
+                         uint64_t total)
 {
     report->status = why;
     snprintf(report->message, sizeof report->message,
              "%s: %" PRIu64 " of %" PRIu64 " bytes were moved, %" PRIu64 " of %" PRIu64
              " descriptors are not confirmed",
              why == KVN_TIMEOUT ? "the deadline passed" : "cancelled", report->bytes_done, total,
-             kvn_report_unconfirmed(report), count);
+             unconfirmed, count);
+}
+
+void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total)
+{
+    kvn_report_given_up(report, why, kvn_report_unconfirmed(report), count, total);
 }

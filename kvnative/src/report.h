@@ -19,5 +19,8 @@ void kvn_report_merge_spans(kvn_report *report);
 uint64_t kvn_report_unconfirmed(const kvn_report *report);
 /* The message of a batch that was given up for `why`, from the spans and bytes already filled in. */
 void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total);
+/* The same where the spans are kept elsewhere: `unconfirmed` of `count` descriptors are in them. */
+void kvn_report_given_up(kvn_report *report, int why, uint64_t unconfirmed, uint64_t count,
+                         uint64_t total);
 
 #endif

@@ -28,14 +28,21 @@ _CODES = {
 
 
 def outcome(
-    plan: Plan, report: native.Report, memories: tuple[TensorMemory, TensorMemory]
+    plan: Plan,
+    report: native.Report,
+    memories: tuple[TensorMemory, TensorMemory],
+    missing: str = "",
 ) -> LLMException | None:
-    """Return what went wrong, or None if every byte arrived where and whence the plan says."""
+    """Return what went wrong, or None if every byte arrived where and whence the plan says.
+
+    Args:
+        missing: what a transfer that was given up still waited for besides the copying.
+    """
     moved = report.status == native.KVN_OK
     # A range that is not mapped may be so because its owner has gone: then that is the reason.
     lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
     if not moved:
-        return _failure(plan, report, lost)
+        return _failure(plan, report, lost, missing if report.status in _ABANDONED else "")
     if lost is None:
         return None
     # The copy went through, but what was copied is not what was registered.
@@ -55,11 +62,13 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
     return None
 
 
-def _failure(plan: Plan, report: native.Report, cause: LLMException | None) -> LLMException:
+def _failure(
+    plan: Plan, report: native.Report, cause: LLMException | None, missing: str
+) -> LLMException:
     """What a report says; `cause` is why the memory went, where that is known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)
-    parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}"]
+    parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}{missing}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
     if cause is not None or report.status not in _ABANDONED:  # that report tells it itself

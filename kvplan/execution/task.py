@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvnative._executor import KVN_OK, KVN_PENDING
 from kvplan.execution.outcome import outcome
 from kvplan.inspection.units import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
-    from kvnative._executor import Task
+    from kvnative._executor import Report, StagedTask, Task
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
@@ -23,6 +24,9 @@ class TransferTask:
     does. Dropping the handle does not stop the transfer; `cancel` does. All methods may be called
     from several threads; a forked child has no part in its parent's task, and gets a NativeError.
 
+    A task can be awaited under asyncio, which is `wait` without blocking the event loop: the result
+    is None, or it raises. A cancelled await cancels the transfer.
+
     Args:
         on_outcome: called once, with what went wrong or None, by whoever finds the outcome first:
             before anyone is told.
@@ -31,7 +35,7 @@ class TransferTask:
     def __init__(
         self,
         plan: Plan,
-        task: Task,
+        task: Task | StagedTask,
         memories: tuple[TensorMemory, TensorMemory],
         on_outcome: Callable[[LLMException | None], None] | None = None,
     ) -> None:
@@ -48,20 +52,42 @@ class TransferTask:
         """Whether there is an outcome, good or bad; never blocks."""
         return self._task.done
 
-    def wait(self, timeout_ms: float | None = None) -> None:
+    def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
         """Wait until every byte has arrived.
 
         Args:
-            timeout_ms: milliseconds, >= 0; None waits for ever. When they pass, the transfer is
-                stopped: it does not go on behind the caller's back.
+            timeout_ms: milliseconds, >= 0; None waits for ever.
+            stop: what happens when they pass. True stops the transfer: it does not go on behind the
+                caller's back. False lets it go on: it can be waited for again.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
             LLMException: LLM_TIMEOUT when the time passed; the status of the failure otherwise.
                 `unconfirmed` says which descriptors may not have arrived, `origin` what failed.
         """
-        self._task.wait(timeout_ms)
+        report = self._task.wait(timeout_ms, stop)
+        if report.status == KVN_PENDING:
+            raise self._goes_on(timeout_ms, report)
         self._conclude()
+
+    def _goes_on(self, timeout_ms: float | None, report: Report) -> LLMException:
+        plan = self.plan
+        return LLMException(
+            f"{plan.operation} {plan.kind}: {timeout_ms} ms passed when {report.bytes_done:,} of "
+            f"{plan.nbytes:,} bytes were moved{self._missing()}; the transfer goes on",
+            status_code=LLMStatusCode.LLM_TIMEOUT,
+            unconfirmed=report.unconfirmed,
+        )
+
+    def _missing(self) -> str:
+        """What the transfer still waits for besides the copying, as part of a message."""
+        return ""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        # Where nobody awaits, asyncio need not be there.
+        from kvplan.execution.awaiting import wait_in_thread
+
+        return wait_in_thread(self).__await__()
 
     def cancel(self) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
@@ -73,7 +99,9 @@ class TransferTask:
     def _conclude(self) -> None:
         with self._mutex:
             if not self._concluded:
-                self._error = outcome(self.plan, self._task.report, self._memories)
+                report = self._task.report
+                missing = "" if report.status == KVN_OK else self._missing()
+                self._error = outcome(self.plan, report, self._memories, missing)
                 # Only now: what interrupts the checks must not leave a success behind.
                 self._concluded = True
                 on_outcome, self._on_outcome = self._on_outcome, None
@@ -106,4 +134,4 @@ class TransferTask:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<TransferTask {'done' if self.done else 'in flight'}: {self.plan!r}>"
+        return f"<{type(self).__name__} {'done' if self.done else 'in flight'}: {self.plan!r}>"

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from kvnative._executor import Backend, Executor, NativeError, ThreadPool, host_backend
 from kvnative._lower import Descriptors
 from kvplan.execution.binding import bind
+from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Direction, HostMemory, Memory, TensorMemory, as_memory
 from kvplan.execution.outcome import outcome
 from kvplan.execution.task import TransferTask
@@ -73,6 +74,30 @@ class Transfers:
             raise self._unusable(error) from error
         return TransferTask(plan, task, memories, on_outcome)
 
+    def stage(
+        self,
+        plan: Plan,
+        src: Memory,
+        dst: Memory,
+        on_outcome: Callable[[LLMException | None], None] | None = None,
+        on_last: Callable[[LayerTask], None] | None = None,
+    ) -> LayerTask:
+        """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
+
+        Arguments and errors as for `submit`. Both memories must stay what they are until the
+        outcome.
+
+        Args:
+            on_last: as for `LayerTask`; not called if this raises.
+        """
+        executor, descriptors, memories = self._prepare(plan, src, dst)
+        stage_size = plan.tensors_per_layer * len(plan.segments)
+        try:
+            task = executor.stage(descriptors, stage_size, keep=(plan, *memories))
+        except NativeError as error:
+            raise self._unusable(error) from error
+        return LayerTask(plan, task, memories, on_outcome, on_last)
+
     def execute(
         self, plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None
     ) -> None:
@@ -126,7 +151,10 @@ class Transfers:
         return LLMException(str(error), status_code=code)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait for what is in flight (or cancel it), and take no more; idempotent."""
+        """Wait for what is in flight (or cancel it), and take no more; idempotent.
+
+        A `LayerTask` that still waits for a layer is cancelled in either case.
+        """
         with self._mutex:
             self._closed = True
             executors = [it for pair in self._peers.values() for it in pair.values()]

@@ -1,0 +1,139 @@
+"""Transfers that are submitted slice by slice."""
+
+cimport cython
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+from kvnative cimport _native
+from kvnative._backend cimport Backend
+from kvnative._lower cimport Descriptors
+from kvnative._lower_c cimport kvn_columns
+from kvnative._native cimport *
+from kvnative._task cimport AnyTask, Report, report_of, report_with
+
+__all__ = ["STAGE_DONE", "STAGE_FAILED", "STAGE_MOVING", "STAGE_WAITING", "StagedTask"]
+
+# The same names for Python as in staged.h.
+globals().update(
+    STAGE_WAITING=_native.KVN_STAGE_WAITING, STAGE_MOVING=_native.KVN_STAGE_MOVING,
+    STAGE_DONE=_native.KVN_STAGE_DONE, STAGE_FAILED=_native.KVN_STAGE_FAILED,
+)
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+@cython.nonecheck(True)
+cdef class StagedTask(AnyTask):
+    """A transfer that is submitted slice by slice: a stage moves once it is opened.
+
+    The first stage that fails ends it: no further stage opens, those in flight are waited for, and
+    the report speaks of the whole array. Dropping it stops nothing, and the stages that nobody
+    opened stay so until `cancel` or the executor's `close`. All methods may be called from several
+    threads at once.
+    """
+
+    @staticmethod
+    cdef StagedTask prepare(Backend backend, Descriptors descriptors, uint64_t stage_size,
+                            object keep, dict siblings):
+        cdef StagedTask self = StagedTask.__new__(StagedTask)
+        cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
+        cdef int status
+        with nogil:
+            status = kvn_staged_init(&self.staged, backend.handle, &columns, stage_size)
+        if status == KVN_NO_MEMORY:
+            descriptors.release()
+            raise MemoryError(f"no memory for {columns.count} descriptors in stages of"
+                              f" {stage_size}")
+        self.begun(status)
+        return self
+
+    def __dealloc__(self):
+        # Without an outcome only in a forked child, which must leave the task to its parent.
+        if self.outcome is not None:
+            kvn_staged_release(&self.staged)
+
+    cdef int poll_native(self) noexcept nogil:
+        return kvn_staged_poll(&self.staged)
+
+    cdef int wait_native(self, int64_t deadline_ns) noexcept nogil:
+        return kvn_staged_wait(&self.staged, deadline_ns)
+
+    cdef int abort_native(self, int why) noexcept nogil:
+        return kvn_staged_abort(&self.staged, why)
+
+    cdef Report look(self):
+        cdef kvn_report native
+        cdef int status = kvn_staged_report(&self.staged, &native)
+        if status == KVN_OK or status == KVN_PENDING:
+            return report_of(&native, self.count)
+        return report_with(&native, self.count, self.unconfirmed())
+
+    cdef tuple unconfirmed(self):
+        """Spans of the whole array, merged; after an outcome."""
+        cdef kvn_span spans[KVN_MAX_SPANS]
+        cdef uint64_t stage, first = 0, last = 0
+        cdef uint32_t i
+        cdef list merged = []
+        for stage in range(self.staged.num_stages):
+            for i in range(kvn_staged_spans(&self.staged, stage, spans)):
+                if spans[i].first != last or first == last:
+                    if first < last:
+                        merged.append((first, last))
+                    first = spans[i].first
+                last = spans[i].last
+        if first < last:
+            merged.append((first, last))
+        return tuple(merged)
+
+    cdef bint will_end(self):
+        return kvn_staged_is_sealed(&self.staged)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.staged.num_stages
+
+    @property
+    def sealed(self) -> bool:
+        """Whether no stage opens any more: all are open, or the task has failed or was given up."""
+        if self.outcome is not None:
+            return True
+        self.backend.check_process()
+        return kvn_staged_is_sealed(&self.staged)
+
+    def open(self, stage: int) -> bool:
+        """Submit a stage and return at once; a small one is done on return.
+
+        Returns:
+            Whether this call submitted it: not if it is open already, or the task has ended.
+
+        Raises:
+            ValueError: there is no such stage.
+            NativeError: this process was forked from the one that made the task.
+        """
+        cdef uint64_t index
+        cdef int status, opened = 0
+        if not 0 <= stage < self.staged.num_stages:
+            raise ValueError(f"stage = {stage!r}: expected 0 to {self.num_stages - 1}")
+        if self.outcome is not None:
+            return False
+        self.backend.check_process()
+        index = stage
+        with nogil:
+            status = kvn_staged_open(&self.staged, index, &opened)
+        if status != KVN_PENDING:
+            self.settle()
+        return opened != 0
+
+    def states(self) -> tuple[int, ...]:
+        """How far each stage is: STAGE_WAITING, STAGE_MOVING, STAGE_DONE or STAGE_FAILED.
+
+        A stage that was given up while it moved has failed; one that was never opened goes on
+        waiting, also when the task has ended.
+        """
+        cdef bytearray states = bytearray(self.staged.num_stages)
+        cdef uint8_t *first
+        self.done  # looks at those in flight
+        first = <uint8_t *><char *>states
+        kvn_staged_states(&self.staged, first)
+        return tuple(states)

@@ -1,0 +1,64 @@
+# What other Cython modules may see of tasks.
+from libc.stdint cimport int64_t, uint64_t
+
+from kvnative._backend cimport Backend
+from kvnative._lower cimport Descriptors
+from kvnative._lower_c cimport kvn_columns
+from kvnative._native cimport kvn_report, kvn_task
+
+# The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
+cdef int64_t deadline_of(object timeout_ms) except -1
+# When a wait for `deadline_ns` looks for signals.
+cdef int64_t next_look(int64_t deadline_ns) noexcept nogil
+
+
+cdef class Report:
+    cdef readonly int status
+    cdef readonly int code
+    cdef readonly object failed
+    cdef readonly unsigned long long bytes_done
+    cdef readonly unsigned long long descriptors_done
+    cdef readonly tuple unconfirmed
+    cdef readonly str message
+
+
+# `native` of `count` descriptors.
+cdef Report report_of(const kvn_report *native, uint64_t count)
+# The same where the spans are kept elsewhere.
+cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)
+
+
+cdef class AnyTask:
+    # The backend and the memory that the task works with: they stand before it, and stay until the
+    # outcome (`descriptors`, `keep`) or as long as this object (`backend`).
+    cdef Backend backend
+    cdef Descriptors descriptors  # held; None after the outcome
+    cdef object keep
+    cdef dict siblings            # the executor's tasks in flight, this one among them
+    cdef uint64_t count
+    cdef Report outcome           # None while in flight
+
+    # The kind's own; without the GIL.
+    cdef int poll_native(self) noexcept nogil
+    cdef int wait_native(self, int64_t deadline_ns) noexcept nogil
+    cdef int abort_native(self, int why) noexcept nogil
+    # The outcome, or how far it is.
+    cdef Report look(self)
+    # Whether it ends with nobody's doing.
+    cdef bint will_end(self)
+
+    cdef kvn_columns take(self, Backend backend, Descriptors descriptors, object keep,
+                          dict siblings) except *
+    cdef int begun(self, int status) except -1
+    cdef Report settle(self)
+
+
+cdef class Task(AnyTask):
+    cdef kvn_task task
+
+    @staticmethod
+    cdef Task begin(Backend backend, Descriptors descriptors, object keep, dict siblings)
+
+
+# Settle up to `most` of the oldest tasks, of any executor, if they are through.
+cdef int drop_finished(int most) except -1

@@ -1,0 +1,293 @@
+"""Transfers in flight: what they use is kept until their outcome, whoever waits or drops them."""
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from posix.unistd cimport getpid
+
+from kvnative._backend cimport Backend
+from kvnative._lower cimport Descriptors
+from kvnative._lower_c cimport kvn_columns
+from kvnative._native cimport *
+
+import atexit
+
+__all__ = ["Report", "Task"]
+
+# How long Ctrl-C may go unnoticed in a wait.
+cdef int64_t SIGNALS_NS = 100_000_000
+cdef double NS_PER_MS = 1e6
+
+
+cdef int64_t deadline_of(object timeout_ms) except -1:
+    """The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now."""
+    cdef double milliseconds
+    if timeout_ms is None:
+        return KVN_FOREVER
+    milliseconds = timeout_ms
+    if not milliseconds >= 0:
+        raise ValueError(f"timeout_ms = {timeout_ms!r}: expected None or a number >= 0")
+    if milliseconds * NS_PER_MS >= <double>KVN_FOREVER - <double>kvn_now_ns():
+        return KVN_FOREVER
+    return kvn_now_ns() + <int64_t>(milliseconds * NS_PER_MS)
+
+
+cdef int64_t next_look(int64_t deadline_ns) noexcept nogil:
+    """When a wait for `deadline_ns` looks for signals."""
+    cdef int64_t look = kvn_now_ns() + SIGNALS_NS
+    return look if look < deadline_ns else deadline_ns
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc
+cdef class Report:
+    """How a task ended, or how far it is.
+
+    Attributes:
+        status: KVN_OK, KVN_PENDING or a negative KVN_ constant.
+        code: errno, aclError, HcclResult: as the system gave it; 0 when there is none.
+        failed: index of the first descriptor known to have failed, or None.
+        bytes_done: bytes moved, those of descriptors that are not confirmed included.
+        descriptors_done: number of confirmed descriptors; 0 while pending.
+        unconfirmed: half-open ranges (first, last) of descriptors that may not have arrived whole;
+            ascending. Every other descriptor has.
+        message: what went wrong, "" if nothing did.
+    """
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a Report comes from an Executor or a task")
+
+    def __repr__(self):
+        return (f"Report(status={self.status}, code={self.code}, failed={self.failed},"
+                f" bytes_done={self.bytes_done}, descriptors_done={self.descriptors_done},"
+                f" unconfirmed={self.unconfirmed}, message={self.message!r})")
+
+
+cdef Report report_of(const kvn_report *native, uint64_t count):
+    """`native` of `count` descriptors."""
+    cdef uint32_t i
+    if native.status == KVN_OK:
+        return report_with(native, count, ())
+    if native.status == KVN_PENDING:
+        return report_with(native, count, ((0, count),))
+    return report_with(native, count,
+                       tuple([(native.unconfirmed[i].first, native.unconfirmed[i].last)
+                              for i in range(native.num_unconfirmed)]))
+
+
+cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed):
+    cdef Report self = Report.__new__(Report)
+    self.status = native.status
+    self.code = native.code
+    self.failed = None if native.failed == KVN_NO_DESCRIPTOR else native.failed
+    self.bytes_done = native.bytes_done
+    self.message = "" if native.message[0] == 0 else native.message.decode(errors="replace")
+    self.unconfirmed = unconfirmed
+    self.descriptors_done = count
+    for first, last in unconfirmed:
+        self.descriptors_done -= last - first
+    return self
+
+
+# Tasks in flight, of all executors: whatever else is let go, what they point to stays.
+cdef dict in_flight = {}
+
+
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+@cython.nonecheck(True)
+cdef class AnyTask:
+    """What every task is: held until its outcome, which comes once, to whoever asks."""
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError(f"a {type(self).__name__} comes from an Executor")
+
+    cdef int poll_native(self) noexcept nogil:
+        return KVN_FAILED
+
+    cdef int wait_native(self, int64_t deadline_ns) noexcept nogil:
+        return KVN_FAILED
+
+    cdef int abort_native(self, int why) noexcept nogil:
+        return KVN_FAILED
+
+    cdef Report look(self):
+        raise NotImplementedError
+
+    cdef bint will_end(self):
+        return True
+
+    cdef kvn_columns take(self, Backend backend, Descriptors descriptors, object keep,
+                          dict siblings) except *:
+        """Hold what the task uses."""
+        cdef kvn_columns columns = descriptors.hold_columns()
+        self.backend = backend
+        self.descriptors = descriptors
+        self.keep = keep
+        self.siblings = siblings
+        self.count = columns.count
+        return columns
+
+    cdef int begun(self, int status) except -1:
+        """The task is with the native layer: from here on its memory stays until the outcome."""
+        if status != KVN_PENDING:
+            self.settle()
+            return 0
+        try:
+            self.siblings[self] = in_flight[self] = None
+        except BaseException:
+            self.cancel()
+            raise
+        return 0
+
+    cdef Report settle(self):
+        """Keep the outcome and let go of the memory. Only when there is one."""
+        cdef Report outcome = self.look()
+        if self.outcome is None:  # of several threads that waited, the first comes here
+            self.outcome = outcome
+            self.descriptors.release()
+            self.descriptors = self.keep = None
+            self.siblings.pop(self, None)
+            in_flight.pop(self, None)
+        return self.outcome
+
+    @property
+    def done(self) -> bool:
+        """Whether the outcome is there. Never blocks."""
+        cdef int status
+        if self.outcome is not None:
+            return True
+        self.backend.check_process()
+        with nogil:
+            status = self.poll_native()
+        if status == KVN_PENDING:
+            return False
+        self.settle()
+        return True
+
+    @property
+    def report(self) -> Report:
+        """The outcome, or a report with status KVN_PENDING and the bytes moved so far."""
+        cdef Report report
+        if self.done:
+            return self.outcome
+        report = self.look()
+        return report if report.status == KVN_PENDING else self.settle()
+
+    def wait(self, timeout_ms: float | None = None, give_up: bool = True) -> Report:
+        """Wait for the outcome, helping to copy.
+
+        Args:
+            timeout_ms: milliseconds from now, >= 0; None waits for as long as it takes.
+            give_up: what happens when they have passed: the transfer is given up, and the report
+                says KVN_TIMEOUT; or, if False, it goes on, and the report says KVN_PENDING.
+
+        Returns:
+            The outcome; failures too are told there, not raised.
+
+        Raises:
+            ValueError: timeout_ms is negative or not a number.
+            NativeError: this process was forked from the one that submitted the task.
+        """
+        cdef int64_t deadline = deadline_of(timeout_ms)
+        cdef bint stop = give_up, passed
+        cdef int status
+        if self.outcome is not None:
+            return self.outcome
+        self.backend.check_process()
+        while True:
+            with nogil:
+                status = self.wait_native(next_look(deadline))
+                passed = status == KVN_PENDING and kvn_now_ns() >= deadline
+                if passed and stop:
+                    status = self.abort_native(KVN_TIMEOUT)
+            if status != KVN_PENDING:
+                return self.settle()
+            if passed:
+                return self.report
+            PyErr_CheckSignals()
+
+    def cancel(self) -> Report:
+        """Give the transfer up; afterwards no byte is touched any more.
+
+        Returns:
+            The outcome: KVN_CANCELLED, or another one if that came first.
+        """
+        if self.outcome is not None:
+            return self.outcome
+        self.backend.check_process()
+        with nogil:
+            self.abort_native(KVN_CANCELLED)
+        return self.settle()
+
+    def __repr__(self):
+        state = "in flight" if self.outcome is None else repr(self.outcome)
+        return f"<{type(self).__name__} on {self.backend.name}: {state}>"
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+@cython.nonecheck(True)
+cdef class Task(AnyTask):
+    """A submitted transfer. Dropping it stops nothing: the executor keeps it until it is done.
+
+    All methods may be called from several threads at once.
+    """
+
+    @staticmethod
+    cdef Task begin(Backend backend, Descriptors descriptors, object keep, dict siblings):
+        cdef Task self = Task.__new__(Task)
+        cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
+        cdef int status
+        with nogil:
+            status = kvn_task_submit(&self.task, backend.handle, &columns)
+        self.begun(status)
+        return self
+
+    def __dealloc__(self):
+        # Without an outcome only in a forked child, which must leave the task to its parent.
+        if self.outcome is not None:
+            kvn_task_release(&self.task)
+
+    cdef int poll_native(self) noexcept nogil:
+        return kvn_task_poll(&self.task)
+
+    cdef int wait_native(self, int64_t deadline_ns) noexcept nogil:
+        return kvn_task_wait(&self.task, deadline_ns)
+
+    cdef int abort_native(self, int why) noexcept nogil:
+        return kvn_task_abort(&self.task, why)
+
+    cdef Report look(self):
+        cdef kvn_report native
+        kvn_task_report(&self.task, &native)
+        return report_of(&native, self.count)
+
+
+cdef int drop_finished(int most) except -1:
+    """Settle up to `most` of the oldest tasks if they are through; the others become the newest.
+
+    Those of any executor: nobody else would look at the tasks of one that was dropped.
+    """
+    cdef AnyTask task
+    for task in [task for task, _ in zip(in_flight, range(most))]:
+        if task.backend.pid == getpid() and task.done:
+            continue
+        in_flight.pop(task, None)
+        # Another thread may have settled it since: `done` gives up the GIL.
+        if task.outcome is None:
+            in_flight[task] = None
+    return 0
+
+
+def _abandon_all():
+    # At exit: Python is about to free the memory that tasks in flight are writing to.
+    cdef AnyTask task
+    for task in list(in_flight):
+        if task.backend.pid == getpid():
+            task.cancel()
+
+
+atexit.register(_abandon_all)

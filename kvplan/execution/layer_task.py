@@ -1,0 +1,183 @@
+"""A transfer that moves layer by layer, each as soon as it is said to be ready."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvnative._executor import (
+    STAGE_DONE,
+    STAGE_FAILED,
+    STAGE_MOVING,
+    STAGE_WAITING,
+    NativeError,
+)
+from kvplan.execution.task import TransferTask
+from kvplan.inspection.units import span
+from kvplan.status import LLMException, invalid
+from kvplan.validation import check_type
+
+if TYPE_CHECKING:
+    from kvnative._executor import StagedTask
+    from kvplan.execution.memory import TensorMemory
+    from kvplan.planning.plan import Plan
+
+
+class LayerProgress(NamedTuple):
+    """Source layers of a plan by how far they are: each is in one tuple, ascending.
+
+    Attributes:
+        waiting: nobody has said that they are ready.
+        moving: submitted, not through.
+        done: moved. That they count as arrived is for `wait` to say, when all are.
+        failed: submitted and not confirmed whole.
+    """
+
+    waiting: tuple[int, ...]
+    moving: tuple[int, ...]
+    done: tuple[int, ...]
+    failed: tuple[int, ...]
+
+
+class LayerTask(TransferTask):
+    """The handle of a plan whose layers move one by one, each when `ready` is called for it.
+
+    As any `TransferTask`, but for this: the transfer cannot end before every layer was ready, so
+    dropping the last handle earlier cancels it, with a ResourceWarning. Bytes of layers that were
+    never ready are not confirmed.
+
+    Args:
+        on_outcome: as for `TransferTask`.
+        on_last: called once with this task, by the thread that made the last layer ready, or that
+            found the task ended before that; not if the handle was dropped.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        task: StagedTask,
+        memories: tuple[TensorMemory, TensorMemory],
+        on_outcome: Callable[[LLMException | None], None] | None = None,
+        on_last: Callable[[LayerTask], None] | None = None,
+    ) -> None:
+        super().__init__(plan, task, memories, on_outcome)
+        self._stages = task
+        self._layers = plan.src_layers
+        self._on_last = [] if on_last is None else [on_last]  # popped by who calls it
+
+    @property
+    def layers(self) -> range:
+        """The source layers of the plan: those that have to be ready."""
+        return self._layers
+
+    def ready(self, layer: int) -> None:
+        """Say that source layer `layer` holds its final values: it is submitted, now.
+
+        Small layers have moved on return. Idempotent; in any order, from any thread. After the
+        task has ended nothing happens: `wait` tells why.
+
+        Raises:
+            TypeError: not an int.
+            LLMException: LLM_PARAM_INVALID, not a source layer of the plan.
+        """
+        layers = self._layers
+        if check_type("layer", layer, int) not in layers:
+            raise invalid(
+                f"layer={layer} is none of the plan's source layers; they are "
+                f"[{layers.start}, {layers.stop})"
+            )
+        self._stages.open(layer - layers.start)
+        if self._on_last and self._stages.sealed:
+            self._tell_last()
+
+    def progress(self) -> LayerProgress:
+        """Return which layers wait, move, are done or have failed."""
+        states = list(zip(self._layers, self._stages.states(), strict=True))
+        kinds = (STAGE_WAITING, STAGE_MOVING, STAGE_DONE, STAGE_FAILED)
+        return LayerProgress(
+            *(tuple(it for it, state in states if state == kind) for kind in kinds)
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether there is an outcome, good or bad; never blocks."""
+        if not self._stages.done:
+            return False
+        self._tell_last()
+        return True
+
+    def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
+        """Wait until every layer was ready and every byte has arrived; otherwise as `TransferTask`.
+
+        Raises:
+            ValueError: timeout_ms < 0 or not a number.
+            LLMException: as `TransferTask.wait`; what says LLM_TIMEOUT or that the transfer was
+                cancelled names the layers that were never ready.
+        """
+        super().wait(timeout_ms, stop=stop)
+
+    def cancel(self) -> None:
+        """As `TransferTask.cancel`; no further layer is submitted."""
+        super().cancel()
+        self._tell_last()
+
+    def explain(self) -> str:
+        """Return how far each layer came, as text: its state, or its confirmed descriptors."""
+        if self.done:
+            return super().explain()
+        lines = [
+            f"{name:<8} {_numbers(layers)}"
+            for name, layers in self.progress()._asdict().items()
+            if layers
+        ]
+        return "\n".join([f"{self.plan!r} in flight", *lines])
+
+    def _conclude(self) -> None:
+        self._tell_last()
+        super()._conclude()
+
+    def _tell_last(self) -> None:
+        try:
+            on_last = self._on_last.pop()
+        except IndexError:  # told already, or nobody asked
+            return
+        on_last(self)
+
+    def _missing(self) -> str:
+        waiting = self.progress().waiting
+        return f"; {_were(waiting)} never ready" if waiting else ""
+
+    def __del__(self) -> None:
+        try:
+            if self._stages.sealed:
+                return
+            self._stages.cancel()
+        except (AttributeError, NativeError):  # never begun; or its parent's, in a forked child
+            return
+        self._on_last.clear()
+        missing = self._missing()
+        with suppress(LLMException):
+            self._conclude()
+        warnings.warn(
+            f"{self!r} was dropped and so cancelled{missing}",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+
+
+def _were(layers: Sequence[int]) -> str:
+    """`layer 3 was`, `layers 0-3, 7 were`."""
+    one = len(layers) == 1
+    return f"layer{'' if one else 's'} {_numbers(layers)} {'was' if one else 'were'}"
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    """Ascending numbers, at least one, as runs: `0-3, 7`."""
+    gaps = [(a, b) for a, b in pairwise(layers) if b != a + 1]
+    firsts = [layers[0], *(b for _, b in gaps)]
+    lasts = [*(a for a, _ in gaps), layers[-1]]
+    return ", ".join(map(span, zip(firsts, lasts, strict=True)))
