@@ -39,6 +39,7 @@ from kvplan.types import (
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.engine import PlanEvent
+    from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.links import (
         ClusterInfo,
         IpInfo,
@@ -49,8 +50,17 @@ if TYPE_CHECKING:
         RegisterMemStatus,
     )
     from kvplan.engine.options import Options
+    from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
-    from kvplan.execution import HostMemory, Transfers, TransferTask, execute, submit
+    from kvplan.execution import (
+        HostMemory,
+        LayerProgress,
+        LayerTask,
+        Transfers,
+        TransferTask,
+        execute,
+        submit,
+    )
 
 __version__ = "0.1.0"
 
@@ -69,6 +79,9 @@ __all__ = [
     "KvCacheExtParam",
     "LLMException",
     "LLMStatusCode",
+    "LayerEvent",
+    "LayerProgress",
+    "LayerTask",
     "LinkResult",
     "LinkResults",
     "LinkState",
@@ -76,6 +89,7 @@ __all__ = [
     "LlmDataDist",
     "LlmRole",
     "Options",
+    "PeerTensors",
     "Placement",
     "Plan",
     "PlanEvent",
@@ -99,12 +113,15 @@ __all__ = [
 _LAZY = {
     name: room
     for room, names in {
-        "kvplan.execution": "HostMemory TransferTask Transfers execute submit",
+        "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
+        "submit",
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.engine": "PlanEvent",
+        "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.engine.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
         "kvplan.engine.options": "Options",
+        "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",
     }.items()
     for name in names.split()

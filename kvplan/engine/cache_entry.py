@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,7 @@ import numpy as np
 from kvplan.control.messages import MAX_NBYTES
 from kvplan.execution.memory import HostMemory
 from kvplan.planning.layout import Side, side
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc
 from kvplan.validation import UINT64_MAX, check_width
 
@@ -84,6 +84,63 @@ def told_nbytes(entry: CacheEntry, transport: str) -> int:
     desc = entry.cache.cache_desc
     own = _TOLD_NBYTES + 4 * len(desc.kv_tensor_format or "")
     return own + len(entry.metadata[transport]) + _ADDRESS_NBYTES * desc.num_tensors
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldCache:
+    """A cache that lives, by its id, a key or a claim.
+
+    Attributes:
+        entry: the cache.
+        withdraw: ends its registrations.
+    """
+
+    entry: CacheEntry
+    withdraw: ExitStack
+
+    def renewed(self, transports: Sequence[Transport]) -> HeldCache:
+        """The same cache of the user's memory, in registrations of its own.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: its memory is not mapped any more; or the transport's.
+        """
+        entry = self.entry
+        cache, memory = entry.cache, entry.memory
+        try:
+            HostMemory.from_addresses(
+                cache.cache_desc, cache.tensor_addrs, writable=memory.writable
+            )
+        except LLMException as error:
+            raise LLMException(
+                f"cache {cache.cache_id}: {error.args[0]}", status_code=error.status_code
+            ) from None
+        ranges = merged_ranges(memory) if entry.remote_accessible else ()
+        with ExitStack() as undo:
+            metadata = offer(transports, ranges, memory.writable, undo)
+            # Peers are told of it because it is another Cache.
+            again = replace(entry, cache=replace(cache), metadata=metadata)
+            return HeldCache(again, undo.pop_all())
+
+
+def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> list[HeldCache]:
+    """All of them `renewed`, or none."""
+    with ExitStack() as undo:
+        renewed = []
+        for it in held:
+            renewed.append(it.renewed(transports))
+            undo.callback(renewed[-1].withdraw.close)
+        undo.pop_all()
+    return renewed
+
+
+def end_all(held: Iterable[HeldCache]) -> None:
+    """End the registrations of caches that nothing names any more.
+
+    The caller still holds them: memory goes back to its pool after no peer can reach it.
+    """
+    with ExitStack() as all_of_them:
+        for it in held:
+            all_of_them.callback(it.withdraw.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,27 @@ class CacheOperations(Running):
         with self._recorded("unregister_cache", cache=cache_id) as engine:
             engine.registry.unregister(cache_id)
 
+    def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Say that other memory was mapped at addresses of registered caches.
+
+        Each cache that one of the ranges touches is checked to be mapped, and offered to peers
+        anew. Their transfers in flight fail (LLM_KV_CACHE_NOT_EXIST), and on return they know the
+        cache as it is now. A peer that does not answer within SyncKvCacheWaitTime hears of it
+        later, and until then its transfers fail.
+
+        Args:
+            ranges: (address, nbytes) of each.
+
+        Raises:
+            TypeError: no sequence of pairs of int.
+            ValueError: a number outside uint64.
+            LLMException: LLM_PARAM_INVALID: no range, an empty one, or one that is not inside of
+                registered caches, or not mapped: nothing has changed then; LLM_NOT_YET_LINK: no
+                link stands; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
+        with self._recorded("remap_registered_memory") as engine:
+            engine.remap(ranges)
+
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Cache:
         """Make a contiguous cache in memory of the engine, which peers reach best.
 

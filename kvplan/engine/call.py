@@ -17,6 +17,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
     from kvplan.engine.links import PeerClaim, PeerLink
+    from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import TensorMemory
     from kvplan.planning import Plan
     from kvplan.types import AnyCacheKey, Cache
@@ -99,13 +100,7 @@ class Call:
         if not isinstance(key, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"{argument}={shown(key)} must be {names}, not {type(key).__name__}")
-        engine = self._engine
-        if key.cluster_id == engine.cluster_id:
-            raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
-        link = engine.links.get(key.cluster_id)
-        if self._moves:
-            self.link = link  # first: what ends has not begun, at worst
-            link.begin(self)
+        link = self._link_of(argument, key)
         slot = 0
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key), key.batch_index
@@ -124,6 +119,23 @@ class Call:
         if slot >= (1 if paged else theirs.count):
             _refuse_slot(argument, key, theirs)
         return theirs, slot, link.memory(found, writable=writable)
+
+    def peer_tensors(
+        self, argument: str, given: PeerTensors, stride: int, *, paged: bool
+    ) -> tuple[Side, TensorMemory]:
+        """Return the memory of a peer that an argument names by addresses, to be written.
+
+        Args:
+            stride: bytes of a row, where `given` does not say it.
+            paged: whether rows are blocks.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: this engine's own cluster, addresses of several caches,
+                no room for a row, or a cache that must not be written; LLM_KV_CACHE_NOT_EXIST: an
+                address that lies in no cache of the peer; LLM_NOT_YET_LINK, LLM_LINK_FAILED.
+        """
+        link = self._link_of(argument, given)
+        return link.tensors(given.addresses, given.stride or stride, paged=paged)
 
     def show(self, hooks: Mapping[object, PlanHook]) -> None:
         """Let the hooks see the plan that is about to be executed."""
@@ -161,6 +173,16 @@ class Call:
                 descriptors=plan and plan.num_descriptors,
                 bytes=nbytes,
             )
+
+    def _link_of(self, argument: str, key: AnyCacheKey | PeerTensors) -> PeerLink:
+        engine = self._engine
+        if key.cluster_id == engine.cluster_id:
+            raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
+        link = engine.links.get(key.cluster_id)
+        if self._moves:
+            self.link = link  # first: what ends has not begun, at worst
+            link.begin(self)
+        return link
 
     @property
     def _cluster_id(self) -> int | None:

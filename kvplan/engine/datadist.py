@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvplan.engine.cache_operations import CacheOperations
 from kvplan.engine.engine import Engine, PlanHook, finalized
+from kvplan.engine.layer_operations import LayerOperations
 from kvplan.engine.local_operations import LocalOperations
 from kvplan.engine.log import log_operation
 from kvplan.engine.metrics import EngineMetrics, Metrics
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kvplan.execution import Transfers
 
 
-class LlmDataDist(RemoteOperations, LocalOperations, CacheOperations):
+class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOperations):
     """Caches of this process, links to other clusters, and transfers between all of them.
 
     Any number of engines can live in a process; all methods may be called from several threads. It

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from threading import Condition, RLock
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,9 +11,10 @@ from weakref import ref
 
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
-from kvplan.engine.links import Links
+from kvplan.engine.links import Links, LinkState
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
+from kvplan.engine.remapping import checked_ranges, remapped
 from kvplan.execution import default_transfers
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.choice import TransportOptions, make_transports
@@ -137,6 +138,18 @@ class Engine:
         else:
             self.links.stop_listening()
         self._listen_at = address
+
+    def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """See `remap_registered_memory`."""
+        given = checked_ranges(ranges)
+        if not any(it.state is LinkState.LINKED for it in self.links.status()):
+            raise LLMException(
+                f"cluster {self.cluster_id} has no link that stands",
+                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+            )
+        entries = [it for it, _ in self.registry.entries()]
+        self.registry.renew(remapped(entries, given))
+        self.links.tell_all(self.wait_ms / 1000)
 
     def enter(self, call: Call) -> None:
         """Begin a transferring call; `leave` ends it.

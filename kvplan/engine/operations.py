@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias
 
 from kvplan.engine.call import Call
+from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.planning import (
     plan_copy_blocks,
     plan_copy_cache,
@@ -20,12 +21,13 @@ from kvplan.planning import (
 )
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
-from kvplan.validation import check_type
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.execution import TensorMemory
     from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
+    from kvplan.planning.layout import Side
     from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
 
 P = ParamSpec("P")
@@ -136,6 +138,50 @@ def push_blocks(
         ext_param=ext_param,
         coalesce=coalesce,
     )
+    return plan, ours, theirs
+
+
+def push_layers(
+    call: Call,
+    src: Cache,
+    dst: CacheIndex | BlocksCacheKey | PeerTensors,
+    src_batch_index: int,
+    src_blocks: Blocks | None,
+    dst_blocks: Blocks | None,
+    ext_param: KvCacheExtParam,
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """A local slot into a remote one or into remote blocks, or local blocks into remote ones."""
+    from_blocks, to_blocks = _has_blocks(src_blocks), dst_blocks is not None
+    if from_blocks and not to_blocks:
+        raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
+    source, ours = call.own("src", src, paged=from_blocks)
+    slot: int | None = None
+    target: Side
+    if isinstance(dst, PeerTensors):
+        target, theirs = call.peer_tensors("dst", dst, source.stride, paged=to_blocks)
+    else:
+        kinds = (CacheIndex, BlocksCacheKey)
+        target, slot, theirs = call.peer("dst", dst, kinds, paged=to_blocks, writable=True)
+    if dst_blocks is None:
+        plan = plan_push_cache(
+            source,
+            target,
+            src_batch_index=src_batch_index,
+            dst_batch_index=slot,
+            ext_param=ext_param,
+            coalesce=coalesce,
+        )
+    else:
+        plan = plan_push_blocks(
+            source,
+            target,
+            src_blocks,
+            dst_blocks,
+            src_batch_index=src_batch_index,
+            ext_param=ext_param,
+            coalesce=coalesce,
+        )
     return plan, ours, theirs
 
 

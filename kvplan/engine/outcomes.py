@@ -6,6 +6,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import RLock, Thread
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from kvplan.status import LLMException
 
@@ -25,12 +26,16 @@ class Outcomes:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: dict[TransferTask, None] = {}  # in flight
+        # Weakly: a task with a layer that nobody can say is ready any more has to end.
+        self._open: set[ref[TransferTask]] = set()
+        self._cancelled = False
         self._turn: SimpleQueue[TransferTask | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._mutex = RLock()
 
     def expect(self, task: TransferTask) -> None:
         """Settle `task` when it is done: now, or later."""
+        self._open.discard(ref(task))
         if task.done:
             _settle(task)
             return
@@ -46,10 +51,22 @@ class Outcomes:
             self._tasks[task] = None
         self._turn.put(task)
 
-    def cancel(self) -> None:
-        """Stop all tasks in flight; on return they move no byte any more."""
-        for task in tuple(self._tasks):
+    def watch(self, task: TransferTask) -> None:
+        """Let `cancel` stop `task` too, which waits for its layers; `expect` follows then."""
+        self._open.add(ref(task, self._open.discard))
+        if self._cancelled:
             task.cancel()
+            self.expect(task)
+
+    def cancel(self) -> None:
+        """Stop all tasks in flight, and those that come; on return they move no byte any more."""
+        self._cancelled = True
+        for it in tuple(self._open):
+            if (task := it()) is not None:
+                task.cancel()
+                self.expect(task)
+        for flying in tuple(self._tasks):
+            flying.cancel()
 
     def close(self, timeout_s: float) -> None:
         """End the thread when it has seen all tasks, and wait `timeout_s` seconds for that."""

@@ -6,18 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.engine.cache_entry import (
     CacheEntry,
     Claim,
+    HeldCache,
     check_tellable,
+    end_all,
     memory_of_span,
     memory_of_tensors,
     merged_ranges,
     offer,
+    renew_all,
 )
 from kvplan.engine.cache_keys import CACHE_KEYS, AnyKey, BoundKey, KeyIndex, check_keys, not_exist
 from kvplan.engine.options import Options
@@ -31,14 +33,6 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable, Transport
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Held:
-    """A cache that lives, by its id, a key or a claim."""
-
-    entry: CacheEntry
-    withdraw: ExitStack  # ends its registrations
 
 
 class CacheRegistry:
@@ -73,7 +67,7 @@ class CacheRegistry:
         self._mutex = threading.RLock()
         self._closed = False
         self._last_id = 0
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, HeldCache] = {}
         # Those that live by their id. `get` reads it without the lock.
         self._entries: dict[int, CacheEntry] = {}
         self._keys = KeyIndex()
@@ -165,7 +159,7 @@ class CacheRegistry:
             if entry.paged:
                 self._keys.unbind(cache_id)
             unused = self._pop_unused(cache_id)
-        self._end(unused)
+        end_all(unused)
         self._on_change()
 
     def unregister(self, cache_id: int) -> None:
@@ -183,7 +177,28 @@ class CacheRegistry:
                 return
             self._keys.unbind(cache_id)
             ended = self._held.pop(cache_id)
-        self._end([ended])
+        end_all([ended])
+        self._on_change()
+
+    def renew(self, cache_ids: Iterable[int]) -> None:
+        """Offer registered caches anew, as if they had been freed and made; an unknown id is fine.
+
+        Raises:
+            LLMException: as `renew_all`; nothing has changed then.
+        """
+        with self._mutex:
+            held = [self._held[it] for it in cache_ids if it in self._held]
+        renewed = renew_all(held, self._transports)
+        ended = []
+        with self._mutex:
+            for before, now in zip(held, renewed, strict=True):
+                cache_id = now.entry.cache.cache_id
+                if lives := self._held.get(cache_id) is before:
+                    self._held[cache_id] = now
+                    if cache_id in self._entries:
+                        self._entries[cache_id] = now.entry
+                ended.append(before if lives else now)
+        end_all(ended)
         self._on_change()
 
     def remove_key(self, key: CacheKey) -> None:
@@ -201,7 +216,7 @@ class CacheRegistry:
                 return
             self._keys.remove(key)
             unused = self._pop_unused(bound.cache_id)
-        self._end(unused)
+        end_all(unused)
 
     def get(self, cache_id: int) -> CacheEntry:
         """The cache with this id.
@@ -286,7 +301,7 @@ class CacheRegistry:
                 return
             cache_id = self._keys.release(claim_id, tensors)
             unused = [] if cache_id is None else self._pop_unused(cache_id)
-        self._end(unused)
+        end_all(unused)
 
     def release_holder(self, holder: Hashable) -> None:
         """End all claims of `holder`, who is gone; none of its pulls counts."""
@@ -296,7 +311,7 @@ class CacheRegistry:
                 cache_id = self._keys.release(claim_id, None)
                 assert cache_id is not None
                 unused += self._pop_unused(cache_id)
-        self._end(unused)
+        end_all(unused)
 
     def close(self) -> None:
         """End every cache; idempotent. Memory that a transfer or an array uses stays until then."""
@@ -306,7 +321,7 @@ class CacheRegistry:
             self._held.clear()
             self._entries.clear()
             self._keys = KeyIndex()
-        self._end(held)
+        end_all(held)
         self.pools.close()
 
     def _next_id(self, desc: CacheDesc, keys: Sequence[AnyKey]) -> int:
@@ -353,7 +368,7 @@ class CacheRegistry:
                 if self._closed:
                     raise _finalized()
                 self._keys.bind(cache_id, keys, num_tensors=desc.num_tensors, consumable=owned)
-                self._held[cache_id] = _Held(entry, undo.pop_all())
+                self._held[cache_id] = HeldCache(entry, undo.pop_all())
                 self._entries[cache_id] = entry
         self._on_change()
         return entry
@@ -372,21 +387,11 @@ class CacheRegistry:
             raise not_exist(f"the cache that has {key} is not remote accessible")
         return entry
 
-    def _pop_unused(self, cache_id: int) -> list[_Held]:
+    def _pop_unused(self, cache_id: int) -> list[HeldCache]:
         if cache_id in self._entries or self._keys.is_used(cache_id):
             return []
         held = self._held.pop(cache_id, None)  # None: it was unregistered under a claim
         return [] if held is None else [held]
-
-    @staticmethod
-    def _end(held: Iterable[_Held]) -> None:
-        """End the registrations of caches that nothing names any more.
-
-        The caller still holds them: memory goes back to its pool after no peer can reach it.
-        """
-        with ExitStack() as all_of_them:
-            for it in held:
-                all_of_them.callback(it.withdraw.close)
 
 
 def _finalized() -> LLMException:

@@ -14,7 +14,7 @@ from kvplan.engine.log import log_operation, status_of
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
     from kvplan.engine.operations import Operation, P
-    from kvplan.execution import TransferTask
+    from kvplan.execution import LayerTask, TransferTask
     from kvplan.planning import Plan
 
 
@@ -83,6 +83,21 @@ class Running(ABC):
             call.end(error)
             raise
         engine.outcomes.expect(task)
+        return task
+
+    def _stage(self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs) -> LayerTask:
+        engine = self._running()
+        call = Call(engine, operation.__name__, moves=True)
+        try:
+            plan, src, dst = operation(call, *args, **kwargs)
+            call.plan = plan
+            if self._hooks:
+                call.show(self._hooks)
+            task = engine.transfers.stage(plan, src, dst, call.end, engine.outcomes.expect)
+        except BaseException as error:
+            call.end(error)
+            raise
+        engine.outcomes.watch(task)
         return task
 
     def _plan(self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs) -> Plan:

@@ -24,7 +24,7 @@ from kvplan.engine.links.rank_table import locate_members
 from kvplan.engine.links.rendezvous import RegisterMemStatus, Rendezvous
 from kvplan.engine.links.rendezvous_address import exposed_point
 from kvplan.engine.links.results import LinkResults
-from kvplan.engine.links.telling import tell_later
+from kvplan.engine.links.telling import tell_later, tell_surely
 from kvplan.engine.links.transitions import Transitions
 from kvplan.engine.links.unlinking import Unlinker
 from kvplan.engine.options import Options
@@ -239,6 +239,14 @@ class Links:
             self._is_news_due = True
             self._control.call_soon(self._tell_all_soon)
 
+    def tell_all(self, timeout_s: float) -> None:
+        """Tell all peers what has changed in the registry; on return they know.
+
+        Args:
+            timeout_s: seconds that a peer may take; one that takes longer hears of it later.
+        """
+        self._run(self._tell_all_surely(timeout_s))
+
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
         """Run `task` in the control thread and wait for it."""
         try:
@@ -266,6 +274,10 @@ class Links:
         for link in self._steps.links.values():
             if link.is_live:
                 self._steps.spawn(tell_later(link, self._end.registry))
+
+    async def _tell_all_surely(self, timeout_s: float) -> None:
+        links = [it for it in self._steps.links.values() if it.is_live]
+        await asyncio.gather(*(tell_surely(it, self._end.registry, timeout_s) for it in links))
 
     def _linked(self, link: PeerLink) -> None:
         self._rendezvous.linked(link)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Body, Claim, Find, Found, Release, Sync, Synced
+from kvplan.engine.links.addressed import find_addressed, not_addressed
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.link_life import LinkLife
 from kvplan.engine.links.local_end import link_failed
 from kvplan.engine.links.peer_table import PeerCache, PeerTable
 from kvplan.engine.links.releases import Releases
 from kvplan.engine.links.state import LinkStatus
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.planning.layout import Side
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
 from kvplan.validation import shown
 
@@ -125,6 +127,44 @@ class PeerLink(LinkLife):
         if self._table.by_id(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
+
+    def tensors(
+        self, addresses: Sequence[int], stride: int, *, paged: bool
+    ) -> tuple[Side, TensorMemory]:
+        """The peer's tensors at `addresses`, to be written in rows of `stride` bytes.
+
+        As many rows as the cache that holds them has behind each. Unknown addresses are asked for.
+
+        Args:
+            addresses: in the peer, at least one.
+            stride: bytes of a row, > 0.
+            paged: whether rows are blocks.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: an address in no cache that the peer offers;
+                LLM_PARAM_INVALID: addresses in several caches, or less than a row behind one;
+                otherwise as `cache` and `memory`.
+        """
+        known = find_addressed(self._table.caches(), addresses)
+        if known is None or self._is_freed(known.cache):
+            self._ask(Sync(), Synced)
+            known = find_addressed(self._table.caches(), addresses)
+        if known is None:
+            raise not_addressed(self._table.caches(), str(self), addresses)
+        cache, left = known
+        link = self.transport_link
+        if link is None:
+            raise self.refusal()
+        if (count := min(left) // stride) == 0:
+            short = left.index(min(left))
+            raise invalid(
+                f"addresses[{short}]={addresses[short]:#x} has {min(left)} bytes behind it, in its "
+                f"tensor of cache {cache.cache_id} of {self}; a row takes stride={stride}"
+            )
+        name = f"addresses in cache {cache.cache_id} of {self}"
+        side = Side(len(addresses), count, stride, paged, cache.desc.placement, name)
+        memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
+        return side, memory
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """The peer's cache and batch index that have `key`.

@@ -31,6 +31,7 @@ class PeerCache:
         writable: whether it can be pushed to.
         model_id: of its BlocksCacheKey; None: it has none.
         side: as a plan sees it.
+        first, last: the lowest and the highest byte of all tensors.
     """
 
     cluster_id: int
@@ -42,6 +43,8 @@ class PeerCache:
     writable: bool
     model_id: int | None = None
     side: Side = field(init=False, repr=False, compare=False)
+    first: int = field(init=False, repr=False, compare=False)
+    last: int = field(init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +55,8 @@ class PeerCache:
         name = f"cache {self.cache_id} of cluster {self.cluster_id}"
         named = replace(side("cache", self.desc, paged=self.paged), name=name)
         object.__setattr__(self, "side", named)
+        object.__setattr__(self, "first", min(self.addresses))
+        object.__setattr__(self, "last", max(self.addresses) + self.desc.tensor_nbytes - 1)
 
     @classmethod
     def of(cls, cluster_id: int, entry: TableEntry) -> PeerCache:
@@ -134,6 +139,10 @@ class PeerTable:
     def by_model(self, model_id: int) -> PeerCache | None:
         """The cache whose BlocksCacheKey has this model id, if it is offered."""
         return self._of_model.get(model_id)
+
+    def caches(self) -> tuple[PeerCache, ...]:
+        """All that are offered."""
+        return tuple(self._caches.values())
 
     def ids(self) -> list[int]:
         """The ids of all that are offered."""

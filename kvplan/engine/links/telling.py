@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvplan.control.channel import ChannelClosed
+from kvplan.control.messages import Sync, Synced
+from kvplan.engine.links.asking import ask
+from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvplan.engine.links.peer_link import PeerLink
     from kvplan.engine.registry import CacheRegistry
+
+
+_LOG = logging.getLogger("kvplan")
 
 
 async def tell(link: PeerLink, registry: CacheRegistry) -> int:
@@ -25,6 +33,19 @@ async def tell(link: PeerLink, registry: CacheRegistry) -> int:
         for table in registry.survey(link.told.news):
             await link.channel.notify(table)
         return link.told.version
+
+
+async def tell_surely(link: PeerLink, registry: CacheRegistry, timeout_s: float) -> None:
+    """As `tell`, and the peer knows it on return; one that does not answer in time is logged."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await tell(link, registry)
+            assert link.channel is not None
+            await ask(link.channel, Sync(), Synced, timeout_s)  # answered in its turn
+    except ChannelClosed:
+        pass
+    except (TimeoutError, LLMException) as error:
+        _LOG.warning("tell peer=%d error=%r", link.cluster_id, str(error) or "no answer in time")
 
 
 async def tell_later(link: PeerLink, registry: CacheRegistry) -> None:

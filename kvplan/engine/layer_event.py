@@ -1,0 +1,212 @@
+"""Layers that are said to be ready by writing a number to a file descriptor."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import warnings
+from contextlib import suppress
+from typing import Self
+from weakref import WeakValueDictionary
+
+from kvplan.engine.log import logger
+from kvplan.execution import LayerTask
+from kvplan.inspection.units import plural
+from kvplan.status import LLMException, invalid
+from kvplan.validation import UINT32_MAX, check_type, check_width
+
+
+class LayerEvent:
+    """An event handle: whoever writes n to it says that the next n layers are ready.
+
+    The layers are those of the first task, in order; each is ready in every task that has it. The
+    writer may be C code without the GIL, such as a callback of a stream: `write(fileno, &n, 8)`,
+    n a uint64 in host order. A daemon thread, one for all events of the process, hands it on.
+
+    Close it, or leave its `with` block, after the last write: it owns the descriptor. It holds the
+    tasks until then. All methods may be called from several threads; a forked child has no part in
+    its parent's.
+
+    Args:
+        tasks: what `push_layers` has returned.
+
+    Raises:
+        TypeError: something that is no LayerTask.
+        LLMException: LLM_PARAM_INVALID: no task, or one with a layer that the first has not;
+            LLM_FAILED: no descriptor or no thread is left.
+    """
+
+    def __init__(self, *tasks: LayerTask) -> None:
+        self._fd = -1
+        if not tasks:
+            raise invalid("tasks is empty; at least one is needed")
+        for position, task in enumerate(tasks):
+            check_type(f"tasks[{position}]", task, LayerTask)
+            if extra := set(task.layers) - set(tasks[0].layers):
+                raise invalid(
+                    f"tasks[{position}] has layer {min(extra)}, which is none of the layers "
+                    f"{tasks[0].layers} of tasks[0]"
+                )
+        self._tasks = tasks
+        self._layers = tasks[0].layers
+        self._told = 0  # how many are ready
+        self._pid = os.getpid()
+        self._handing = threading.RLock()  # held while tasks are told, which may take its time
+        self._mutex = threading.RLock()  # of the descriptor
+        try:
+            self._listener = _process.listener()
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._listener.add(self)
+        except (OSError, RuntimeError) as error:
+            self._release()
+            raise LLMException(f"an event cannot be had: {error}") from error
+
+    def fileno(self) -> int:
+        """Return the descriptor to write to, an eventfd; -1: the event is closed."""
+        return self._fd
+
+    def signal(self, n: int = 1) -> None:
+        """Say that the next `n` layers are ready; never waits for a copy.
+
+        Raises:
+            TypeError, ValueError: n is no positive uint32.
+            LLMException: LLM_PARAM_INVALID: the event is closed; LLM_FAILED: in a forked child.
+        """
+        check_width("n", n, 1, UINT32_MAX)
+        if (pid := os.getpid()) != self._pid:
+            raise LLMException(
+                f"the event belongs to process {self._pid}; this is its forked child {pid}"
+            )
+        with self._mutex:
+            if self._fd < 0:
+                raise invalid("the event is closed")
+            os.eventfd_write(self._fd, n)
+
+    def close(self) -> None:
+        """Hand on what was written, and end; layers that were not ready stay so. Idempotent."""
+        if os.getpid() != self._pid:  # where the locks may be held for ever
+            self._release()
+            return
+        with self._handing:
+            self._hand_on()
+            with self._mutex:
+                self._release()
+
+    def _hand_on(self) -> None:
+        """Do what was written and not done yet."""
+        with self._handing:
+            count = self._read()
+            first, self._told = self._told, min(self._told + count, len(self._layers))
+            layers = self._layers[first : self._told]
+            if count > len(layers):
+                _warn(
+                    f"{plural(count, 'layer')} signalled; only {len(layers)} of {self._layers} "
+                    "were not ready yet"
+                )
+            for layer in layers:
+                for task in self._tasks:
+                    if layer in task.layers:
+                        _make_ready(task, layer)
+
+    def _read(self) -> int:
+        with self._mutex:
+            if self._fd < 0:
+                return 0
+            try:
+                return os.eventfd_read(self._fd)
+            except BlockingIOError:  # another thread was first
+                return 0
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        self._tasks = ()
+        if fd < 0:
+            return
+        # A child's descriptor is another one of the same event: the parent still listens to it.
+        if os.getpid() == self._pid:
+            self._listener.remove(fd)
+        os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._fd >= 0 and os.getpid() == self._pid:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+            self._release()
+
+    def __repr__(self) -> str:
+        if self._fd < 0:
+            return "<LayerEvent, closed>"
+        return f"<LayerEvent {self._fd}: {self._told} of {plural(len(self._layers), 'layer')}>"
+
+
+def _make_ready(task: LayerTask, layer: int) -> None:
+    try:
+        task.ready(layer)
+    except Exception as error:  # there is nobody here to raise it to
+        _warn(f"layer {layer}: {error}")
+
+
+def _warn(error: str) -> None:
+    logger.warning("operation=layer_event error=%s", json.dumps(error))
+
+
+class _Listener:
+    """The thread that hands on what is written to the events of this process."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._events: WeakValueDictionary[int, LayerEvent] = WeakValueDictionary()
+        thread = threading.Thread(target=self._listen, name="kvplan-layer-events", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._epoll.close()
+            raise
+
+    def add(self, event: LayerEvent) -> None:
+        self._events[event.fileno()] = event
+        self._epoll.register(event, select.EPOLLIN)
+
+    def remove(self, fd: int) -> None:
+        self._events.pop(fd, None)
+        with suppress(OSError):  # it was not even added
+            self._epoll.unregister(fd)
+
+    def _listen(self) -> None:
+        while True:
+            for fd, _ in self._epoll.poll():
+                self._hand_on(fd)
+
+    def _hand_on(self, fd: int) -> None:
+        # A frame of its own: no event is held while the thread waits.
+        event = self._events.get(fd)
+        if event is not None:
+            event._hand_on()
+
+
+class _OfThisProcess:
+    """Its listener, begun with the first event; a forked child begins anew."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        self._starting = threading.Lock()
+        self._listener: _Listener | None = None
+
+    def listener(self) -> _Listener:
+        with self._starting:
+            if self._listener is None:
+                self._listener = _Listener()
+            return self._listener
+
+
+_process = _OfThisProcess()
