@@ -79,6 +79,7 @@ class Engine:
         self._calls: set[ref[Call]] = set()
         self._closing = False
         self._changed = Condition(RLock())
+        self._remapping = RLock()
         with ExitStack() as held:
             reach = TransportOptions(permit_any_peer=options.permit_any_peer)
             transports = make_transports(options.transport, reach)
@@ -147,8 +148,9 @@ class Engine:
                 f"cluster {self.cluster_id} has no link that stands",
                 status_code=LLMStatusCode.LLM_NOT_YET_LINK,
             )
-        entries = [it for it, _ in self.registry.entries()]
-        self.registry.renew(remapped(entries, given))
+        with self._remapping:  # of two at once the second must not be lost
+            entries = [it for it, _ in self.registry.entries()]
+            self.registry.renew(remapped(entries, given))
         self.links.tell_all(self.wait_ms / 1000)
 
     def enter(self, call: Call) -> None:

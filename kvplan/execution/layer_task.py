@@ -77,7 +77,8 @@ class LayerTask(TransferTask):
         """Say that source layer `layer` holds its final values: it is submitted, now.
 
         Small layers have moved on return. Idempotent; in any order, from any thread. After the
-        task has ended nothing happens: `wait` tells why.
+        task has ended nothing happens: `wait` tells why. It also ends here, and nothing more moves,
+        if one of the memories is no longer what was registered.
 
         Raises:
             TypeError: not an int.
@@ -89,9 +90,21 @@ class LayerTask(TransferTask):
                 f"layer={layer} is none of the plan's source layers; they are "
                 f"[{layers.start}, {layers.stop})"
             )
+        self._check_memories()
         self._stages.open(layer - layers.start)
         if self._on_last and self._stages.sealed:
             self._tell_last()
+
+    def _check_memories(self) -> None:
+        """End the transfer if a memory has gone since its beginning: it may be another's by now."""
+        if self._stages.done:
+            return
+        try:
+            for memory in self._memories:
+                memory.check()
+        except LLMException as error:
+            self._lost = error  # first: whoever finds the end tells why
+            self.cancel()
 
     def progress(self) -> LayerProgress:
         """Return which layers wait, move, are done or have failed."""

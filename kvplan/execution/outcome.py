@@ -32,20 +32,23 @@ def outcome(
     report: native.Report,
     memories: tuple[TensorMemory, TensorMemory],
     missing: str = "",
+    lost: LLMException | None = None,
 ) -> LLMException | None:
     """Return what went wrong, or None if every byte arrived where and whence the plan says.
 
     Args:
         missing: what a transfer that was given up still waited for besides the copying.
+        lost: the failed check of a memory that the transfer was given up for.
     """
-    moved = report.status == native.KVN_OK
-    # A range that is not mapped may be so because its owner has gone: then that is the reason.
-    lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
-    if not moved:
-        return _failure(plan, report, lost, missing if report.status in _ABANDONED else "")
+    if lost is None:
+        moved = report.status == native.KVN_OK
+        # A range that is not mapped may be so because its owner has gone: then that is the reason.
+        lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
+        if not moved:
+            return _failure(plan, report, lost, missing if report.status in _ABANDONED else "")
     if lost is None:
         return None
-    # The copy went through, but what was copied is not what was registered.
+    # What was copied went through, but to or from what is not what was registered.
     return LLMException(
         f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed",
         status_code=lost.status_code,

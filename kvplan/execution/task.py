@@ -45,6 +45,7 @@ class TransferTask:
         self._on_outcome = on_outcome
         self._concluded = False
         self._error: LLMException | None = None
+        self._lost: LLMException | None = None  # why a memory went under it, where that was found
         self._mutex = RLock()  # re-entrant: a signal handler may wait for the task too
 
     @property
@@ -101,7 +102,7 @@ class TransferTask:
             if not self._concluded:
                 report = self._task.report
                 missing = "" if report.status == KVN_OK else self._missing()
-                self._error = outcome(self.plan, report, self._memories, missing)
+                self._error = outcome(self.plan, report, self._memories, missing, self._lost)
                 # Only now: what interrupts the checks must not leave a success behind.
                 self._concluded = True
                 on_outcome, self._on_outcome = self._on_outcome, None

@@ -23,6 +23,7 @@ from kvplan import (
 from kvplan.engine.prometheus import PrometheusCollector
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8)  # 3 layers
 Pair = tuple[LlmDataDist, LlmDataDist]
 
 
@@ -152,6 +153,48 @@ def test_a_hook_sees_plans_before_they_are_executed(pair: Pair) -> None:
     ]
 
 
+def test_a_push_by_layers_is_one_call(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """Shown once, before anything moves; counted and logged once, at its end."""
+    owner, user = pair
+    owner.allocate_cache(LAYERED)
+    cache = user.allocate_cache(LAYERED)
+    seen: list[PlanEvent] = []
+    user.on_plan(seen.append)
+    with caplog.at_level(logging.INFO, "kvplan"):
+        task = user.push_layers(cache, CacheIndex(1, 1))
+        assert [(it.operation, it.cache_id, it.cluster_id) for it in seen] == [
+            ("push_layers", 1, 1)
+        ]
+        assert seen[0].plan is task.plan
+        for layer in task.layers:
+            assert user.metrics()["in_flight"] == user.links()[0].in_flight == 1
+            assert "push_layers" not in user.metrics()["operations"]
+            task.ready(layer)
+        task.wait()
+        task.wait()
+    assert len(seen) == 1
+    (record,) = caplog.records
+    fields = dict(pair.split("=") for pair in record.getMessage().split())
+    assert float(fields.pop("us")) > 0
+    assert fields == {
+        "operation": "push_layers",
+        "cluster": "2",
+        "peer": "1",
+        "cache": "1",
+        "kind": "C2C",
+        "descriptors": "6",
+        "bytes": "384",
+        "status": "LLM_SUCCESS",
+    }
+    metrics = user.metrics()
+    assert metrics["operations"]["push_layers"]["statuses"] == {"LLM_SUCCESS": 1}
+    assert metrics["operations"]["push_layers"]["nbytes"] == 384
+    assert metrics["in_flight"] == 0
+    (status,) = user.links()
+    assert (status.bytes_pulled, status.bytes_pushed) == (0, 384)
+    assert (status.operations, status.in_flight) == (1, 0)
+
+
 def test_a_hook_that_raises_stops_the_operation(engine: LlmDataDist) -> None:
     cache = engine.allocate_cache(DESC)
     engine.arrays(cache)[0][0] = 3
@@ -167,6 +210,21 @@ def test_a_hook_that_raises_stops_the_operation(engine: LlmDataDist) -> None:
     assert engine.metrics()["in_flight"] == 0
     remove()
     engine.copy_cache(cache, cache, 0, 1)
+
+
+def test_a_hook_that_raises_stops_a_push_by_layers(pair: Pair) -> None:
+    owner, user = pair
+    owner.allocate_cache(LAYERED)
+    cache = user.allocate_cache(LAYERED)
+
+    def refuse(event: PlanEvent) -> None:
+        raise KeyError(event.cluster_id)
+
+    user.on_plan(refuse)
+    with pytest.raises(KeyError):
+        user.push_layers(cache, CacheIndex(1, 1))
+    assert user.metrics()["in_flight"] == user.links()[0].in_flight == 0
+    assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_FAILED": 1}
 
 
 def test_a_hook_is_callable(engine: LlmDataDist) -> None:

@@ -31,6 +31,19 @@ ROUNDS = {
         datadist.pull_cache(CacheIndex(1, 2), cache)
         datadist.unlink_clusters([1], 10_000, force=True).raise_for_status()
     """,
+    "push by layers": """
+        datadist.link_clusters([owner], 10_000).raise_for_status()
+        targets = CacheIndex(1, 2), CacheIndex(1, 1), PeerTensors(1, there)
+        tasks = [datadist.push_layers(cache, it) for it in targets]
+        with LayerEvent(*tasks) as event:
+            event.signal(len(tasks[0].layers))
+        for task in tasks:
+            task.wait(10_000)
+        open_for_ever = datadist.push_layers(cache, CacheIndex(1, 1))
+        open_for_ever.ready(0)
+        open_for_ever.cancel()
+        datadist.unlink_clusters([1], 10_000).raise_for_status()
+    """,
     "links that fail": """
         assert datadist.link_clusters([ClusterInfo(5, address)], 10_000).status
         assert datadist.link_clusters([ClusterInfo(5, "127.0.0.1:1")], 10_000).status
@@ -77,6 +90,7 @@ def test_rounds_between_two_processes(make_peer: MakePeer, name: str) -> None:
     owner.make_cache("allocated")
     owner.make_cache("registered")
     user.make_cache("allocated", None)
+    user.run("there = given", given=owner.run("result = cache.tensor_addrs"))
     run_rounds(user, owner, ROUNDS[name], FEW)
     before = [measured(it) for it in (user, owner)]
     run_rounds(user, owner, ROUNDS[name], MANY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from threading import Lock
+from threading import RLock
 from weakref import ref
 
 from kvplan.engine.links.state import STEPS, LinkState
@@ -36,8 +36,9 @@ class LinkLife:
         self.bytes_pushed = 0
         self.last_error = ""
         # Operations call nothing while they hold it: a signal handler that ran then, and finalized
-        # the engine, would wait for the control thread, and that for the lock.
-        self._mutex = Lock()
+        # the engine, would wait for the control thread, and that for the lock. Re-entrant: the
+        # collector of garbage may end one in there, a push by layers that was dropped.
+        self._mutex = RLock()
         # Weakly: an interrupt may drop an operation before it could end, and it is out then.
         self._in_flight: set[ref[object]] = set()
         self._telling: set[int] = set()

@@ -1,0 +1,281 @@
+"""Layers that are signalled through a descriptor: from Python, from C, wrongly, and not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvnative._executor import Backend, delay
+from kvplan import (
+    Cache,
+    CacheIndex,
+    KvCacheExtParam,
+    LayerEvent,
+    LayerTask,
+    LlmDataDist,
+    LLMStatusCode,
+    Transfers,
+)
+from tests.datadist.conftest import MakeEngine, link
+from tests.datadist.layers import (
+    NUM_LAYERS,
+    OFFER,
+    SLOTS,
+    SLOTS_THERE,
+    fill,
+    refused,
+    there,
+    wait_until,
+)
+from tests.datadist.peer import Peer
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture
+def engines(pair: tuple[LlmDataDist, LlmDataDist]) -> tuple[LlmDataDist, Cache]:
+    """An engine with a full cache, linked with one of this process that has an empty cache 1."""
+    owner, user = pair
+    owner.allocate_cache(SLOTS)
+    cache = user.allocate_cache(SLOTS)
+    fill(user, cache)
+    return user, cache
+
+
+Begin = Callable[..., LayerTask]
+
+
+@pytest.fixture
+def begin(engines: tuple[LlmDataDist, Cache]) -> Begin:
+    user, cache = engines
+
+    def push(layers: tuple[int, int] | None = None) -> LayerTask:
+        return user.push_layers(cache, CacheIndex(1, 1), ext_param=KvCacheExtParam(layers, layers))
+
+    return push
+
+
+def write(fd: int, count: int) -> None:
+    """As C does it, without the GIL."""
+    assert LIBC.write(fd, ctypes.byref(ctypes.c_uint64(count)), ctypes.c_size_t(8)) == 8
+
+
+def done(task: LayerTask, count: int) -> None:
+    """Wait until the first `count` layers are done, and no others."""
+    wait_until(lambda: len(task.progress().done) >= count)
+    assert task.progress().done == tuple(task.layers)[:count]
+
+
+def test_c_code_says_which_layers_are_ready(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_cache(SLOTS)
+    arrays = fill(user, cache)
+    task = user.push_layers(cache, CacheIndex(1, SLOTS_THERE))
+    with LayerEvent(task) as event:
+        for counts in (1, 4, 25):
+            thread = threading.Thread(target=write, args=(event.fileno(), counts))
+            thread.start()
+            thread.join()
+        task.wait(30_000)
+    arrived = there(peer, "cache")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][0] == array[0]).all()
+
+
+def test_a_signal_makes_the_next_layers_ready_in_every_task(begin: Begin) -> None:
+    whole, middle = begin(), begin((10, 12))
+    with LayerEvent(whole, middle) as event:
+        event.signal()
+        done(whole, 1)
+        event.signal(10)
+        done(whole, 11)
+        done(middle, 1)
+        event.signal(1)
+        event.signal(1)
+        done(whole, 13)
+        middle.wait(30_000)
+        event.signal(17)
+        whole.wait(30_000)
+    assert event.fileno() == -1
+
+
+def test_many_signals_at_once_are_all_heard(begin: Begin) -> None:
+    tasks = [begin() for _ in range(4)]
+    events = [LayerEvent(task) for task in tasks]
+    threads = [threading.Thread(target=event.signal) for event in events for _ in range(NUM_LAYERS)]
+    for thread in threads:
+        thread.start()
+    for task in tasks:
+        task.wait(30_000)
+    for thread in threads:
+        thread.join()
+    for event in events:
+        event.close()
+
+
+def test_closing_hands_on_what_was_written(begin: Begin) -> None:
+    for _ in range(50):
+        task = begin()
+        with LayerEvent(task) as event:
+            write(event.fileno(), NUM_LAYERS)
+        assert task.progress().waiting == ()
+        task.wait(30_000)
+
+
+def test_closing_makes_no_layer_ready(begin: Begin) -> None:
+    task = begin()
+    event = LayerEvent(task)
+    event.signal(3)
+    event.close()
+    event.close()
+    assert task.progress().waiting == tuple(range(3, NUM_LAYERS))
+    refused(LLMStatusCode.LLM_PARAM_INVALID, event.signal)
+    task.cancel()
+
+
+@pytest.mark.parametrize("count", [NUM_LAYERS + 1, 2**32, 2**64 - 2])
+def test_a_count_beyond_the_layers_is_logged(
+    begin: Begin, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    task, after = begin(), begin()
+    with caplog.at_level(logging.WARNING, "kvplan"), LayerEvent(task) as event:
+        write(event.fileno(), count)
+        task.wait(30_000)
+    assert "layer_event" in caplog.text
+    assert f"{count:,} layers" in caplog.text
+    with LayerEvent(after) as event:  # the listener lives
+        event.signal(NUM_LAYERS)
+        after.wait(30_000)
+
+
+def test_signals_after_the_end_change_nothing(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, other = begin(), begin()
+    with LayerEvent(task, other) as event:
+        event.signal(2)
+        done(task, 2)
+        task.cancel()
+        event.signal(NUM_LAYERS - 2)
+        other.wait(30_000)
+    assert len(task.progress().waiting) == NUM_LAYERS - 2
+
+
+def test_a_signal_never_waits_for_a_copy(make_engine: MakeEngine) -> None:
+    def slow(backend: Backend) -> Backend:
+        return delay(backend, 600_000)
+
+    with Transfers(1, slow) as transfers:
+        owner, user = make_engine(1, listen=True), make_engine(2, transfers=transfers)
+        link(user, owner)
+        owner.allocate_cache(SLOTS)
+        cache = user.allocate_cache(SLOTS)
+        task = user.push_layers(cache, CacheIndex(1, 1))
+        with LayerEvent(task) as event:
+            for _ in range(NUM_LAYERS):
+                event.signal()
+            wait_until(lambda: task.progress().moving == tuple(task.layers))
+            assert not task.done
+        task.cancel()
+
+
+def test_an_event_that_is_dropped_warns_and_lets_go(begin: Begin) -> None:
+    task = begin()
+    event = LayerEvent(task)
+    fd = event.fileno()
+    with pytest.warns(ResourceWarning, match="unclosed <LayerEvent"):
+        del event
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with LayerEvent(task) as again:
+        again.signal(NUM_LAYERS)
+        task.wait(30_000)
+
+
+def test_it_keeps_its_tasks_until_it_is_closed(begin: Begin) -> None:
+    with LayerEvent(begin()) as event:
+        gc.collect()
+        event.signal(NUM_LAYERS)
+
+
+def test_a_forked_child_has_no_part_in_it(begin: Begin) -> None:
+    task = begin()
+    with LayerEvent(task) as event:
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                refused(LLMStatusCode.LLM_FAILED, event.signal)
+                event.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        event.signal(NUM_LAYERS)
+        task.wait(30_000)
+
+
+def test_events_come_and_go_and_leave_nothing(begin: Begin) -> None:
+    def rounds(count: int) -> int:
+        for _ in range(count):
+            task = begin()
+            with LayerEvent(task) as event:
+                event.signal(NUM_LAYERS)
+                task.wait(30_000)
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir())) + threading.active_count()
+
+    before = rounds(10)
+    assert rounds(200) <= before + 2
+
+
+def test_more_descriptors_than_there_are_is_a_refusal(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = begin()
+
+    def none_left(*_: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    with LayerEvent(task) as event:
+        monkeypatch.setattr(os, "eventfd", none_left)
+        error = refused(LLMStatusCode.LLM_FAILED, lambda: LayerEvent(task))
+        assert "Too many open files" in str(error)
+        event.signal(NUM_LAYERS)
+        task.wait(30_000)
+
+
+def test_tasks_must_share_their_layers(begin: Begin) -> None:
+    part, whole = begin((3, 5)), begin()
+    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: LayerEvent(part, whole))
+    refused(LLMStatusCode.LLM_PARAM_INVALID, LayerEvent)
+    for task in (part, whole):
+        task.cancel()
+
+
+@pytest.mark.parametrize("given", [None, 1, "task"])
+def test_what_is_no_task_is_refused(begin: Begin, given: Any) -> None:
+    task = begin()
+    with pytest.raises(TypeError, match=r"tasks\[1\]"):
+        LayerEvent(task, given)
+    task.cancel()
+
+
+def test_a_signal_is_a_positive_number(begin: Begin) -> None:
+    task = begin()
+    with LayerEvent(task) as event:
+        for count in (0, -1, 2**32):
+            with pytest.raises(ValueError, match="out of range"):
+                event.signal(count)
+        for other in (1.0, "1", True):
+            with pytest.raises(TypeError):
+                event.signal(other)  # type: ignore[arg-type]
+    assert len(task.progress().waiting) == NUM_LAYERS
+    task.cancel()

@@ -1,0 +1,280 @@
+"""Pushes by layers between two processes: what arrives, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheIndex,
+    CacheKey,
+    KvCacheExtParam,
+    LlmDataDist,
+    LLMStatusCode,
+)
+from tests.datadist.layers import (
+    BLOCKS,
+    BLOCKS_THERE,
+    NUM_LAYERS,
+    OFFER,
+    SLOTS,
+    SLOTS_THERE,
+    fill,
+    ready,
+    refused,
+    there,
+    wait_until,
+)
+from tests.datadist.peer import Peer
+
+
+@pytest.fixture(autouse=True)
+def offered(peer: Peer) -> None:
+    peer.run(OFFER)
+
+
+@pytest.fixture
+def slots(user: LlmDataDist) -> Cache:
+    return user.allocate_cache(SLOTS)
+
+
+@pytest.fixture
+def blocks(user: LlmDataDist) -> Cache:
+    return user.allocate_blocks_cache(BLOCKS)
+
+
+def test_each_layer_of_a_slot_arrives_when_it_is_ready(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    arrays = user.arrays(slots)
+    task = user.push_layers(slots, CacheIndex(1, SLOTS_THERE, 1), src_batch_index=3)
+    assert task.layers == range(NUM_LAYERS)
+    assert not there(peer, "cache").any()
+    for layer in range(4):
+        # Computed only now: nothing of it can have moved before.
+        for tensor in (2 * layer, 2 * layer + 1):
+            arrays[tensor][3] = 100 + tensor
+        task.ready(layer)
+        wait_until(lambda layer=layer: layer in task.progress().done)  # type: ignore[misc]
+        assert there(peer, "cache")[: 2 * layer + 2, 1, 0].tolist() == [
+            100 + tensor for tensor in range(2 * layer + 2)
+        ]
+        assert task.progress().waiting == tuple(range(layer + 1, NUM_LAYERS))
+    assert not task.done
+    fill(user, slots)
+    ready(task)
+    task.wait()
+    assert task.done
+    arrived = there(peer, "cache")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][1] == (100 + tensor if tensor < 8 else array[3])).all()
+        assert not arrived[tensor][[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize(
+    "key", [CacheIndex(1, BLOCKS_THERE), BlocksCacheKey(1, 5)], ids=["id", "key"]
+)
+def test_blocks_go_into_blocks(
+    user: LlmDataDist, peer: Peer, blocks: Cache, key: CacheIndex | BlocksCacheKey
+) -> None:
+    arrays = fill(user, blocks)
+    task = user.push_layers(blocks, key, src_blocks=[2, 6, 3], dst_blocks=[4, 3, 0])
+    ready(task)
+    task.wait()
+    arrived = there(peer, "paged")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][[4, 3, 0]] == array[[2, 6, 3]]).all()
+        assert not arrived[tensor][[1, 2, 5, 6, 7]].any()
+
+
+def test_a_slot_goes_into_blocks(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    arrays = fill(user, slots)
+    task = user.push_layers(slots, BlocksCacheKey(1, 5), src_batch_index=2, dst_blocks=[5, 1, 2, 0])
+    ready(task)
+    task.wait()
+    arrived = there(peer, "paged")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][[5, 1, 2, 0]].ravel() == array[2]).all()
+        assert not arrived[tensor][[3, 4, 6, 7]].any()
+
+
+def test_layers_that_do_not_begin_at_0(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    arrays = fill(user, slots)
+    ext_param = KvCacheExtParam((10, 14), (20, 24))
+    task = user.push_layers(slots, CacheIndex(1, SLOTS_THERE), ext_param=ext_param)
+    assert task.layers == range(10, 15)
+    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: task.ready(0))
+    ready(task)
+    task.wait()
+    arrived = there(peer, "cache")
+    for tensor in range(2 * NUM_LAYERS):
+        expected = arrays[tensor - 20][0] if 40 <= tensor < 50 else 0
+        assert (arrived[tensor][0] == expected).all()
+
+
+def test_layers_are_ready_in_any_order_and_from_any_thread(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    arrays = fill(user, slots)
+    for slot, seed in enumerate((1, 2)):
+        task = user.push_layers(slots, CacheIndex(1, SLOTS_THERE, slot), src_batch_index=slot)
+        order = [*task.layers] * 2  # twice is as good as once
+        random.Random(seed).shuffle(order)
+        with ThreadPoolExecutor(4) as threads:
+            for said in [threads.submit(task.ready, layer) for layer in order]:
+                said.result()
+        task.wait()
+        assert task.progress().done == tuple(task.layers)
+    arrived = there(peer, "cache")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][:2] == array[:2]).all()
+    assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_SUCCESS": 2}
+
+
+def test_many_tasks_at_once_end_in_any_order(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    """One whose layers do not come holds up no other."""
+    fill(user, slots)
+    target = CacheIndex(1, SLOTS_THERE)
+    first, *others = [user.push_layers(slots, target) for _ in range(5)]
+    first.ready(0)
+    for task in reversed(others):
+        ready(task)
+    del task, others  # whether or not somebody waits
+    wait_until(lambda: user.metrics()["in_flight"] == 1)
+    user.submit_push_cache(slots, target).wait()
+    assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_SUCCESS": 4}
+    assert not first.done
+    ready(first)
+    first.wait()
+
+
+def test_a_plan_is_that_of_the_whole_push(user: LlmDataDist, slots: Cache, blocks: Cache) -> None:
+    index, paged = CacheIndex(1, SLOTS_THERE, 1), CacheIndex(1, BLOCKS_THERE)
+    assert user.plan_push_layers(slots, index) == user.plan_push_cache(slots, index)
+    tables = ([0, 1], [2, 3])
+    plan = user.plan_push_layers(blocks, paged, src_blocks=tables[0], dst_blocks=tables[1])
+    assert plan == user.plan_push_blocks(blocks, paged, *tables)
+    assert user.plan_push_layers(slots, paged, dst_blocks=[7, 1]).kind == "C2B"
+    task = user.push_layers(blocks, paged, src_blocks=tables[0], dst_blocks=tables[1])
+    assert task.plan == plan
+    task.cancel()
+
+
+def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, peer: Peer) -> None:
+    arrays = [np.full(SLOTS.shape, 7 + number, np.int32) for number in range(SLOTS.num_tensors)]
+    source = Cache(SLOTS, -1, [it.ctypes.data for it in arrays])
+    task = user.push_layers(source, CacheIndex(1, SLOTS_THERE))
+    ready(task)
+    task.wait()
+    assert there(peer, "cache")[:, 0, 5].tolist() == [7 + n for n in range(SLOTS.num_tensors)]
+
+
+INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+THERE, PAGED_THERE = CacheIndex(1, SLOTS_THERE), CacheIndex(1, BLOCKS_THERE)
+REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], object]]] = {
+    "own cluster": (INVALID, lambda it, slots, blocks: it.push_layers(slots, CacheIndex(2, 1))),
+    "not linked": (
+        LLMStatusCode.LLM_NOT_YET_LINK,
+        lambda it, slots, blocks: it.push_layers(slots, CacheIndex(3, 1)),
+    ),
+    "no such local cache": (
+        NOT_EXIST,
+        lambda it, slots, blocks: it.push_layers(Cache(SLOTS, 99), THERE),
+    ),
+    "no such remote cache": (
+        NOT_EXIST,
+        lambda it, slots, blocks: it.push_layers(slots, CacheIndex(1, 99)),
+    ),
+    "no such remote key": (
+        NOT_EXIST,
+        lambda it, slots, blocks: it.push_layers(
+            blocks, BlocksCacheKey(1, 6), src_blocks=[0], dst_blocks=[0]
+        ),
+    ),
+    "source blocks alone": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(blocks, THERE, src_blocks=[0]),
+    ),
+    "a paged source without blocks": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(blocks, THERE),
+    ),
+    "a paged source without source blocks": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(blocks, PAGED_THERE, dst_blocks=[0]),
+    ),
+    "a slot into a paged cache without blocks": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(slots, BlocksCacheKey(1, 5)),
+    ),
+    "blocks of a contiguous cache there": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(blocks, THERE, src_blocks=[0], dst_blocks=[0]),
+    ),
+    "no destination blocks": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(slots, PAGED_THERE, dst_blocks=[]),
+    ),
+    "blocks of unequal number": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(
+            blocks, PAGED_THERE, src_blocks=[0], dst_blocks=[0, 1]
+        ),
+    ),
+    "a slot of a paged source": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(
+            blocks, PAGED_THERE, src_batch_index=1, src_blocks=[0], dst_blocks=[0]
+        ),
+    ),
+    "a slot beyond the source": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(slots, THERE, src_batch_index=4),
+    ),
+    "a slot beyond the destination": (
+        NOT_EXIST,
+        lambda it, slots, blocks: it.push_layers(slots, CacheIndex(1, SLOTS_THERE, 4)),
+    ),
+    "a layer beyond the source": (
+        INVALID,
+        lambda it, slots, blocks: it.push_layers(
+            slots, THERE, ext_param=KvCacheExtParam((30, 30), (0, 0))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_is_refused(
+    user: LlmDataDist, slots: Cache, blocks: Cache, name: str
+) -> None:
+    status, call = REFUSALS[name]
+    refused(status, lambda: call(user, slots, blocks))
+    assert user.metrics()["in_flight"] == 0
+    assert user.metrics()["operations"]["push_layers"]["statuses"] == {status.name: 1}
+
+
+WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
+    "destination": lambda it, slots, blocks: it.push_layers(slots, (1, 1)),
+    "destination by request": lambda it, slots, blocks: it.push_layers(slots, CacheKey(1, 1)),
+    "source": lambda it, slots, blocks: it.push_layers(1, THERE),
+    "slot": lambda it, slots, blocks: it.push_layers(slots, THERE, src_batch_index="0"),
+    "blocks": lambda it, slots, blocks: it.push_layers(slots, PAGED_THERE, dst_blocks=3),
+    "layers": lambda it, slots, blocks: it.push_layers(slots, THERE, ext_param={}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_arguments_of_another_type_are_refused(
+    user: LlmDataDist, slots: Cache, blocks: Cache, name: str
+) -> None:
+    with pytest.raises(TypeError):
+        WRONG_TYPES[name](user, slots, blocks)
+    assert user.metrics()["in_flight"] == 0

@@ -1,0 +1,279 @@
+"""Pushes by layers to raw addresses in another process: what arrives, and what must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import Cache, KvCacheExtParam, LlmDataDist, LLMStatusCode, PeerTensors
+from tests.datadist.layers import (
+    BLOCKS,
+    NUM_LAYERS,
+    OFFER,
+    SLOTS,
+    fill,
+    ready,
+    refused,
+    there,
+)
+from tests.datadist.peer import Peer
+
+INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+@pytest.fixture(autouse=True)
+def offered(peer: Peer) -> None:
+    peer.run(OFFER)
+
+
+@pytest.fixture
+def slots(user: LlmDataDist) -> Cache:
+    return user.allocate_cache(SLOTS)
+
+
+@pytest.fixture
+def blocks(user: LlmDataDist) -> Cache:
+    return user.allocate_blocks_cache(BLOCKS)
+
+
+def addresses(peer: Peer, name: str) -> list[int]:
+    return list(peer.run(f"result = {name}.tensor_addrs"))
+
+
+def push(user: LlmDataDist, src: Cache, dst: PeerTensors, **arguments: Any) -> None:
+    task = user.push_layers(src, dst, **arguments)
+    ready(task)
+    task.wait()
+
+
+def test_a_slot_goes_to_addresses(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    arrays = fill(user, slots)
+    rows = [it + 3 * SLOTS.stride for it in addresses(peer, "cache")]
+    push(user, slots, PeerTensors(1, rows), src_batch_index=1)
+    arrived = there(peer, "cache")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][3] == array[1]).all()
+        assert not arrived[tensor][:3].any()
+
+
+def test_blocks_go_to_addresses(user: LlmDataDist, peer: Peer, blocks: Cache) -> None:
+    arrays = fill(user, blocks)
+    target = PeerTensors(1, addresses(peer, "paged"))
+    push(user, blocks, target, src_blocks=[2, 6], dst_blocks=[7, 0])
+    arrived = there(peer, "paged")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][[7, 0]] == array[[2, 6]]).all()
+        assert not arrived[tensor][1:7].any()
+
+
+def test_a_slot_goes_into_blocks_at_addresses(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    arrays = fill(user, slots)
+    target = PeerTensors(1, addresses(peer, "paged"), stride=BLOCKS.stride)
+    push(user, slots, target, dst_blocks=[5, 1, 2, 0])
+    arrived = there(peer, "paged")
+    for tensor, array in enumerate(arrays):
+        assert (arrived[tensor][[5, 1, 2, 0]].ravel() == array[0]).all()
+        assert not arrived[tensor][[3, 4, 6, 7]].any()
+
+
+def test_some_layers_go_to_the_addresses_of_others(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    arrays = fill(user, slots)
+    chosen = addresses(peer, "cache")[20:24]
+    ext_param = KvCacheExtParam(src_layer_range=range(5, 7))
+    push(user, slots, PeerTensors(1, chosen), ext_param=ext_param)
+    arrived = there(peer, "cache")
+    for tensor in range(2 * NUM_LAYERS):
+        expected = arrays[tensor - 10][0] if 20 <= tensor < 24 else 0
+        assert (arrived[tensor][0] == expected).all()
+
+
+def test_memory_that_was_registered_after_linking_is_found(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    arrays = fill(user, slots)
+    target = peer.run(
+        """
+        arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
+        held = datadist.register_cache(slots, [it.ctypes.data for it in arrays])
+        result = held.tensor_addrs
+        """
+    )
+    push(user, slots, PeerTensors(1, target), src_batch_index=2)
+    arrived = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    assert (arrived[:, 0] == np.array([it[2] for it in arrays])).all()
+    assert not arrived[:, 1:].any()
+
+
+def test_memory_that_is_another_caches_by_now_is_found(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    """What a peer had there before, and has told, is no reason to refuse what it has now."""
+    fill(user, slots)
+    code = """
+        held = datadist.register_cache(slots, [it.ctypes.data for it in arrays])
+        result = held.tensor_addrs
+        """
+    peer.run("arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]")
+    for row in range(4):
+        target = PeerTensors(1, peer.run(code))
+        push(user, slots, target, src_batch_index=row)
+        assert peer.run("result = int(arrays[0][0, 0])") == 1 + 64 * row
+        peer.run("datadist.unregister_cache(held.cache_id)")
+        refused(NOT_EXIST, lambda target=target: user.push_layers(slots, target))  # type: ignore[misc]
+
+
+def test_of_two_caches_of_one_memory_the_writable_one_is_written(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    arrays = fill(user, slots)
+    target = peer.run(
+        """
+        arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
+        writable = datadist.register_cache(slots, arrays)
+        for it in arrays:
+            it.flags.writeable = False
+        datadist.register_cache(slots, arrays)
+        result = writable.tensor_addrs
+        """
+    )
+    push(user, slots, PeerTensors(1, target))
+    arrived = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    assert (arrived[:, 0] == np.array([it[0] for it in arrays])).all()
+
+
+def untouched(peer: Peer) -> bool:
+    return not there(peer, "cache").any() and not there(peer, "paged").any()
+
+
+def test_addresses_in_no_cache_are_refused(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    fill(user, slots)
+    target = addresses(peer, "cache")
+    outside = peer.run("other = np.zeros(64, np.int32); result = other.ctypes.data")
+    for address in (outside, target[0] - 1, max(target) + SLOTS.tensor_nbytes, 1, 2**64 - 1):
+        wrong = [*target[:7], address, *target[8:]]
+        error = refused(
+            NOT_EXIST, lambda wrong=wrong: user.push_layers(slots, PeerTensors(1, wrong))
+        )  # type: ignore[misc]
+        assert f"addresses[7]={address:#x}" in str(error)
+    assert untouched(peer)
+    assert peer.run("result = int(other.sum())") == 0
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_a_row_must_not_reach_into_the_next_tensor(
+    user: LlmDataDist, peer: Peer, slots: Cache, blocks: Cache
+) -> None:
+    """Though that is of the same cache, right behind, and registered in one range with it."""
+    fill(user, slots)
+    target = addresses(peer, "cache")
+    assert target[1] == target[0] + SLOTS.tensor_nbytes
+    straddling = [it + SLOTS.tensor_nbytes - 4 for it in target]
+    error = refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, straddling)))
+    assert "4 bytes behind it" in str(error)
+    # Of blocks as many are there as the tensor has behind the address.
+    paged = PeerTensors(1, [it + 2 * BLOCKS.stride for it in addresses(peer, "paged")])
+    refused(INVALID, lambda: user.push_layers(blocks, paged, src_blocks=[0], dst_blocks=[6]))
+    push(user, blocks, paged, src_blocks=[0], dst_blocks=[5])
+    assert not there(peer, "cache").any()
+
+
+def test_addresses_of_two_caches_are_refused(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    fill(user, slots)
+    mixed = [*addresses(peer, "cache")[:-1], addresses(peer, "paged")[-1]]
+    error = refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, mixed)))
+    assert "addresses[59]" in str(error)
+    assert untouched(peer)
+
+
+def test_read_only_memory_is_not_written(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+    fill(user, slots)
+    target = peer.run(
+        """
+        arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
+        for it in arrays:
+            it.flags.writeable = False
+        result = datadist.register_cache(slots, arrays).tensor_addrs
+        """
+    )
+    refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, target)))
+    assert peer.run("result = int(sum(it.sum() for it in arrays))") == 0
+
+
+def test_memory_that_peers_must_not_reach_is_not_found(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    target = peer.run(
+        """
+        arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
+        hidden = datadist.register_cache(slots, arrays, remote_accessible=False)
+        result = hidden.tensor_addrs
+        """
+    )
+    refused(NOT_EXIST, lambda: user.push_layers(slots, PeerTensors(1, target)))
+
+
+def test_other_clusters_and_numbers_are_refused(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    target = addresses(peer, "cache")
+    refused(INVALID, lambda: user.push_layers(slots, PeerTensors(2, target)))
+    refused(LLMStatusCode.LLM_NOT_YET_LINK, lambda: user.push_layers(slots, PeerTensors(3, target)))
+    refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, target[:4])))
+    refused(
+        INVALID, lambda: user.push_layers(slots, PeerTensors(1, target, stride=SLOTS.stride - 4))
+    )
+    twice = PeerTensors(1, [target[0], *target[:-1]])
+    refused(INVALID, lambda: user.push_layers(slots, twice))
+    assert untouched(peer)
+
+
+def test_one_tensor_of_all_memory_takes_addresses_inside_of_it(
+    user: LlmDataDist, peer: Peer, slots: Cache
+) -> None:
+    """As of a peer that has registered all its layers as one range."""
+    arrays = fill(user, slots)
+    nbytes = SLOTS.nbytes
+    base = peer.run(
+        """
+        whole = datadist.allocate_cache(CacheDesc(1, (1, nbytes), DataType.DT_INT8))
+        result = whole.tensor_addrs[0]
+        """,
+        nbytes=nbytes,
+    )
+    target = [base + number * SLOTS.tensor_nbytes for number in range(SLOTS.num_tensors)]
+    push(user, slots, PeerTensors(1, target), src_batch_index=1)
+    arrived = np.array(
+        peer.run("result = datadist.arrays(whole)[0].view(np.int32).reshape(60, 4, 64).tolist()")
+    )
+    assert (arrived[:, 0] == np.array([it[1] for it in arrays])).all()
+    assert not arrived[:, 1:].any()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("1", [1]), (1, 5), (1, None), (1, "12"), (1, b"12"), (1, [1.0]), (1, [True]), (1, [1], "4")],
+    ids=repr,
+)
+def test_values_of_another_type_are_refused(arguments: Any) -> None:
+    with pytest.raises(TypeError):
+        PeerTensors(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [(-1, [1]), (2**64, [1]), (1, [2**64]), (1, [-1])], ids=repr)
+def test_values_beyond_their_width_are_refused(arguments: Any) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        PeerTensors(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [(1, []), (1, [0]), (1, [1], 0), (1, [1], -4)], ids=repr)
+def test_values_that_make_no_sense_are_refused(arguments: Any) -> None:
+    refused(INVALID, lambda: PeerTensors(*arguments))
+
+
+def test_a_value_is_frozen_and_hashable() -> None:
+    assert PeerTensors(1, [4, 5]) == PeerTensors(1, (4, 5))
+    assert hash(PeerTensors(1, [4, 5])) == hash(PeerTensors(1, (4, 5)))

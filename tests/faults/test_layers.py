@@ -1,0 +1,434 @@
+"""Pushes by layers under faults: each destination fails alone, and nothing reads as a success."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvnative._executor import Backend, delay, fail_at
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    LayerTask,
+    LinkState,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+    Transfers,
+)
+from tests.faults.conftest import Attempt, MakeEngine, MakePeer
+from tests.faults.contents import pattern
+from tests.faults.gate import Gate
+from tests.faults.moves import link
+from tests.faults.outcomes import refused, unconfirmed
+from tests.faults.peer import Peer
+from tests.faults.states import link_of, wait_for_state
+
+NUM_LAYERS = 30
+DESC = CacheDesc(2 * NUM_LAYERS, (4, 64), DataType.DT_INT32)
+SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
+MOST_S = 4.0
+FOR_EVER_MS = 600_000
+
+MAKE = """
+from kvplan import DataType
+layered = CacheDesc(60, (4, 64), DataType.DT_INT32)
+cache, arrays = make_cache(datadist, memory, None, layered)
+result = cache.cache_id
+"""
+ENDS = {
+    "allocated": "datadist.deallocate_cache(cache)",
+    "registered": "datadist.unregister_cache(cache.cache_id)",
+}
+memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
+
+
+def offered(peer: Peer, memory: str = "allocated") -> int:
+    return int(peer.run(MAKE, memory=memory))
+
+
+def source(user: LlmDataDist) -> Cache:
+    """A cache with values of its own in every tensor."""
+    cache = user.allocate_cache(DESC)
+    for array, values in zip(user.arrays(cache), pattern(1, DESC), strict=True):
+        array[:] = values
+    return cache
+
+
+def ready(task: LayerTask, layers: range) -> None:
+    for layer in layers:
+        task.ready(layer)
+
+
+def failed(task: LayerTask) -> LLMException:
+    with pytest.raises(LLMException) as caught:
+        task.wait(30_000)
+    return caught.value
+
+
+def arrived(peer: Peer, error: LLMException | None = None, slot: int = 0) -> None:
+    """All that is confirmed is there."""
+    missing = set() if error is None else unconfirmed(error)
+    there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    for tensor, values in enumerate(pattern(1, DESC)):
+        if tensor not in missing:
+            assert (there[tensor][slot] == values[slot]).all(), f"tensor {tensor} is confirmed"
+
+
+def counted(user: LlmDataDist) -> dict[str, int]:
+    return user.metrics()["operations"]["push_layers"]["statuses"]
+
+
+@pytest.fixture
+def slowed(make_engine: MakeEngine) -> Iterator[Callable[..., LlmDataDist]]:
+    """Makes an engine whose transfers are wrapped."""
+    made = []
+
+    def make(wrap: Callable[[Backend], Backend], **options: object) -> LlmDataDist:
+        made.append(Transfers(1, wrap))
+        return make_engine(2, transfers=made[-1], **{**SLOW, **options})
+
+    yield make
+    for transfers in made:
+        transfers.close(cancel=True)
+
+
+@memories
+def test_a_peer_that_is_killed_at_layer_7_fails_its_own_task_only(
+    make_engine: MakeEngine, make_peer: MakePeer, memory: str
+) -> None:
+    user, dying, living = make_engine(2, **SLOW), make_peer(1), make_peer(3)
+    cache = source(user)
+    targets = [CacheIndex(it.cluster_id, offered(it, memory)) for it in (dying, living)]
+    link(user, dying, living)
+    one, other = (user.push_layers(cache, target) for target in targets)
+    for layer in range(NUM_LAYERS):
+        if layer == 7:
+            dying.kill()
+        one.ready(layer)
+        other.ready(layer)
+    other.wait()
+    arrived(living)
+    error = failed(one)
+    assert error.status_code is LLMStatusCode.LLM_LINK_FAILED, error
+    # What moved before cannot be confirmed either: who could be asked is gone.
+    assert unconfirmed(error) == set(range(2 * NUM_LAYERS))
+    assert counted(user) == {"LLM_SUCCESS": 1, "LLM_LINK_FAILED": 1}
+    assert user.metrics()["in_flight"] == 0
+    wait_for_state(user, 1, LinkState.BROKEN)
+
+
+@memories
+def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
+    make_engine: MakeEngine, peer: Peer, memory: str
+) -> None:
+    user = make_engine(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer, memory))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    ready(task, range(7))
+    peer.run(ENDS[memory])
+    ready(task, range(7, NUM_LAYERS))
+    assert task.done
+    error = failed(task)
+    assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, error
+    there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    assert there[:14, 0].any()
+    assert not there[14:].any()
+    assert counted(user) == {"LLM_KV_CACHE_NOT_EXIST": 1}
+
+
+def test_an_unlink_by_force_ends_it_and_nothing_is_written_any_more(
+    make_engine: MakeEngine, peer: Peer
+) -> None:
+    user = make_engine(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    ready(task, range(7))
+    user.unlink_clusters([1], force=True).raise_for_status()
+    ready(task, range(7, NUM_LAYERS))
+    assert failed(task).status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    assert not there[14:].any()
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_unlink_waits_for_the_layers_and_then_the_link_stays(
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
+) -> None:
+    user = make_engine(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    began = time.monotonic()
+    (result,) = user.unlink_clusters([1], timeout_ms=200)
+    assert result.status is LLMStatusCode.LLM_LINK_BUSY
+    assert 0.2 <= time.monotonic() - began < MOST_S
+    # From the other end too: it is idle, this one is not.
+    peer.run(
+        """
+        (result,) = datadist.unlink_clusters([2], timeout_ms=200)
+        assert result.status is LLMStatusCode.LLM_LINK_BUSY, result
+        result = None
+        """
+    )
+    unlinking = attempt(lambda: user.unlink_clusters([1], timeout_ms=30_000).raise_for_status())
+    ready(task, task.layers)
+    assert unlinking.result(30) is None
+    task.wait()
+    arrived(peer)
+
+
+def test_finalize_ends_what_waits_for_layers_that_never_come(
+    make_engine: MakeEngine, peer: Peer
+) -> None:
+    user = make_engine(2, sync_kv_cache_wait_time=200, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    tasks = [user.push_layers(cache, target) for _ in range(3)]
+    ready(tasks[1], range(5))
+    began = time.monotonic()
+    user.finalize()
+    assert 0.2 <= time.monotonic() - began < MOST_S
+    for task in tasks:
+        assert task.done
+        task.ready(9)
+        assert failed(task).status_code in {
+            LLMStatusCode.LLM_FAILED,
+            LLMStatusCode.LLM_NOT_YET_LINK,
+        }
+    assert counted(user)["LLM_FAILED"] == 3
+    refused(lambda: user.push_layers(cache, target), LLMStatusCode.LLM_ENGINE_FINALIZED)
+    there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
+    assert not there[10:].any()
+
+
+def test_finalize_waits_for_layers_that_do_come(
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt
+) -> None:
+    user = make_engine(2, sync_kv_cache_wait_time=30_000, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    ready(task, range(29))
+    ending = attempt(user.finalize)
+    while user.initialized:
+        time.sleep(0.001)
+    task.ready(29)
+    assert ending.result(30) is None
+    task.wait()
+    arrived(peer)
+
+
+def test_a_task_that_is_dropped_with_layers_open_is_cancelled(
+    make_engine: MakeEngine, peer: Peer
+) -> None:
+    user = make_engine(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    ready(task, range(7))
+    with pytest.warns(ResourceWarning, match="never ready"):
+        del task
+    assert user.metrics()["in_flight"] == 0
+    assert counted(user) == {"LLM_FAILED": 1}
+    user.unlink_clusters([1]).raise_for_status()
+
+
+def test_a_layer_that_fails_ends_the_task(slowed: Callable[..., LlmDataDist], peer: Peer) -> None:
+    user = slowed(lambda backend: fail_at(backend, 15))
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    ready(task, task.layers)
+    error = failed(task)
+    assert error.status_code is LLMStatusCode.LLM_FAILED
+    assert error.origin is not None
+    assert (error.origin.src_layer, error.origin.src_tensor) == (7, 15)
+    assert 15 in unconfirmed(error)
+    assert 7 in task.progress().failed
+    assert set(range(8, NUM_LAYERS)) <= set(task.progress().waiting)
+    arrived(peer, error)
+    assert counted(user) == {"LLM_FAILED": 1}
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_time_that_passes_stops_it_or_not(slowed: Callable[..., LlmDataDist], peer: Peer) -> None:
+    user = slowed(lambda backend: delay(backend, FOR_EVER_MS))
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    ready(task, range(3))
+    refused(lambda: task.wait(20, stop=False), LLMStatusCode.LLM_TIMEOUT)
+    assert not task.done
+    assert task.progress().moving == (0, 1, 2)
+    ready(task, task.layers)  # now the engine waits for it too
+    refused(lambda: task.wait(20, stop=False), LLMStatusCode.LLM_TIMEOUT)
+    assert user.metrics()["in_flight"] == 1
+    refused(lambda: task.wait(20), LLMStatusCode.LLM_TIMEOUT)
+    assert task.done
+    assert counted(user) == {"LLM_TIMEOUT": 1}
+
+
+def test_finalize_stops_layers_that_stand_still(
+    slowed: Callable[..., LlmDataDist], peer: Peer
+) -> None:
+    user = slowed(lambda backend: delay(backend, FOR_EVER_MS), sync_kv_cache_wait_time=100)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    half, whole = (user.push_layers(cache, target) for _ in range(2))
+    ready(half, range(3))
+    ready(whole, whole.layers)
+    began = time.monotonic()
+    user.finalize()
+    assert time.monotonic() - began < MOST_S
+    for task in (half, whole):
+        assert task.done
+        assert failed(task).status_code is not LLMStatusCode.LLM_SUCCESS
+    assert sum(counted(user).values()) == 2
+
+
+def test_layers_overlap(gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt) -> None:
+    """While layer 0 copies, layer 1 can be awaited: what stands still holds up no other call."""
+    user = gated(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer, "registered"))
+    link(user, peer)
+    task = user.push_layers(cache, target)
+    first = attempt(lambda: task.ready(0))
+    gate.wait()
+    assert 0 in task.progress().moving
+    assert not task.done
+    gate.open()
+    assert first.result(30) is None
+    ready(task, task.layers)
+    task.wait()
+    arrived(peer)
+
+
+def test_it_can_be_awaited(make_engine: MakeEngine, peer: Peer) -> None:
+    user = make_engine(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+
+    async def push() -> None:
+        task = user.push_layers(cache, target)
+        waiting = asyncio.ensure_future(_awaited(task))
+        for layer in task.layers:
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            task.ready(layer)
+        await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(push())
+    arrived(peer)
+    assert counted(user) == {"LLM_SUCCESS": 1}
+
+
+async def _awaited(task: LayerTask) -> None:
+    await task
+
+
+def test_an_await_that_is_cancelled_cancels_it(make_engine: MakeEngine, peer: Peer) -> None:
+    user = make_engine(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+
+    async def push() -> LayerTask:
+        task = user.push_layers(cache, target)
+        task.ready(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_awaited(task), 0.05)
+        return task
+
+    task = asyncio.run(push())
+    assert task.done
+    task.ready(1)
+    assert failed(task).status_code is LLMStatusCode.LLM_FAILED
+    assert user.metrics()["in_flight"] == 0
+    user.unlink_clusters([1]).raise_for_status()
+
+
+def test_an_await_of_what_fails_raises(make_engine: MakeEngine, make_peer: MakePeer) -> None:
+    user, dying = make_engine(2, **SLOW), make_peer(1)
+    cache = source(user)
+    target = CacheIndex(1, offered(dying))
+    link(user, dying)
+
+    async def push() -> None:
+        task = user.push_layers(cache, target)
+        waiting = asyncio.ensure_future(_awaited(task))
+        await asyncio.sleep(0)
+        dying.kill()
+        ready(task, task.layers)
+        await asyncio.wait_for(waiting, 30)
+
+    refused(lambda: asyncio.run(push()), LLMStatusCode.LLM_LINK_FAILED)
+
+
+def race(task: LayerTask, pause_s: float) -> LLMStatusCode:
+    """Make its layers ready in two threads, cancel it in one, and wait for it in this."""
+    begun = threading.Barrier(4)
+    half = NUM_LAYERS // 2
+
+    def run(layers: range | None) -> None:
+        begun.wait()
+        if layers is None:
+            time.sleep(pause_s)
+            task.cancel()
+        else:
+            ready(task, layers)
+
+    parts = (range(half), range(half, NUM_LAYERS), None)
+    threads = [threading.Thread(target=run, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    status = LLMStatusCode.LLM_SUCCESS
+    try:
+        task.wait(30_000)
+    except LLMException as error:
+        status = error.status_code
+    for thread in threads:
+        thread.join()
+    return status
+
+
+def test_ready_and_cancel_and_wait_race(make_engine: MakeEngine, peer: Peer) -> None:
+    """Whoever is first: one outcome, counted once, and no success without all the bytes."""
+    user = make_engine(2, **SLOW)
+    cache = source(user)
+    target = CacheIndex(1, offered(peer))
+    link(user, peer)
+    outcomes = []
+    for round_ in range(40):
+        peer.run("for it in arrays: it[:] = 0")
+        outcomes.append(race(user.push_layers(cache, target), round_ % 8 / 2e4))
+        if outcomes[-1] is LLMStatusCode.LLM_SUCCESS:
+            arrived(peer)
+    assert sum(counted(user).values()) == len(outcomes)
+    assert set(outcomes) <= {LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED}
+    assert counted(user).get("LLM_SUCCESS", 0) == outcomes.count(LLMStatusCode.LLM_SUCCESS)
+    assert user.metrics()["in_flight"] == 0
+    status = link_of(user, 1)
+    assert status is not None
+    assert status.in_flight == 0

@@ -1,0 +1,290 @@
+"""Other memory at the addresses of a registered cache: before it nothing reads as a success."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    DataType,
+    LinkState,
+    LlmDataDist,
+    LLMStatusCode,
+)
+from tests.faults.conftest import Attempt, MakeEngine
+from tests.faults.gate import Gate
+from tests.faults.moves import LONG_MS, link
+from tests.faults.outcomes import refused
+from tests.faults.peer import Peer
+from tests.faults.states import wait_for_state
+
+INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+DESC = CacheDesc(2, (1, 4096), DataType.DT_INT32)
+SIZE = DESC.nbytes  # 8 pages
+
+# A cache over 8 pages; `remap` puts other pages there, full of a number.
+MAPPED = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+size = 32768
+
+def map_at(address, fixed):
+    flags = 0x22 | (0x10 if fixed else 0)  # MAP_PRIVATE | MAP_ANONYMOUS, MAP_FIXED
+    found = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(size), 3, flags, -1, 0)
+    assert found not in (None, 2**64 - 1), ctypes.get_errno()
+    return found
+
+def fill(number):
+    (ctypes.c_int32 * (size // 4)).from_address(base)[:] = [number] * (size // 4)
+
+def remap(number):
+    map_at(base, True)
+    fill(number)
+    datadist.remap_registered_memory([(base, size)])
+
+from kvplan import DataType
+desc = CacheDesc(2, (1, 4096), DataType.DT_INT32)
+base = map_at(0, False)
+fill(5)
+cache = datadist.register_cache(desc, [base, base + size // 2], [CacheKey(1, 7)])
+result = cache.cache_id
+"""
+
+
+@pytest.fixture
+def remote(peer: Peer) -> CacheIndex:
+    return CacheIndex(1, peer.run(MAPPED))
+
+
+def test_transfers_after_it_bring_what_is_there_now(
+    make_engine: MakeEngine, peer: Peer, remote: CacheIndex
+) -> None:
+    """At once: the peers know of it when it returns."""
+    user = make_engine(2)
+    mine = user.allocate_cache(DESC)
+    link(user, peer)
+    for number in range(30):
+        user.pull_cache(remote, mine)
+        peer.run(f"remap({number})")
+        user.pull_cache(remote, mine)
+        assert all((it == number).all() for it in user.arrays(mine))
+    user.pull_cache(CacheKey(1, 7), mine)
+    user.arrays(mine)[0][:] = 77
+    user.push_cache(mine, remote)
+    assert peer.run("result = ctypes.c_int32.from_address(base).value") == 77
+
+
+def test_a_transfer_that_had_begun_fails(
+    gated: MakeEngine, peer: Peer, remote: CacheIndex, gate: Gate, attempt: Attempt
+) -> None:
+    user = gated(2)
+    mine = user.allocate_cache(DESC)
+    link(user, peer)
+    pulling = attempt(lambda: user.pull_cache(remote, mine, timeout_ms=LONG_MS))
+    gate.wait()
+    peer.run("remap(8)")
+    gate.open()
+    error = pulling.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+    assert error.unconfirmed == ((0, 2),)
+    user.pull_cache(remote, mine)
+    assert all((it == 8).all() for it in user.arrays(mine))
+
+
+def test_layers_that_come_after_it_are_not_pushed(
+    make_engine: MakeEngine, peer: Peer, remote: CacheIndex
+) -> None:
+    user = make_engine(2)
+    mine = user.allocate_cache(DESC)
+    link(user, peer)
+    task = user.push_layers(mine, remote)
+    peer.run("remap(8)")
+    task.ready(0)
+    refused(task.wait, NOT_EXIST)
+    assert peer.run("result = ctypes.c_int32.from_address(base).value") == 8
+
+
+def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
+    make_engine: MakeEngine, peer: Peer, remote: CacheIndex
+) -> None:
+    user = make_engine(2)
+    mine = user.allocate_cache(DESC)
+    link(user, peer)
+    peer.run(
+        """
+        assert libc.munmap(ctypes.c_void_p(base + size // 2), ctypes.c_size_t(4096)) == 0
+        for touched in ([(base, 8)], [(base, size)]):
+            try:
+                datadist.remap_registered_memory(touched)
+            except LLMException as error:
+                assert error.status_code is LLMStatusCode.LLM_PARAM_INVALID, error
+                assert f"cache {cache.cache_id}: tensor 1" in str(error), error
+            else:
+                raise AssertionError
+        """
+    )
+    with pytest.raises(Exception, match="not mapped"):
+        user.pull_cache(remote, mine)
+    peer.run("map_at(base, True); fill(3)")
+    user.pull_cache(remote, mine)  # by the registration that it had
+    assert all((it == 3).all() for it in user.arrays(mine))
+
+
+def test_only_caches_that_are_touched_are_offered_anew(
+    make_engine: MakeEngine,
+    peer: Peer,
+    remote: CacheIndex,
+    gated: MakeEngine,
+    gate: Gate,
+    attempt: Attempt,
+) -> None:
+    other = peer.make_cache("registered")
+    user = gated(2)
+    mine = user.allocate_cache(CacheDesc(8, (4, 64), DataType.DT_INT32))
+    link(user, peer)
+    pulling = attempt(lambda: user.pull_cache(CacheIndex(1, other), mine, timeout_ms=LONG_MS))
+    gate.wait()
+    peer.run("remap(8)")
+    gate.open()
+    assert pulling.result(30) is None
+
+
+def test_a_peer_that_is_stopped_hears_of_it_later(make_engine: MakeEngine, peer: Peer) -> None:
+    owner = make_engine(2, sync_kv_cache_wait_time=200, heartbeat_timeout_ms=60_000)
+    arrays = [np.full(DESC.shape, 4, np.int32) for _ in range(2)]
+    cache = owner.register_cache(DESC, arrays)
+    link(owner, peer)
+    peer.make_cache("allocated", None)
+    peer.stop()
+    began = time.monotonic()
+    owner.remap_registered_memory([(cache.tensor_addrs[1], 16)])
+    assert 0.2 <= time.monotonic() - began < 4
+    peer.resume()
+    peer.run(
+        """
+        from kvplan import DataType
+        mine = datadist.allocate_cache(CacheDesc(2, (1, 4096), DataType.DT_INT32))
+        try:
+            datadist.pull_cache(CacheIndex(2, 99), mine)  # a question, so that all news has come
+        except LLMException:
+            pass
+        datadist.pull_cache(CacheIndex(2, 1), mine)
+        assert all((it == 4).all() for it in datadist.arrays(mine))
+        """
+    )
+
+
+def test_it_counts_and_keeps_what_else_the_cache_is(
+    make_engine: MakeEngine, peer: Peer, remote: CacheIndex
+) -> None:
+    user = make_engine(2)
+    link(user, peer)
+    peer.run(
+        """
+        from dataclasses import replace
+        before = datadist.caches()
+        remap(1)
+        after = datadist.caches()
+        assert [replace(it, age_s=0) for it in before] == [replace(it, age_s=0) for it in after]
+        assert after[0].age_s >= before[0].age_s
+        counted = datadist.metrics()["operations"]["remap_registered_memory"]["statuses"]
+        assert counted == {"LLM_SUCCESS": 1}, counted
+        datadist.unregister_cache(cache.cache_id)
+        """
+    )
+    mine = user.allocate_cache(DESC)
+    refused(lambda: user.pull_cache(remote, mine), NOT_EXIST)
+
+
+def test_rounds_leave_no_registration_behind(
+    make_engine: MakeEngine, peer: Peer, remote: CacheIndex
+) -> None:
+    user = make_engine(2)
+    link(user, peer)
+    before = peer.run("remap(1); result = footprint()")
+    after = peer.run("for number in range(100): remap(number)\nresult = footprint()")
+    for name in ("descriptors", "threads", "registrations"):
+        assert after[name] == before[name]
+
+
+REFUSED: dict[str, Callable[[int, int], object]] = {
+    "none": lambda own, registered: [],
+    "address 0": lambda own, registered: [(0, 16)],
+    "no bytes": lambda own, registered: [(registered, 0)],
+    "past the end of memory": lambda own, registered: [(2**64 - 1, 2)],
+    "beyond the cache": lambda own, registered: [(registered, SIZE // 2 + 1)],
+    "before the cache": lambda own, registered: [(registered - 1, 2)],
+    "the second of two": lambda own, registered: [(registered, 1), (1, 1)],
+    "an allocated cache": lambda own, registered: [(own, 16)],
+}
+
+
+@pytest.fixture
+def owner(make_engine: MakeEngine) -> tuple[LlmDataDist, int, int]:
+    """An engine with an allocated and a registered cache, and their addresses; not linked."""
+    owner = make_engine(2)
+    own = owner.allocate_cache(DESC)
+    # With a gap between the tensors.
+    whole = np.zeros((5, 2048), np.int32)
+    registered = owner.register_cache(CacheDesc(2, (1, 2048), DataType.DT_INT32), list(whole[::3]))
+    return owner, own.tensor_addrs[0], registered.tensor_addrs[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranges_that_cannot_be_are_refused(
+    owner: tuple[LlmDataDist, int, int], peer: Peer, name: str
+) -> None:
+    user, own, registered = owner
+    link(user, peer)
+    ranges: Any = REFUSED[name](own, registered)
+    refused(lambda: user.remap_registered_memory(ranges), INVALID)
+
+
+@pytest.mark.parametrize("ranges", [None, 5, "ab", b"ab", [5], [(1, 2, 3)], [(1.0, 2)], [("1", 2)]])
+def test_what_is_no_range_is_refused(owner: tuple[LlmDataDist, int, int], ranges: Any) -> None:
+    with pytest.raises(TypeError):
+        owner[0].remap_registered_memory(ranges)
+
+
+@pytest.mark.parametrize("given", [(-1, 4), (2**64, 4), (4, 2**64)])
+def test_numbers_beyond_their_width_are_refused(
+    owner: tuple[LlmDataDist, int, int], given: tuple[int, int]
+) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        owner[0].remap_registered_memory([given])
+
+
+def test_without_a_link_there_is_nobody_to_tell(
+    owner: tuple[LlmDataDist, int, int], peer: Peer
+) -> None:
+    user, _, registered = owner
+    not_linked = LLMStatusCode.LLM_NOT_YET_LINK
+    refused(lambda: user.remap_registered_memory([(registered, 16)]), not_linked)
+    refused(lambda: user.remap_registered_memory([]), INVALID)
+    link(user, peer)
+    user.remap_registered_memory([(registered, 16)])
+    peer.kill()
+    wait_for_state(user, 1, LinkState.BROKEN)
+    refused(lambda: user.remap_registered_memory([(registered, 16)]), not_linked)
+
+
+def test_a_range_over_adjacent_caches_renews_them_all(make_engine: MakeEngine, peer: Peer) -> None:
+    user = make_engine(2)
+    whole = np.zeros((4, 2048), np.int32)
+    half = CacheDesc(2, (1, 2048), DataType.DT_INT32)
+    caches = [user.register_cache(half, list(whole[2 * it : 2 * it + 2])) for it in range(2)]
+    link(user, peer)
+    user.remap_registered_memory([(caches[0].tensor_addrs[1], 2 * 8192)])
+    refused(
+        lambda: user.remap_registered_memory([(caches[0].tensor_addrs[1], 3 * 8192 + 1)]), INVALID
+    )
+    assert [it.cache_id for it in user.caches()] == [1, 2]
