@@ -42,14 +42,14 @@ cdef class StagedTask(AnyTask):
             status = kvn_staged_init(&self.staged, backend.handle, &columns, stage_size)
         if status == KVN_NO_MEMORY:
             descriptors.release()
+            self.descriptors = None  # never begun
             raise MemoryError(f"no memory for {columns.count} descriptors in stages of"
                               f" {stage_size}")
         self.begun(status)
         return self
 
     def __dealloc__(self):
-        # Without an outcome only in a forked child, which must leave the task to its parent.
-        if self.outcome is not None:
+        if self.over():
             kvn_staged_release(&self.staged)
 
     cdef int poll_native(self) noexcept nogil:

@@ -51,6 +51,7 @@ cdef class AnyTask:
                           dict siblings) except *
     cdef int begun(self, int status) except -1
     cdef Report settle(self)
+    cdef bint over(self)
 
 
 cdef class Task(AnyTask):

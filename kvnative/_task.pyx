@@ -152,6 +152,19 @@ cdef class AnyTask:
             in_flight.pop(self, None)
         return self.outcome
 
+    cdef bint over(self):
+        """Whether the native task can be released. For __dealloc__."""
+        if self.outcome is not None:
+            return True
+        # Dropped without an outcome: never begun; in a forked child, which must leave the task to
+        # its parent; or there was no memory to keep it or its outcome.
+        if self.descriptors is None or self.backend.pid != getpid():
+            return False
+        with nogil:
+            self.abort_native(KVN_CANCELLED)
+            self.descriptors.release()
+        return True
+
     @property
     def done(self) -> bool:
         """Whether the outcome is there. Never blocks."""
@@ -247,8 +260,7 @@ cdef class Task(AnyTask):
         return self
 
     def __dealloc__(self):
-        # Without an outcome only in a forked child, which must leave the task to its parent.
-        if self.outcome is not None:
+        if self.over():
             kvn_task_release(&self.task)
 
     cdef int poll_native(self) noexcept nogil:

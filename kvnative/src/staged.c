@@ -257,8 +257,7 @@ int kvn_staged_open(kvn_staged *staged, uint64_t stage, int *opened)
     int status;
 
     pthread_mutex_lock(&staged->mutex);
-    if (staged->stages[stage].state == KVN_STAGE_WAITING)
-        look(staged, LOOKS_PER_OPEN);
+    look(staged, LOOKS_PER_OPEN);
     if (!staged->sealed && staged->stages[stage].state == KVN_STAGE_WAITING)
         it = begin(staged, stage);
     *opened = it != NULL;

@@ -64,9 +64,9 @@ class LayerTask(TransferTask):
         on_last: Callable[[LayerTask], None] | None = None,
     ) -> None:
         super().__init__(plan, task, memories, on_outcome)
-        self._stages = task
         self._layers = plan.src_layers
         self._on_last = [] if on_last is None else [on_last]  # popped by who calls it
+        self._stages = task  # last: without it there is nothing to cancel
 
     @property
     def layers(self) -> range:

@@ -39,6 +39,7 @@ _V1_ELSEWHERE: Final = {
     "llm_wrapper": "llm_datadist_wrapper",
     "status": "status",
     "utils": "utils",
+    "wrapper": "llm_datadist_wrapper",
 }
 
 _logger = logging.getLogger("kvplan")

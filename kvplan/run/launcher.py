@@ -83,6 +83,8 @@ def parse(arguments: Sequence[str]) -> Launch | None:
 def interpreter_flags(command: Sequence[str], num_arguments: int) -> list[str]:
     """Return python's own options in the command that started the launcher.
 
+    Of `python -m cProfile -m kvplan.run` also `-m cProfile`: it is the program that counts.
+
     Args:
         command: as `sys.orig_argv`.
         num_arguments: how many at its end are for the launcher.

@@ -1,6 +1,6 @@
-"""Pulls under a storm of KeyboardInterrupts; what is left of them is printed as JSON.
+"""Pulls, or pushes by layers, under a storm of KeyboardInterrupts; prints what is left, as JSON.
 
-Args: "index" or "prefix", what is pulled by; and how many interrupts.
+Args: "index" or "prefix", what is pulled by, or "layers"; and how many interrupts.
 """
 
 import json
@@ -20,7 +20,7 @@ from kvplan import (
     Options,
 )
 
-DESC = CacheDesc(2, (4, 4096), DataType.DT_INT8)
+DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8)
 DEADLINE_S = 10
 
 
@@ -33,6 +33,17 @@ def main(kind: str, wanted: int) -> None:
     key = CacheKey(1, prefix_id=9)
     source, target = owner.allocate_cache(DESC, [key]), user.allocate_cache(DESC)
     src = key if kind == "prefix" else CacheIndex(1, source.cache_id)
+
+    def push() -> None:
+        task = user.push_layers(target, CacheIndex(1, source.cache_id))
+        for layer in task.layers:
+            task.ready(layer)
+        task.wait(5000)
+
+    def pull() -> None:
+        user.pull_cache(src, target, timeout_ms=5000)
+
+    call = push if kind == "layers" else pull
     chance = random.Random(1)
     interrupts = 0
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -40,7 +51,7 @@ def main(kind: str, wanted: int) -> None:
         try:
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
             for _ in range(200):  # an interrupt of a weak reference's callback is never seen
-                user.pull_cache(src, target, timeout_ms=5000)
+                call()
         except KeyboardInterrupt:
             interrupts += 1
         except RuntimeError as error:  # what an interrupt makes of a `threading.Condition`

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("kind", "interrupts"), [("index", 1500)])
+@pytest.mark.parametrize(("kind", "interrupts"), [("index", 1500), ("layers", 1500)])
 def test_a_storm_of_interrupts_leaves_nothing_in_flight(kind: str, interrupts: int) -> None:
     command = (sys.executable, "-m", "tests.datadist.interrupted_process", kind, str(interrupts))
     process = subprocess.run(

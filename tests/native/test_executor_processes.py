@@ -70,6 +70,54 @@ def test_a_forked_child_is_refused_everything_of_its_parents() -> None:
         """)
 
 
+def test_a_forked_child_has_no_part_in_its_parents_stages() -> None:
+    run("""
+        task = executor.stage(case.descriptors, 3)
+        over = executor.stage(case.descriptors, 8)
+        over.open(0), over.wait()
+        task.open(0)
+        def child():
+            global task, over
+            assert refused(lambda: executor.stage(case.descriptors, 3))
+            for call in (lambda: task.open(1), task.wait, task.cancel, task.states,
+                         lambda: task.sealed, lambda: task.done, lambda: task.report):
+                assert refused(call)
+            assert over.report.status == KVN_OK and over.sealed and not over.open(0)
+            executor.close()
+            del task, over
+        in_child(child)
+        assert task.open(1) and task.open(2)
+        assert task.wait().status == KVN_OK
+        case.assert_moved()
+        """)
+
+
+def test_a_child_forked_while_threads_open_stages_ends_well() -> None:
+    run("""
+        import threading
+        tasks = [executor.stage(case.descriptors, 1) for _ in range(20)]
+        def open_all():
+            for stage in range(8):
+                for task in tasks:
+                    task.open(stage)
+        threads = [threading.Thread(target=open_all) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        held = slow.stage(case.descriptors, 1)
+        def child():
+            global tasks, held
+            assert refused(held.wait)
+            del tasks, held
+        for _ in range(10):
+            in_child(child)
+        for thread in threads:
+            thread.join()
+        for task in tasks:
+            assert task.wait().status == KVN_OK
+        case.assert_moved()
+        """)
+
+
 def test_a_forked_child_makes_its_own() -> None:
     run("""
         def child():
@@ -115,6 +163,8 @@ def test_an_interpreter_may_exit_with_tasks_in_flight(handles: str) -> None:
         cases = [scatter([4 << 20] * 8, seed=seed) for seed in range(4)]
         tasks = [executor.submit(each.descriptors, keep=each) for each in cases]
         tasks.append(slow.submit(case.descriptors, keep=case))
+        tasks.append(slow.stage(case.descriptors, 3, keep=case))
+        tasks[-1].open(1)
         kept = {handles}
         del cases, case, tasks
         """)
@@ -124,10 +174,56 @@ def test_an_interpreter_may_exit_while_a_daemon_thread_waits() -> None:
     run("""
         import threading
         task = slow.submit(case.descriptors)
-        waiting = threading.Event()
-        def wait():
-            waiting.set()
-            slow.run(case.descriptors)
-        threading.Thread(target=wait, daemon=True).start()
+        staged = slow.stage(case.descriptors, 3)
+        waiting = threading.Barrier(3)
+        def wait(call):
+            waiting.wait()
+            call()
+        for call in (lambda: slow.run(case.descriptors), staged.wait):
+            threading.Thread(target=wait, args=(call,), daemon=True).start()
         waiting.wait()
+        """)
+
+
+LITTLE_MEMORY = """
+import resource
+def leave(nbytes):
+    in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + nbytes,) * 2)
+"""
+
+
+def test_no_memory_for_stages_is_an_error_that_holds_nothing() -> None:
+    run(f"""
+        {LITTLE_MEMORY.replace(chr(10), chr(10) + " " * 8)}
+        from kvnative._lower import lower
+        column = np.ones(2_000_000, np.uint64)
+        many = lower(column, column, column, column[:1], column[:1])
+        leave(16 << 20)
+        try:
+            executor.stage(many, 1)
+        except MemoryError as error:
+            assert "2000000 descriptors in stages of 1" in str(error)
+        else:
+            raise AssertionError
+        lower(column[:1], column[:1], column[:1], column[:1], column[:1], out=many)
+        assert executor.run(case.descriptors).status == KVN_OK
+        """)
+
+
+def test_no_memory_for_a_stage_in_flight_is_an_outcome() -> None:
+    run(f"""
+        {LITTLE_MEMORY.replace(chr(10), chr(10) + " " * 8)}
+        small = scatter([16] * 100_000)
+        never = Executor(delay(executor.backend, 1e9))
+        task = never.stage(small.descriptors, 1)
+        leave(32 << 20)
+        opened = 0
+        while not task.sealed:
+            opened += task.open(opened)
+        assert opened < 100_000
+        report = task.cancel()
+        assert report.status == KVN_NO_MEMORY, report
+        assert "no memory for a " in report.message
+        assert report.unconfirmed == ((0, 100_000),)
         """)

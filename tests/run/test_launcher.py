@@ -227,3 +227,12 @@ def test_started_by_another_program_it_keeps_what_the_interpreter_knows(folder: 
     run = f"import runpy, sys; {program}; runpy.run_module('kvplan.run', run_name='__main__')"
     done = folder.python("-c", run, flags=["-O"])
     assert (done.stdout, done.code) == ("1\n", 0)
+
+
+def test_a_tool_that_was_to_run_the_launcher_runs_the_program(folder: Folder) -> None:
+    """Or a profiler would see nothing of it, and a debugger lose it."""
+    folder.write("program.py", "import llm_datadist\ndef f(): print(llm_datadist.__name__)\nf()")
+    profiled = folder.launch("program.py", flags=["-m", "cProfile"])
+    assert profiled.code == 0
+    assert profiled.stdout.startswith("kvplan.llm_datadist\n")
+    assert "program.py:2(f)" in profiled.stdout

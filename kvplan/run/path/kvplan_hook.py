@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing costs 3 ms
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.abc import MetaPathFinder
     from importlib.machinery import ModuleSpec
 
-FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib costs 5 ms
+FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
 class Hook:

@@ -1,0 +1,395 @@
+"""Layers move when they are ready: in any order, from any thread, and to one outcome."""
+
+import gc
+import random
+import warnings
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvplan
+from kvnative._executor import delay, fail_at, limit_batch
+from kvplan import (
+    CacheDesc,
+    Coalesce,
+    DataType,
+    HostMemory,
+    KvCacheExtParam,
+    LLMException,
+    LLMStatusCode,
+    Plan,
+    Transfers,
+)
+from kvplan.execution import LayerProgress, LayerTask
+from kvplan.planning import reference
+from tests.native.test_executor_concurrency import at_once
+from tests.planning.transfers import transfers as any_transfer
+
+DESC = CacheDesc(10, (8, 100), DataType.DT_UINT8)
+PLAN = kvplan.plan_push_blocks(
+    DESC,
+    DESC,
+    [0, 1, 5],
+    [5, 3, 0],
+    ext_param=KvCacheExtParam(range(1, 5), range(4), 2),
+    coalesce=Coalesce.NONE,
+)
+PER_LAYER = 6  # descriptors
+
+
+def filled(seed: int, desc: CacheDesc = DESC) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (desc.tensor_nbytes,)
+    return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(desc.num_tensors)]
+
+
+def expected(plan: Plan, src: list[np.ndarray], layers: set[int]) -> list[np.ndarray]:
+    """What the reference leaves of `filled(2)` when these source layers have moved."""
+    dst = filled(2)
+    for layer in layers:
+        reference.execute(plan.for_layers(range(layer, layer + 1)), src, dst)
+    return dst
+
+
+def assert_equal(actual: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    for one, other in zip(actual, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def transfers():
+    with Transfers(2) as made:
+        yield made
+
+
+def test_a_layer_moves_when_it_is_ready_and_not_before(transfers):
+    src, dst = filled(1), filled(2)
+    task = transfers.stage(PLAN, src, dst)
+    assert task.layers == range(1, 5)
+    for moved in ({3}, {3, 1}, {3, 1, 4}):
+        before = set(task.progress().done)
+        (layer,) = moved - before
+        for tensor in (2 * layer, 2 * layer + 1):
+            src[tensor][:] = layer  # the final values, at the last moment
+        task.ready(layer)
+        assert_equal(dst, expected(PLAN, src, moved))
+        waiting = tuple(it for it in task.layers if it not in moved)
+        assert task.progress() == LayerProgress(waiting, (), tuple(sorted(moved)), ())
+        assert not task.done
+    task.ready(2)
+    assert task.done
+    task.wait()
+    assert_equal(dst, expected(PLAN, src, {1, 2, 3, 4}))
+
+
+def test_ready_is_idempotent(transfers):
+    src, dst = filled(1), filled(2)
+    task = transfers.stage(PLAN, src, dst)
+    task.ready(2)
+    src[4][:] = 0
+    task.ready(2)
+    assert_equal(dst, expected(PLAN, filled(1), {2}))
+    task.cancel()
+    task.ready(1)
+    task.ready(2)
+    assert_equal(dst, expected(PLAN, filled(1), {2}))
+
+
+@pytest.mark.parametrize("layer", [0, 5, -1, 2**70])
+def test_what_is_no_layer_of_the_plan_is_refused(transfers, layer):
+    task = transfers.stage(PLAN, filled(1), filled(2))
+    for _ in range(2):
+        with pytest.raises(LLMException, match=rf"layer={layer} .* \[1, 5\)") as caught:
+            task.ready(layer)
+        assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+        task.cancel()
+    with pytest.raises(TypeError, match="layer=True must be int"):
+        task.ready(True)
+
+
+def test_a_last_layer_that_is_short(transfers):
+    desc = CacheDesc(7, (4, 64), DataType.DT_UINT8)
+    plan = kvplan.plan_push_cache(desc, desc, ext_param=KvCacheExtParam(None, None, 3))
+    src, dst, whole = filled(1, desc), filled(2, desc), filled(2, desc)
+    task = transfers.stage(plan, src, dst)
+    assert task.layers == range(3)
+    for layer in (2, 0, 1):
+        task.ready(layer)
+    task.wait()
+    reference.execute(plan, src, whole)
+    assert_equal(dst, whole)
+    assert task.explain().splitlines() == [
+        "layer 0  3/3 desc  192 B",
+        "layer 1  3/3 desc  192 B",
+        "layer 2  1/1 desc  64 B",
+        "LLM_SUCCESS",
+    ]
+
+
+SHARED = Transfers(2, wrap=lambda backend: limit_batch(backend, 3))
+
+
+@given(
+    any_transfer(), st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(Coalesce)
+)
+def test_leaves_the_bytes_that_the_reference_leaves(transfer, order, threads, coalesce):
+    """Every plan, its layers made ready in random order by up to three threads."""
+    plan = transfer.plan(coalesce)
+    src, dst = transfer.memory()
+    whole = [tensor.copy() for tensor in dst]
+    reference.execute(plan, whole if transfer.within else src, whole)
+    outcomes = []
+    layers = order.sample(plan.src_layers, len(plan.src_layers))
+    task = SHARED.stage(plan, src, dst, on_outcome=outcomes.append)
+
+    def make_ready(number):
+        for layer in layers[number::threads]:
+            task.ready(layer)
+
+    if threads == 1:
+        make_ready(0)
+    else:
+        at_once(make_ready, threads)
+    task.wait()
+    assert outcomes == [None]
+    assert_equal(dst, whole)
+
+
+def test_a_failure_names_the_origin_and_ends_the_task():
+    with Transfers(wrap=lambda backend: fail_at(backend, 2 * PER_LAYER + 1)) as transfers:
+        src, dst = filled(1), filled(2)
+        task = transfers.stage(PLAN, src, dst)
+        for layer in (1, 3, 4, 2):
+            task.ready(layer)
+        with pytest.raises(LLMException) as caught:
+            task.wait()
+    error = caught.value
+    assert error.status_code is LLMStatusCode.LLM_FAILED
+    assert str(error.origin) == "layer 3>2 tensor 6>4 block 1>3"
+    assert error.unconfirmed == ((6, 12), (13, 24))
+    assert "descriptor 13 (layer 3>2 tensor 6>4 block 1>3)" in str(error)
+    assert "never ready" not in str(error)
+    assert task.progress() == LayerProgress((2, 4), (), (1,), (3,))
+    assert task.explain().splitlines()[:4] == [
+        "layer 1  6/6 desc  600 B",
+        "layer 2  0/6 desc  600 B",
+        "layer 3  1/6 desc  600 B",
+        "layer 4  0/6 desc  600 B",
+    ]
+
+
+def test_a_deadline_names_the_layers_that_were_never_ready(transfers):
+    task = transfers.stage(PLAN, filled(1), filled(2))
+    task.ready(2)
+    with pytest.raises(LLMException) as caught:
+        task.wait(timeout_ms=1)
+    assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+    assert caught.value.unconfirmed == ((0, 6), (12, 24))
+    assert str(caught.value) == (
+        "push_blocks B2B: the deadline passed: 600 of 2400 bytes were moved, 18 of 24 descriptors "
+        "are not confirmed; layers 1, 3-4 were never ready (LLM_TIMEOUT)"
+    )
+
+
+def test_a_deadline_that_stops_nothing(transfers):
+    task = transfers.stage(PLAN, filled(1), filled(2))
+    for layer in (1, 2, 3):
+        task.ready(layer)
+    for _ in range(2):
+        with pytest.raises(LLMException) as caught:
+            task.wait(timeout_ms=1, stop=False)
+        assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+        assert str(caught.value) == (
+            "push_blocks B2B: 1 ms passed when 1,800 of 2,400 bytes were moved; layer 4 was never "
+            "ready; the transfer goes on (LLM_TIMEOUT)"
+        )
+        assert caught.value.unconfirmed == ((0, 24),)
+    task.ready(4)
+    task.wait(timeout_ms=1e6, stop=False)
+
+
+def test_any_task_may_be_waited_for_without_being_stopped():
+    with Transfers(wrap=lambda backend: delay(backend, 30)) as transfers:
+        task = transfers.submit(PLAN, filled(1), filled(2))
+        with pytest.raises(LLMException, match="the transfer goes on") as caught:
+            task.wait(timeout_ms=0, stop=False)
+        assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+        task.wait(timeout_ms=1e6, stop=False)
+
+
+def test_explained_while_it_moves():
+    with Transfers(wrap=lambda backend: fail_at(delay(backend, 1e9), 0)) as transfers:
+        task = transfers.stage(PLAN, filled(1), filled(2))
+        task.ready(4)
+        task.ready(3)
+        task.ready(1)
+        assert task.explain() == (f"{PLAN!r} in flight\nwaiting  2\nmoving   3-4\nfailed   1")
+        task.cancel()
+
+
+class TestOnLast:
+    """`on_last` is called once: by whom the last layer was made ready, or the end found."""
+
+    def test_by_the_last_layer(self, transfers):
+        told = []
+        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+        for layer in (4, 1, 3):
+            task.ready(layer)
+            assert told == []
+        for _ in range(2):
+            task.ready(2)
+            task.wait()
+            assert told == [task]
+
+    def test_by_one_of_many_threads(self, transfers):
+        for turn in range(30):
+            told = []
+            task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+
+            def work(number, task=task, turn=turn):
+                for layer in random.Random(turn * 10 + number).sample(task.layers, 4):
+                    task.ready(layer)
+
+            at_once(work, 4)
+            assert told == [task]
+
+    @pytest.mark.parametrize("end", ["cancel", "wait", "done", "ready", "explain"])
+    def test_by_whoever_finds_the_end(self, end):
+        told, outcomes = [], []
+        with Transfers(wrap=lambda backend: fail_at(limit_batch(backend, 1), 7)) as transfers:
+            task = transfers.stage(PLAN, filled(1), filled(2), outcomes.append, told.append)
+            if end == "cancel":
+                task.cancel()
+            elif end == "wait":
+                with pytest.raises(LLMException):
+                    task.wait(timeout_ms=0)
+            else:
+                task.ready(2)
+                while not told:
+                    if end == "ready":
+                        task.ready(1)
+                    else:
+                        task.done if end == "done" else task.explain()
+            assert told == [task]
+            with pytest.raises(LLMException):
+                task.wait()
+            assert told == [task]
+            assert len(outcomes) == 1
+
+    def test_not_by_a_deadline_that_stops_nothing(self, transfers):
+        told = []
+        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+        with pytest.raises(LLMException):
+            task.wait(timeout_ms=1, stop=False)
+        assert told == []
+        task.cancel()
+
+    def test_its_own_error_is_the_callers(self, transfers):
+        def on_last(_task):
+            raise IndexError("mine")
+
+        task = transfers.stage(PLAN, filled(1), filled(2), on_last=on_last)
+        with pytest.raises(IndexError, match="mine"):
+            task.cancel()
+        task.cancel()
+
+
+class TestDropped:
+    def test_before_all_was_ready_it_is_cancelled(self, transfers):
+        outcomes, told = [], []
+        src = filled(1)
+        task = transfers.stage(PLAN, src, filled(2), outcomes.append, told.append)
+        task.ready(2)
+        with pytest.warns(ResourceWarning, match="cancelled; layers 1, 3-4 were never ready"):
+            del task
+        (error,) = outcomes
+        assert error.unconfirmed == ((0, 6), (12, 24))
+        assert told == []
+        assert "0 tasks in flight" in repr(transfers._host)
+
+    def test_afterwards_it_goes_on(self):
+        outcomes = []
+        with Transfers(wrap=lambda backend: delay(backend, 30)) as transfers:
+            dst = filled(2)
+            task = transfers.stage(PLAN, filled(1), dst, outcomes.append)
+            for layer in task.layers:
+                task.ready(layer)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                del task
+                gc.collect()
+        assert_equal(dst, expected(PLAN, filled(1), {1, 2, 3, 4}))
+
+    def test_after_it_ended_nothing_is_said(self, transfers):
+        task = transfers.stage(PLAN, filled(1), filled(2))
+        task.cancel()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            del task
+            gc.collect()
+
+    def test_while_a_thread_waits_it_is_not(self, transfers):
+        task = transfers.stage(PLAN, filled(1), filled(2))
+        begun, raised = Event(), []
+
+        def wait(task):
+            begun.set()
+            try:
+                task.wait()
+            except LLMException as error:
+                raised.append(error)
+
+        thread = Thread(target=wait, args=(task,))
+        thread.start()
+        begun.wait()
+        del task
+        transfers.close()  # which cancels what nobody can make ready any more
+        thread.join()
+        assert raised[0].status_code is LLMStatusCode.LLM_FAILED
+
+
+def test_closing_cancels_what_waits_for_a_layer_and_takes_no_more():
+    transfers = Transfers(1)
+    half, whole = (transfers.stage(PLAN, filled(1), filled(2)) for _ in range(2))
+    half.ready(1)
+    for layer in whole.layers:
+        whole.ready(layer)
+    transfers.close()
+    whole.wait()
+    with pytest.raises(LLMException, match="layers 2-4 were never ready"):
+        half.wait()
+    with pytest.raises(LLMException, match="closed") as caught:
+        transfers.stage(PLAN, filled(1), filled(2))
+    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+
+
+def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
+    class Watched(HostMemory):
+        lost = False
+
+        def check(self):
+            if self.lost:
+                raise LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+    src = Watched.from_arrays(filled(1))
+    task = transfers.stage(PLAN, src, filled(2))
+    task.ready(1)
+    src.lost = True
+    for layer in task.layers:
+        task.ready(layer)
+    with pytest.raises(LLMException, match="gone; no descriptor is confirmed") as caught:
+        task.wait()
+    assert caught.value.unconfirmed == ((0, 24),)
+    with pytest.raises(LLMException, match="gone"):
+        transfers.stage(PLAN, src, filled(2))
+
+
+def test_it_is_a_transfer_task(transfers):
+    task = transfers.stage(PLAN, filled(1), filled(2))
+    assert isinstance(task, LayerTask)
+    assert repr(task) == f"<LayerTask in flight: {PLAN!r}>"
+    task.cancel()
+    assert repr(task) == f"<LayerTask done: {PLAN!r}>"

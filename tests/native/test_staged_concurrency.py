@@ -1,0 +1,177 @@
+"""Stages opened, waited for, looked at and given up by many threads at once."""
+
+import random
+from collections.abc import Callable
+from threading import Event
+
+import numpy as np
+import pytest
+
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_FAILED,
+    KVN_OK,
+    KVN_TIMEOUT,
+    STAGE_DONE,
+    STAGE_FAILED,
+    STAGE_WAITING,
+    Backend,
+    Executor,
+    StagedTask,
+    ThreadPool,
+    delay,
+    fail_at,
+    host_backend,
+    limit_bandwidth,
+    limit_batch,
+)
+from tests.native.scatter import Scattered, indices, scatter
+from tests.native.test_executor_concurrency import at_once
+
+COUNT, SIZE = 60, 7
+STAGES = -(-COUNT // SIZE)
+BACKENDS: dict[str, Callable[[Backend], Backend]] = {
+    "host": lambda host: host,
+    "batches": lambda host: limit_batch(host, 3),
+    "delay": lambda host: limit_batch(delay(host, 0.2), 3),
+    "bandwidth": lambda host: limit_bandwidth(host, 2e9),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def executor(request: pytest.FixtureRequest) -> Executor:
+    return Executor(BACKENDS[request.param](host_backend(ThreadPool(2))))
+
+
+def assert_consistent(case: Scattered, task: StagedTask) -> None:
+    """The report and the states tell of each descriptor the same, and no more than arrived."""
+    report = task.report
+    assert task.done
+    unconfirmed = indices(report.unconfirmed)
+    assert report.descriptors_done == COUNT - len(unconfirmed)
+    assert (report.status == KVN_OK) == (not unconfirmed)
+    assert all(case.arrived(index) for index in set(range(COUNT)) - unconfirmed)
+    for stage, state in enumerate(task.states()):
+        mine = set(range(stage * SIZE, min(COUNT, (stage + 1) * SIZE)))
+        if state == STAGE_DONE:
+            assert mine.isdisjoint(unconfirmed)
+        elif state == STAGE_WAITING:
+            assert mine <= unconfirmed
+            assert not any(case.arrived(index) for index in mine)
+        else:
+            assert state == STAGE_FAILED
+            assert not mine.isdisjoint(unconfirmed)
+
+
+@pytest.mark.parametrize("size", [500, 90_000])
+def test_opened_in_any_order_by_many_threads(executor: Executor, size: int) -> None:
+    for turn in range(10):
+        case = scatter([size] * COUNT, seed=turn)
+        task = executor.stage(case.descriptors, SIZE)
+        opened: list[int] = []
+
+        def work(
+            number: int, turn: int = turn, task: StagedTask = task, opened: list[int] = opened
+        ) -> None:
+            if number < 2:
+                assert task.wait().status == KVN_OK
+                return
+            order = random.Random(turn * 100 + number).sample(range(STAGES), STAGES)
+            opened.extend(stage for stage in order if task.open(stage))
+            assert task.sealed
+
+        at_once(work)
+        assert sorted(opened) == list(range(STAGES))  # each by one of them
+        assert_consistent(case, task)
+        case.assert_moved()
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "close", "fault"])
+def test_given_up_while_others_open_wait_and_look(executor: Executor, end: str) -> None:
+    for turn in range(20):
+        backend = executor.backend
+        if end == "fault":
+            backend = fail_at(backend, random.Random(turn).randrange(COUNT))
+        own = Executor(backend)
+        case = scatter([40_000] * COUNT, seed=turn)
+        task = own.stage(case.descriptors, SIZE)
+
+        def give_up(task: StagedTask = task, own: Executor = own) -> object:
+            if end == "cancel":
+                return task.cancel()
+            if end == "deadline":
+                return task.wait(timeout_ms=0.3)
+            return own.close() if end == "close" else task.wait()
+
+        def open_some(number: int, turn: int = turn, task: StagedTask = task) -> None:
+            stages = range(STAGES) if end == "fault" else range(1, STAGES)
+            order = random.Random(turn * 100 + number).sample(stages, len(stages))
+            for stage in order:
+                task.open(stage)
+
+        calls: list[Callable[[int], object]] = [
+            open_some,
+            open_some,
+            lambda _, give_up=give_up: give_up(),
+            lambda _, task=task: task.wait(),
+            lambda _, task=task: [task.done for _ in range(20)],
+            lambda _, task=task: [task.report for _ in range(20)],
+            lambda _, task=task: [task.states() for _ in range(20)],
+        ]
+        at_once(lambda number, calls=calls: calls[number](number), len(calls))
+        assert_consistent(case, task)
+        after = case.target.copy()
+        expected = {KVN_FAILED} if end == "fault" else {KVN_CANCELLED, KVN_TIMEOUT}
+        assert task.report.status in expected
+        other = scatter([300_000])
+        own.close() if end == "close" else own.run(other.descriptors)
+        np.testing.assert_array_equal(case.target, after)  # nothing comes later
+
+
+def test_cancelling_wakes_those_who_wait_for_a_stage_to_be_opened(executor: Executor) -> None:
+    case = scatter([100] * COUNT)
+    task = executor.stage(case.descriptors, SIZE)
+
+    def work(number: int) -> None:
+        assert (task.cancel() if number == 0 else task.wait()).status == KVN_CANCELLED
+
+    at_once(work)
+    case.assert_moved(set())
+
+
+def test_a_wait_copies_though_another_stage_is_not_open() -> None:
+    """What is in flight goes on while the wait is for more: here only waiting moves bytes."""
+    case = scatter([1000] * COUNT)
+    executor = Executor(limit_bandwidth(host_backend(ThreadPool(1)), 1e9))
+    task = executor.stage(case.descriptors, COUNT // 2)
+    half, waiting = set(range(COUNT // 2)), Event()
+
+    def work(number: int) -> None:
+        if number == 0:
+            waiting.set()
+            assert task.wait().status == KVN_OK
+            return
+        waiting.wait()
+        assert task.open(0)
+        while not all(case.arrived(index) for index in half):
+            pass
+        assert task.open(1)
+
+    at_once(work, 2)
+    case.assert_moved()
+
+
+def test_many_tasks_share_an_executor() -> None:
+    executor = Executor(host_backend(ThreadPool(2)))
+
+    def work(number: int) -> None:
+        for turn in range(5):
+            case = scatter([60_000] * COUNT, seed=number * 10 + turn)
+            task = executor.stage(case.descriptors, SIZE, keep=case)
+            for stage in random.Random(turn).sample(range(STAGES), STAGES):
+                task.open(stage)
+            assert task.wait().status == KVN_OK
+            case.assert_moved()
+
+    at_once(work, 6)
+    assert repr(executor).endswith("0 tasks in flight>")
