@@ -157,7 +157,7 @@ def layerwise_visible(run: Run, name: str) -> Row:
     prefill.datadist.deallocate_cache(prefill.cache)
     in_ready, computing = map(statistics.median, (prefill.in_ready, prefill.computing))
     note = (
-        f"{MODEL_LAYERS} layers of {BLOCKS} blocks beside {computing:.2f} s of compute on one core; "
+        f"{MODEL_LAYERS} layers of {BLOCKS} blocks, {computing:.2f} s of compute on another core; "
         "from the last ready() to the last byte; limit: the push after the compute; "
         f"ready() of the layers before: {1e3 * in_ready:.2f} ms in all"
     )
