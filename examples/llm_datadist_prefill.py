@@ -51,6 +51,11 @@ def addresses(tensors: np.ndarray) -> list[int]:
     return [tensor.ctypes.data for tensor in tensors]
 
 
+def ip_and_port(address: str) -> tuple[str, int]:
+    ip, _, port = address.rpartition(":")
+    return ip, int(port)
+
+
 def linked_by_name(datadist: LLMDataDist, name: str) -> int:
     """Link both clusters, each of which calls this; returns the communicator's id."""
     devices = [{"device_id": str(i), "device_ip": "127.0.0.1", "rank_id": str(i)} for i in range(2)]
@@ -119,8 +124,8 @@ def remote_mode(datadist: LLMDataDist, decode: Connection, here: str, there: str
     decode.recv()  # its memory is registered
     cluster = LLMClusterInfo()
     cluster.remote_cluster_id = DECODE
-    host, _, port = there.rpartition(":")
-    cluster.append_remote_ip_info(host, int(port))
+    cluster.append_local_ip_info(*ip_and_port(here))
+    cluster.append_remote_ip_info(*ip_and_port(there))
     code, codes = datadist.link_clusters([cluster], 5000)
     if code != LLMStatusCode.LLM_SUCCESS:
         raise RuntimeError(f"link_clusters: {codes}")
