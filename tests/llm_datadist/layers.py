@@ -52,7 +52,12 @@ class Destinations:
         return self._config(key, "cache", ROW * NBYTES, src, dst, row)
 
     def blocks(
-        self, src: range | None = None, dst: range | None = None, row: int = 0, *, small: bool = False
+        self,
+        src: range | None = None,
+        dst: range | None = None,
+        row: int = 0,
+        *,
+        small: bool = False,
     ) -> Any:
         """It goes to the blocks of `paged`, or of `small`."""
         key = BlocksCacheKey(self.peer.cluster_id, int(small))

@@ -154,9 +154,7 @@ def test_after_link_nothing_is_registered_for_peers(manager: CacheManager) -> No
     arrays = tensors()
     manager.register_cache(desc(), addresses(arrays), remote_accessible=True)
     manager.set_is_call_linked()
-    invalid(
-        lambda: manager.register_cache(desc(), addresses(arrays), remote_accessible=True)
-    )
+    invalid(lambda: manager.register_cache(desc(), addresses(arrays), remote_accessible=True))
     invalid(
         lambda: manager.register_blocks_cache(desc(), addresses(arrays), remote_accessible=True)
     )

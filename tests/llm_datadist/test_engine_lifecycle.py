@@ -312,5 +312,5 @@ def test_switch_role(make_datadist: MakeDataDist) -> None:
 
 
 def test_errors_are_those_of_kvplan(new: LLMDataDist) -> None:
-    with pytest.raises(LLMException, match="llm.LocalCommRes"):
+    with pytest.raises(LLMException, match="LocalCommRes"):
         new.init(LOCAL | {"llm.EnableCacheManager": "0"})

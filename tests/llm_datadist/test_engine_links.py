@@ -109,7 +109,6 @@ def test_a_local_address_is_needed_without_local_comm_res(
     [
         ((None,), TypeError),
         (([1],), TypeError),
-        (([LLMClusterInfo()],), TypeError),  # no id
         (([], "1"), TypeError),
         (([], 2**31), ValueError),
     ],
@@ -120,6 +119,10 @@ def test_arguments_of_another_type(
     for call in (datadist.link_clusters, datadist.unlink_clusters):
         with pytest.raises(error):
             call(*arguments)
+    nothing_set = [LLMClusterInfo()]
+    invalid(lambda: datadist.link_clusters(nothing_set))  # no local address
+    with pytest.raises(TypeError):
+        datadist.unlink_clusters(nothing_set)  # no id
     for timeout in (0, -1):
         invalid(lambda timeout=timeout: datadist.link_clusters([], timeout))
         invalid(lambda timeout=timeout: datadist.unlink_clusters([], timeout))

@@ -76,7 +76,7 @@ def test_layers_of_a_pushed_slot(peer: Peer, manager: CacheManager, slots: Cache
         src_cache=slots,
         src_batch_index=1,
         src_layer_range=range(1, 3),
-        dst_layer_range=range(0, 2),
+        dst_layer_range=range(2),
         size=-1,
         tensor_num_per_layer=2,
     )
@@ -124,6 +124,7 @@ def test_pushes_that_cannot_be(
     invalid(lambda: manager.push_cache(key, slots, 4))
     invalid(lambda: manager.push_blocks(paged, blocks, [0], []))
     invalid(lambda: manager.push_blocks(paged, blocks, [], [0]))
+    invalid(lambda: manager.push_blocks(paged, blocks, None, [0]))
     invalid(lambda: manager.push_blocks(paged, blocks, [0, 1], [0]))
     invalid(lambda: manager.push_blocks(paged, blocks, [0], [8]))
     invalid(lambda: manager.push_cache(CacheKeyByIdAndIndex(2, 1), slots))
@@ -156,6 +157,7 @@ def test_pushes_that_cannot_be(
         lambda: manager.push_cache(key, slots, "0"),  # type: ignore[arg-type]
         lambda: manager.push_blocks(key, blocks, [0], [0]),  # type: ignore[arg-type]
         lambda: manager.push_blocks(paged, blocks, [0], [-1]),
+        lambda: manager.push_blocks(paged, blocks, [0], None),  # type: ignore[arg-type]
         lambda: manager.push_blocks(paged, blocks, [0], [0], 1, 1),  # type: ignore[arg-type]
     ):
         with pytest.raises(TypeError):
@@ -170,9 +172,7 @@ def test_in_request_mode_nothing_is_pushed(request_pair: tuple[Peer, LLMDataDist
     invalid(lambda: manager.push_blocks(BlocksCacheKey(1), blocks, [0], [0]))
 
 
-def test_memory_is_remapped_while_linked(
-    peer: Peer, manager: CacheManager, slots: Cache
-) -> None:
+def test_memory_is_remapped_while_linked(peer: Peer, manager: CacheManager, slots: Cache) -> None:
     given = fill(slots, 1)
     cache_id = peer.run(
         """

@@ -63,14 +63,21 @@ def _check_range(name: str, layers: range | None) -> None:
     check_uint32(f"{name}.stop - 1", layers.stop - 1)
 
 
-def indices_of(name: str, blocks: Indices | None) -> list[int]:
+def indices_of(
+    name: str, blocks: Indices | None, refusal: type[Exception] = TypeError
+) -> list[int]:
     """Return block indices as a list; None: none.
 
+    Args:
+        name: of the argument.
+        blocks: its value.
+        refusal: of an index that is no uint64.
+
     Raises:
-        TypeError: another type, or an index that is no uint64.
+        TypeError: another type.
     """
     check_isinstance(name, blocks, [list, tuple], int)
-    return [] if blocks is None else [_index(name, it) for it in blocks]
+    return [] if blocks is None else [_index(name, it, refusal) for it in blocks]
 
 
 def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], list[int]]:
@@ -101,7 +108,7 @@ def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[in
     return copies
 
 
-def _index(name: str, value: int) -> int:
+def _index(name: str, value: int, refusal: type[Exception] = TypeError) -> int:
     if not 0 <= value <= UINT64_MAX:
-        raise TypeError(f"{name} holds {shown(value)}; a block index is in [0, 2**64)")
+        raise refusal(f"{name} holds {shown(value)}; a block index is in [0, 2**64)")
     return int(value)

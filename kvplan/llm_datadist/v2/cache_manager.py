@@ -30,7 +30,7 @@ from kvplan.llm_datadist.v2.llm_types import (
     Placement,
 )
 from kvplan.llm_datadist.v2.local_moves import LocalMoves
-from kvplan.llm_datadist.v2.move_checks import check_kind, check_size, check_some
+from kvplan.llm_datadist.v2.move_checks import check_kind, check_size, check_some, check_table
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import KvCacheExtParam
 
@@ -111,6 +111,8 @@ class CacheManager(LocalMoves):
         kinds: list[type] = [CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
         check_isinstance("src_cache_key", src_cache_key, kinds, allow_none=False)
         check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
+        check_table("src_blocks", src_blocks)
+        check_table("dst_blocks", dst_blocks)
         src, dst = indices_of("src_blocks", src_blocks), indices_of("dst_blocks", dst_blocks)
         check_kind("dst_cache", dst_cache, is_blocks=True)
         check_some("dst_blocks", dst)
@@ -189,6 +191,7 @@ class CacheManager(LocalMoves):
         self._check_may_push("push_blocks")
         check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey, allow_none=False)
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
+        check_table("dst_blocks", dst_blocks)
         src, dst = indices_of("src_blocks", src_blocks), indices_of("dst_blocks", dst_blocks)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_some("dst_blocks", dst)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ipaddress import AddressValueError, IPv4Address
+from ipaddress import IPv4Address
 
 from kvplan.engine.option_rows import SPELLINGS, WITHOUT_MEANING
 from kvplan.engine.options import Options
@@ -65,10 +65,10 @@ def check_listen(listen_ip_info: str) -> tuple[str, int]:
         TypeError: no text.
         LLMException: LLM_PARAM_INVALID: not of this form, or no IPv4 address.
     """
-    ip, port = parse_listen_ip_info(listen_ip_info)
     try:
+        ip, port = parse_listen_ip_info(listen_ip_info)
         IPv4Address(ip)
-    except AddressValueError as error:
+    except ValueError as error:
         raise invalid(f"{LISTEN}={shown(listen_ip_info)}: {error}") from None
     return ip, port
 

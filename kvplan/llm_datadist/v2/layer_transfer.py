@@ -56,12 +56,12 @@ class LayerSource:
         """Check the arguments of `transfer_cache_async` that all destinations share.
 
         Raises:
-            TypeError: an argument of another type, or a block that is no uint64.
-            ValueError: dst_block_memory_size is no uint64.
+            TypeError: an argument of another type.
+            ValueError: a block or dst_block_memory_size is no uint64.
             LLMException: LLM_PARAM_INVALID: arguments that do not go together.
         """
-        src = indices_of("src_block_indices", src_block_indices)
-        dst = indices_of("dst_block_indices", dst_block_indices)
+        src = indices_of("src_block_indices", src_block_indices, ValueError)
+        dst = indices_of("dst_block_indices", dst_block_indices, ValueError)
         if dst_block_memory_size is not None:
             check_uint64("dst_block_memory_size", dst_block_memory_size)
         nbytes = int(dst_block_memory_size or 0)

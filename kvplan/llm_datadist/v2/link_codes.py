@@ -19,18 +19,28 @@ Codes = tuple[LLMStatusCode, list[LLMStatusCode]]
 _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 
 
-def check_clusters(clusters: Clusters, timeout: int) -> None:
+def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     """Refuse what names no clusters.
+
+    Args:
+        clusters: whom.
+        timeout: milliseconds.
+        needed: the option without which each needs a local address; empty: it needs none.
 
     Raises:
         TypeError, ValueError: an argument of another type, an id or timeout of another width.
-        LLMException: LLM_PARAM_INVALID: timeout < 1.
+        LLMException: LLM_PARAM_INVALID: timeout < 1, or no local address.
     """
     check_int32("timeout", timeout)
     if timeout < 1:
         raise invalid(f"timeout={timeout} is out of range [1, 2147483647]")
     check_isinstance("clusters", clusters, [list, tuple], LLMClusterInfo, allow_none=False)
     for cluster in clusters:
+        if needed and not cluster.local_ip_info_list:
+            raise invalid(
+                f"local_ip_info_list is empty, of cluster {cluster.remote_cluster_id}; without "
+                f"{needed} it needs an address: append_local_ip_info"
+            )
         check_uint64("remote_cluster_id", cluster.remote_cluster_id)
 
 

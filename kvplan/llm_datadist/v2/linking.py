@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.links import RegisterMemStatus
 from kvplan.llm_datadist.utils.utils import (
@@ -12,7 +14,12 @@ from kvplan.llm_datadist.utils.utils import (
 )
 from kvplan.llm_datadist.v2 import link_codes
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
-from kvplan.llm_datadist.v2.engine_options import BACKEND, CACHE_MANAGER, LOCAL_COMM_RES
+from kvplan.llm_datadist.v2.engine_options import (
+    BACKEND,
+    CACHE_MANAGER,
+    LOCAL_COMM_RES,
+    engine_options,
+)
 from kvplan.llm_datadist.v2.link_codes import Clusters, Codes, OwnLinks, check_clusters
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
@@ -103,14 +110,10 @@ class Linking:
             LLMException: LLM_PARAM_INVALID: timeout, or no local address.
         """
         engine = self._running()
-        check_clusters(clusters, timeout)
-        if self._enable_cache_mgr and not self._engine_options.get(LOCAL_COMM_RES):
-            for it in clusters:
-                if not it.local_ip_info_list:
-                    raise invalid(
-                        f"local_ip_info_list is empty, of cluster {it.remote_cluster_id}; without "
-                        f"{LOCAL_COMM_RES} it needs an address: append_local_ip_info"
-                    )
+        unneeded = not self._enable_cache_mgr or self._engine_options.get(LOCAL_COMM_RES)
+        check_clusters(clusters, timeout, "" if unneeded else LOCAL_COMM_RES)
+        if not self._enable_cache_mgr:
+            engine = self._distinct_from(clusters)
         return link_codes.link(engine, clusters, int(timeout), self._own_links)
 
     def unlink_clusters(
@@ -159,6 +162,25 @@ class Linking:
         assert self._llm_datadist is not None
         return self._llm_datadist
 
+    def _distinct_from(self, clusters: Clusters) -> LlmDataDist:
+        """Return the engine, under another id if it is to link with a cluster of its own id.
+
+        In version 1 a decoder may have its prompt's: whom it links with never asks for it. Only
+        while it neither listens nor has a cache or link; otherwise linking refuses.
+        """
+        engine = self._running()
+        if (
+            all(it.remote_cluster_id != engine.cluster_id for it in clusters)
+            or engine.listen_address is not None
+            or engine.caches()
+            or engine.links()
+        ):
+            return engine
+        other = LlmDataDist(secrets.randbits(64), engine.role)
+        other.initialize(engine_options(self._engine_options))
+        self._replace_engine(other)
+        return other
+
     def _running_by_name(self, name: str) -> LlmDataDist:
         engine = self._running()
         self._check_mode(name, cache_manager=True)
@@ -168,6 +190,9 @@ class Linking:
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         return engine
+
+    def _replace_engine(self, engine: LlmDataDist) -> None:
+        raise NotImplementedError
 
     def _check_mode(self, name: str, *, cache_manager: bool) -> None:
         if self._enable_cache_mgr is not cache_manager:

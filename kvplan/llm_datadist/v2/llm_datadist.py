@@ -174,6 +174,12 @@ class LLMDataDist(Linking):
         log.info("cluster %s: %s -> %s", self._cluster_id, self._role.name, role.name)
         self._role = role
 
+    def _replace_engine(self, engine: LlmDataDist) -> None:
+        assert self._llm_datadist is not None
+        assert self._kv_cache_manager is not None
+        self._llm_datadist.finalize()
+        self._llm_datadist = self._kv_cache_manager._datadist = engine
+
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:
         return role.name.capitalize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvplan.llm_datadist.utils.utils import check_int64
+from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance
 from kvplan.llm_datadist.v2.llm_types import Cache
 from kvplan.status import invalid
 
@@ -31,3 +31,8 @@ def check_some(name: str, blocks: Sequence[int]) -> None:
     """Refuse an empty block table: LLM_PARAM_INVALID."""
     if not blocks:
         raise invalid(f"{name} is empty; at least one block is needed")
+
+
+def check_table(name: str, blocks: object) -> None:
+    """Refuse None, which is only the type's to allow: TypeError."""
+    check_isinstance(name, blocks, [list, tuple], allow_none=False)
