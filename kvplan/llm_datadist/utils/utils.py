@@ -36,7 +36,7 @@ def check_isinstance(
     kinds = classes if isinstance(classes, list) else [classes]
     if not isinstance(arg_value, tuple(kinds)):
         raise TypeError(
-            f"{extra_fmt}{arg_name}={shown(arg_value)}: only support for "
+            f"{extra_fmt}{arg_name}={shown(arg_value)}: {arg_name} only supports "
             f"{' or '.join(it.__name__ for it in kinds)}, not {type(arg_value).__name__}"
         )
     if inner_class is not None:
@@ -54,7 +54,7 @@ def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: type) -
     for element in arg_value:
         if not isinstance(element, inner_class):
             raise TypeError(
-                f"{arg_name} holds {shown(element)}: inner type only support for "
+                f"{arg_name} holds {shown(element)}: its inner type only supports "
                 f"{inner_class.__name__}, not {type(element).__name__}"
             )
 
