@@ -80,7 +80,9 @@ class LLMException(RuntimeError):
         return self._status_code
 
     def __str__(self) -> str:
-        return f"{super().__str__()} ({self.status_code.name})".lstrip()
+        # Tests of programs raise it with numbers of their own, too.
+        name = getattr(self.status_code, "name", self.status_code)
+        return f"{super().__str__()} ({name})".lstrip()
 
 
 def invalid(message: str) -> LLMException:

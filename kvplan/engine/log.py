@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Final
 
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -11,13 +12,16 @@ logger = logging.getLogger("kvplan")
 # A program that set no logging up is not spoken to: it gets exceptions.
 logger.addHandler(logging.NullHandler())
 
+_STATUSES: Final = frozenset(LLMStatusCode)
+
 
 def status_of(error: BaseException | None) -> LLMStatusCode:
     """The status that stands for how a call ended."""
     if error is None:
         return LLMStatusCode.LLM_SUCCESS
     if isinstance(error, LLMException):
-        return error.status_code
+        known = error.status_code in _STATUSES
+        return LLMStatusCode(error.status_code) if known else LLMStatusCode.LLM_FAILED
     if isinstance(error, TypeError | ValueError):
         return LLMStatusCode.LLM_PARAM_INVALID
     return LLMStatusCode.LLM_FAILED
@@ -48,10 +52,16 @@ def log_operation(
         **fields,
         "us": f"{seconds * 1e6:.1f}",
         "status": status_of(error).name,
-        "error": error.args[0] if isinstance(error, LLMException) else error and repr(error),
+        "error": _reason(error),
     }
     pairs = (f"{key}={_quoted(value)}" for key, value in shown.items() if value is not None)
     logger.log(level, "%s", " ".join(pairs))
+
+
+def _reason(error: BaseException | None) -> object:
+    if isinstance(error, LLMException) and error.args:
+        return error.args[0]
+    return error and repr(error)
 
 
 def _quoted(value: object) -> str:

@@ -212,6 +212,25 @@ def test_a_hook_that_raises_stops_the_operation(engine: LlmDataDist) -> None:
     engine.copy_cache(cache, cache, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [LLMException(), LLMException("a", status_code=100)],  # type: ignore[arg-type]
+)
+def test_an_exception_of_a_programs_own_is_logged_and_counted(
+    engine: LlmDataDist, error: LLMException
+) -> None:
+    cache = engine.allocate_cache(DESC)
+
+    def refuse(event: PlanEvent) -> None:
+        raise error
+
+    engine.on_plan(refuse)
+    with pytest.raises(LLMException) as raised:
+        engine.copy_cache(cache, cache, 0, 1)
+    assert raised.value is error
+    assert engine.metrics()["operations"]["copy_cache"]["statuses"] == {"LLM_FAILED": 1}
+
+
 def test_a_hook_that_raises_stops_a_push_by_layers(pair: Pair) -> None:
     owner, user = pair
     owner.allocate_cache(LAYERED)

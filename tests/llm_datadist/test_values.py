@@ -278,3 +278,8 @@ def test_an_exception_keeps_its_arguments_and_status(arguments: tuple[object, ..
         assert str(each).endswith("(LLM_TIMEOUT)")
     with pytest.raises(AttributeError):
         raised.status_code = LLMStatusCode.LLM_SUCCESS  # type: ignore[misc]
+
+
+def test_an_exception_of_a_number_of_its_own() -> None:
+    raised = LLMException("a", status_code=100)  # type: ignore[arg-type]
+    assert (raised.status_code, str(raised)) == (100, "a (100)")
