@@ -61,8 +61,8 @@ def _checked_cluster_info(name: str, text: str) -> str:
             address["ip"] = trans_str_ip(address["ip"])
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise invalid(
-            f'{name}={shown(text)} must be a JSON object, and its "listen_ip_info", if any, a list '
-            f'of objects with "ip": {type(error).__name__}: {error}'
+            f'{name}={shown(text)} must be a JSON object, with "ip" in each of its '
+            f'"listen_ip_info", if any: {error!r}'
         ) from None
     return json.dumps(cluster)
 

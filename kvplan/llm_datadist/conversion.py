@@ -12,7 +12,7 @@ from kvplan.llm_datadist.utils.utils import check_isinstance
 from kvplan.llm_datadist.v2.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvplan.llm_datadist.v2.caches import Cache, CacheDesc
 from kvplan.status import invalid
-from kvplan.validation import UINT64_MAX, shown
+from kvplan.validation import UINT32_MAX, UINT64_MAX, shown
 
 AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 
@@ -39,13 +39,13 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:
-    """Return the cache.
+    """Return the cache; the addresses only of one without id: the engine knows the others.
 
     Raises:
         LLMException, TypeError: as for `desc_of`.
-        ValueError: an address of 0.
+        ValueError: an address that is 0, or no uint64.
     """
-    addrs = tuple(int(it) for it in cache.tensor_addrs)
+    addrs = tuple(int(it) for it in cache.tensor_addrs) if cache.cache_id == -1 else ()
     return kvplan.Cache(desc_of(cache.cache_desc), int(cache.cache_id), addrs)
 
 
@@ -91,7 +91,6 @@ def cluster_of(cluster: LLMClusterInfo) -> ClusterInfo:
 
 
 def _text_of(ip: int | None) -> str:
-    try:
-        return str(IPv4Address(int(ip or 0).to_bytes(4, "little")))
-    except OverflowError:
-        raise invalid(f"ip={shown(ip)} is out of range [0, 2**32)") from None
+    if ip is None or not 0 <= ip <= UINT32_MAX:
+        raise invalid(f"ip={shown(ip)} is out of range [0, 2**32)")
+    return str(IPv4Address(int(ip).to_bytes(4, "little")))

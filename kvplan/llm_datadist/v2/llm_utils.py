@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvplan.llm_datadist import llm_datadist_wrapper
 from kvplan.llm_datadist.data_type import DataType
-from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint16, check_uint32
+from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
 from kvplan.llm_datadist.v2.llm_types import (
     BlocksCacheKey,
     CacheDesc,
@@ -17,6 +17,8 @@ from kvplan.llm_datadist.v2.llm_types import (
 from kvplan.status import invalid
 from kvplan.types import NO_ID
 from kvplan.validation import shown
+
+_MAX_PORT = 2**16 - 1
 
 PackedKey = tuple[int, int, int, int, int, int, bool]
 """Cluster, cache id (-1: none), slot, request, prefix, model, whether it is paged."""
@@ -127,12 +129,12 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
 
     Raises:
         TypeError: no text.
-        ValueError: a port that is no uint16.
-        LLMException: LLM_PARAM_INVALID: another form, or a port that is no number.
+        LLMException: LLM_PARAM_INVALID: another form, or a port that is no uint16.
     """
     check_isinstance("llm.listenIpInfo", listen_ip_info, str, allow_none=False)
     ip, *ports = listen_ip_info.split(":")
     if len(ports) != 1 or not (port := ports[0].strip()).isdecimal():
         raise invalid(f'llm.listenIpInfo={shown(listen_ip_info)} must be of the form "ip:port"')
-    check_uint16("port of llm.listenIpInfo", int(port))
+    if int(port) > _MAX_PORT:
+        raise invalid(f"port {port} of llm.listenIpInfo is out of range [0, {_MAX_PORT}]")
     return ip, int(port)
