@@ -43,13 +43,13 @@ PUBLIC = (
 """What a program may import; everything else may change with any version."""
 
 BESIDE_ALL = {
-    "kvplan.llm_datadist": [
+    "kvplan.llm_datadist": (
         "install",
         "uninstall",
         "installed",
         "in_use",
         "permit_several_engines",
-    ],
+    ),
 }
 """Public names of a module whose `__all__` is that of the official package."""
 
