@@ -24,12 +24,34 @@ PUBLIC = (
     "kvplan.engine.option_rows",
     "kvplan.engine.prometheus",
     "kvplan.execution",
+    "kvplan.llm_datadist",
+    "kvplan.llm_datadist.configs",
+    "kvplan.llm_datadist.data_type",
+    "kvplan.llm_datadist.status",
+    "kvplan.llm_datadist.utils.log",
+    "kvplan.llm_datadist.utils.utils",
+    "kvplan.llm_datadist.v1",
+    "kvplan.llm_datadist.v2.cache_manager",
+    "kvplan.llm_datadist.v2.llm_datadist",
+    "kvplan.llm_datadist.v2.llm_types",
     "kvplan.planning",
     "kvplan.planning.reference",
+    "kvplan.run",
     "kvplan.transport.local",
     "kvplan.transport.protocol",
 )
 """What a program may import; everything else may change with any version."""
+
+BESIDE_ALL = {
+    "kvplan.llm_datadist": (
+        "install",
+        "uninstall",
+        "installed",
+        "in_use",
+        "permit_several_engines",
+    ),
+}
+"""Public names of a module whose `__all__` is that of the official package."""
 
 
 def write_reference(folder: Path) -> None:
@@ -59,8 +81,11 @@ def prepare(module: ModuleType) -> None:
     Names of `__all__` that a `__getattr__` loads are bound: pdoc reads the module's dict. And what
     Python makes as constructor of a named tuple is told its module, where its annotations are read.
     """
-    for name in getattr(module, "__all__", ()):
+    names = [*getattr(module, "__all__", ()), *BESIDE_ALL.get(module.__name__, ())]
+    for name in names:
         vars(module).setdefault(name, getattr(module, name))
+    if names:
+        vars(module)["__all__"] = names
     for it in vars(module).values():
         if isinstance(it, type) and issubclass(it, tuple) and hasattr(it, "_fields"):
             it.__new__.__module__ = it.__module__

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvplan
+from kvplan import llm_datadist
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +39,13 @@ def test_every_public_name_is_described(reference: Path) -> None:
     names = set(kvplan.__all__) - {"reference"}  # a module, with a page of its own
     assert names | methods <= names_on(reference / "kvplan.html")
     assert names_on(reference / "kvplan/planning/reference.html") == {"execute"}
+
+
+def test_the_official_surface_is_described(reference: Path) -> None:
+    names = {*llm_datadist.__all__, "install", "in_use", "LLMDataDist.link_clusters"}
+    assert names <= names_on(reference / "kvplan/llm_datadist.html")
+    manager = names_on(reference / "kvplan/llm_datadist/v2/cache_manager.html")
+    assert {"CacheManager.pull_blocks", "CacheManager.transfer_cache_async"} <= manager
 
 
 def test_what_documents_and_examples_import_is_public(reference: Path) -> None:
