@@ -9,19 +9,22 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvnative._executor import (
+    KVN_CANCELLED,
     STAGE_DONE,
     STAGE_FAILED,
     STAGE_MOVING,
     STAGE_WAITING,
     NativeError,
 )
+from kvplan.execution.memory import HostMemory
+from kvplan.execution.outcome import failure
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.units import span
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from kvnative._executor import StagedTask
+    from kvnative._executor import Report, StagedTask
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
@@ -66,6 +69,13 @@ class LayerTask(TransferTask):
         super().__init__(plan, task, memories, on_outcome)
         self._stages = task
         self._layers = plan.src_layers
+        # Nobody holds it, and long may pass until a layer is ready: each is checked then.
+        self._unheld = [
+            (memory, tensors)
+            for memory, tensors in zip(memories, (plan.src_tensors, plan.dst_tensors), strict=True)
+            if isinstance(memory, HostMemory) and not memory.held
+        ]
+        self._lost: LLMException | None = None
         self._on_last = [] if on_last is None else [on_last]  # popped by who calls it
 
     @property
@@ -89,9 +99,24 @@ class LayerTask(TransferTask):
                 f"layer={layer} is none of the plan's source layers; they are "
                 f"[{layers.start}, {layers.stop})"
             )
-        self._stages.open(layer - layers.start)
+        index = layer - layers.start
+        if self._unheld:
+            self._check(index)
+        self._stages.open(index)
         if self._on_last and self._stages.sealed:
             self._tell_last()
+
+    def _check(self, index: int) -> None:
+        """End the task if memory of a layer has gone: it must not be touched."""
+        if self._stages.sealed:
+            return
+        t = self.plan.tensors_per_layer
+        try:
+            for memory, tensors in self._unheld:
+                memory.check_tensors(tensors[index * t : (index + 1) * t])
+        except LLMException as error:
+            self._lost = error
+            self._stages.cancel()
 
     def progress(self) -> LayerProgress:
         """Return which layers wait, move, are done or have failed."""
@@ -138,6 +163,11 @@ class LayerTask(TransferTask):
     def _conclude(self) -> None:
         self._tell_last()
         super()._conclude()
+
+    def _outcome(self, report: Report) -> LLMException | None:
+        if self._lost is not None and report.status == KVN_CANCELLED:
+            return failure(self.plan, report, self._lost)
+        return super()._outcome(report)
 
     def _tell_last(self) -> None:
         try:

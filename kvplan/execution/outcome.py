@@ -42,7 +42,7 @@ def outcome(
     # A range that is not mapped may be so because its owner has gone: then that is the reason.
     lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
     if not moved:
-        return _failure(plan, report, lost, missing if report.status in _ABANDONED else "")
+        return failure(plan, report, lost, missing if report.status in _ABANDONED else "")
     if lost is None:
         return None
     # The copy went through, but what was copied is not what was registered.
@@ -62,10 +62,10 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
     return None
 
 
-def _failure(
-    plan: Plan, report: native.Report, cause: LLMException | None, missing: str
+def failure(
+    plan: Plan, report: native.Report, cause: LLMException | None, missing: str = ""
 ) -> LLMException:
-    """What a report says; `cause` is why the memory went, where that is known."""
+    """Return what a report says; `cause` is why the memory went, where that is known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)
     parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}{missing}"]

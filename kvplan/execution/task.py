@@ -99,9 +99,7 @@ class TransferTask:
     def _conclude(self) -> None:
         with self._mutex:
             if not self._concluded:
-                report = self._task.report
-                missing = "" if report.status == KVN_OK else self._missing()
-                self._error = outcome(self.plan, report, self._memories, missing)
+                self._error = self._outcome(self._task.report)
                 # Only now: what interrupts the checks must not leave a success behind.
                 self._concluded = True
                 on_outcome, self._on_outcome = self._on_outcome, None
@@ -110,6 +108,10 @@ class TransferTask:
         if self._error is not None:
             # Without the frames, and what they hold, of those who were told before.
             raise self._error.with_traceback(None)
+
+    def _outcome(self, report: Report) -> LLMException | None:
+        missing = "" if report.status == KVN_OK else self._missing()
+        return outcome(self.plan, report, self._memories, missing)
 
     def explain(self) -> str:
         """Return how far each layer came, as text: confirmed descriptors, and what failed."""

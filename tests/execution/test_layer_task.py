@@ -1,6 +1,7 @@
 """Layers move when they are ready: in any order, from any thread, and to one outcome."""
 
 import gc
+import mmap
 import random
 import warnings
 from threading import Event, Thread
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvnative._executor import delay, fail_at, limit_batch
+from kvnative._host import Pin
 from kvplan import (
     CacheDesc,
     Coalesce,
@@ -385,6 +387,30 @@ def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
     assert caught.value.unconfirmed == ((0, 24),)
     with pytest.raises(LLMException, match="gone"):
         transfers.stage(PLAN, src, filled(2))
+
+
+def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(transfers):
+    """Unmapped between two layers: an outcome that names the tensor, not a crash."""
+    told = []
+    with mmap.mmap(-1, 10 * mmap.PAGESIZE) as mapped:
+        first = Pin(mapped).address
+        addresses = [first + i * mmap.PAGESIZE for i in range(10)]
+        src = HostMemory.from_addresses(DESC, addresses)
+        assert not src.held
+        dst = filled(2)
+        task = transfers.stage(PLAN, src, dst, on_last=told.append)
+        task.ready(1)
+        task.ready(4)
+    for layer in (3, 2):
+        task.ready(layer)
+    assert told == [task]
+    with pytest.raises(LLMException) as caught:
+        task.wait()
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert caught.value.unconfirmed == ((6, 18),)
+    assert f"tensor 6: address {addresses[6]:#x}" in str(caught.value)
+    assert "not mapped; 12 descriptors of 24 not confirmed" in str(caught.value)
+    assert task.progress() == LayerProgress((2, 3), (), (1, 4), ())
 
 
 def test_it_is_a_transfer_task(transfers):
