@@ -2,8 +2,13 @@
 
 import gc
 import mmap
+import multiprocessing
 import random
+import subprocess
+import sys
 import warnings
+from functools import partial
+from pathlib import Path
 from threading import Event, Thread
 
 import numpy as np
@@ -12,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvnative._executor import delay, fail_at, limit_batch
+from kvnative._executor import NativeError, delay, fail_at, limit_batch
 from kvnative._host import Pin
 from kvplan import (
     CacheDesc,
@@ -332,6 +337,64 @@ class TestDropped:
             warnings.simplefilter("error")
             del task
             gc.collect()
+
+    def test_in_a_forked_child_it_stays_its_parents(self, transfers):
+        dst = filled(2)
+        task = transfers.stage(PLAN, filled(1), dst)
+        task.ready(1)
+        context = multiprocessing.get_context("fork")
+        receiving, sending = context.Pipe(duplex=False)
+
+        def child():
+            nonlocal task
+            said = []
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", ResourceWarning)
+                for call in (task.wait, task.cancel, task.progress, partial(task.ready, 2)):
+                    try:
+                        call()
+                    except NativeError as error:
+                        said.append(str(error))
+                del task, call
+                gc.collect()
+            sending.send((said, [str(it.message) for it in caught]))
+
+        process = context.Process(target=child)
+        process.start()
+        sending.close()
+        said, caught = receiving.recv()
+        process.join()
+        assert (len(said), caught) == (4, [])
+        assert f"process {process.pid} was forked" in said[0]
+        for layer in task.layers:
+            task.ready(layer)
+        task.wait()
+        assert_equal(dst, expected(PLAN, filled(1), {1, 2, 3, 4}))
+
+    def test_at_exit_nothing_is_said(self):
+        script = """
+import contextlib, kvplan, threading
+from tests.execution.test_layer_task import PLAN, filled
+transfers = kvplan.Transfers(2)
+half = transfers.stage(PLAN, filled(1), filled(2))
+waited = transfers.stage(PLAN, filled(1), filled(2))
+half.ready(2)
+begun = threading.Event()
+def wait():
+    begun.set()
+    with contextlib.suppress(kvplan.LLMException):
+        waited.wait()
+threading.Thread(target=wait, daemon=True).start()
+begun.wait()
+"""
+        done = subprocess.run(
+            [sys.executable, "-W", "error::ResourceWarning", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=Path(__file__).parents[2],
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_while_a_thread_waits_it_is_not(self, transfers):
         task = transfers.stage(PLAN, filled(1), filled(2))
