@@ -14,11 +14,11 @@ class LLMStatusCode(IntEnum):
 
     LLM_SUCCESS = 0
     LLM_FAILED = 0xFFFFFFFF
+    LLM_PARAM_INVALID = 0x5010B005
     LLM_WAIT_PROCESS_TIMEOUT = 0x5010B001
     LLM_KV_CACHE_NOT_EXIST = 0x5010B002
     LLM_REPEAT_REQUEST = 0x5010B003
     LLM_REQUEST_ALREADY_COMPLETED = 0x5010B004
-    LLM_PARAM_INVALID = 0x5010B005
     LLM_ENGINE_FINALIZED = 0x5010B006
     LLM_NOT_YET_LINK = 0x5010B007
     LLM_ALREADY_LINK = 0x5010B008
@@ -49,9 +49,14 @@ class LLMStatusCode(IntEnum):
 class LLMException(RuntimeError):
     """An operation that was refused or failed.
 
-    Attributes:
+    Args:
+        *args: the message.
         status_code: why, as a code of the reference. Unlike the reference, whose default is
             LLM_SUCCESS, the default here is LLM_FAILED: an exception is never a success.
+        origin: see below.
+        unconfirmed: see below.
+
+    Attributes:
         origin: the (layer, tensor, block span) of the plan that failed first, where known.
         unconfirmed: half-open spans of descriptor indices whose bytes are not known to have
             arrived; empty when nothing was submitted.
@@ -59,19 +64,23 @@ class LLMException(RuntimeError):
 
     def __init__(
         self,
-        message: str,
-        *,
+        *args: object,
         status_code: LLMStatusCode = LLMStatusCode.LLM_FAILED,
         origin: Origin | None = None,
         unconfirmed: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        super().__init__(message)
-        self.status_code = status_code
+        super().__init__(*args)
+        self._status_code = status_code
         self.origin = origin
         self.unconfirmed = unconfirmed
 
+    @property
+    def status_code(self) -> LLMStatusCode:
+        """Why, as a code of the reference."""
+        return self._status_code
+
     def __str__(self) -> str:
-        return f"{self.args[0]} ({self.status_code.name})"
+        return f"{super().__str__()} ({self.status_code.name})".lstrip()
 
 
 def invalid(message: str) -> LLMException:

@@ -43,6 +43,8 @@ def pull_cache(
     batch_index: int,
     size: int,
     ext_param: KvCacheExtParam,
+    src_offset: int,
+    dst_offset: int,
     coalesce: Coalesce | bool,
 ) -> Prepared:
     """A remote slot into a local one."""
@@ -56,6 +58,8 @@ def pull_cache(
         src_batch_index=slot,
         dst_batch_index=batch_index,
         size=size,
+        src_offset=src_offset,
+        dst_offset=dst_offset,
         ext_param=ext_param,
         coalesce=coalesce,
     )

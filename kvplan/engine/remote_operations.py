@@ -46,6 +46,8 @@ class RemoteOperations(Running):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> None:
@@ -58,13 +60,23 @@ class RemoteOperations(Running):
             src: the remote slot.
             dst: the local cache; only its id matters, if it has one.
             batch_index: the local slot.
-            size: bytes of a row to pull; -1: all of the local row.
+            size: bytes of a row to pull; -1: all of the local row, from its offset on.
             ext_param: the layers.
+            src_offset, dst_offset: bytes into the row at which to begin.
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
         """
         self._execute(
-            operations.pull_cache, timeout_ms, src, dst, batch_index, size, ext_param, coalesce
+            operations.pull_cache,
+            timeout_ms,
+            src,
+            dst,
+            batch_index,
+            size,
+            ext_param,
+            src_offset,
+            dst_offset,
+            coalesce,
         )
 
     def plan_pull_cache(
@@ -75,10 +87,22 @@ class RemoteOperations(Running):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `pull_cache` with the peer's own description; nothing moves, no key is claimed."""
-        return self._plan(operations.pull_cache, src, dst, batch_index, size, ext_param, coalesce)
+        return self._plan(
+            operations.pull_cache,
+            src,
+            dst,
+            batch_index,
+            size,
+            ext_param,
+            src_offset,
+            dst_offset,
+            coalesce,
+        )
 
     def submit_pull_cache(
         self,
@@ -88,10 +112,22 @@ class RemoteOperations(Running):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        src_offset: int = 0,
+        dst_offset: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
-        return self._submit(operations.pull_cache, src, dst, batch_index, size, ext_param, coalesce)
+        return self._submit(
+            operations.pull_cache,
+            src,
+            dst,
+            batch_index,
+            size,
+            ext_param,
+            src_offset,
+            dst_offset,
+            coalesce,
+        )
 
     def pull_blocks(
         self,

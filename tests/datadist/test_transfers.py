@@ -78,6 +78,23 @@ def test_part_of_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
     assert user.arrays(slots)[3][0, :4].tolist() == [30000, 30001, 30002, 0]
 
 
+def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
+    src = CacheIndex(1, CACHE, 1)
+    user.pull_cache(src, slots, 2, 12, src_offset=8, dst_offset=20)
+    expected = np.zeros((4, 64), dtype=np.int32)
+    expected[2, 5:8] = theirs(SLOTS)[3][1, 2:5]
+    assert (user.arrays(slots)[3] == expected).all()
+    user.submit_pull_cache(src, slots, 2, dst_offset=32).wait()  # all of the local row, from there
+    expected[2, 8:] = theirs(SLOTS)[3][1, :56]
+    assert (user.arrays(slots)[3] == expected).all()
+    planned = user.plan_pull_cache(src, slots, 2, src_offset=4, dst_offset=8)
+    assert planned.nbytes_per_tensor == 256 - 8
+    for wrong in ({"src_offset": -4}, {"dst_offset": 256}, {"src_offset": 4}):
+        refused(
+            LLMStatusCode.LLM_PARAM_INVALID, lambda it=wrong: user.pull_cache(src, slots, **it)
+        )
+
+
 def test_layers_are_pulled(user: LlmDataDist, slots: Cache) -> None:
     user.pull_cache(CacheIndex(1, CACHE), slots, ext_param=KvCacheExtParam((1, 1), (0, 0)))
     mine, there = user.arrays(slots), theirs(SLOTS)

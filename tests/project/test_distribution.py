@@ -1,5 +1,6 @@
 """The sdist and the wheel: complete, and working where nothing else of the project is."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -31,7 +32,9 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str | Path], cwd: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    # Nobody's PYTHONPATH: it would put the tree in front of what is installed.
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -76,6 +79,21 @@ def test_the_clean_installation_imports_every_module(python: Path, tmp_path: Pat
     imports = "; ".join(f"import {name}" for name in [*modules, "kvplan", "kvplan.planning"])
     where = run([python, "-W", "error", "-c", f"{imports}; print(kvplan.__file__)"], cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(python.parents[1])
+
+
+def test_the_clean_installation_runs_programs_of_llm_datadist(python: Path, tmp_path: Path) -> None:
+    child = "import llm_datadist.v2.llm_types as it; print(it.__file__)"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import subprocess, sys\n"
+        f"for flags in ([], ['-P']): subprocess.run([sys.executable, *flags, '-c', {child!r}])\n"
+        "from llm_datadist import *\n"
+        "print(Tensor.__module__, LLMDataDist(LLMRole.PROMPT, 1).cluster_id)\n"
+    )
+    said = run([python, "-W", "error", "-m", "kvplan.run", program], cwd=tmp_path).splitlines()
+    assert said[2:] == ["kvplan.llm_datadist.v1.tensor 1"]
+    assert len(said) == 3
+    assert all(Path(it).is_relative_to(python.parents[1]) for it in said[:2])
 
 
 def test_a_backend_can_be_written_against_the_installed_headers(

@@ -1,0 +1,109 @@
+"""The Python interface of LLM-DataDist, over kvplan's engine.
+
+It has the names, arguments, outcomes and module paths of the official package `llm_datadist`; what
+differs is listed in the documentation. Programs get it by importing it from here, by `install()`,
+or unchanged by `python -m kvplan.run`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvplan.llm_datadist.configs import LLMClusterInfo, LlmConfig, LLMRole
+    from kvplan.llm_datadist.configs import LlmConfig as LLMConfig
+    from kvplan.llm_datadist.data_type import DataType
+    from kvplan.llm_datadist.installation import (
+        in_use as in_use,
+    )
+    from kvplan.llm_datadist.installation import (
+        install as install,
+    )
+    from kvplan.llm_datadist.installation import (
+        uninstall as uninstall,
+    )
+    from kvplan.llm_datadist.status import LLMException, LLMStatusCode, Status
+    from kvplan.llm_datadist.v1 import KvCacheManager, Tensor, TensorDesc
+    from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
+    from kvplan.llm_datadist.v2.llm_types import (
+        BlocksCacheKey,
+        Cache,
+        CacheDesc,
+        CacheKey,
+        CacheKeyByIdAndIndex,
+        CacheTask,
+        KvCache,
+        LayerSynchronizer,
+        MemInfo,
+        Memtype,
+        Placement,
+        RegisterMemStatus,
+        TransferConfig,
+        TransferWithCacheKeyConfig,
+    )
+    from kvplan.llm_datadist.v2.one_engine import permit_several_engines as permit_several_engines
+
+__all__ = [  # noqa: RUF022 the order of the official package
+    "LLMClusterInfo",
+    "LLMStatusCode",
+    "LLMException",
+    "LLMRole",
+    "LlmConfig",
+    "LLMConfig",
+    "DataType",
+    "Status",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "KvCache",
+    "Cache",
+    "BlocksCacheKey",
+    "LLMDataDist",
+    "Placement",
+    "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
+    "Memtype",
+    "MemInfo",
+    "TensorDesc",
+    "Tensor",
+    "KvCacheManager",
+]
+
+v2_list = __all__[:-3]
+"""The names that version 1 of the official package does not need."""
+
+# What reads it is in the official library; programs may read what importing it leaves behind.
+os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
+
+_ROOMS = {
+    "configs": "LLMClusterInfo LLMRole LlmConfig LLMConfig",
+    "data_type": "DataType",
+    "installation": "in_use install uninstall",
+    "status": "LLMException LLMStatusCode Status",
+    "v1": "KvCacheManager Tensor TensorDesc",
+    "v2.llm_datadist": "LLMDataDist",
+    "v2.llm_types": "BlocksCacheKey Cache CacheDesc CacheKey CacheKeyByIdAndIndex CacheTask "
+    "KvCache LayerSynchronizer MemInfo Memtype Placement RegisterMemStatus TransferConfig "
+    "TransferWithCacheKeyConfig",
+    "v2.one_engine": "permit_several_engines",
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_MODULES = {*_ROOMS, "llm_datadist_wrapper", "metadef_wrapper", "utils", "v2"}
+
+
+def __getattr__(name: str) -> Any:
+    # Importing this package costs nothing: the launcher does it for any program.
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_MODULES})

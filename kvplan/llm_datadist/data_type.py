@@ -1,0 +1,67 @@
+"""Element types of a cache, and what they are in NumPy."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from kvplan.llm_datadist import metadef_wrapper
+
+
+class DataType(Enum):
+    """The type of an element."""
+
+    DT_FLOAT = metadef_wrapper.DT_FLOAT
+    DT_FLOAT16 = metadef_wrapper.DT_FLOAT16
+    DT_BF16 = metadef_wrapper.DT_BF16
+    DT_INT8 = metadef_wrapper.DT_INT8
+    DT_INT16 = metadef_wrapper.DT_INT16
+    DT_UINT16 = metadef_wrapper.DT_UINT16
+    DT_UINT8 = metadef_wrapper.DT_UINT8
+    DT_INT32 = metadef_wrapper.DT_INT32
+    DT_INT64 = metadef_wrapper.DT_INT64
+    DT_UINT32 = metadef_wrapper.DT_UINT32
+    DT_UINT64 = metadef_wrapper.DT_UINT64
+    DT_BOOL = metadef_wrapper.DT_BOOL
+    DT_DOUBLE = metadef_wrapper.DT_DOUBLE
+    DT_STRING = metadef_wrapper.DT_STRING
+
+
+python_dtype_2_dwrapper_dtype = {it: it.value for it in DataType}
+"""The number of each type."""
+
+dtype_to_np_dtype: dict[DataType, type[np.generic]] = {
+    DataType.DT_FLOAT: np.float32,
+    DataType.DT_FLOAT16: np.float16,
+    DataType.DT_BF16: np.float16,  # of equal width: NumPy has no bfloat16
+    DataType.DT_INT8: np.int8,
+    DataType.DT_INT16: np.int16,
+    DataType.DT_UINT16: np.uint16,
+    DataType.DT_UINT8: np.uint8,
+    DataType.DT_INT32: np.int32,
+    DataType.DT_INT64: np.int64,
+    DataType.DT_UINT32: np.uint32,
+    DataType.DT_UINT64: np.uint64,
+    DataType.DT_BOOL: np.bool_,
+    DataType.DT_DOUBLE: np.double,
+    DataType.DT_STRING: np.bytes_,
+}
+
+valid_np_dtypes = list(dtype_to_np_dtype.values())
+
+np_dtype_to_dtype: dict[np.dtype[Any], DataType] = {
+    np.dtype(np_dtype): it
+    for it, np_dtype in dtype_to_np_dtype.items()
+    if it is not DataType.DT_BF16
+}
+
+
+def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
+    """Return the type with this number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return DataType(wrapper_dtype)

@@ -1,0 +1,76 @@
+"""The log of the original: logger LLM_DATADIST, to standard output.
+
+The environment variable ASCEND_GLOBAL_LOG_LEVEL is the level: "0" debug, "1" info, "2" warning, "3"
+(and anything else) error. It is read once, at the first use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from functools import cache
+from typing import TextIO
+
+_LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING}
+_FORMAT = (
+    "[%(levelname)s] %(name)s(%(process)d,%(processName)s):%(asctime)s.%(msecs)03d "
+    "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s: %(message)s"
+)
+_PASSED_OVER = (__file__, logging.__file__)
+
+
+class _StandardOutput(logging.StreamHandler[TextIO]):
+    """Writes to what is standard output when a record comes: a program may redirect it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        super().emit(record)
+
+
+@cache
+def get_logger() -> logging.Logger:
+    """Return the logger, with its handler and level."""
+    logger = logging.getLogger("LLM_DATADIST")
+    logger.findCaller = _find_caller  # type: ignore[method-assign, assignment]
+    logger.setLevel(_LEVELS.get(os.environ.get("ASCEND_GLOBAL_LOG_LEVEL", ""), logging.ERROR))
+    handler = _StandardOutput(sys.stdout)
+    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    logger.addHandler(handler)
+    return logger
+
+
+def info(msg: str, *args: object, **kwargs: object) -> None:
+    """Log what a developer may want to know; arguments as for `logging.Logger.info`."""
+    get_logger().info(msg, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def warn(msg: str, *args: object, **kwargs: object) -> None:
+    """Log what may not be what was meant."""
+    get_logger().warning(msg, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def error(msg: str, *args: object, **kwargs: object) -> None:
+    """Log what has failed."""
+    get_logger().error(msg, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _find_caller(
+    stack_info: bool = False, stack_level: int = 1
+) -> tuple[str, int, str, str | None]:
+    """Return file, line, function and (if `stack_info`) stack of who logs.
+
+    Args:
+        stack_info: whether to return the stack as well.
+        stack_level: 1: the caller; 2: who called it; and so on.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code.co_filename not in _PASSED_OVER:
+            if stack_level <= 1:
+                break
+            stack_level -= 1
+        frame = frame.f_back
+    stack = "".join(traceback.format_stack(frame)) if stack_info else None
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, stack

@@ -1,0 +1,148 @@
+"""Checks of arguments, as strict as those of the original: bool is an int, None is often fine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from kvplan.validation import INT64_MAX, UINT32_MAX, UINT64_MAX, shown
+
+_T = TypeVar("_T")
+
+
+def check_isinstance(
+    arg_name: str,
+    arg_value: _T,
+    classes: type | list[type],
+    inner_class: type | None = None,
+    extra_fmt: str = "",
+    allow_none: bool = True,
+) -> _T:
+    """Return `arg_value` if it is one of `classes`.
+
+    Args:
+        arg_name: what messages call it.
+        arg_value: the argument.
+        classes: what it may be.
+        inner_class: what its elements must be; None: anything.
+        extra_fmt: what messages begin with.
+        allow_none: whether it may be None.
+
+    Raises:
+        TypeError: otherwise.
+    """
+    if allow_none and arg_value is None:
+        return arg_value
+    kinds = classes if isinstance(classes, list) else [classes]
+    if not isinstance(arg_value, tuple(kinds)):
+        raise TypeError(
+            f"{extra_fmt}{arg_name}={shown(arg_value)}: {arg_name} only supports "
+            f"{' or '.join(it.__name__ for it in kinds)}, not {type(arg_value).__name__}"
+        )
+    if inner_class is not None:
+        assert isinstance(arg_value, Iterable)
+        check_inner(arg_name, arg_value, inner_class)
+    return arg_value
+
+
+def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: type) -> None:
+    """Refuse an element that is no `inner_class`.
+
+    Raises:
+        TypeError: naming it.
+    """
+    for element in arg_value:
+        if not isinstance(element, inner_class):
+            raise TypeError(
+                f"{arg_name} holds {shown(element)}: its inner type only supports "
+                f"{inner_class.__name__}, not {type(element).__name__}"
+            )
+
+
+def check_dict(
+    arg_name: str,
+    arg_value: Mapping[Any, object],
+    k_class: type,
+    v_class: type,
+    v_inner_class: type | None = None,
+) -> None:
+    """Refuse keys that are no `k_class`, values that are no `v_class`, and elements of values.
+
+    Raises:
+        TypeError: naming the first.
+    """
+    for key, value in arg_value.items():
+        check_isinstance(f"{arg_name} key", key, k_class, allow_none=False)
+        check_isinstance(f"{arg_name}[{shown(key)}]", value, v_class, allow_none=False)
+        if v_inner_class is not None:
+            assert isinstance(value, Iterable)
+            check_inner(f"{arg_name}[{shown(key)}]", value, v_inner_class)
+
+
+def check_uint8(arg_name: str, arg_value: object) -> None:
+    """Refuse what is no int (TypeError) in [0, 2**8) (ValueError)."""
+    _check_width(arg_name, arg_value, 0, 2**8 - 1)
+
+
+def check_uint16(arg_name: str, arg_value: object) -> None:
+    """Refuse what is no int (TypeError) in [0, 2**16) (ValueError)."""
+    _check_width(arg_name, arg_value, 0, 2**16 - 1)
+
+
+def check_uint32(arg_name: str, arg_value: object) -> None:
+    """Refuse what is no int (TypeError) in [0, 2**32) (ValueError)."""
+    _check_width(arg_name, arg_value, 0, UINT32_MAX)
+
+
+def check_uint64(arg_name: str, arg_value: object) -> None:
+    """Refuse what is no int (TypeError) in [0, 2**64) (ValueError)."""
+    _check_width(arg_name, arg_value, 0, UINT64_MAX)
+
+
+def check_int32(arg_name: str, arg_value: object) -> None:
+    """Refuse what is no int (TypeError) in [-2**31, 2**31) (ValueError)."""
+    _check_width(arg_name, arg_value, -(2**31), 2**31 - 1)
+
+
+def check_int64(arg_name: str, arg_value: object) -> None:
+    """Refuse what is no int (TypeError) in [-2**63, 2**63) (ValueError)."""
+    _check_width(arg_name, arg_value, -(2**63), INT64_MAX)
+
+
+def check_list_int32(arg_name: str, arg_value: Iterable[object]) -> None:
+    """`check_int32` of each element."""
+    for element in arg_value:
+        check_int32(arg_name, element)
+
+
+def check_list_int64(arg_name: str, arg_value: Iterable[object]) -> None:
+    """`check_int64` of each element."""
+    for element in arg_value:
+        check_int64(arg_name, element)
+
+
+def check_list_uint64(arg_name: str, arg_value: Iterable[object]) -> None:
+    """`check_uint64` of each element."""
+    for element in arg_value:
+        check_uint64(arg_name, element)
+
+
+def check_positive_or_set_default(arg_name: str, arg_value: int | None, default: int = -1) -> int:
+    """Return `arg_value` if it is an int in [0, 2**63), `default` for None.
+
+    Raises:
+        TypeError: no int.
+        ValueError: out of range.
+    """
+    if arg_value is None:
+        return default
+    check_isinstance(arg_name, arg_value, int)
+    _check_width(arg_name, arg_value, 0, INT64_MAX)
+    return arg_value
+
+
+def _check_width(arg_name: str, arg_value: object, low: int, high: int) -> None:
+    check_isinstance(arg_name, arg_value, int, allow_none=False)
+    assert isinstance(arg_value, int)
+    if not low <= arg_value <= high:
+        raise ValueError(f"{arg_name}={arg_value} is out of range [{low}, {high}]")

@@ -1,0 +1,1 @@
+"""The engine's classes, and the values that they take."""

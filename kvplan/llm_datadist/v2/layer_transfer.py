@@ -1,0 +1,198 @@
+"""`transfer_cache_async` over `LlmDataDist.push_layers`: one task for each destination."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from kvplan.engine.peer_tensors import PeerTensors
+from kvplan.llm_datadist.conversion import key_of
+from kvplan.llm_datadist.utils import log
+from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint64
+from kvplan.llm_datadist.v2.block_tables import TENSORS_PER_LAYER, Indices, indices_of, last_wins
+from kvplan.llm_datadist.v2.layer_feed import Destination
+from kvplan.llm_datadist.v2.llm_types import TransferConfig, TransferWithCacheKeyConfig
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    import kvplan
+    from kvplan.engine.datadist import LlmDataDist
+
+Config = TransferConfig | TransferWithCacheKeyConfig
+Configs = Sequence[Config]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """What all destinations of a call get their layers from.
+
+    Attributes:
+        cache: the local cache.
+        is_blocks: whether it is paged.
+        src_blocks: blocks of it; empty: a row, which the config says.
+        dst_blocks: blocks of each destination; empty: a row.
+        dst_block_nbytes: bytes of such a block; 0: those of a block of the source.
+    """
+
+    cache: kvplan.Cache
+    is_blocks: bool
+    src_blocks: list[int]
+    dst_blocks: list[int]
+    dst_block_nbytes: int
+
+    @classmethod
+    def of(
+        cls,
+        cache: kvplan.Cache,
+        is_blocks: bool,
+        src_block_indices: Indices | None,
+        dst_block_indices: Indices | None,
+        dst_block_memory_size: int | None,
+    ) -> Self:
+        """Check the arguments of `transfer_cache_async` that all destinations share.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: a block or dst_block_memory_size is no uint64.
+            LLMException: LLM_PARAM_INVALID: arguments that do not go together.
+        """
+        src = indices_of("src_block_indices", src_block_indices, ValueError)
+        dst = indices_of("dst_block_indices", dst_block_indices, ValueError)
+        if dst_block_memory_size is not None:
+            check_uint64("dst_block_memory_size", dst_block_memory_size)
+        nbytes = int(dst_block_memory_size or 0)
+        if src and not is_blocks:
+            raise invalid(f"src_block_indices={shown(src)}: a contiguous src_cache has no blocks")
+        if is_blocks and dst and not src:
+            raise invalid("src_block_indices is empty; src_cache is paged, and so are destinations")
+        if src and len(src) != len(dst):
+            raise invalid(
+                f"src_block_indices has {len(src)} blocks and dst_block_indices {len(dst)}; they "
+                "must be of equal length"
+            )
+        if (nbytes and not dst) or (dst and not src and not nbytes):
+            raise invalid(
+                f"dst_block_memory_size={nbytes} must be given for blocks that a contiguous "
+                "src_cache goes to, and not without dst_block_indices"
+            )
+        if (num_tensors := cache.cache_desc.num_tensors) % TENSORS_PER_LAYER:
+            raise invalid(f"num_tensors={num_tensors} must be even: two tensors are a layer")
+        return cls(cache, is_blocks, *(last_wins(src, dst) if src else (src, dst)), nbytes)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the cache."""
+        return self.cache.cache_desc.num_tensors // TENSORS_PER_LAYER
+
+
+@dataclass(frozen=True)
+class _Push:
+    """One config, as the engine takes it."""
+
+    to: CacheIndex | BlocksCacheKey | PeerTensors
+    src_batch_index: int
+    src_blocks: list[int] | None
+    dst_blocks: list[int] | None
+    layers: KvCacheExtParam
+
+    @classmethod
+    def of(
+        cls,
+        source: LayerSource,
+        to: CacheIndex | BlocksCacheKey | PeerTensors,
+        row: int,
+        layers: KvCacheExtParam,
+    ) -> Self:
+        """Push `row` of the source if there are no blocks; of a paged one it is a block.
+
+        The original copies a row to a row then, whatever they are; here a block to a block.
+        """
+        src, dst = source.src_blocks, source.dst_blocks
+        if source.is_blocks and not src:
+            src, dst = [row], [to.batch_index if isinstance(to, CacheIndex) else 0]
+            log.warn("src_block_indices is empty: only block %d of src_cache is moved", row)
+            if isinstance(to, CacheIndex):
+                to = replace(to, batch_index=0)  # of a paged cache there is no other
+        return cls(to, 0 if source.is_blocks else row, src or None, dst or None, layers)
+
+
+def destinations_of(
+    engine: LlmDataDist, source: LayerSource, configs: Configs, *, remote_mode: bool
+) -> list[Destination]:
+    """Begin a push to each destination; one that cannot be begun has the status of its refusal.
+
+    Args:
+        engine: of the source.
+        source: what is pushed.
+        configs: read here, and never again.
+        remote_mode: whether they are TransferWithCacheKeyConfig, and not TransferConfig.
+
+    Raises:
+        TypeError: configs of another type.
+        LLMException: LLM_PARAM_INVALID: layers that the source has not, another number of
+            addresses, or a slot of a paged source; nothing is begun then.
+    """
+    kind = TransferWithCacheKeyConfig if remote_mode else TransferConfig
+    check_isinstance("transfer_configs", configs, [list, tuple], kind, allow_none=False)
+    pushes = [_push_of(source, config) for config in configs]
+    with ExitStack() as begun:
+        found = []
+        for push in pushes:
+            found.append(_begin(engine, source, push))
+            begun.callback(found[-1].give_up, LLMStatusCode.LLM_FAILED)
+        begun.pop_all()
+        return found
+
+
+def _push_of(source: LayerSource, config: Config) -> _Push:
+    layers = config.src_layer_range
+    layers = range(source.num_layers) if layers is None else layers
+    if layers.stop > source.num_layers:
+        raise invalid(f"src_layer_range={layers} is out of range [0, {source.num_layers})")
+    slot = int(config.src_batch_index)
+    if source.src_blocks and slot != 0:
+        raise invalid(f"src_batch_index={slot} must be 0: src_cache is paged")
+    if isinstance(config, TransferWithCacheKeyConfig):
+        targets = config.dst_layer_range
+        targets = layers if targets is None else targets
+        if len(targets) != len(layers):
+            raise invalid(
+                f"src_layer_range={layers} and dst_layer_range={targets} must be of equal length"
+            )
+        ext_param = KvCacheExtParam(layers, targets, TENSORS_PER_LAYER)
+        return _Push.of(source, key_of(config.cache_key), slot, ext_param)
+    if len(config.dst_addrs) != (needed := len(layers) * TENSORS_PER_LAYER):
+        raise invalid(
+            f"dst_addrs has {len(config.dst_addrs)} addresses; the {len(layers)} layers of "
+            f"src_layer_range={layers} need {needed}"
+        )
+    addresses = tuple(int(it) for it in config.dst_addrs)
+    stride = source.dst_block_nbytes or None
+    to = PeerTensors(int(config.dst_cluster_id), addresses, stride)
+    return _Push.of(source, to, slot, KvCacheExtParam(layers, None, TENSORS_PER_LAYER))
+
+
+def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination:
+    name = f"cluster {push.to.cluster_id}"
+    nbytes = source.dst_block_nbytes
+    try:
+        task = engine.push_layers(
+            source.cache,
+            push.to,
+            src_batch_index=push.src_batch_index,
+            src_blocks=push.src_blocks,
+            dst_blocks=push.dst_blocks,
+            ext_param=push.layers,
+        )
+    except LLMException as error:
+        log.error("%s: %s", name, error)
+        return Destination(name, None, error.status_code)
+    begun = Destination(name, task)
+    if nbytes and nbytes != (theirs := task.plan.dst.stride):
+        log.error("%s: dst_block_memory_size=%d, and its blocks have %d", name, nbytes, theirs)
+        begun.give_up(LLMStatusCode.LLM_PARAM_INVALID)
+    return begun

@@ -1,0 +1,156 @@
+"""`link_clusters` and `unlink_clusters` return codes, where the engine returns results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.links import ClusterInfo, LinkResults, LinkState
+from kvplan.llm_datadist.configs import LLMClusterInfo
+from kvplan.llm_datadist.conversion import cluster_of
+from kvplan.llm_datadist.utils import log
+from kvplan.llm_datadist.utils.utils import check_int32, check_isinstance, check_uint64
+from kvplan.status import LLMException, LLMStatusCode, invalid
+
+Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
+Codes = tuple[LLMStatusCode, list[LLMStatusCode]]
+"""Of the call (the last failure's, if there is one), and of each cluster in order."""
+
+_UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
+
+
+def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
+    """Refuse what names no clusters.
+
+    Args:
+        clusters: whom.
+        timeout: milliseconds.
+        needed: the option without which each needs a local address; empty: it needs none.
+
+    Raises:
+        TypeError, ValueError: an argument of another type, an id or timeout of another width.
+        LLMException: LLM_PARAM_INVALID: timeout < 1, or no local address.
+    """
+    check_int32("timeout", timeout)
+    if timeout < 1:
+        raise invalid(f"timeout={timeout} is out of range [1, 2147483647]")
+    check_isinstance("clusters", clusters, [list, tuple], LLMClusterInfo, allow_none=False)
+    for cluster in clusters:
+        if needed and not cluster.local_ip_info_list:
+            raise invalid(
+                f"local_ip_info_list is empty, of cluster {cluster.remote_cluster_id}; without "
+                f"{needed} it needs an address: append_local_ip_info"
+            )
+        check_uint64("remote_cluster_id", cluster.remote_cluster_id)
+
+
+class OwnLinks(set[int]):
+    """Clusters that this end has linked with, where the original has a link for each direction.
+
+    So it is with llm.TransferBackend: both ends link, and both unlink. Here a pair has one link: it
+    is there when the first has linked, and gone when the first has unlinked.
+    """
+
+    def linked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
+        """What the code of linking is where the peer may have linked already."""
+        if code is LLMStatusCode.LLM_ALREADY_LINK and cluster_id not in self:
+            code = LLMStatusCode.LLM_SUCCESS
+        if code is LLMStatusCode.LLM_SUCCESS:
+            self.add(cluster_id)
+        return code
+
+    def unlinked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
+        """What the code of unlinking is where the peer may have unlinked already."""
+        if code is LLMStatusCode.LLM_UNLINK_FAILED and cluster_id in self:
+            code = LLMStatusCode.LLM_SUCCESS
+        if code is LLMStatusCode.LLM_SUCCESS:
+            self.discard(cluster_id)
+        return code
+
+
+def link(
+    engine: LlmDataDist, clusters: Clusters, timeout: int, own: OwnLinks | None = None
+) -> Codes:
+    """Link with those that can be; the others are LLM_PARAM_INVALID.
+
+    Args:
+        engine: of this end.
+        clusters: whom, and where.
+        timeout: milliseconds.
+        own: where both ends link; None: one does.
+    """
+    codes: dict[int, LLMStatusCode] = {}
+    linkable: dict[int, ClusterInfo] = {}
+    for position, cluster in enumerate(clusters):
+        try:
+            linkable[position] = _linkable(engine, cluster)
+        except LLMException as error:
+            codes[position] = error.status_code
+            log.error("cluster %s cannot be linked: %s", cluster.remote_cluster_id, error)
+    if linkable:
+        results = engine.link_clusters(list(linkable.values()), timeout)
+        for position, it in zip(linkable, _reported(results), strict=True):
+            codes[position] = it.status if own is None else own.linked(it.cluster_id, it.status)
+    return _of_all([codes[position] for position in range(len(clusters))])
+
+
+def unlink(
+    engine: LlmDataDist,
+    clusters: Clusters,
+    timeout: int,
+    *,
+    force: bool,
+    own: OwnLinks | None = None,
+) -> Codes:
+    """Unlink all of them; whoever was not linked is LLM_UNLINK_FAILED, as in the original.
+
+    Arguments as of `link`, and of `LLMDataDist.unlink_clusters`.
+    """
+    if not clusters:
+        return _of_all([])
+    ids = [int(it.remote_cluster_id) for it in clusters]
+    codes = []
+    for it in _reported(engine.unlink_clusters(ids, timeout, force)):
+        code = _UNLINKED.get(it.status, it.status)
+        codes.append(code if own is None else own.unlinked(it.cluster_id, code))
+    return _of_all(codes)
+
+
+def check_linked(engine: LlmDataDist, cluster_id: int) -> None:
+    """Refuse a cluster with which nothing can be moved now.
+
+    Raises:
+        LLMException: LLM_NOT_YET_LINK: no link; LLM_LINK_FAILED: it is broken, or not there yet.
+    """
+    link = next((it for it in engine.links() if it.cluster_id == cluster_id), None)
+    if link is None:
+        raise LLMException(
+            f"cluster {cluster_id} is not linked", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+        )
+    if link.state is not LinkState.LINKED:
+        raise LLMException(
+            f"the link with cluster {cluster_id} is {link.state.name}",
+            status_code=LLMStatusCode.LLM_LINK_FAILED,
+        )
+
+
+def _linkable(engine: LlmDataDist, cluster: LLMClusterInfo) -> ClusterInfo:
+    if cluster.remote_cluster_id == engine.cluster_id:
+        raise invalid(f"remote_cluster_id={cluster.remote_cluster_id} is this engine's own")
+    found = cluster_of(cluster)
+    found.endpoint()  # exactly one, and one that can be
+    return found
+
+
+def _reported(results: LinkResults) -> LinkResults:
+    for it in results:
+        if it.error is not None:
+            log.error("cluster %s: %s", it.cluster_id, it.error)
+    return results
+
+
+def _of_all(codes: Sequence[LLMStatusCode]) -> Codes:
+    if not codes:
+        return LLMStatusCode.LLM_PARAM_INVALID, []
+    failures = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
+    return failures[-1] if failures else LLMStatusCode.LLM_SUCCESS, list(codes)

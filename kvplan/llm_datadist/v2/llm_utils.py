@@ -1,0 +1,140 @@
+"""Small functions over values, and how they cross to the original's C++ part: as tuples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplan.llm_datadist import tensor_size
+from kvplan.llm_datadist.data_type import DataType
+from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
+from kvplan.llm_datadist.v2.llm_types import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    MemInfo,
+)
+from kvplan.status import invalid
+from kvplan.types import NO_ID
+from kvplan.validation import shown
+
+_MAX_PORT = 2**16 - 1
+
+PackedKey = tuple[int, int, int, int, int, int, bool]
+"""Cluster, cache id (-1: none), slot, request, prefix, model, whether it is paged."""
+
+
+def is_invalid_id(req_id_or_prefix_id: int) -> bool:
+    """Whether it says "none": negative, or 2**64-1."""
+    return req_id_or_prefix_id < 0 or req_id_or_prefix_id == NO_ID
+
+
+def is_valid_id(req_id_or_prefix_id: int) -> bool:
+    """Whether it names a request or prefix."""
+    return not is_invalid_id(req_id_or_prefix_id)
+
+
+def clone_cache_desc(cache_desc: CacheDesc) -> CacheDesc:
+    """Return a copy with a shape of its own."""
+    return CacheDesc(
+        cache_desc.num_tensors,
+        cache_desc.shape[:],
+        cache_desc.data_type,
+        cache_desc.placement,
+        cache_desc.batch_dim,
+        cache_desc.seq_len_dim_index,
+        cache_desc.kv_tensor_format,
+    )
+
+
+def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
+    """Return the bytes of a tensor.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a dimension below 1, or a size beyond int64.
+    """
+    nbytes = tensor_size.calc_tensor_size(shape, data_type.value)
+    if nbytes < 0:
+        raise invalid(f"shape={shown(shape)} of {data_type} has no size")
+    return nbytes
+
+
+def pack_cache_desc(
+    cache_desc: CacheDesc,
+) -> tuple[int, int, int, list[int] | tuple[int, ...], int, bool]:
+    """Number of tensors, data type, dimension of the sequence, shape, placement, whether paged."""
+    return (
+        cache_desc.num_tensors,
+        cache_desc.data_type.value,
+        cache_desc.seq_len_dim_index,
+        cache_desc.shape,
+        cache_desc.placement.value,
+        cache_desc._is_blocks,
+    )
+
+
+def pack_cache_key(cache_key: CacheKey) -> PackedKey:
+    """The key of a request or prefix."""
+    key = cache_key
+    return key.cluster_id, -1, 0, key.req_id, key.prefix_id, key.model_id, False
+
+
+def pack_cache_key_by_id(cache_key: CacheKeyByIdAndIndex) -> PackedKey:
+    """The key of a slot."""
+    key = cache_key
+    return key.cluster_id, key.cache_id, key.batch_index, NO_ID, NO_ID, 0, False
+
+
+def pack_block_cache_key(cache_key: BlocksCacheKey) -> PackedKey:
+    """The key of a paged cache."""
+    return cache_key.cluster_id, -1, 0, NO_ID, NO_ID, cache_key.model_id, True
+
+
+def pack_mem_info(mem_info: MemInfo) -> tuple[int, int, int]:
+    """Type, address, bytes."""
+    return mem_info.mem_type.value, mem_info.addr, mem_info.size
+
+
+def layer_range_to_tensor_indices(
+    src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int = 2
+) -> tuple[list[int], list[int]]:
+    """Return the tensors of each range of layers; none for None.
+
+    Raises:
+        TypeError: a range of another type.
+        ValueError: a layer is no uint32.
+        LLMException: LLM_PARAM_INVALID: a step other than 1, or a negative layer.
+    """
+    ranges = {"src_layer_range": src_layer_range, "dst_layer_range": dst_layer_range}
+    for name, layers in ranges.items():
+        check_isinstance(name, layers, range)
+        if layers is not None and layers.step != 1:
+            raise invalid(f"{name}={layers}: step must be 1")
+    src, dst = (_tensors(name, it, tensor_num_per_layer) for name, it in ranges.items())
+    return src, dst
+
+
+def _tensors(name: str, layers: range | None, tensors_per_layer: int) -> list[int]:
+    if not layers:
+        return []
+    if layers.start < 0:
+        raise invalid(f"{name}={layers} must not begin below 0")
+    check_uint32(name, layers.start)
+    check_uint32(name, layers.stop - 1)
+    return list(range(layers.start * tensors_per_layer, layers.stop * tensors_per_layer))
+
+
+def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
+    """Return the address and port of "ip:port".
+
+    Raises:
+        TypeError: no text.
+        LLMException: LLM_PARAM_INVALID: another form, or a port that is no uint16.
+    """
+    check_isinstance("llm.listenIpInfo", listen_ip_info, str, allow_none=False)
+    ip, *ports = listen_ip_info.split(":")
+    if len(ports) != 1 or not (port := ports[0].strip()).isdecimal():
+        raise invalid(f'llm.listenIpInfo={shown(listen_ip_info)} must be of the form "ip:port"')
+    if int(port) > _MAX_PORT:
+        raise invalid(f"port {port} of llm.listenIpInfo is out of range [0, {_MAX_PORT}]")
+    return ip, int(port)

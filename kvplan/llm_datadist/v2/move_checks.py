@@ -1,0 +1,38 @@
+"""Checks of arguments that the moves of a CacheManager share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance
+from kvplan.llm_datadist.v2.llm_types import Cache
+from kvplan.status import invalid
+
+
+def check_size(size: int) -> None:
+    """Refuse a size that is neither -1 (the whole row) nor positive.
+
+    Raises:
+        TypeError, ValueError: no int64.
+        LLMException: LLM_PARAM_INVALID.
+    """
+    check_int64("size", size)
+    if size != -1 and size <= 0:
+        raise invalid(f"size={size} must be -1 or > 0")
+
+
+def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
+    """Refuse a cache of the other kind: LLM_PARAM_INVALID."""
+    if cache.is_blocks_cache is not is_blocks:
+        raise invalid(f"{name}={cache} must be {'paged' if is_blocks else 'contiguous'}")
+
+
+def check_some(name: str, blocks: Sequence[int]) -> None:
+    """Refuse an empty block table: LLM_PARAM_INVALID."""
+    if not blocks:
+        raise invalid(f"{name} is empty; at least one block is needed")
+
+
+def check_table(name: str, blocks: object) -> None:
+    """Refuse None, which is only the type's to allow: TypeError."""
+    check_isinstance(name, blocks, [list, tuple], allow_none=False)

@@ -1,0 +1,25 @@
+"""Runs at the start of each Python process under the launcher: our `llm_datadist` comes first.
+
+The modules beside this one would do, were it not for the program's own folder, which comes before
+PYTHONPATH and may hold another `llm_datadist`.
+"""
+
+import sys
+from importlib.machinery import PathFinder
+
+from kvplan_hook import FOLDER, Hook  # type: ignore[import-not-found] # this folder is in sys.path
+
+
+def hand_on() -> None:
+    """Run the sitecustomize that this one stands before, in its name."""
+    others = [folder for folder in sys.path if folder != FOLDER]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        from importlib.util import module_from_spec
+
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, Hook)
+hand_on()

@@ -1,0 +1,37 @@
+"""A program that knows official names only, in a process of its own, told what to do by lines."""
+
+import logging
+
+import numpy as np
+
+from kvplan import llm_datadist
+from kvplan.llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from kvplan.llm_datadist.utils import log
+from tests.llm_datadist import contents
+from tests.transport.owner_process import serve
+
+NAMES = (
+    "BlocksCacheKey Cache CacheKey CacheKeyByIdAndIndex LLMClusterInfo LLMException LLMStatusCode "
+    "LayerSynchronizer MemInfo Memtype Placement RegisterMemStatus TransferConfig "
+    "TransferWithCacheKeyConfig"
+)
+
+
+def start(cluster_id, role, options):
+    config = LLMConfig()
+    config.listen_ip_info = "127.0.0.1:0"
+    config.mem_pool_cfg = config.host_mem_pool_cfg = '{"memory_size": 8388608}'
+    config.enable_cache_manager = True
+    datadist = LLMDataDist(LLMRole[role], cluster_id)
+    datadist.init(config.generate_options() | options)
+    return datadist
+
+
+def desc(num_tensors, rows, nbytes=32, **more):
+    return CacheDesc(num_tensors, [rows, nbytes], DataType.DT_UINT8, **more)
+
+
+if __name__ == "__main__":
+    log.get_logger().setLevel(logging.CRITICAL)  # it writes to stdout, where the answers go
+    names = {name: getattr(llm_datadist, name) for name in NAMES.split()}
+    serve({"np": np, "start": start, "desc": desc, **vars(contents), **names})

@@ -1,0 +1,316 @@
+"""LLMDataDist from its constructor to its end: one engine per process, options, modes, roles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvplan.llm_datadist import (
+    LLMClusterInfo,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    permit_several_engines,
+)
+from kvplan.llm_datadist.v2.llm_datadist import _shutdown_handler
+from tests.llm_datadist.conftest import MakeDataDist, options
+from tests.llm_datadist.peer import REMOTE
+from tests.llm_datadist.refusals import invalid, refused
+
+MANAGED = {"llm.EnableCacheManager": "1"}
+LOCAL = {"llm.LocalCommRes": ""}
+LISTEN = "llm.listenIpInfo"
+HIXL = {"llm.TransferBackend": "hixl"}
+
+
+@pytest.fixture
+def new() -> Any:
+    """One that is not initialized; what it has is released in any case."""
+    datadist = LLMDataDist(LLMRole.PROMPT, 7)
+    yield datadist
+    datadist.finalize()
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("p", 1), TypeError),
+        ((None, 1), TypeError),
+        ((1, 1), TypeError),
+        ((LLMRole.PROMPT, "1"), TypeError),
+        ((LLMRole.PROMPT, -1), ValueError),
+        ((LLMRole.PROMPT, 2**64), ValueError),
+    ],
+)
+def test_what_makes_no_engine(args: tuple[Any, ...], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        LLMDataDist(*args)
+
+
+def test_a_cluster_id_is_there_before_init() -> None:
+    assert LLMDataDist(LLMRole.MIX, 2**64 - 1).cluster_id == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda it: it.cache_manager,
+        lambda it: it.kv_cache_manager,
+        lambda it: it.link("x", {7: 0, 8: 1}, ""),
+        lambda it: it.unlink(1),
+        lambda it: it.query_register_mem_status(1),
+        lambda it: it.link_clusters([LLMClusterInfo()]),
+        lambda it: it.unlink_clusters([LLMClusterInfo()]),
+        lambda it: it.check_link_status(1),
+        lambda it: it.switch_role(LLMRole.MIX),
+    ],
+)
+def test_before_init_and_after_finalize_nothing_works(new: LLMDataDist, call: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not initialized") as caught:
+            call(new)
+        assert type(caught.value) is RuntimeError
+        new.init(dict(MANAGED))
+        new.finalize()
+
+
+def test_init_and_finalize_again_and_again(new: LLMDataDist) -> None:
+    new.finalize()
+    for _ in range(2):
+        new.init(options())
+        manager = new.cache_manager
+        new.init({"llm.EnableCacheManager": "no matter: it is initialized"})
+        assert new.cache_manager is manager
+        assert LLMDataDist.llm_engine_instance is new
+        new.finalize()
+        new.finalize()
+        assert LLMDataDist.llm_engine_instance is None
+
+
+def test_a_manager_of_before_is_of_no_use(new: LLMDataDist) -> None:
+    new.init(options())
+    old = new.cache_manager
+    new.finalize()
+    invalid(lambda: old.unregister_cache(1))
+    new.init(options())
+    invalid(lambda: old.unregister_cache(1))
+    new.cache_manager.unregister_cache(1)
+
+
+def test_there_is_one_engine(datadist: LLMDataDist, new: LLMDataDist) -> None:
+    refused(lambda: new.init(options()), LLMStatusCode.LLM_FAILED)
+    assert LLMDataDist.llm_engine_instance is datadist
+    datadist.finalize()
+    new.init(options())
+    refused(lambda: datadist.init(options()), LLMStatusCode.LLM_FAILED)
+
+
+def test_several_engines_where_permitted(datadist: LLMDataDist, new: LLMDataDist) -> None:
+    permit_several_engines()
+    try:
+        new.init(options())
+        assert LLMDataDist.llm_engine_instance is new
+        new.finalize()
+        assert LLMDataDist.llm_engine_instance is datadist
+    finally:
+        permit_several_engines(False)
+    refused(lambda: new.init(options()), LLMStatusCode.LLM_FAILED)
+
+
+def test_several_engines_by_environment(
+    datadist: LLMDataDist, new: LLMDataDist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPLAN_SEVERAL_ENGINES", "1")
+    new.init(options())
+    assert datadist.cache_manager is not new.cache_manager
+
+
+def test_the_instance_may_be_reset_from_outside(datadist: LLMDataDist, new: LLMDataDist) -> None:
+    LLMDataDist.llm_engine_instance = None
+    new.init(options())
+    assert LLMDataDist.llm_engine_instance is new
+    _shutdown_handler()
+    assert LLMDataDist.llm_engine_instance is None
+    with pytest.raises(RuntimeError):
+        datadist.cache_manager  # noqa: B018
+
+
+def run(code: str) -> str:
+    """The output of a Python of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+INIT = """
+from kvplan.llm_datadist import LLMDataDist, LLMRole
+datadist = LLMDataDist(LLMRole.PROMPT, 1)
+datadist.init({"llm.EnableCacheManager": "1"})
+"""
+
+
+def test_what_is_not_finalized_is_when_the_process_ends() -> None:
+    watched = (
+        "finalize = LLMDataDist.finalize\n"
+        "LLMDataDist.finalize = lambda it: (finalize(it), print('finalized'))\n"
+    )
+    assert run(INIT + watched) == "finalized\n"
+
+
+def test_a_forked_child_makes_one_of_its_own() -> None:
+    code = """
+import os
+if (pid := os.fork()) == 0:
+    child = LLMDataDist(LLMRole.DECODER, 2)
+    child.init({"llm.EnableCacheManager": "1"})
+    child.finalize()
+    datadist.finalize()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(datadist.cache_manager.unregister_cache(9))
+"""
+    assert run(INIT + code) == "0\nNone\n"
+
+
+def test_options_are_the_callers(new: LLMDataDist) -> None:
+    given = options(**LOCAL)
+    before = dict(given)
+    new.init(given)
+    assert given == before
+    assert new._engine_options is not given
+    del given["llm.LocalCommRes"]
+    assert new._engine_options["llm.LocalCommRes"] == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "implied"),
+    [
+        (MANAGED, {}),
+        (LOCAL, {"llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": "1"}),
+        (LOCAL | {"llm.EnableRemoteCacheAccessible": "0"}, {"llm.EnableCacheManager": "1"}),
+        (
+            MANAGED | HIXL | {LISTEN: "127.0.0.1:0"},
+            {
+                "llm.EnableRemoteCacheAccessible": "1",
+                "llm.ListenIp": "127.0.0.1",
+                "llm.ListenPort": "0",
+            },
+        ),
+        (MANAGED | {"llm.SyncKvCacheWaitTime": "0"}, {}),
+        (MANAGED | {"llm.RdmaTrafficClass": "101", "llm.RdmaServiceLevel": "100"}, {}),
+        (MANAGED | {"llm.Unknown": "x", "ge.anything": "y", "no prefix": ""}, {}),
+        (MANAGED | {"kvplan.heartbeat_interval_ms": "500"}, {}),
+        (MANAGED | {"ge.flowGraphMemMaxSize": "1000000"}, {}),
+        (MANAGED | {"ge.exec.deviceId": "3", "ge.session_device_id": "3"}, {}),
+    ],
+)
+def test_options_that_can_be(
+    new: LLMDataDist, given: dict[str, str], implied: dict[str, str]
+) -> None:
+    new.init(given)
+    assert new._engine_options == {**given, **implied, "llm.Role": "Prompt"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        LOCAL | {"llm.EnableCacheManager": "0"},
+        HIXL | {"llm.EnableCacheManager": "0", LISTEN: "127.0.0.1:0"},
+        MANAGED | HIXL,
+        MANAGED | HIXL | {LISTEN: "127.0.0.1:0", "llm.EnableRemoteCacheAccessible": "0"},
+        MANAGED | {"llm.TransferBackend": "bogus", LISTEN: "127.0.0.1:0"},
+        MANAGED | {LISTEN: "x"},
+        MANAGED | {LISTEN: "127.0.0.1:abc"},
+        MANAGED | {LISTEN: "127.0.0.1:65536"},
+        MANAGED | {LISTEN: "[::1]:26901"},
+        MANAGED | {LISTEN: "not.an.ip.at.all:26901"},
+        MANAGED | {LISTEN: "300.0.0.1:26901"},
+        MANAGED | {"llm.MemPoolConfig": "{"},
+        MANAGED | {"llm.MemPoolConfig": '{"memory_size": 1024, "page_shift": 9}'},
+        MANAGED | {"llm.MemPoolConfig": '{"memory_size": 1024, "page_shift": 31}'},
+        MANAGED | {"llm.HostMemPoolConfig": '{"memory_size": -1}'},
+        MANAGED | {"llm.MemPoolConfig": "{}"},
+        MANAGED | {"llm.LinkRetryCount": "101"},
+        MANAGED | {"llm.SyncKvCacheWaitTime": "abc"},
+        MANAGED | {"llm.RdmaServiceLevel": "x"},
+        MANAGED | {"llm.EnableRemoteCacheAccessible": "2"},
+        MANAGED | {"ge.exec.deviceId": "0;1"},
+        MANAGED | {"ge.flowGraphMemMaxSize": "1,2"},
+        MANAGED | {"ge.flowGraphMemMaxSize": "many"},
+    ],
+)
+def test_options_that_cannot_be(new: LLMDataDist, given: dict[str, str]) -> None:
+    invalid(lambda: new.init(given))
+    assert LLMDataDist.llm_engine_instance is None
+    new.init(options())
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (MANAGED | {"llm.LinkRetryCount": 1}, TypeError),
+        (MANAGED | {"llm.Unknown": 1}, TypeError),
+        (MANAGED | {1: "x"}, TypeError),
+        (MANAGED | {LISTEN: 26000}, TypeError),
+        ({"ge.flowGraphMemMaxSize": 1}, TypeError),
+        ([("llm.EnableCacheManager", "1")], TypeError),
+        (None, AttributeError),
+    ],
+)
+def test_options_of_another_type(new: LLMDataDist, given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        new.init(given)
+    assert LLMDataDist.llm_engine_instance is None
+
+
+def test_a_port_that_is_taken(new: LLMDataDist, make_datadist: MakeDataDist) -> None:
+    permit_several_engines()
+    try:
+        other = make_datadist(**{LISTEN: "127.0.0.1:0"})
+        assert other._llm_datadist is not None
+        taken = str(other._llm_datadist.listen_address)
+        refused(lambda: new.init(options(**{LISTEN: taken})), LLMStatusCode.LLM_FAILED)
+    finally:
+        permit_several_engines(False)
+
+
+def test_with_a_cache_manager_there_is_no_other(datadist: LLMDataDist) -> None:
+    invalid(lambda: datadist.kv_cache_manager)
+    invalid(lambda: datadist.check_link_status(1))
+
+
+def test_switch_role(make_datadist: MakeDataDist) -> None:
+    datadist = make_datadist(**REMOTE)
+    engine = datadist._llm_datadist
+    assert engine is not None
+    datadist.switch_role(LLMRole.DECODER)  # the same
+    assert engine.listen_address is None
+    datadist.switch_role(LLMRole.PROMPT, options(**{LISTEN: "127.0.0.1:0"}))
+    assert engine.listen_address is not None
+    assert engine.role.name == "PROMPT"
+    datadist.switch_role(role=LLMRole.MIX, switch_options={})
+    assert engine.listen_address is None
+    with pytest.raises(TypeError):
+        datadist.switch_role(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        datadist.switch_role(LLMRole.MIX, [])  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        datadist.switch_role(LLMRole.MIX, {LISTEN: 1})  # type: ignore[dict-item]
+    invalid(lambda: datadist.switch_role(LLMRole.MIX, {LISTEN: "x"}))
+    assert engine.role.name == "MIX"
+
+
+def test_errors_are_those_of_kvplan(new: LLMDataDist) -> None:
+    with pytest.raises(LLMException, match="LocalCommRes"):
+        new.init(LOCAL | {"llm.EnableCacheManager": "0"})

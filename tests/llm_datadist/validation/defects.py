@@ -1,0 +1,180 @@
+"""The defects of the official engine that were measured, and what kvplan does there.
+
+Those that are no row of the table are cases of their own, in an engine linked with a peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvplan.llm_datadist import (
+    CacheKeyByIdAndIndex,
+    LayerSynchronizer,
+    LLMStatusCode,
+    TransferWithCacheKeyConfig,
+)
+from tests.llm_datadist.validation.environments import Linked
+from tests.llm_datadist.validation.row import Accepted, Raised, Row, status
+
+SUCCESS, FAILED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED
+NOT_EXIST = status(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+INVALID = status(LLMStatusCode.LLM_PARAM_INVALID)
+
+ALLOCATE = """
+cache = datadist.allocate_cache(
+    CacheDesc(num_tensors=num_tensors, shape=(2, 8), data_type=DataType.DT_INT8)
+)
+for number, tensor in enumerate(datadist.arrays(cache)):
+    tensor[:] = 10 * (number + 1)
+result = cache.cache_id
+"""
+FREE = "datadist.deallocate_cache(cache)"
+FIRST_SLOT = "result = [int(tensor[0].min()) for tensor in datadist.arrays(cache)]"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A measured defect: what the official engine does, what kvplan does, and the proofs."""
+
+    number: int
+    official: str
+    here: str
+    cases: tuple[Row, ...] = ()
+    rows: tuple[str, ...] = ()
+
+
+class Ready(LayerSynchronizer):
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return True
+
+
+class Broken(LayerSynchronizer):
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        raise ZeroDivisionError
+
+
+def theirs(linked: Linked, num_tensors: int = 2, slot: int = 0) -> CacheKeyByIdAndIndex:
+    """A slot of a new cache of the peer, with 2 slots; tensor i holds the bytes 10 * (i + 1)."""
+    cache_id = linked.peer.run(ALLOCATE, num_tensors=num_tensors)
+    return CacheKeyByIdAndIndex(linked.peer.cluster_id, cache_id, slot)
+
+
+def slot_beyond(linked: Linked) -> None:
+    linked.manager.pull_cache(theirs(linked, slot=2), linked.cache())
+
+
+def layer_beyond(linked: Linked) -> None:
+    linked.manager.pull_cache(
+        theirs(linked), linked.cache(), src_layer_range=range(1, 2), dst_layer_range=range(1)
+    )
+
+
+def later_caches(linked: Linked) -> list[int]:
+    """The first bytes of a cache that was made after the first pull."""
+    mine = linked.cache()
+    linked.manager.pull_cache(theirs(linked), mine)
+    linked.manager.pull_cache(theirs(linked), mine)
+    return [int(tensor[0].min()) for tensor in linked.contents(mine)]
+
+
+def freed_cache(linked: Linked) -> None:
+    mine, key = linked.cache(), theirs(linked)
+    linked.manager.pull_cache(key, mine)
+    linked.peer.run(FREE)
+    linked.manager.pull_cache(key, mine)
+
+
+def later_layers(linked: Linked) -> tuple[object, ...]:
+    """Source layer 1 into layer 0: the outcomes, and what the peer holds then."""
+    source = linked.cache(num_tensors=4)
+    for number, tensor in enumerate(linked.contents(source)):
+        tensor[:] = number
+    key = theirs(linked, num_tensors=4)
+    config = TransferWithCacheKeyConfig(key, range(1, 2), range(1))
+    task = linked.manager.transfer_cache_async(source, Ready(), [config])
+    return task.synchronize(5000), task.get_results(), linked.peer.run(FIRST_SLOT)
+
+
+def broken_synchronizer(linked: Linked) -> tuple[object, ...]:
+    config = TransferWithCacheKeyConfig(theirs(linked), range(1), range(1))
+    task = linked.manager.transfer_cache_async(linked.cache(), Broken(), [config])
+    return task.synchronize(5000), task.get_results()
+
+
+def case(name: str, call: object, ours: Accepted | Raised) -> Row:
+    return Row(name, ours, call, "linked")  # type: ignore[arg-type]
+
+
+DEFECTS = [
+    Defect(
+        1,
+        "a source slot beyond the remote cache is not checked: the pull succeeds, with bytes from "
+        "outside the cache",
+        "LLM_KV_CACHE_NOT_EXIST",
+        (case("slot beyond the remote cache", slot_beyond, NOT_EXIST),),
+    ),
+    Defect(
+        2,
+        "a source layer beyond the remote cache crashes the process",
+        "LLM_PARAM_INVALID",
+        (case("layer beyond the remote cache", layer_beyond, INVALID),),
+    ),
+    Defect(
+        3,
+        "the peer's caches are read once, at the first pull: later ones do not exist, and freed "
+        "ones are pulled as if they were there",
+        "later ones are found; freed ones: LLM_KV_CACHE_NOT_EXIST",
+        (
+            case("cache made after the first pull", later_caches, Accepted([10, 20])),
+            case("cache freed after the first pull", freed_cache, NOT_EXIST),
+        ),
+    ),
+    Defect(
+        4,
+        "transfer_cache_async of layers that do not begin at 0 moves nothing, and reads as success",
+        "the layers are transferred",
+        (
+            case(
+                "transfer_cache_async of layer 1 into layer 0",
+                later_layers,
+                Accepted((SUCCESS, [SUCCESS], [2, 3, 30, 40])),
+            ),
+        ),
+    ),
+    Defect(
+        5,
+        "an exception in synchronize_layer ends the transfer, and reads as success",
+        "LLM_FAILED for each destination that needed the layer; the traceback is logged",
+        (
+            case(
+                "exception in synchronize_layer",
+                broken_synchronizer,
+                Accepted((FAILED, [FAILED])),
+            ),
+        ),
+    ),
+    Defect(
+        6,
+        "the error of CacheDesc.size carries the status LLM_SUCCESS",
+        "LLM_PARAM_INVALID; an LLMException without a status has LLM_FAILED",
+        rows=("CacheDesc([0]).size", "CacheDesc([-1]).size", "CacheDesc huge overflow size"),
+    ),
+    Defect(
+        7,
+        "register_blocks_cache twice with one key silently replaces; allocate_blocks_cache refuses",
+        "both refuse: LLM_PARAM_INVALID",
+        rows=("register blocks same key twice",),
+    ),
+    Defect(
+        8,
+        "role None, a port that is no number and a cluster_info that is no JSON give KeyError, "
+        "ValueError and JSONDecodeError",
+        "TypeError for the role, LLM_PARAM_INVALID for the others",
+        rows=(
+            "LLMDataDist(None,1)",
+            "switch_role None",
+            "init listen '127.0.0.1:abc'",
+            "LLMConfig.cluster_info = 'notjson'",
+        ),
+    ),
+]

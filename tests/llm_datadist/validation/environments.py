@@ -1,0 +1,174 @@
+"""What the cases happen in: an engine not yet initialised, a shared one, and one that is linked.
+
+One process has one official engine, so there is one environment at a time: asking for another
+finalizes the last. The shared engine is made once for all rows that follow each other, and each
+row's caches are freed after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplan.llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LLMClusterInfo,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+)
+from tests.datadist.peer import Peer
+from tests.llm_datadist.validation.row import TYPE, observe
+
+CLUSTER = 2
+POOL = json.dumps({"memory_size": 1 << 20, "page_shift": 12})
+CACHE_MANAGER = {"llm.EnableCacheManager": "1"}
+REMOTE = {**CACHE_MANAGER, "llm.EnableRemoteCacheAccessible": "1"}
+POOLS = {"llm.MemPoolConfig": POOL, "llm.HostMemPoolConfig": POOL}
+SHAPE = [2, 8]
+INT8, HOST, DEVICE = DataType.DT_INT8, Placement.HOST, Placement.DEVICE
+
+
+class Fresh:
+    """`datadist`, which nobody initialised yet."""
+
+    def __init__(self) -> None:
+        self.datadist = LLMDataDist(LLMRole.PROMPT, CLUSTER)
+
+    def close(self) -> None:
+        self.datadist.finalize()
+
+    def init(self, options: dict[str, str]) -> list[str]:
+        """Initialises it; returns the modes that it is in, as its calls tell."""
+        self.datadist.init(options)
+        manager = self.datadist.cache_manager
+        no_key = observe(lambda: manager.push_cache("no key", None))  # type: ignore[arg-type]
+        return ["cache manager", *(["remote"] if no_key == TYPE else [])]
+
+
+class Engine(Fresh):
+    """An initialised engine in remote mode, with both pools, linked with nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.init({**REMOTE, **POOLS})
+        self.manager = self.datadist.cache_manager
+        self.row = ExitStack()
+        self.memory: list[npt.NDArray[np.int8]] = []
+
+    @staticmethod
+    def desc(
+        num_tensors: int = 2,
+        shape: Sequence[int] = SHAPE,
+        placement: Placement = DEVICE,
+    ) -> CacheDesc:
+        return CacheDesc(num_tensors, list(shape), INT8, placement)
+
+    def cache(self, num_tensors: int = 2, keys: Sequence[CacheKey] = ()) -> Cache:
+        """Contiguous, of 2 slots with 8 bytes each; freed after the row, with its keys."""
+        cache = self.manager.allocate_cache(self.desc(num_tensors), list(keys))
+        self.row.callback(self.manager.deallocate_cache, cache)
+        for key in keys:
+            self.row.callback(self.manager.remove_cache_key, key)
+        return cache
+
+    def blocks(self, key: BlocksCacheKey | None = None, placement: Placement = DEVICE) -> Cache:
+        """Paged, of 2 blocks with 8 bytes each; freed after the row."""
+        cache = self.manager.allocate_blocks_cache(self.desc(placement=placement), key)
+        self.row.callback(self.manager.deallocate_blocks_cache, cache)
+        return cache
+
+    def cpu_blocks(self, num_tensors: int = 2, shape: Sequence[int] = SHAPE) -> Cache:
+        """Of the caller's own memory, as swapping takes it."""
+        return Cache.create_cpu_cache(
+            self.desc(num_tensors, shape, HOST), self.addresses(num_tensors)
+        )
+
+    def addresses(self, count: int = 2) -> list[int]:
+        """Of memory for tensors of SHAPE; held until the environment is closed."""
+        tensors = [np.zeros(SHAPE, np.int8) for _ in range(count)]
+        self.memory += tensors
+        return [tensor.ctypes.data for tensor in tensors]
+
+    def register_blocks(self, addresses: list[int], key: BlocksCacheKey | None = None) -> Cache:
+        cache = self.manager.register_blocks_cache(self.desc(), addresses, key)
+        self.row.callback(self.manager.unregister_cache, cache.cache_id)
+        return cache
+
+    def contents(self, cache: Cache) -> list[npt.NDArray[np.int8]]:
+        """The memory of each tensor, as an array of SHAPE."""
+        nbytes = int(np.prod(SHAPE))
+        return [
+            np.frombuffer((ctypes.c_int8 * nbytes).from_address(address), np.int8).reshape(SHAPE)
+            for address in cache.tensor_addrs
+        ]
+
+    def after_row(self) -> None:
+        self.row.close()
+
+    def close(self) -> None:
+        self.after_row()
+        super().close()
+
+
+class Linked(Engine):
+    """The same, linked with cluster 1: `peer`, an engine in another process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peer = Peer()
+        self.clusters = [cluster(Peer.cluster_id, self.peer.address)]
+        code, _ = self.datadist.link_clusters(self.clusters)
+        assert code == LLMStatusCode.LLM_SUCCESS
+
+    def close(self) -> None:
+        self.datadist.unlink_clusters(self.clusters)
+        super().close()
+        self.peer.close()
+
+
+def cluster(cluster_id: int, address: str) -> LLMClusterInfo:
+    """A cluster at "ip:port", with a local address, which the interface demands."""
+    ip, port = address.split(":")
+    given = LLMClusterInfo()
+    given.remote_cluster_id = cluster_id
+    given.append_local_ip_info("127.0.0.1", 0)
+    given.append_remote_ip_info(ip, int(port))
+    return given
+
+
+KINDS: dict[str, Callable[[], Fresh]] = {"fresh": Fresh, "engine": Engine, "linked": Linked}
+
+
+class Environments:
+    """Makes each environment when a row asks for it; at most one is there."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._current: Fresh | None = None
+
+    def get(self, name: str) -> Fresh:
+        """The environment called `name`: the current one if it is that, a fresh one each time."""
+        if self._current is None or name != self._name or name == "fresh":
+            self.close()
+            self._name, self._current = name, KINDS[name]()
+        return self._current
+
+    def after_row(self) -> None:
+        if isinstance(self._current, Engine):
+            self._current.after_row()
+
+    def close(self) -> None:
+        if self._current is not None:
+            self._current.close()
+        self._current = None

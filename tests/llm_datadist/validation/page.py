@@ -1,0 +1,54 @@
+"""docs/llm_datadist-differences.md, from the rows that differ and the defects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.llm_datadist.validation.defects import DEFECTS
+from tests.llm_datadist.validation.table import ROWS
+
+PAGE = Path(__file__).parents[3] / "docs" / "llm_datadist-differences.md"
+
+HEAD = """\
+# Where kvplan.llm_datadist differs from the official package
+
+Each case of this page and its table is a test: `tests/llm_datadist/validation/` has every case
+that was measured with the official library (`hicann/hixl` at 9ed283b). What is compared is the
+outcome, not the text: the type of an exception, the status of an LLMException, and the value where
+one was recorded. The page is generated: `python -m tests.llm_datadist.validation` writes it anew.
+
+{measured} cases: {same} have the official outcome, {different} differ.
+
+## Cases that differ
+
+| case | official | kvplan | why |
+| --- | --- | --- | --- |
+{rows}
+
+## Defects of the official engine that are not copied
+
+| | official | kvplan |
+| --- | --- | --- |
+{defects}
+
+[differences.md](differences.md) tells how the engine itself differs: links, options, ownership.
+"""
+
+
+def render() -> str:
+    different = [row for row in ROWS if row.ours is not None]
+    return HEAD.format(
+        measured=len(ROWS),
+        same=len(ROWS) - len(different),
+        different=len(different),
+        rows="\n".join(
+            f"| `{row.case}` | {row.official} | {row.expected} | {row.why} |" for row in different
+        ),
+        defects="\n".join(
+            f"| {defect.number} | {defect.official} | {defect.here} |" for defect in DEFECTS
+        ),
+    )
+
+
+def write() -> None:
+    PAGE.write_text(render())

@@ -1,0 +1,55 @@
+"""Every measured case of the official package, on kvplan's."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.llm_datadist.validation.defects import DEFECTS
+from tests.llm_datadist.validation.environments import Environments
+from tests.llm_datadist.validation.page import PAGE, render
+from tests.llm_datadist.validation.row import Accepted, Raised, Row, observe
+from tests.llm_datadist.validation.table import ROWS
+
+MEASURED = Path(__file__).with_name("measured.txt").read_text().splitlines()
+BY_CASE = {row.case: row for row in ROWS}
+
+
+def outcome(row: Row, environments: Environments) -> Accepted | Raised:
+    if not row.environment:
+        return observe(row.call)
+    return observe(partial(row.call, environments.get(row.environment)))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_outcome_of_a_measured_case(row: Row, environments: Environments) -> None:
+    assert outcome(row, environments) == row.expected
+
+
+@pytest.mark.parametrize("row", [case for defect in DEFECTS for case in defect.cases], ids=str)
+def test_a_defect_is_not_copied(row: Row, environments: Environments) -> None:
+    assert outcome(row, environments) == row.expected
+
+
+def test_no_measured_case_is_lost() -> None:
+    assert [f"{row.case} | {row.official}" for row in ROWS] == MEASURED
+    assert len(MEASURED) == len(set(MEASURED)) == 218
+
+
+def test_a_row_differs_only_with_a_reason() -> None:
+    differ = [row for row in ROWS if row.ours is not None]
+    assert [row.case for row in differ if row.ours == row.official or not row.why] == []
+    assert [row.case for row in ROWS if row.ours is None and row.why] == []
+
+
+def test_every_defect_has_its_proof() -> None:
+    assert [defect.number for defect in DEFECTS] == list(range(1, 9))
+    assert [defect.number for defect in DEFECTS if not (defect.cases or defect.rows)] == []
+    named = [BY_CASE[case] for defect in DEFECTS for case in defect.rows]
+    assert [row.case for row in named if row.ours is None] == []
+
+
+def test_the_page_of_differences_is_up_to_date() -> None:
+    assert PAGE.read_text() == render(), "run python -m tests.llm_datadist.validation"

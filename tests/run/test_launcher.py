@@ -1,0 +1,238 @@
+"""A program under the launcher: what python itself makes of it, and kvplan's llm_datadist."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+
+import pytest
+
+from kvplan.run import launcher
+from tests.run.programs import ROOT, STUBS, Folder
+
+LOOK = f"""
+import sys
+print(sys.argv, __name__, globals().get("__file__"), __package__, __spec__ and __spec__.name)
+print([it for it in sys.path if it != {str(STUBS)!r}], sys.flags, sys.warnoptions, sys._xoptions)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What python is told, and the program (in program.py, inside package/, or by stdin)."""
+
+    name: str
+    arguments: tuple[str, ...]
+    program: str = LOOK
+    flags: tuple[str, ...] = ()
+    stdin: str = ""
+
+
+SAME = [
+    Case("script", ("program.py",)),
+    Case("script_with_arguments", ("program.py", "a", "-b", "--several-engines", "-h", "-m", "")),
+    Case("relative_path", ("./package/../program.py",)),
+    Case("script_in_a_folder", ("package/deeper.py",)),
+    Case("module", ("-m", "package.deeper", "-x")),
+    Case("module_in_one_word", ("-mpackage.deeper", "-m", "y")),
+    Case("package", ("-m", "package", "-x")),
+    Case("folder", ("package",)),
+    Case("archive", ("archive.zip", "a")),
+    Case("command", ("-c", LOOK, "-x", "y")),
+    Case("stdin_program", ("-", "a"), stdin=LOOK),
+    Case("reads_stdin", ("program.py",), "print(input(), input())", stdin="1\n2\n"),
+    Case("exit_0", ("program.py",), "raise SystemExit"),
+    Case("exit_7", ("program.py",), "import sys; sys.exit(7)"),
+    Case("exit_text", ("program.py",), "import sys; sys.exit('why')"),
+    Case("exit_at_once", ("program.py",), "import os; os._exit(9)"),
+    Case("exception", ("program.py",), "def f(): 1 / 0\nprint('begins')\nf()"),
+    Case("exception_in_a_module", ("-m", "package.failing")),
+    Case(
+        "chained_exception",
+        ("program.py",),
+        "try:\n    {}[1]\nexcept KeyError as error:\n    raise ValueError('then') from error",
+    ),
+    Case(
+        "own_excepthook",
+        ("program.py",),
+        "import sys, traceback\n"
+        "sys.excepthook = lambda *it: print('hook', traceback.format_exception(*it))\n1 / 0",
+    ),
+    Case("atexit_after_exception", ("program.py",), "import atexit; atexit.register(print, 1); x"),
+    Case("interrupted", ("program.py",), "import signal; signal.raise_signal(signal.SIGINT)"),
+    Case("interrupt_raised", ("program.py",), "raise KeyboardInterrupt"),
+    Case("killed", ("program.py",), "import signal; signal.raise_signal(signal.SIGTERM)"),
+    Case("syntax_error", ("program.py",), "1 +"),
+    Case("no_such_script", ("missing.py",)),
+    Case("no_such_module", ("-m", "package.missing")),
+    Case("stack", ("program.py",), "import traceback; traceback.print_stack()"),
+    Case("warning", ("program.py",), "import warnings; warnings.warn('w')", ("-W", "error")),
+    Case("safe_path", ("program.py", "a"), flags=("-P",)),
+    Case("safe_path_module", ("-m", "json.tool", "-h"), flags=("-P",)),
+    Case("many_flags", ("program.py",), flags=("-Xdev", "-O", "-B", "-W", "ignore", "-u")),
+    Case("verbose_word", ("program.py",), flags=("-OO", "-X", "utf8=0")),
+    Case("interactive", ("program.py",), flags=("-i", "-q"), stdin="print('more')\n"),
+    Case("no_site", ("program.py",), flags=("-S",)),
+]
+
+
+@pytest.mark.parametrize("case", SAME, ids=lambda it: it.name)
+def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
+    folder.write("program.py", case.program)
+    folder.write("package/__init__.py", "")
+    folder.write("package/__main__.py", LOOK)
+    folder.write("package/deeper.py", LOOK)
+    folder.write("package/failing.py", "def f(): raise OSError(2, 'text')\nf()")
+    with zipfile.ZipFile(folder.path / "archive.zip", "w") as archive:
+        archive.writestr("__main__.py", LOOK)
+    extra = folder.path / "extra"
+    plain = folder.python(*case.arguments, flags=case.flags, stdin=case.stdin, path=[extra])
+    # -S leaves the packages that kvplan needs out of the launcher too: they are put in by path.
+    needed = [it for it in sys.path if it.endswith("site-packages")] if "-S" in case.flags else []
+    launched = folder.launch(
+        *case.arguments, flags=case.flags, stdin=case.stdin, path=[extra, *needed]
+    )
+    if needed:
+        assert launched.stdout.replace("".join(f", {it!r}" for it in needed), "") == plain.stdout
+    else:
+        assert launched == plain
+
+
+def test_a_signal_is_the_cause_of_death_also_for_who_waits(folder: Folder) -> None:
+    folder.write("program.py", "import signal; signal.raise_signal(signal.SIGINT)")
+    assert folder.launch("program.py").code == -signal.SIGINT
+
+
+def test_what_is_interrupted_is_the_program(folder: Folder) -> None:
+    """The process that was started is the program: it gets the signals that are sent to it."""
+    folder.write(
+        "program.py",
+        """
+        import signal
+        try:
+            print("waits", flush=True)
+            signal.pause()
+        except KeyboardInterrupt:
+            print("interrupted")
+        """,
+    )
+    command = [sys.executable, "-m", "kvplan.run", str(folder.path / "program.py")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "interrupted\n"
+    assert process.returncode == 0
+
+
+def test_llm_datadist_is_kvplans(folder: Folder) -> None:
+    said = folder.run(
+        """
+        import llm_datadist, llm_datadist_v1, kvplan.llm_datadist
+        import llm_datadist.v2.llm_types as t
+        from llm_datadist import CacheDesc, LLMDataDist
+        print(llm_datadist is kvplan.llm_datadist, llm_datadist_v1 is kvplan.llm_datadist.v1)
+        print(t is kvplan.llm_datadist.v2.llm_types, CacheDesc is t.CacheDesc, CacheDesc.__module__)
+        """
+    )
+    assert said == "True True\nTrue True kvplan.llm_datadist.v2.llm_types\n"
+
+
+def test_a_program_in_another_folder_finds_a_kvplan_that_runs_from_its_tree(folder: Folder) -> None:
+    """Nothing but the launcher's working folder says where kvplan is."""
+    program = folder.write("program.py", "import llm_datadist; print(llm_datadist.__file__)")
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "kvplan.run", str(program)],
+        cwd=ROOT,
+        env={"PYTHONPATH": next(it for it in sys.path if it.endswith("site-packages"))},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == (f"{ROOT / 'kvplan/llm_datadist/__init__.py'}\n", "")
+
+
+@pytest.mark.parametrize("where", ["installed", "beside the program", "in the current folder"])
+def test_an_official_package_is_not_used_and_named(where: str, folder: Folder) -> None:
+    name = "site" if where == "installed" else "."
+    official = folder.official(name) / "llm_datadist" / "__init__.py"
+    folder.write("program.py", "import llm_datadist, llm_datadist.v2 as v; print(v.__name__)")
+    program = ["-m", "program"] if where == "in the current folder" else ["program.py"]
+    done = folder.launch(*program, path=[folder.path / name] if where == "installed" else [])
+    assert done.stdout == "kvplan.llm_datadist.v2\n"
+    (line,) = done.stderr.splitlines()
+    assert str(official.resolve()) in line
+    assert str(ROOT / "kvplan" / "llm_datadist") in line
+
+
+def test_a_folder_that_only_has_the_name_is_not_taken_for_a_package(folder: Folder) -> None:
+    folder.write("llm_datadist/notes.txt", "")
+    assert folder.run("import llm_datadist; print(llm_datadist.__name__)") == (
+        "kvplan.llm_datadist\n"
+    )
+
+
+def test_the_options_come_before_the_program(folder: Folder) -> None:
+    show = "import os; print(os.environ.get('KVPLAN_SEVERAL_ENGINES'))"
+    assert folder.launch("-c", show).stdout == "None\n"
+    assert folder.launch("--several-engines", "-c", show).stdout == "1\n"
+
+
+def test_pythonpath_keeps_what_it_held(folder: Folder) -> None:
+    show = "import os; print(os.environ['PYTHONPATH'])"
+    assert folder.launch("-c", show).stdout == f"{STUBS}:{ROOT}\n"
+    twice = folder.launch("-m", "kvplan.run", "-c", show, path=["a", "b"])
+    assert twice.stdout == f"{STUBS}:a:b:{ROOT}\n"
+
+
+def test_help(folder: Folder) -> None:
+    for option in ("-h", "--help"):
+        asked = folder.launch(option)
+        assert (asked.stdout, asked.stderr, asked.code) == (launcher.USAGE, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "no program"),
+        (("--several-engines",), "no program"),
+        (("-m",), "-m needs an argument"),
+        (("-c",), "-c needs an argument"),
+        (("--several", "program.py"), "no option --several"),
+        (("-u", "program.py"), "no option -u; those of python stand before -m kvplan.run"),
+    ],
+)
+def test_a_line_that_is_not_understood_exits_with_2(
+    arguments: tuple[str, ...], why: str, folder: Folder
+) -> None:
+    misused = folder.launch(*arguments)
+    assert (misused.code, misused.stdout) == (2, "")
+    assert misused.stderr.startswith(f"kvplan.run: {why}")
+    assert misused.stderr.endswith(launcher.USAGE)
+
+
+@pytest.mark.parametrize("flag", ["-E", "-I"])
+def test_an_interpreter_that_ignores_pythonpath_is_refused(flag: str, folder: Folder) -> None:
+    command = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import runpy; "
+    run = "sys.argv = ['x', 'program.py']; runpy.run_module('kvplan.run', run_name='__main__')"
+    refused = folder.python("-c", command + run, flags=[flag])
+    assert refused.code == 2
+    assert "install()" in refused.stderr
+
+
+def test_started_by_another_program_it_keeps_what_the_interpreter_knows(folder: Folder) -> None:
+    program = "sys.argv[1:] = ['-c', 'import sys; print(sys.flags.optimize)']"
+    run = f"import runpy, sys; {program}; runpy.run_module('kvplan.run', run_name='__main__')"
+    done = folder.python("-c", run, flags=["-O"])
+    assert (done.stdout, done.code) == ("1\n", 0)
+
+
+def test_a_tool_that_was_to_run_the_launcher_runs_the_program(folder: Folder) -> None:
+    """Or a profiler would see nothing of it, and a debugger lose it."""
+    folder.write("program.py", "import llm_datadist\ndef f(): print(llm_datadist.__name__)\nf()")
+    profiled = folder.launch("program.py", flags=["-m", "cProfile"])
+    assert profiled.code == 0
+    assert profiled.stdout.startswith("kvplan.llm_datadist\n")
+    assert "program.py:2(f)" in profiled.stdout
