@@ -12,6 +12,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import kvplan
+from kvplan.llm_datadist import tensor_size
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.v2 import link_codes, tuples
@@ -52,6 +53,8 @@ kLLMLinkBusy = int(LLMStatusCode.LLM_LINK_BUSY)
 kLLMOutOfMemory = int(LLMStatusCode.LLM_OUT_OF_MEMORY)
 kLLMDeviceMemError = int(LLMStatusCode.LLM_DEVICE_MEM_ERROR)
 kLLMSuspectRemoteError = int(LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR)
+
+calc_tensor_size = tensor_size.calc_tensor_size
 
 _ROLE = "llm.Role"
 _P = ParamSpec("_P")
