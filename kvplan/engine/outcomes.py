@@ -50,6 +50,8 @@ class Outcomes:
                 self._thread = thread
             self._tasks[task] = None
         self._turn.put(task)
+        if self._cancelled:  # after it was put in: one of both sees it
+            task.cancel()
 
     def watch(self, task: TransferTask) -> None:
         """Let `cancel` stop `task` too, which waits for its layers; `expect` follows then."""

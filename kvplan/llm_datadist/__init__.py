@@ -15,15 +15,10 @@ if TYPE_CHECKING:
     from kvplan.llm_datadist.configs import LLMClusterInfo, LlmConfig, LLMRole
     from kvplan.llm_datadist.configs import LlmConfig as LLMConfig
     from kvplan.llm_datadist.data_type import DataType
-    from kvplan.llm_datadist.installation import (
-        in_use as in_use,
-    )
-    from kvplan.llm_datadist.installation import (
-        install as install,
-    )
-    from kvplan.llm_datadist.installation import (
-        uninstall as uninstall,
-    )
+    from kvplan.llm_datadist.installation import in_use as in_use
+    from kvplan.llm_datadist.installation import install as install
+    from kvplan.llm_datadist.installation import installed as installed
+    from kvplan.llm_datadist.installation import uninstall as uninstall
     from kvplan.llm_datadist.status import LLMException, LLMStatusCode, Status
     from kvplan.llm_datadist.v1 import KvCacheManager, Tensor, TensorDesc
     from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
@@ -83,7 +78,7 @@ os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
 _ROOMS = {
     "configs": "LLMClusterInfo LLMRole LlmConfig LLMConfig",
     "data_type": "DataType",
-    "installation": "in_use install uninstall",
+    "installation": "in_use install installed uninstall",
     "status": "LLMException LLMStatusCode Status",
     "v1": "KvCacheManager Tensor TensorDesc",
     "v2.llm_datadist": "LLMDataDist",

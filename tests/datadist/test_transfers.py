@@ -90,9 +90,7 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
     planned = user.plan_pull_cache(src, slots, 2, src_offset=4, dst_offset=8)
     assert planned.nbytes_per_tensor == 256 - 8
     for wrong in ({"src_offset": -4}, {"dst_offset": 256}, {"src_offset": 4}):
-        refused(
-            LLMStatusCode.LLM_PARAM_INVALID, lambda it=wrong: user.pull_cache(src, slots, **it)
-        )
+        refused(LLMStatusCode.LLM_PARAM_INVALID, lambda it=wrong: user.pull_cache(src, slots, **it))
 
 
 def test_layers_are_pulled(user: LlmDataDist, slots: Cache) -> None:

@@ -45,8 +45,9 @@ MODULES = {
     "TransferWithCacheKeyConfig check_layer_range int_to_mem_status_dict",
     "v2.llm_datadist": "LLMDataDist",
     "v2.cache_manager": "CacheManager",
-    "v2.llm_utils": "TransferCacheJob TransferCacheParameters layer_range_to_tensor_indices "
-    "pack_cache_desc pack_cache_key parse_listen_ip_info transfer_cache_async",
+    "v2.llm_utils": "calc_tensor_size clone_cache_desc is_invalid_id is_valid_id "
+    "layer_range_to_tensor_indices pack_block_cache_key pack_cache_desc pack_cache_key "
+    "pack_cache_key_by_id pack_mem_info parse_listen_ip_info",
     "v2.config": "EngineConfig",
     "llm_datadist_wrapper": "calc_tensor_size dict_to_vector kSuccess kFailed kParamInvalid",
     "metadef_wrapper": "DT_FLOAT DT_FLOAT16 DT_BF16 DT_INT8 DT_STRING",

@@ -27,9 +27,11 @@ from kvplan.llm_datadist import (
     LLMRole,
     LLMStatusCode,
     Placement,
+    Tensor,
     TransferConfig,
     permit_several_engines,
 )
+from kvplan.llm_datadist.v1.kv_cache_book import kv_cache_of
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -173,6 +175,18 @@ def test_blocks_are_pulled(src: KvCacheManager, dst: KvCacheManager) -> None:
     refused(INVALID, lambda: dst.pull_blocks(BlocksCacheKey(PROMPT, 3), mine, [], []))
     refused(INVALID, lambda: dst.pull_blocks(BlocksCacheKey(PROMPT, 3), mine, [1], [1, 2]))
     refused(NOT_EXIST, lambda: dst.pull_blocks(BlocksCacheKey(PROMPT, 4), mine, [1], [1]))
+
+
+def test_a_tensor_of_a_cache_is_its_memory(dst: KvCacheManager) -> None:
+    cache = dst.allocate_cache(CacheDesc(2, [2, 3], DataType.DT_BF16))
+    (tensor,) = dst.get_cache_tensors(cache, 1)
+    memory = dst._engine.arrays(kv_cache_of("cache", cache))[1]
+    memory[1] = [0x3F80, 0xC040, 0x4000]
+    assert tensor.numpy().tolist() == [[0, 0, 0], [1, -3, 2]]
+    assert Tensor(tensor).numpy(copy=True).dtype == np.float32
+    dst.deallocate_cache(cache)
+    assert tensor.numpy()[1, 0] == 1  # it holds the memory
+    refused(NOT_EXIST, lambda: dst.get_cache_tensors(cache))
 
 
 def test_copies_and_swaps(dst: KvCacheManager) -> None:

@@ -24,7 +24,8 @@ def test_every_option_is_in_the_guide() -> None:
 def test_every_status_code_is_explained() -> None:
     text = (DOCS / "status-codes.md").read_text()
     explained = set(re.findall(r"^## (LLM_\w+)$", text, re.MULTILINE))
-    sources = [it.read_text() for it in (ROOT / "kvplan").rglob("*.py") if it.name != "status.py"]
+    naming = {"status.py", "llm_datadist_wrapper.py"}  # these name them all
+    sources = [it.read_text() for it in (ROOT / "kvplan").rglob("*.py") if it.name not in naming]
     used = {code for source in sources for code in re.findall(r"LLMStatusCode\.(LLM_\w+)", source)}
     assert explained == (used | {"LLM_FAILED"}) - {"LLM_SUCCESS"}
     assert all(code.name in text for code in kvplan.LLMStatusCode)

@@ -135,10 +135,10 @@ def test_llm_datadist_is_kvplans(folder: Folder) -> None:
         import llm_datadist.v2.llm_types as t
         from llm_datadist import CacheDesc, LLMDataDist
         print(llm_datadist is kvplan.llm_datadist, llm_datadist_v1 is kvplan.llm_datadist.v1)
-        print(t is kvplan.llm_datadist.v2.llm_types, CacheDesc is t.CacheDesc, CacheDesc.__module__)
+        print(t is kvplan.llm_datadist.v2.llm_types, CacheDesc is t.CacheDesc, LLMDataDist.__name__)
         """
     )
-    assert said == "True True\nTrue True kvplan.llm_datadist.v2.llm_types\n"
+    assert said == "True True\nTrue True LLMDataDist\n"
 
 
 def test_a_program_in_another_folder_finds_a_kvplan_that_runs_from_its_tree(folder: Folder) -> None:

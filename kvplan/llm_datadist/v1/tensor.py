@@ -81,11 +81,12 @@ class Tensor:
     def __init__(self, data: NDArray[Any] | Tensor, tensor_desc: TensorDesc | None = None) -> None:
         check_isinstance("data", data, [np.ndarray, Tensor], allow_none=False)
         check_isinstance("tensor_desc", tensor_desc, TensorDesc)
+        self._tensor_desc: TensorDesc
+        self._array: NDArray[Any]
         if isinstance(data, Tensor):
             self._tensor_desc, self._array = data._tensor_desc, data._array.copy()
         else:
-            self._tensor_desc = _fitting(data, tensor_desc)
-            self._array = data.copy()
+            self._tensor_desc, self._array = _fitting(data, tensor_desc), data.copy()
 
     @classmethod
     def _over(cls, array: NDArray[Any], data_type: DataType) -> Tensor:
@@ -106,7 +107,8 @@ class Tensor:
         """
         check_isinstance("copy", copy, bool, allow_none=False)
         if self._tensor_desc.dtype is DataType.DT_BF16:
-            return (self._array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            bits = self._array.view(np.uint16).astype(np.uint32)
+            return np.left_shift(bits, 16).view(np.float32)
         if self._tensor_desc.dtype is DataType.DT_STRING and not copy:
             raise RuntimeError("copy=False: the memory of a tensor of text cannot be had")
         return self._array.copy() if copy else self._array

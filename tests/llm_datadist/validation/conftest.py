@@ -10,7 +10,9 @@ from tests.llm_datadist.validation.environments import Environments
 @pytest.fixture(scope="module")
 def shared_environments() -> Iterator[Environments]:
     environments = Environments()
-    yield environments
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("KVPLAN_SEVERAL_ENGINES", raising=False)  # the rule is a row of the table
+        yield environments
     environments.close()
 
 

@@ -1,24 +1,22 @@
-"""The defects of the official engine that were measured, and what kvplan does there.
+"""The defects of the official engine that were measured, in their order, and what kvplan does.
 
 Those that are no row of the table are cases of their own, in an engine linked with a peer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvplan.llm_datadist import (
     CacheKeyByIdAndIndex,
     LayerSynchronizer,
+    LLMException,
     LLMStatusCode,
     TransferWithCacheKeyConfig,
 )
-from tests.llm_datadist.validation.environments import Linked
-from tests.llm_datadist.validation.row import Accepted, Raised, Row, status
+from tests.llm_datadist.validation.environments import Linked, Ready
+from tests.llm_datadist.validation.row import INVALID, Accepted, Difference, Raised, Row, status
 
 SUCCESS, FAILED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED
 NOT_EXIST = status(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-INVALID = status(LLMStatusCode.LLM_PARAM_INVALID)
 
 ALLOCATE = """
 cache = datadist.allocate_cache(
@@ -30,22 +28,6 @@ result = cache.cache_id
 """
 FREE = "datadist.deallocate_cache(cache)"
 FIRST_SLOT = "result = [int(tensor[0].min()) for tensor in datadist.arrays(cache)]"
-
-
-@dataclass(frozen=True)
-class Defect:
-    """A measured defect: what the official engine does, what kvplan does, and the proofs."""
-
-    number: int
-    official: str
-    here: str
-    cases: tuple[Row, ...] = ()
-    rows: tuple[str, ...] = ()
-
-
-class Ready(LayerSynchronizer):
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        return True
 
 
 class Broken(LayerSynchronizer):
@@ -101,26 +83,27 @@ def broken_synchronizer(linked: Linked) -> tuple[object, ...]:
     return task.synchronize(5000), task.get_results()
 
 
+def status_by_default() -> LLMStatusCode:
+    return LLMException("no status").status_code
+
+
 def case(name: str, call: object, ours: Accepted | Raised) -> Row:
     return Row(name, ours, call, "linked")  # type: ignore[arg-type]
 
 
 DEFECTS = [
-    Defect(
-        1,
+    Difference(
         "a source slot beyond the remote cache is not checked: the pull succeeds, with bytes from "
         "outside the cache",
         "LLM_KV_CACHE_NOT_EXIST",
         (case("slot beyond the remote cache", slot_beyond, NOT_EXIST),),
     ),
-    Defect(
-        2,
+    Difference(
         "a source layer beyond the remote cache crashes the process",
         "LLM_PARAM_INVALID",
         (case("layer beyond the remote cache", layer_beyond, INVALID),),
     ),
-    Defect(
-        3,
+    Difference(
         "the peer's caches are read once, at the first pull: later ones do not exist, and freed "
         "ones are pulled as if they were there",
         "later ones are found; freed ones: LLM_KV_CACHE_NOT_EXIST",
@@ -129,8 +112,7 @@ DEFECTS = [
             case("cache freed after the first pull", freed_cache, NOT_EXIST),
         ),
     ),
-    Defect(
-        4,
+    Difference(
         "transfer_cache_async of layers that do not begin at 0 moves nothing, and reads as success",
         "the layers are transferred",
         (
@@ -141,8 +123,7 @@ DEFECTS = [
             ),
         ),
     ),
-    Defect(
-        5,
+    Difference(
         "an exception in synchronize_layer ends the transfer, and reads as success",
         "LLM_FAILED for each destination that needed the layer; the traceback is logged",
         (
@@ -153,20 +134,18 @@ DEFECTS = [
             ),
         ),
     ),
-    Defect(
-        6,
+    Difference(
         "the error of CacheDesc.size carries the status LLM_SUCCESS",
         "LLM_PARAM_INVALID; an LLMException without a status has LLM_FAILED",
+        (Row("LLMException without a status", Accepted(FAILED), status_by_default),),
         rows=("CacheDesc([0]).size", "CacheDesc([-1]).size", "CacheDesc huge overflow size"),
     ),
-    Defect(
-        7,
+    Difference(
         "register_blocks_cache twice with one key silently replaces; allocate_blocks_cache refuses",
         "both refuse: LLM_PARAM_INVALID",
         rows=("register blocks same key twice",),
     ),
-    Defect(
-        8,
+    Difference(
         "role None, a port that is no number and a cluster_info that is no JSON give KeyError, "
         "ValueError and JSONDecodeError",
         "TypeError for the role, LLM_PARAM_INVALID for the others",

@@ -21,6 +21,7 @@ from kvplan.llm_datadist import (
     CacheDesc,
     CacheKey,
     DataType,
+    LayerSynchronizer,
     LLMClusterInfo,
     LLMDataDist,
     LLMRole,
@@ -37,6 +38,13 @@ REMOTE = {**CACHE_MANAGER, "llm.EnableRemoteCacheAccessible": "1"}
 POOLS = {"llm.MemPoolConfig": POOL, "llm.HostMemPoolConfig": POOL}
 SHAPE = [2, 8]
 INT8, HOST, DEVICE = DataType.DT_INT8, Placement.HOST, Placement.DEVICE
+
+
+class Ready(LayerSynchronizer):
+    """Every layer is ready at once."""
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return True
 
 
 class Fresh:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from unittest.mock import patch
 
 from kvplan.llm_datadist import LLMConfig
 from tests.llm_datadist.validation.environments import CACHE_MANAGER, REMOTE, Fresh
@@ -25,6 +27,11 @@ def pool(**settings: int) -> dict[str, str]:
     return {"llm.MemPoolConfig": json.dumps(settings)}
 
 
+def without_version_1(fresh: Fresh) -> None:
+    with patch.dict(sys.modules, {"kvplan.llm_datadist.v1.kv_cache_manager": None}):
+        fresh.datadist.init({})
+
+
 def row(
     case: str,
     official: Accepted | Raised,
@@ -44,7 +51,12 @@ def managed(case: str, official: Accepted | Raised, options: dict[str, str]) -> 
 
 ROWS = [
     row("init enable_cache_manager only", LOCAL_MODE, config(enable_cache_manager=True)),
-    row("init nothing (v1 mode, no v1 pkg)", Raised(ModuleNotFoundError), {}),
+    Row(
+        "init nothing (v1 mode, no v1 pkg)",
+        Raised(ModuleNotFoundError),
+        without_version_1,
+        "fresh",
+    ),
     row("init local_comm_res=''", REMOTE_MODE, config(local_comm_res="")),
     row(
         "init local_comm_res + cache_manager False",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 from kvplan.llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode
@@ -19,7 +20,19 @@ from tests.llm_datadist.validation.row import INVALID, TYPE, VALUE, Accepted, Ra
 SUCCESS, FAILED = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED
 PARAM_INVALID = LLMStatusCode.LLM_PARAM_INVALID
 LINK_FAILED, UNLINK_FAILED = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_UNLINK_FAILED
-RANK_TABLE = "{}"
+RANK_TABLE = json.dumps(
+    {
+        "version": "1.0",
+        "server_count": "1",
+        "server_list": [
+            {
+                "server_id": "127.0.0.1",
+                "device": [{"device_id": f"{rank}", "rank_id": f"{rank}"} for rank in range(2)],
+            }
+        ],
+        "status": "completed",
+    }
+)
 
 
 def row(case: str, official: Accepted | Raised, call: object, environment: str = "engine") -> Row:

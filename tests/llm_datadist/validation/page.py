@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.llm_datadist.validation.defects import DEFECTS
+from tests.llm_datadist.validation.others import OTHERS
 from tests.llm_datadist.validation.table import ROWS
 
 PAGE = Path(__file__).parents[3] / "docs" / "llm_datadist-differences.md"
@@ -31,6 +32,12 @@ one was recorded. The page is generated: `python -m tests.llm_datadist.validatio
 | --- | --- | --- |
 {defects}
 
+## What no measured case shows
+
+| official | kvplan |
+| --- | --- |
+{others}
+
 [differences.md](differences.md) tells how the engine itself differs: links, options, ownership.
 """
 
@@ -45,8 +52,10 @@ def render() -> str:
             f"| `{row.case}` | {row.official} | {row.expected} | {row.why} |" for row in different
         ),
         defects="\n".join(
-            f"| {defect.number} | {defect.official} | {defect.here} |" for defect in DEFECTS
+            f"| {number} | {defect.official} | {defect.here} |"
+            for number, defect in enumerate(DEFECTS, start=1)
         ),
+        others="\n".join(f"| {other.official} | {other.here} |" for other in OTHERS),
     )
 
 

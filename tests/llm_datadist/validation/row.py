@@ -67,6 +67,23 @@ class Row:
         return self.case
 
 
+@dataclass(frozen=True)
+class Difference:
+    """In words, what the official engine does and what kvplan does, with the proofs.
+
+    Attributes:
+        official: what was measured or read there.
+        here: what kvplan does.
+        cases: that show it, and are no rows of the table.
+        rows: names of rows of the table that show it.
+    """
+
+    official: str
+    here: str
+    cases: tuple[Row, ...] = ()
+    rows: tuple[str, ...] = ()
+
+
 def status(code: LLMStatusCode) -> Raised:
     return Raised(LLMException, code)
 

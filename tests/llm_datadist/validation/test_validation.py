@@ -9,12 +9,13 @@ import pytest
 
 from tests.llm_datadist.validation.defects import DEFECTS
 from tests.llm_datadist.validation.environments import Environments
+from tests.llm_datadist.validation.others import OTHERS
 from tests.llm_datadist.validation.page import PAGE, render
 from tests.llm_datadist.validation.row import Accepted, Raised, Row, observe
 from tests.llm_datadist.validation.table import ROWS
 
 MEASURED = Path(__file__).with_name("measured.txt").read_text().splitlines()
-BY_CASE = {row.case: row for row in ROWS}
+DIFFERENCES = [*DEFECTS, *OTHERS]
 
 
 def outcome(row: Row, environments: Environments) -> Accepted | Raised:
@@ -28,8 +29,8 @@ def test_the_outcome_of_a_measured_case(row: Row, environments: Environments) ->
     assert outcome(row, environments) == row.expected
 
 
-@pytest.mark.parametrize("row", [case for defect in DEFECTS for case in defect.cases], ids=str)
-def test_a_defect_is_not_copied(row: Row, environments: Environments) -> None:
+@pytest.mark.parametrize("row", [case for each in DIFFERENCES for case in each.cases], ids=str)
+def test_a_difference_that_is_no_row_of_the_table(row: Row, environments: Environments) -> None:
     assert outcome(row, environments) == row.expected
 
 
@@ -44,11 +45,11 @@ def test_a_row_differs_only_with_a_reason() -> None:
     assert [row.case for row in ROWS if row.ours is None and row.why] == []
 
 
-def test_every_defect_has_its_proof() -> None:
-    assert [defect.number for defect in DEFECTS] == list(range(1, 9))
-    assert [defect.number for defect in DEFECTS if not (defect.cases or defect.rows)] == []
-    named = [BY_CASE[case] for defect in DEFECTS for case in defect.rows]
-    assert [row.case for row in named if row.ours is None] == []
+def test_every_difference_has_its_proof() -> None:
+    assert len(DEFECTS) == 8
+    assert [each.official for each in DIFFERENCES if not (each.cases or each.rows)] == []
+    named = [case for each in DIFFERENCES for case in each.rows]
+    assert sorted(named) == sorted(row.case for row in ROWS if row.ours is not None)
 
 
 def test_the_page_of_differences_is_up_to_date() -> None:

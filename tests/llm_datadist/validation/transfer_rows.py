@@ -6,23 +6,17 @@ from kvplan.llm_datadist import (
     BlocksCacheKey,
     CacheKey,
     CacheKeyByIdAndIndex,
-    LayerSynchronizer,
     LLMStatusCode,
     MemInfo,
     Memtype,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from tests.llm_datadist.validation.environments import CLUSTER, Engine
+from tests.llm_datadist.validation.environments import CLUSTER, Engine, Ready
 from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Raised, Row, status
 
 NOT_YET_LINK = status(LLMStatusCode.LLM_NOT_YET_LINK)
 BY_ID, BY_BLOCKS, BY_REQUEST = CacheKeyByIdAndIndex(1, 1), BlocksCacheKey(1), CacheKey(1, 1)
-
-
-class Ready(LayerSynchronizer):
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        return True
 
 
 def row(case: str, official: Accepted | Raised, call: object) -> Row:

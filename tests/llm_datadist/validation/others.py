@@ -1,0 +1,125 @@
+"""What else the official package does otherwise, and no measured case shows."""
+
+from __future__ import annotations
+
+from kvplan.llm_datadist import (
+    CacheKeyByIdAndIndex,
+    LLMStatusCode,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+from tests.llm_datadist.validation.defects import theirs
+from tests.llm_datadist.validation.environments import (
+    CACHE_MANAGER,
+    POOLS,
+    Engine,
+    Fresh,
+    Linked,
+    Ready,
+)
+from tests.llm_datadist.validation.init_rows import config, managed
+from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row
+
+SUCCESS, NOT_EXIST = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def unmapped(engine: Engine) -> object:
+    return engine.manager.register_cache(engine.desc(), [4096, 8192])
+
+
+def no_cache(engine: Engine) -> None:
+    engine.manager.deallocate_cache(None)  # type: ignore[arg-type]
+
+
+def one_description_for_both(engine: Engine) -> tuple[bool, bool]:
+    desc = engine.desc()
+    paged = engine.manager.allocate_blocks_cache(desc)
+    contiguous = engine.manager.allocate_cache(desc)
+    engine.manager.copy_cache(contiguous, contiguous, dst_batch_index=1)
+    engine.manager.deallocate_blocks_cache(paged)
+    engine.manager.deallocate_cache(contiguous)
+    return paged.is_blocks_cache, contiguous.is_blocks_cache
+
+
+def two_slots_of_one_cluster(linked: Linked) -> object:
+    there = theirs(linked)
+    missing = CacheKeyByIdAndIndex(there.cluster_id, there.cache_id + 1000)
+    configs = [TransferWithCacheKeyConfig(key, range(1), range(1)) for key in (there, missing)]
+    return linked.manager.transfer_cache_async(linked.cache(), Ready(), configs).get_results(5000)
+
+
+def config_afterwards(fresh: Fresh) -> range | None:
+    fresh.init({**CACHE_MANAGER, **POOLS})
+    manager = fresh.datadist.cache_manager
+    given = TransferConfig(1, [4096, 8192])
+    manager.transfer_cache_async(
+        manager.allocate_cache(Engine.desc()), Ready(), [given]
+    ).get_results(5000)
+    return given.src_layer_range
+
+
+def true_as_option() -> str:
+    return config(link_retry_count=True)["llm.LinkRetryCount"]
+
+
+def version_1(fresh: Fresh) -> str:
+    fresh.datadist.init({})
+    return type(fresh.datadist.kv_cache_manager).__name__
+
+
+OTHERS = [
+    Difference(
+        "any address that is not zero can be registered (seen with its stub engine)",
+        "memory that is not mapped is refused: LLM_PARAM_INVALID",
+        (Row("register memory that is not mapped", INVALID, unmapped, "engine"),),
+    ),
+    Difference(
+        "a CacheDesc that was used for a paged cache makes the next contiguous one paged",
+        "a CacheDesc remembers nothing",
+        (
+            Row(
+                "one CacheDesc for a paged and a contiguous cache",
+                Accepted((True, False)),
+                one_description_for_both,
+                "engine",
+            ),
+        ),
+    ),
+    Difference(
+        "results of transfer_cache_async are kept by cluster: two configs of one cluster share one",
+        "each config has its own",
+        (
+            Row(
+                "two configs of one cluster, one of a cache that is not there",
+                Accepted([SUCCESS, NOT_EXIST]),
+                two_slots_of_one_cluster,
+                "linked",
+            ),
+        ),
+    ),
+    Difference(
+        "transfer_cache_async writes the layers that it chose into the caller's TransferConfig",
+        "the caller's objects stay as they are",
+        (Row("TransferConfig after a transfer", Accepted(None), config_afterwards, "fresh"),),
+    ),
+    Difference(
+        "a brace in a value that is refused turns the error into KeyError or IndexError",
+        "the error is the one of the rule",
+        (managed("init listen '{ip}'", INVALID, {"llm.listenIpInfo": "{ip}"}),),
+    ),
+    Difference(
+        "an option that was set to True is written 'True'",
+        "it is written '1'",
+        (Row("options of link_retry_count = True", Accepted("1"), true_as_option),),
+    ),
+    Difference(
+        "None where an object is needed passes the checks, and fails as an AttributeError",
+        "TypeError, with the name of the argument; init(None) is an AttributeError, as measured",
+        (Row("deallocate_cache(None)", TYPE, no_cache, "engine"),),
+    ),
+    Difference(
+        "without llm.EnableCacheManager another package is needed, llm_datadist_v1",
+        "it is part of kvplan, over the same engine",
+        (Row("init without options", Accepted("KvCacheManager"), version_1, "fresh"),),
+    ),
+]
