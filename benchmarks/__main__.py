@@ -7,10 +7,17 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import copying, engines, lowering, peers_memory, planning
+from benchmarks import copying, engines, layerwise, lowering, peers_memory, planning
 from benchmarks.table import Row, Run, format_table
 
-TOPICS = (planning.TOPIC, lowering.TOPIC, copying.TOPIC, peers_memory.TOPIC, engines.TOPIC)
+TOPICS = (
+    planning.TOPIC,
+    lowering.TOPIC,
+    copying.TOPIC,
+    peers_memory.TOPIC,
+    engines.TOPIC,
+    layerwise.TOPIC,
+)
 ROWS = {name: measure for topic in TOPICS for name, measure in topic.items()}
 """In the order of the table. A new topic is one more file, and its name above."""
 

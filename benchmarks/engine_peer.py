@@ -10,6 +10,9 @@ from kvplan import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, Ll
 LAYERS, BLOCKS, BLOCK = 64, 96, 32 << 10
 PAGED = CacheDesc(2 * LAYERS, (BLOCKS, BLOCK), DataType.DT_UINT8)
 SMALL = CacheDesc(1, (1, 4096), DataType.DT_UINT8)
+MODEL_LAYERS, MODEL_BLOCKS, MODEL_BLOCK_SIZE = 30, 128, 16
+MODEL = CacheDesc(2 * MODEL_LAYERS, (MODEL_BLOCKS, MODEL_BLOCK_SIZE, 3, 64), DataType.DT_FLOAT16)
+"""Keys and values of the demo's model."""
 LISTEN = {"llm.ListenIpInfo": "127.0.0.1:0"}
 
 
@@ -18,13 +21,18 @@ def paged_key(cluster_id: int) -> BlocksCacheKey:
     return BlocksCacheKey(cluster_id)
 
 
+def model_key(cluster_id: int) -> BlocksCacheKey:
+    """The model's cache of a peer that has a paged one."""
+    return BlocksCacheKey(cluster_id, model_id=1)
+
+
 def small_key(cluster_id: int) -> CacheKeyByIdAndIndex:
     """The small cache that every peer has."""
     return CacheKeyByIdAndIndex(cluster_id, 1)
 
 
 def serve(first_cluster_id: int, engines: int, with_paged: bool) -> None:
-    """Say where `engines` engines listen, one line each; the first may hold a paged cache too."""
+    """Say where `engines` engines listen, one line each; the first may hold paged caches too."""
     with ExitStack() as opened:
         for cluster_id in range(first_cluster_id, first_cluster_id + engines):
             datadist = opened.enter_context(LlmDataDist(cluster_id, LlmRole.PROMPT))
@@ -35,6 +43,9 @@ def serve(first_cluster_id: int, engines: int, with_paged: bool) -> None:
                 paged = datadist.allocate_blocks_cache(PAGED, paged_key(cluster_id))
                 for number, tensor in enumerate(datadist.arrays(paged)):
                     tensor[:] = number
+                model = datadist.allocate_blocks_cache(MODEL, model_key(cluster_id))
+                for tensor in datadist.arrays(model):
+                    tensor[:] = 0
             print(cluster_id, datadist.listen_address, flush=True)
         sys.stdin.read()
 

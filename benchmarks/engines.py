@@ -44,7 +44,7 @@ def peers(first: int, engines: int, *, paged: bool = False) -> Iterator[list[Clu
 
 
 def linked_engine(run: Run) -> LlmDataDist:
-    """The run's engine, linked with one peer, cluster 1, which has a paged and a small cache."""
+    """The run's engine, linked with one peer, cluster 1, which has paged caches and a small one."""
 
     def make() -> LlmDataDist:
         clusters = run.opened.enter_context(peers(1, 1, paged=True))

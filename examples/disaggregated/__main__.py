@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from .messages import (
@@ -17,6 +18,7 @@ from .messages import (
     Generated,
     Handover,
     Moved,
+    MovedByLayer,
     Pushed,
     PushTarget,
     Settings,
@@ -27,6 +29,7 @@ from .report import (
     DemoError,
     check_changed,
     check_identical,
+    hidden_text,
     moved_text,
     speed_text,
 )
@@ -115,6 +118,16 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     decoder.send(Pushed())
     pushed: Generated = workers.answer(decoder)
     console.lines("\n" + check_identical(pushed, alone, "pushed"))
+
+    console.title("Layer by layer: prefill computes anew, and pushes each layer while it goes on")
+    decoder.send(AwaitPush())
+    target = workers.answer(decoder)
+    prefiller.send(replace(target, by_layer=True))
+    layers: MovedByLayer = workers.answer(prefiller)
+    console.lines("\n" + hidden_text(layers, push) + "\n")
+    decoder.send(Pushed())
+    by_layer: Generated = workers.answer(decoder)
+    console.lines("\n" + check_identical(by_layer, alone, "pushed layer by layer"))
 
     token = options.break_token
     if token is None:

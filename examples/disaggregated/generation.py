@@ -33,12 +33,18 @@ def prefill(
     cache: PagedCache,
     block_table: BlockTable,
     progress: Callable[[str], None],
+    begin: Callable[[int], Callable[[int], None]] = lambda end: lambda layer: None,
 ) -> int:
-    """Fill `cache` with the keys and values of `prompt`; return the first generated token."""
+    """Fill `cache` with the keys and values of `prompt`; return the first generated token.
+
+    `begin` is called before each chunk, with its end; what it returns, with each layer of the chunk
+    whose keys and values are in the cache.
+    """
     first_token = -1
     for start in range(0, len(prompt), CHUNK):
         chunk = prompt[start : start + CHUNK]
-        first_token = int(model.forward(chunk, start, cache, block_table).argmax())
+        written = begin(start + len(chunk))
+        first_token = int(model.forward(chunk, start, cache, block_table, written).argmax())
         progress(f"prompt: {start + len(chunk)} of {len(prompt)} tokens")
     return first_token
 

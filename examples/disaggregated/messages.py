@@ -42,10 +42,14 @@ class Handover:
 
 @dataclass(frozen=True)
 class PushTarget:
-    """From decode to prefill: an empty cache, and the blocks to push the prompt into."""
+    """From decode to prefill: an empty cache, and the blocks to push the prompt into.
+
+    `by_layer`: the demo adds that prefill shall compute it anew, and push while it computes.
+    """
 
     cache_id: int
     block_table: list[int]
+    by_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,23 @@ class Moved:
     repeated_seconds: float
     link_seconds: float | None = None
     difference: str = ""
+
+
+@dataclass(frozen=True)
+class MovedByLayer:
+    """To the demo: the cache has been pushed while it was computed.
+
+    Attributes:
+        plans: of each chunk of the prompt, one line.
+        nbytes: of all chunks.
+        compute_seconds: of the model, from the first chunk to the last.
+        visible_seconds: waited for the transfer after the model had computed everything.
+    """
+
+    plans: list[str]
+    nbytes: int
+    compute_seconds: float
+    visible_seconds: float
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,17 @@ class Llama:
         )
 
     def forward(
-        self, ids: Sequence[int], start: int, cache: PagedCache, block_table: BlockTable
+        self,
+        ids: Sequence[int],
+        start: int,
+        cache: PagedCache,
+        block_table: BlockTable,
+        written: Callable[[int], None] = lambda layer: None,
     ) -> Matrix:
         """Run `ids`, which stand at positions `start` and on; return the logits after the last.
 
-        Reads keys and values of the positions before `start` from `cache`, and adds those of `ids`.
+        Reads keys and values of the positions before `start` from `cache`, and adds those of `ids`;
+        calls `written` with each layer that has them, before it goes on.
         """
         config = self.config
         tokens, end = len(ids), start + len(ids)
@@ -86,6 +92,7 @@ class Llama:
             queries, keys, values = (p.reshape(tokens, -1, config.head_size) for p in parts)
             cache.write(2 * i, block_table, start, rotated(keys, rotation))
             cache.write(2 * i + 1, block_table, start, values)
+            written(i)
             attended = self._attend(
                 rotated(queries, rotation),
                 cache.gather(2 * i, block_table, end),

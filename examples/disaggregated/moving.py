@@ -1,4 +1,4 @@
-"""Moving the prompt's cache through kvplan, and taking the time."""
+"""Moving the prompt's cache through kvplan, all at once, and taking the time."""
 
 from __future__ import annotations
 

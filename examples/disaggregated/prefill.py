@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
+
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, DataType, LlmDataDist, LlmRole
 
+from .by_layer import pushed_by_layer
 from .generation import prefill, read_prompt
 from .messages import DECODE_CLUSTER, PREFILL_CLUSTER, Handover, PushTarget, Settings
 from .model import Llama
@@ -17,7 +20,7 @@ from .workers import Channel
 
 
 def run(channel: Channel, settings: Settings) -> None:
-    """Send a Handover; for every PushTarget that comes back, push and send a Moved."""
+    """Send a Handover; for every PushTarget that comes back, push and say what it cost."""
     model_file = ModelFile(settings.weights)
     room = model_file.config.context_length - settings.max_tokens
     prompt = read_prompt(settings.prompt, Tokenizer(model_file), room)
@@ -44,6 +47,11 @@ def run(channel: Channel, settings: Settings) -> None:
         # One-sided: while decode pulls, this process sleeps here.
         while True:
             target: PushTarget = channel.receive()
+            if target.by_layer:
+                tensors.fill(np.nan)
+                by_layer = (datadist, cache, block_table, target, model, prompt)
+                channel.answer(pushed_by_layer(*by_layer, channel.progress))
+                continue
             arguments = (
                 cache,
                 CacheIndex(DECODE_CLUSTER, target.cache_id),

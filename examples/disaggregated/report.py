@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .messages import Generated, Moved
+from .messages import Generated, Moved, MovedByLayer
 
 
 class DemoError(Exception):
@@ -62,6 +62,20 @@ def moved_text(it: Moved) -> str:
     ]
     if it.link_seconds is not None:
         lines.insert(2, f"  linked in    {it.link_seconds * 1e3:.1f} ms")
+    return "\n".join(lines)
+
+
+def hidden_text(it: MovedByLayer, whole: Moved) -> str:
+    """How much of the transfer was hidden behind compute; `whole` is that of the same bytes."""
+    hidden = 1 - it.visible_seconds / whole.transfer_seconds
+    lines = [
+        *(f"  chunk {number}      {plan}" for number, plan in enumerate(it.plans)),
+        f"  bytes        {it.nbytes:,}",
+        f"  computed in  {it.compute_seconds:.2f} s",
+        f"  then waited  {it.visible_seconds * 1e3:.2f} ms for the rest to arrive",
+        f"  hidden       {hidden:.0%} of the {whole.transfer_seconds * 1e3:.2f} ms that the push "
+        "took by itself",
+    ]
     return "\n".join(lines)
 
 

@@ -46,18 +46,23 @@ def test_the_demo() -> None:
     assert int(slices.replace(",", "")) == 60 * blocks
     assert blocks < int(descriptors.replace(",", "")) < 60 * blocks
     nbytes = 60 * blocks * 16 * 3 * 64 * 2
-    assert f"bytes        {nbytes:,}\n" in out
     assert out.count("GB/s") == 4  # first and repeated, pulled and pushed
     assert "push_blocks  B2B" in out
 
-    for how in ("pulled", "pushed"):
+    chunks = re.findall(r"chunk \d +<Plan push_blocks B2B L0-29 x (\d+) blocks", out)
+    assert len(chunks) == -(-prompt_tokens // 128)
+    assert sum(map(int, chunks)) == blocks
+    assert out.count(f"bytes        {nbytes:,}\n") == 3
+    assert re.search(r"hidden +-?\d+% of the", out)
+
+    for how in ("pulled", "pushed", "pushed layer by layer"):
         assert re.search(rf"IDENTICAL: all {TOKENS} token ids .* was {how} ", out)
     assert "verdict: different bytes" in out
     assert "CHANGED: from token" in out
 
     texts = re.findall(r"((?:^  \| .*\n)+)", out, re.MULTILINE)
-    pulled, alone, pushed, broken = (text.replace("  | ", "") for text in texts)
-    assert pulled == pushed == alone != broken
+    pulled, alone, pushed, by_layer, broken = (text.replace("  | ", "") for text in texts)
+    assert pulled == pushed == by_layer == alone != broken
     assert len(pulled.split()) > TOKENS / 2, "no words came out"
 
     pids = [int(pid) for pid in re.findall(r"process (\d+) started", out)]

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from examples.disaggregated.messages import Generated, Moved
+from examples.disaggregated.messages import Generated, Moved, MovedByLayer
 from examples.disaggregated.report import (
     Console,
     DemoError,
     check_changed,
     check_identical,
     first_difference,
+    hidden_text,
     moved_text,
 )
 
@@ -72,6 +73,24 @@ def test_the_cost_of_a_transfer() -> None:
     assert moved_text(it) == costs.format("")
     linked = replace(it, link_seconds=0.0012)
     assert moved_text(linked) == costs.format("  linked in    1.2 ms\n")
+
+
+def test_what_was_hidden_behind_compute() -> None:
+    by_layer = MovedByLayer(
+        plans=["<Plan 1>", "<Plan 2>"],
+        nbytes=8_000_000,
+        compute_seconds=1.234,
+        visible_seconds=0.0002,
+    )
+    whole = Moved("", 8_000_000, 0, 0, 0.0, transfer_seconds=0.004, repeated_seconds=0.001)
+    assert hidden_text(by_layer, whole) == (
+        "  chunk 0      <Plan 1>\n"
+        "  chunk 1      <Plan 2>\n"
+        "  bytes        8,000,000\n"
+        "  computed in  1.23 s\n"
+        "  then waited  0.20 ms for the rest to arrive\n"
+        "  hidden       95% of the 4.00 ms that the push took by itself"
+    )
 
 
 def test_pieces_are_marked_off_from_the_lines_around_them(

@@ -1,0 +1,62 @@
+"""Pushing the prompt's cache while it is computed, each layer as soon as it is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvplan import Cache, CacheIndex, LayerTask, LlmDataDist
+
+from .generation import prefill
+from .messages import DECODE_CLUSTER, MovedByLayer, PushTarget
+from .model import Llama
+from .moving import TIMEOUT_MS
+from .paged_cache import BlockTable, PagedCache, blocks_for
+
+
+def pushed_by_layer(
+    datadist: LlmDataDist,
+    cache: Cache,
+    block_table: BlockTable,
+    target: PushTarget,
+    model: Llama,
+    prompt: Sequence[int],
+    progress: Callable[[str], None],
+) -> MovedByLayer:
+    """Compute `prompt` into `cache`, pushing to `target` meanwhile.
+
+    One task for each chunk of the prompt: it takes the blocks that the chunk completes, for no
+    block may change while it moves.
+    """
+    there = CacheIndex(DECODE_CLUSTER, target.cache_id)
+    tensors = PagedCache(datadist.arrays(cache))
+    tasks: list[LayerTask] = []
+    first = 0
+
+    def begin(end: int) -> Callable[[int], None]:
+        nonlocal first
+        complete = end == len(prompt)
+        last = blocks_for(end, tensors.block_size) if complete else end // tensors.block_size
+        if first == last:
+            return lambda layer: None
+        task = datadist.push_layers(
+            cache,
+            there,
+            src_blocks=block_table[first:last],
+            dst_blocks=target.block_table[first:last],
+        )
+        first = last
+        tasks.append(task)
+        return task.ready
+
+    started = time.perf_counter()
+    prefill(model, prompt, tensors, block_table, progress, begin)
+    computed = time.perf_counter()
+    for task in tasks:
+        task.wait(TIMEOUT_MS)
+    return MovedByLayer(
+        plans=[repr(task.plan) for task in tasks],
+        nbytes=sum(task.plan.nbytes for task in tasks),
+        compute_seconds=computed - started,
+        visible_seconds=time.perf_counter() - computed,
+    )

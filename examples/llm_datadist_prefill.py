@@ -1,0 +1,177 @@
+"""Prefill, written for llm_datadist: the program of an Ascend user, which runs here as it is.
+
+    python -m kvplan.run examples/llm_datadist_prefill.py     # one terminal
+    python -m kvplan.run examples/llm_datadist_decode.py      # another one
+
+First in request mode: prefill waits until decode has pulled blocks, and a slot by the request it
+holds. Then in remote mode: prefill pushes blocks, and then the same layer by layer, each one when
+the model has computed it. Decode compares every byte, and exits with 1 if one is wrong.
+"""
+
+import argparse
+import json
+import math
+import time
+from multiprocessing.connection import Connection, Listener
+from threading import Event
+
+import numpy as np
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LayerSynchronizer,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    RegisterMemStatus,
+    TransferWithCacheKeyConfig,
+)
+
+PREFILL, DECODE = 1, 2
+REQUEST = 4711
+LAYERS = 3
+MINE, THEIRS = [4, 5, 9], [7, 8, 2]  # blocks of the request, here and over there
+PAGED = CacheDesc(2 * LAYERS, [16, 8, 2, 16], DataType.DT_FLOAT, Placement.DEVICE)
+SLOTS = CacheDesc(2 * LAYERS, [3, 32, 2, 16], DataType.DT_FLOAT, Placement.DEVICE)
+
+
+def numbered(desc: CacheDesc) -> np.ndarray:
+    """All tensors of a cache; no two elements hold the same number."""
+    shape = (desc.num_tensors, *desc.shape)
+    return np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def addresses(tensors: np.ndarray) -> list[int]:
+    """Where the tensors lie; on a device: `tensor.data_ptr()` of each."""
+    return [tensor.ctypes.data for tensor in tensors]
+
+
+def ip_and_port(address: str) -> tuple[str, int]:
+    ip, _, port = address.rpartition(":")
+    return ip, int(port)
+
+
+def linked_by_name(datadist: LLMDataDist, name: str) -> int:
+    """Link both clusters, each of which calls this; returns the communicator's id."""
+    devices = [{"device_id": str(i), "device_ip": "127.0.0.1", "rank_id": str(i)} for i in range(2)]
+    server = {"server_id": "127.0.0.1", "device": devices}
+    table = {"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}
+    comm_id = datadist.link(name, {PREFILL: 0, DECODE: 1}, json.dumps(table))
+    while (status := datadist.query_register_mem_status(comm_id)) == RegisterMemStatus.PREPARING:
+        time.sleep(0.01)
+    if status != RegisterMemStatus.OK:
+        raise RuntimeError(f"link {name} is {status}")
+    return comm_id
+
+
+def request_mode(datadist: LLMDataDist, decode: Connection, name: str) -> None:
+    """Keep caches with keys until decode has pulled from them."""
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    config.mem_pool_cfg = json.dumps({"memory_size": 1 << 20})
+    datadist.init(config.generate_options())
+    manager = datadist.cache_manager
+
+    blocks, slots = numbered(PAGED), numbered(SLOTS)
+    manager.register_blocks_cache(PAGED, addresses(blocks), BlocksCacheKey(PREFILL))
+    computed = manager.register_cache(SLOTS, addresses(slots))
+    waiting = manager.allocate_cache(SLOTS, [CacheKey(PREFILL, REQUEST)])
+    manager.copy_cache(waiting, computed, dst_batch_index=0, src_batch_index=1)
+    manager.deallocate_cache(waiting)  # lives on until its key is pulled
+    comm_id = linked_by_name(datadist, name)
+    decode.recv()
+    datadist.unlink(comm_id)
+    datadist.finalize()
+
+
+class Model(LayerSynchronizer):
+    """Computes keys and values, layer after layer, into a cache that is sent meanwhile."""
+
+    def __init__(self, tensors: np.ndarray) -> None:
+        self._tensors = tensors
+        self._computed = [Event() for _ in range(LAYERS)]
+
+    def forward(self) -> None:
+        result = numbered(PAGED)
+        for layer, computed in enumerate(self._computed):
+            both = slice(2 * layer, 2 * layer + 2)  # keys and values
+            self._tensors[both] = result[both]
+            computed.set()
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        """Return when the layer may be sent."""
+        seconds = None if timeout_in_millis is None else timeout_in_millis / 1000
+        return self._computed[layer_index].wait(seconds)
+
+
+def remote_mode(datadist: LLMDataDist, decode: Connection, here: str, there: str) -> None:
+    """Push into memory that decode has registered."""
+    config = LLMConfig()
+    config.device_id = 0
+    config.listen_ip_info = here
+    config.local_comm_res = ""
+    datadist.init(config.generate_options())
+    manager = datadist.cache_manager
+
+    tensors = numbered(PAGED)
+    cache = manager.register_blocks_cache(PAGED, addresses(tensors), BlocksCacheKey(PREFILL))
+    decode.recv()  # its memory is registered
+    cluster = LLMClusterInfo()
+    cluster.remote_cluster_id = DECODE
+    cluster.append_local_ip_info(*ip_and_port(here))
+    cluster.append_remote_ip_info(*ip_and_port(there))
+    code, codes = datadist.link_clusters([cluster], 5000)
+    if code != LLMStatusCode.LLM_SUCCESS:
+        raise RuntimeError(f"link_clusters: {codes}")
+
+    key = BlocksCacheKey(DECODE)
+    manager.push_blocks(key, cache, src_blocks=MINE, dst_blocks=THEIRS)
+    decode.send("pushed")
+    decode.recv()  # it has looked, and cleared its blocks
+
+    tensors[:] = 0
+    model = Model(tensors)
+    every = range(LAYERS)
+    configs = [TransferWithCacheKeyConfig(key, src_layer_range=every, dst_layer_range=every)]
+    task = manager.transfer_cache_async(cache, model, configs, MINE, THEIRS)
+    model.forward()
+    if task.synchronize(timeout_in_millis=5000) != LLMStatusCode.LLM_SUCCESS:
+        raise RuntimeError(f"transfer_cache_async: {task.get_results()}")
+    decode.send("pushed")
+    decode.recv()
+    datadist.unlink_clusters([cluster], 5000)
+    manager.unregister_cache(cache.cache_id)
+    datadist.finalize()
+
+
+def arguments(text: str) -> argparse.Namespace:
+    """The command line of both programs."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=text, formatter_class=formatter)
+    add = parser.add_argument
+    add("--prefill", default="127.0.0.1:26001", help="where prefill's engine listens")
+    add("--decode", default="127.0.0.1:26000", help="where decode's engine listens")
+    add("--scheduler", default=26100, type=int, help="port for what the two tell each other")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run both modes, one after the other, with one LLMDataDist."""
+    options = arguments(__doc__)
+    with Listener(("127.0.0.1", options.scheduler)) as listener:
+        print("prefill: waiting for decode", flush=True)
+        with listener.accept() as decode:
+            datadist = LLMDataDist(LLMRole.PROMPT, PREFILL)
+            request_mode(datadist, decode, name=f"pair-{options.scheduler}")
+            remote_mode(datadist, decode, options.prefill, options.decode)
+    print("prefill: all was sent")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The pair for the official package, as a reader runs it: two processes through the launcher."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import examples
+
+FOLDER = Path(examples.__file__).parent
+PREFILL, DECODE = "llm_datadist_prefill.py", "llm_datadist_decode.py"
+PATIENCE = 60.0
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [it.getsockname()[1] for it in held]
+    for it in held:
+        it.close()
+    return ports
+
+
+def launched(script: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "kvplan.run", str(script), *arguments],
+        env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Pair:
+    """Both programs, run to their ends: exit status and what each has said."""
+
+    def __init__(self, folder: Path) -> None:
+        first, second, scheduler = free_ports(3)
+        arguments = (
+            f"--prefill=127.0.0.1:{first} --decode=127.0.0.1:{second} --scheduler={scheduler}"
+        )
+        with launched(folder / PREFILL, *arguments.split()) as prefill:
+            try:
+                assert prefill.stdout is not None
+                waiting = prefill.stdout.readline()
+                with launched(folder / DECODE, *arguments.split()) as decode:
+                    try:
+                        self.decode = decode.communicate(timeout=PATIENCE)
+                        rest, errors = prefill.communicate(timeout=PATIENCE)
+                    finally:
+                        decode.kill()
+            finally:
+                prefill.kill()
+        self.prefill = waiting + rest, errors
+        self.status = prefill.returncode, decode.returncode
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A folder with both programs and nothing else of this project."""
+    for name in (PREFILL, DECODE):
+        shutil.copy(FOLDER / name, tmp_path)
+    return tmp_path
+
+
+def test_both_modes_from_end_to_end() -> None:
+    pair = Pair(FOLDER)
+    assert pair.prefill == ("prefill: waiting for decode\nprefill: all was sent\n", "")
+    blocks, slot = 6 * 3 * 8 * 2 * 16, 6 * 32 * 2 * 16
+    assert pair.decode == (
+        f"decode: pull_blocks: {blocks} numbers, all in their places\n"
+        f"decode: pull_cache: {slot} numbers, all in their places\n"
+        "decode: pull_cache once more: the key is gone\n"
+        f"decode: push_blocks: {blocks} numbers, all in their places\n"
+        f"decode: transfer_cache_async: {blocks} numbers, all in their places\n",
+        "",
+    )
+    assert pair.status == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "what"),
+    [
+        (DECODE, "src_blocks=MINE, dst_blocks", "src_blocks=[4, 5, 8], dst_blocks", "pull_blocks"),
+        (PREFILL, "src_batch_index=1)", "src_batch_index=2)", "pull_cache"),
+        (PREFILL, "src_blocks=MINE, dst_blocks", "src_blocks=THEIRS, dst_blocks", "push_blocks"),
+        (PREFILL, "[both] = result[both]", "[both] = 1", "transfer_cache_async"),
+        (PREFILL, "configs, MINE, THEIRS)", "configs, MINE, [7, 8, 3])", "transfer_cache_async"),
+    ],
+)  # fmt: skip
+def test_one_wrong_number_is_found(
+    name: str, right: str, wrong: str, what: str, copied: Path
+) -> None:
+    source = (FOLDER / name).read_text()
+    assert source.count(right) == 1
+    (copied / name).write_text(source.replace(right, wrong))
+    pair = Pair(copied)
+    assert pair.status[1] == 1
+    assert f"FAILED: {what}: " in pair.decode[1]
+    assert pair.status[0] == 1, "prefill ended well, though decode did not"
+
+
+@pytest.mark.parametrize("name", [PREFILL, DECODE])
+def test_official_names_only(name: str) -> None:
+    """The standard library, NumPy, and what an Ascend user has."""
+    tree = ast.parse((FOLDER / name).read_text())
+    imported = {
+        module.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in (
+            [node.module] if isinstance(node, ast.ImportFrom) else [it.name for it in node.names]
+        )
+    }
+    ours = imported - sys.stdlib_module_names
+    assert ours <= {"llm_datadist", "numpy", "llm_datadist_prefill"}
+    assert "kvplan" not in ast.unparse(tree.body[1:])
+
+
+@pytest.mark.parametrize("name", [PREFILL, DECODE])
+def test_says_what_it_is_about(name: str) -> None:
+    with launched(FOLDER / name, "--help") as program:
+        out, _ = program.communicate(timeout=PATIENCE)
+    assert program.returncode == 0
+    assert (FOLDER / name).read_text().splitlines()[0].removeprefix('"""') in out
