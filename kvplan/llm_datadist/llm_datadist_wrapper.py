@@ -8,15 +8,15 @@ itself. With these the original's own Python part runs on this engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import kvplan
+from kvplan.llm_datadist import tensor_size
 from kvplan.llm_datadist.configs import LLMRole
-from kvplan.llm_datadist.utils import log
+from kvplan.llm_datadist.returning import as_pair, as_status
 from kvplan.llm_datadist.v2 import link_codes, tuples
 from kvplan.llm_datadist.v2.block_tables import last_wins
-from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, REMOTE_ACCESS, wait_time_ms
+from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, POOL, REMOTE_ACCESS, wait_time_ms
 from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
@@ -53,41 +53,9 @@ kLLMOutOfMemory = int(LLMStatusCode.LLM_OUT_OF_MEMORY)
 kLLMDeviceMemError = int(LLMStatusCode.LLM_DEVICE_MEM_ERROR)
 kLLMSuspectRemoteError = int(LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR)
 
+calc_tensor_size = tensor_size.calc_tensor_size
+
 _ROLE = "llm.Role"
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _as_status(call: Callable[_P, None]) -> Callable[_P, int]:
-    """Return what returns the status that `call` raises."""
-
-    @wraps(call)
-    def returning(*args: _P.args, **kwargs: _P.kwargs) -> int:
-        try:
-            call(*args, **kwargs)
-        except LLMException as error:
-            log.error("%s: %s", call.__name__, error)
-            return int(error.status_code)
-        return kSuccess
-
-    return returning
-
-
-def _as_pair(nothing: _T) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[int, _T]]]:
-    """Return what returns the status that a call raises, and its result or `nothing`."""
-
-    def decorated(call: Callable[_P, _T]) -> Callable[_P, tuple[int, _T]]:
-        @wraps(call)
-        def returning(*args: _P.args, **kwargs: _P.kwargs) -> tuple[int, _T]:
-            try:
-                return kSuccess, call(*args, **kwargs)
-            except LLMException as error:
-                log.error("%s: %s", call.__name__, error)
-                return int(error.status_code), nothing
-
-        return returning
-
-    return decorated
 
 
 def _datadist(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LLMDataDist:
@@ -105,7 +73,7 @@ def dict_to_vector(py_dict: Mapping[int, int]) -> list[tuple[int, int]]:
     return list(py_dict.items())
 
 
-@_as_status
+@as_status
 def initialize_v2(cluster_id: int, options: dict[str, str]) -> None:
     """Initialize an LLMDataDist of the role that option llm.Role names."""
     if LLMDataDist.llm_engine_instance is not None:
@@ -119,7 +87,7 @@ def finalize_v2() -> None:
         LLMDataDist.llm_engine_instance.finalize()
 
 
-@_as_status
+@as_status
 def switch_role_v2(role: str, options: dict[str, str]) -> None:
     """Change the role, and where it listens."""
     _datadist().switch_role(_role_of(role), options)
@@ -132,19 +100,19 @@ def _role_of(name: str | None) -> LLMRole:
         raise invalid(f"role {shown(name)} must be Prompt, Decoder or Mix") from None
 
 
-@_as_pair(0)
+@as_pair(0)
 def link(comm_name: str, cluster2rank: Mapping[int, int], rank_table: str) -> int:
     """Begin to link; the id of the communicator."""
     return _engine(LLMStatusCode.LLM_FAILED).link(comm_name, dict(cluster2rank), rank_table)
 
 
-@_as_status
+@as_status
 def unlink(comm_id: int) -> None:
     """End what `link` has begun."""
     _engine(LLMStatusCode.LLM_FAILED).unlink(comm_id)
 
 
-@_as_pair(0)
+@as_pair(0)
 def query_register_mem_status(comm_id: int) -> int:
     """How far `link` is: the number of a RegisterMemStatus."""
     status = _engine(LLMStatusCode.LLM_FAILED).query_register_mem_status(comm_id)
@@ -183,7 +151,7 @@ def _codes(call: Callable[[LLMDataDist], link_codes.Codes]) -> tuple[int, list[i
     return int(code), [int(it) for it in codes]
 
 
-@_as_pair(tuples.NO_CACHE)
+@as_pair(tuples.NO_CACHE)
 def allocate_cache_v2(
     cache_desc: tuples.CacheDesc, cache_keys: Sequence[tuples.CacheKey]
 ) -> tuples.Cache:
@@ -197,7 +165,7 @@ def allocate_cache_v2(
     return made.cache_id, [list(made.tensor_addrs)]
 
 
-@_as_pair(tuples.NO_CACHE)
+@as_pair(tuples.NO_CACHE)
 def register_cache(
     cache_desc: tuples.CacheDesc,
     addrs: Sequence[int],
@@ -218,32 +186,42 @@ def register_cache(
     return made.cache_id, [list(made.tensor_addrs)]
 
 
-@_as_status
+@as_status
 def unregister_cache(cache_id: int) -> None:
     """End a registered cache; an unknown one is fine."""
     _engine(LLMStatusCode.LLM_FAILED).unregister_cache(cache_id)
 
 
-@_as_status
+@as_status
 def deallocate_cache_v2(cache_id: int) -> None:
     """Free an allocated cache; an unknown one is fine."""
     _engine().deallocate_cache(tuples.cache_called(cache_id))
 
 
-@_as_status
+@as_status
+def check_capacity_v2(seq_len: int) -> None:
+    """Whether the pool of Placement.DEVICE has `seq_len` bytes in one piece."""
+    if POOL not in _datadist()._engine_options:
+        raise LLMException(
+            f"without {POOL} there is no pool", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        )
+    _engine()._running().registry.pools.take(kvplan.Placement.DEVICE, seq_len)
+
+
+@as_status
 def remove_cache_key_v2(cache_key: tuples.CacheKey) -> None:
     """Forget a key; an unknown one is fine."""
     for key in tuples.request_keys_of([cache_key]):
         _engine().remove_cache_key(key)
 
 
-@_as_status
+@as_status
 def remap_registered_memory(mem_infos: Sequence[tuple[int, int, int]]) -> None:
     """Check anew how registered memory (type, address, bytes) is mapped."""
     _engine().remap_registered_memory([(addr, nbytes) for _, addr, nbytes in mem_infos])
 
 
-@_as_status
+@as_status
 def pull_cache_v2(cache_id: int, cache_key: tuples.CacheKey, pull_param: tuples.PullParam) -> None:
     """Pull a slot or blocks into a cache."""
     size, slot, src_blocks, dst_blocks, src_tensors, dst_tensors, *rest = pull_param
@@ -270,7 +248,7 @@ def pull_cache_v2(cache_id: int, cache_key: tuples.CacheKey, pull_param: tuples.
         )
 
 
-@_as_status
+@as_status
 def copy_cache_v2(copy_param: tuples.CopyParam) -> None:
     """Copy a slot, or blocks where there are pairs of them."""
     dst_id, src_id, dst_slot, src_slot, offset, size, _, pairs = copy_param
@@ -281,7 +259,7 @@ def copy_cache_v2(copy_param: tuples.CopyParam) -> None:
         _engine().copy_cache(src, dst, src_slot, dst_slot, offset, size)
 
 
-@_as_status
+@as_status
 def swap_blocks_v2(
     src: tuples.Cache,
     dst: tuples.Cache,
@@ -302,7 +280,7 @@ def swap_blocks_v2(
     )
 
 
-@_as_status
+@as_status
 def transfer_cache_v2(
     task_id: int, transfer_config: tuples.TransferConfig, block_config: tuples.BlockConfig
 ) -> None:

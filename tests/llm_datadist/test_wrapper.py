@@ -93,6 +93,19 @@ def test_nothing_works_without_an_engine() -> None:
     assert wrapper.copy_cache_v2((1, 1, 0, 1, 0, -1, NONE, [])) == invalid
     assert wrapper.remap_registered_memory([(0, 4096, 1)]) == invalid
     assert wrapper.switch_role_v2("Mix", {}) == invalid
+    assert wrapper.check_capacity_v2(1) == invalid
+
+
+def test_the_pool_is_asked_for_room_and_keeps_it(initialized: None) -> None:
+    for _ in range(3):
+        assert wrapper.check_capacity_v2(8_000_000) == OK
+    assert wrapper.check_capacity_v2(8_400_000) == wrapper.kLLMOutOfMemory
+
+
+def test_without_a_pool_there_is_no_capacity() -> None:
+    assert wrapper.initialize_v2(2, {"llm.Role": "Mix"}) == OK
+    assert wrapper.check_capacity_v2(1) == wrapper.kLLMFeatureNotEnabled
+    wrapper.finalize_v2()
 
 
 def test_caches_are_made_and_ended(initialized: None) -> None:
