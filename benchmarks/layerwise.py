@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -161,4 +162,6 @@ def layerwise_visible(run: Run, name: str) -> Row:
         "from the last ready() to the last byte; limit: the push after the compute; "
         f"ready() of the layers before: {1e3 * in_ready:.2f} ms in all"
     )
-    return Row(name, 1e3 * visible, "ms", 1e3 * blocking, "at most", 0.15, note)
+    # Where compute and copies share a core nothing can be hidden.
+    target = 0.15 if len(os.sched_getaffinity(0)) > 1 else None
+    return Row(name, 1e3 * visible, "ms", 1e3 * blocking, "at most", target, note)
