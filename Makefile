@@ -35,7 +35,7 @@ unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the 
 
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then those with threads under ThreadSanitizer
 	tools/sanitize address,undefined tests/native tests/execution tests/transport tests/project/test_native_build.py
-	tools/sanitize thread tests/native/test_executor{,_concurrency}.py tests/native/test_wrappers.py tests/execution \
+	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_wrappers.py tests/execution \
 	  tests/project/test_native_build.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl

@@ -18,6 +18,10 @@ cdef extern from "mapping.h" nogil:
         uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
         kvn_failure *failure
     )
+    int kvn_mapping_check_all(
+        const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, int writable,
+        kvn_maps_source source, uint64_t *failed, kvn_failure *failure
+    )
 
 
 cdef extern from "arena.h" nogil:

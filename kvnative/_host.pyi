@@ -3,10 +3,11 @@
 from types import TracebackType
 from typing import Any, Literal, Self, final
 
+import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-__all__ = ["Arena", "Board", "Pin", "check_memory"]
+__all__ = ["Arena", "Board", "Pin", "check_memory", "check_ranges"]
 
 MAPS_SOURCES: dict[str, int]
 
@@ -15,6 +16,15 @@ def check_memory(
     nbytes: int,
     writable: bool = False,
     *,
+    via: Literal["auto", "query", "text"] = "auto",
+) -> None: ...
+def check_ranges(
+    addresses: NDArray[np.uint64],
+    nbytes: NDArray[np.uint64],
+    writable: bool = False,
+    *,
+    name: str = "range",
+    first: int = 0,
     via: Literal["auto", "query", "text"] = "auto",
 ) -> None: ...
 

@@ -10,7 +10,9 @@ from cpython.buffer cimport (
 )
 from libc.stdint cimport uint64_t, uintptr_t
 
-__all__ = ["Arena", "Board", "Pin", "check_memory"]
+from kvnative._crossing cimport acquire_uint64
+
+__all__ = ["Arena", "Board", "Pin", "check_memory", "check_ranges"]
 
 cdef extern from "kvnative/status.h" nogil:
     int KVN_OK, KVN_INVALID, KVN_UNMAPPED, KVN_NO_MEMORY
@@ -19,14 +21,24 @@ MAPS_SOURCES = {"auto": KVN_MAPS_AUTO, "query": KVN_MAPS_QUERY, "text": KVN_MAPS
 
 
 cdef int check(int status, const kvn_failure *failure) except -1:
+    return check_named(status, failure, "")
+
+
+cdef int check_named(int status, const kvn_failure *failure, str name) except -1:
     if status == KVN_OK:
         return 0
-    message = failure.message.decode("utf-8", "replace")
+    message = name + failure.message.decode("utf-8", "replace")
     if status == KVN_INVALID or status == KVN_UNMAPPED:
         raise ValueError(message)
     if status == KVN_NO_MEMORY:
         raise MemoryError(message)
     raise OSError(failure.code, message)
+
+
+cdef kvn_maps_source source_named(str via) except *:
+    if via not in MAPS_SOURCES:
+        raise ValueError(f"via is {via!r}; it must be one of {', '.join(map(repr, MAPS_SOURCES))}")
+    return MAPS_SOURCES[via]
 
 
 cdef uint64_t unsigned(str name, value) except? 0xBAD:
@@ -43,15 +55,46 @@ def check_memory(address, nbytes, bint writable=False, *, str via="auto"):
     (PROCMAP_QUERY, Linux 6.11), "text" (/proc/self/maps), or "auto": the first that there is.
     OSError where /proc cannot be asked.
     """
-    if via not in MAPS_SOURCES:
-        raise ValueError(f"via is {via!r}; it must be one of {', '.join(MAPS_SOURCES)}")
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
-    cdef kvn_maps_source source = MAPS_SOURCES[via]
+    cdef kvn_maps_source source = source_named(via)
     cdef kvn_failure failure
     cdef int status
     with nogil:
         status = kvn_mapping_check(start, size, writable, source, &failure)
     check(status, &failure)
+
+
+def check_ranges(addresses, nbytes, bint writable=False, *, str name="range", uint64_t first=0,
+                 str via="auto"):
+    """As check_memory() of each range, for little more than the price of one.
+
+    Args:
+        addresses, nbytes: contiguous uint64 columns of one length.
+        name, first: messages call the ranges "{name} {first}", and so on.
+    """
+    cdef kvn_maps_source source = source_named(via)
+    cdef Py_buffer starts, sizes
+    cdef kvn_failure failure
+    cdef uint64_t failed = 0, count
+    cdef int status
+    acquire_uint64(&starts, addresses, "addresses")
+    try:
+        acquire_uint64(&sizes, nbytes, "nbytes")
+        try:
+            if starts.shape[0] != sizes.shape[0]:
+                raise ValueError(f"nbytes: expected {starts.shape[0]} items, as in addresses, got"
+                                 f" {sizes.shape[0]}")
+            count = starts.shape[0]
+            with nogil:
+                status = kvn_mapping_check_all(
+                    <const uint64_t *>starts.buf, <const uint64_t *>sizes.buf, count, writable,
+                    source, &failed, &failure)
+        finally:
+            PyBuffer_Release(&sizes)
+    finally:
+        PyBuffer_Release(&starts)
+    if status != KVN_OK:
+        check_named(status, &failure, f"{name} {first + failed}: ")
 
 
 @cython.final

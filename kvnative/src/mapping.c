@@ -39,6 +39,7 @@ _Static_assert(sizeof(procmap_query) == 104, "the kernel refuses other sizes");
 typedef struct mapping {
     uint64_t start, end;
     int readable, writable;
+    int anonymous; /* known to have no file behind it, which could be too short */
 } mapping;
 
 /* Walks the mappings upwards; `next` gives the one that covers `address`, or the first above it. */
@@ -60,7 +61,8 @@ static int next_by_query(walk *walk, uint64_t address)
         return errno;
     walk->current =
         (mapping){query.vma_start, query.vma_end, !!(query.vma_flags & PROCMAP_READABLE),
-                  !!(query.vma_flags & PROCMAP_WRITABLE)};
+                  !!(query.vma_flags & PROCMAP_WRITABLE),
+                  query.inode == 0 && query.dev_major == 0 && query.dev_minor == 0};
     return 0;
 }
 
@@ -127,8 +129,17 @@ static int is_present(uint64_t address)
            errno != EFAULT;
 }
 
-int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
-                      kvn_failure *failure)
+/* The text is read downwards only. */
+static void begin_at(walk *walk, uint64_t address)
+{
+    if (walk->text && address < walk->current.start) {
+        rewind(walk->text);
+        walk->current = (mapping){0};
+    }
+}
+
+static int check_range(walk *walk, uint64_t address, uint64_t nbytes, int writable,
+                       kvn_failure *failure)
 {
     if (nbytes == 0)
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -138,29 +149,22 @@ int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_
                         "address 0x%" PRIx64 " + nbytes %" PRIu64
                         " is past the end of the address space",
                         address, nbytes);
-    walk walk;
-    int error = open_walk(&walk, source);
-    if (error)
-        return kvn_fail(failure, KVN_UNSUPPORTED, error, "/proc/self/maps cannot be %s",
-                        error == ENOTTY   ? "queried by this kernel"
-                        : error == ENOENT ? "opened: is /proc mounted?"
-                                          : "opened");
-
+    begin_at(walk, address);
     const uint64_t end = address + nbytes;
     int status = KVN_OK;
-    for (uint64_t at = address; status == KVN_OK && at < end; at = walk.current.end) {
-        error = next(&walk, at);
-        const uint64_t stop = error || walk.current.end > end ? end : walk.current.end;
+    for (uint64_t at = address; status == KVN_OK && at < end; at = walk->current.end) {
+        int error = next(walk, at);
+        const uint64_t stop = error || walk->current.end > end ? end : walk->current.end;
         const char *flaw = NULL;
         uint64_t hole_end = stop;
-        if (error || walk.current.start > at) {
+        if (error || walk->current.start > at) {
             flaw = "not mapped";
-            hole_end = error || walk.current.start > end ? end : walk.current.start;
-        } else if (!walk.current.readable)
+            hole_end = error || walk->current.start > end ? end : walk->current.start;
+        } else if (!walk->current.readable)
             flaw = "not readable";
-        else if (writable && !walk.current.writable)
+        else if (writable && !walk->current.writable)
             flaw = "not writable";
-        else if (!is_present(at) || !is_present(stop - 1))
+        else if (!walk->current.anonymous && (!is_present(at) || !is_present(stop - 1)))
             flaw = "mapped, but not all of it can be reached (a file mapping past the file's end?)";
         if (flaw)
             status = kvn_fail(failure, KVN_UNMAPPED, EFAULT,
@@ -168,6 +172,34 @@ int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_
                               " is %s",
                               address, nbytes, at, hole_end, flaw);
     }
+    return status;
+}
+
+int kvn_mapping_check_all(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count,
+                          int writable, kvn_maps_source source, uint64_t *failed,
+                          kvn_failure *failure)
+{
+    walk walk;
+    int error = open_walk(&walk, source), status = KVN_OK;
+
+    *failed = 0;
+    if (error)
+        return kvn_fail(failure, KVN_UNSUPPORTED, error, "/proc/self/maps cannot be %s",
+                        error == ENOTTY   ? "queried by this kernel"
+                        : error == ENOENT ? "opened: is /proc mounted?"
+                                          : "opened");
+    for (uint64_t i = 0; status == KVN_OK && i < count; i++) {
+        *failed = i;
+        status = check_range(&walk, addresses[i], nbytes[i], writable, failure);
+    }
     close_walk(&walk);
     return status;
+}
+
+int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
+                      kvn_failure *failure)
+{
+    uint64_t failed;
+
+    return kvn_mapping_check_all(&address, &nbytes, 1, writable, source, &failed, failure);
 }

@@ -6,23 +6,12 @@
 
 #include "clock.h"
 #include "job.h"
+#include "opened.h"
 #include "report.h"
 
 /* How many of the stages in flight an open looks at: enough to notice a failure and to keep stages of
  * several batches going, without making an open dearer the more is in flight. */
 #define LOOKS_PER_OPEN 4
-
-struct kvn_opened {
-    kvn_task task;
-    uint64_t stage;
-    kvn_opened *next; /* among those in flight */
-    kvn_opened *previous;
-    uint32_t users; /* threads in a call on the task, without the mutex; the last one absorbs it */
-    bool submitted; /* the task may be called */
-    bool driven;    /* a thread waits in it */
-    bool stopping;  /* a thread aborts it */
-    bool through;   /* somebody has seen its outcome */
-};
 
 /* ---- stages; with the mutex held unless said otherwise ---- */
 
@@ -38,29 +27,6 @@ static kvn_columns slice_of(const kvn_staged *staged, uint64_t stage)
         .count = left < staged->stage_size ? left : staged->stage_size,
         .first = all->first + first,
     };
-}
-
-static void append(kvn_staged *staged, kvn_opened *it)
-{
-    it->next = NULL;
-    it->previous = staged->tail;
-    if (staged->tail)
-        staged->tail->next = it;
-    else
-        staged->head = it;
-    staged->tail = it;
-}
-
-static void unlink_opened(kvn_staged *staged, kvn_opened *it)
-{
-    if (it->previous)
-        it->previous->next = it->next;
-    else
-        staged->head = it->next;
-    if (it->next)
-        it->next->previous = it->previous;
-    else
-        staged->tail = it->previous;
 }
 
 uint32_t kvn_staged_spans(const kvn_staged *staged, uint64_t stage, kvn_span *spans)
@@ -139,7 +105,7 @@ static void absorb(kvn_staged *staged, kvn_opened *it)
     const kvn_report *report = kvn_task_outcome(&it->task);
     bool done = report->status == KVN_OK;
 
-    unlink_opened(staged, it);
+    kvn_opened_remove(staged, it);
     staged->num_moving--;
     staged->bytes_done += report->bytes_done;
     stage->state = done ? KVN_STAGE_DONE : KVN_STAGE_FAILED;
@@ -173,8 +139,8 @@ static void look(kvn_staged *staged, uint64_t most)
         kvn_opened *it = staged->head;
         int status;
 
-        unlink_opened(staged, it);
-        append(staged, it);
+        kvn_opened_remove(staged, it);
+        kvn_opened_last(staged, it);
         if (!it->submitted || it->through || it->driven)
             continue;
         it->users++;
@@ -242,7 +208,7 @@ static kvn_opened *begin(kvn_staged *staged, uint64_t stage)
     it->stage = stage;
     it->users = 1;
     it->submitted = it->driven = it->stopping = it->through = false;
-    append(staged, it);
+    kvn_opened_last(staged, it);
     staged->stages[stage] = (kvn_stage){it, KVN_STAGE_MOVING};
     staged->num_waiting--;
     staged->num_moving++;

@@ -15,6 +15,7 @@ from kvnative._executor import (
     STAGE_WAITING,
     NativeError,
 )
+from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.units import span
 from kvplan.status import LLMException, invalid
@@ -90,18 +91,24 @@ class LayerTask(TransferTask):
                 f"layer={layer} is none of the plan's source layers; they are "
                 f"[{layers.start}, {layers.stop})"
             )
-        self._check_memories()
-        self._stages.open(layer - layers.start)
+        index = layer - layers.start
+        self._check(index)
+        self._stages.open(index)
         if self._on_last and self._stages.sealed:
             self._tell_last()
 
-    def _check_memories(self) -> None:
+    def _check(self, index: int) -> None:
         """End the transfer if a memory has gone since its beginning: it may be another's by now."""
-        if self._stages.done:
+        if self._stages.sealed:
             return
+        t = self.plan.tensors_per_layer
+        sides = (self.plan.src_tensors, self.plan.dst_tensors)
         try:
-            for memory in self._memories:
-                memory.check()
+            for memory, tensors in zip(self._memories, sides, strict=True):
+                if isinstance(memory, HostMemory):
+                    memory.check_tensors(tensors[index * t : (index + 1) * t])
+                else:
+                    memory.check()
         except LLMException as error:
             self._lost = error  # first: whoever finds the end tells why
             self.cancel()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._host import check_memory
+from kvnative._host import check_ranges
 from kvplan.execution.dlpack import from_dlpack
 from kvplan.status import LLMException, invalid
 from kvplan.types import Cache, CacheDesc
@@ -130,21 +130,35 @@ class HostMemory:
     def backend(self, pool: ThreadPool, direction: Direction) -> None:
         """Return None: plain memory, copied by the host backend."""
 
+    @property
+    def held(self) -> bool:
+        """Whether something vouches that the memory stays where it is."""
+        return self._owner is not None
+
     def check(self) -> None:
         """Check raw addresses again; arrays are held, so they cannot have gone."""
         if self._owner is None:
             self._check_mapped()
 
-    def _check_mapped(self) -> None:
-        for position, (address, nbytes) in enumerate(
-            zip(self.addresses.tolist(), self.nbytes.tolist(), strict=True)
-        ):
-            try:
-                check_memory(address, nbytes, self.writable)
-            except ValueError as error:
-                raise invalid(f"tensor {position}: {error}") from None
-            except OSError as error:  # /proc is not there, or no descriptor is left to read it
-                raise LLMException(f"tensor {position}: {error}") from error
+    def check_tensors(self, tensors: range) -> None:
+        """As `check`, of consecutive tensors alone."""
+        if self._owner is None:
+            self._check_mapped(tensors)
+
+    def _check_mapped(self, tensors: range | None = None) -> None:
+        part = slice(0, None) if tensors is None else slice(tensors.start, tensors.stop)
+        try:
+            check_ranges(
+                self.addresses[part],
+                self.nbytes[part],
+                self.writable,
+                name="tensor",
+                first=part.start,
+            )
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        except OSError as error:  # /proc is not there, or no descriptor is left to read it
+            raise LLMException(str(error)) from error
 
     def __reduce__(self) -> NoReturn:
         # A copy would hold other arrays than those that its addresses point to.

@@ -96,7 +96,11 @@ class Transfers:
             task = executor.stage(descriptors, stage_size, keep=(plan, *memories))
         except NativeError as error:
             raise self._unusable(error) from error
-        return LayerTask(plan, task, memories, on_outcome, on_last)
+        try:
+            return LayerTask(plan, task, memories, on_outcome, on_last)
+        except BaseException:
+            task.cancel()  # nobody could: without a handle it would stay until the end
+            raise
 
     def execute(
         self, plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None

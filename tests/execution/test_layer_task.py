@@ -1,9 +1,6 @@
 """Layers move when they are ready: in any order, from any thread, and to one outcome."""
 
-import gc
-import random
-import warnings
-from threading import Event, Thread
+import mmap
 
 import numpy as np
 import pytest
@@ -12,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvnative._executor import delay, fail_at, limit_batch
+from kvnative._host import Pin
 from kvplan import (
     CacheDesc,
     Coalesce,
@@ -230,127 +228,6 @@ def test_explained_while_it_moves():
         task.cancel()
 
 
-class TestOnLast:
-    """`on_last` is called once: by whom the last layer was made ready, or the end found."""
-
-    def test_by_the_last_layer(self, transfers):
-        told = []
-        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
-        for layer in (4, 1, 3):
-            task.ready(layer)
-            assert told == []
-        for _ in range(2):
-            task.ready(2)
-            task.wait()
-            assert told == [task]
-
-    def test_by_one_of_many_threads(self, transfers):
-        for turn in range(30):
-            told = []
-            task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
-
-            def work(number, task=task, turn=turn):
-                for layer in random.Random(turn * 10 + number).sample(task.layers, 4):
-                    task.ready(layer)
-
-            at_once(work, 4)
-            assert told == [task]
-
-    @pytest.mark.parametrize("end", ["cancel", "wait", "done", "ready", "explain"])
-    def test_by_whoever_finds_the_end(self, end):
-        told, outcomes = [], []
-        with Transfers(wrap=lambda backend: fail_at(limit_batch(backend, 1), 7)) as transfers:
-            task = transfers.stage(PLAN, filled(1), filled(2), outcomes.append, told.append)
-            if end == "cancel":
-                task.cancel()
-            elif end == "wait":
-                with pytest.raises(LLMException):
-                    task.wait(timeout_ms=0)
-            else:
-                task.ready(2)
-                while not told:
-                    if end == "ready":
-                        task.ready(1)
-                    else:
-                        task.done if end == "done" else task.explain()
-            assert told == [task]
-            with pytest.raises(LLMException):
-                task.wait()
-            assert told == [task]
-            assert len(outcomes) == 1
-
-    def test_not_by_a_deadline_that_stops_nothing(self, transfers):
-        told = []
-        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
-        with pytest.raises(LLMException):
-            task.wait(timeout_ms=1, stop=False)
-        assert told == []
-        task.cancel()
-
-    def test_its_own_error_is_the_callers(self, transfers):
-        def on_last(_task):
-            raise IndexError("mine")
-
-        task = transfers.stage(PLAN, filled(1), filled(2), on_last=on_last)
-        with pytest.raises(IndexError, match="mine"):
-            task.cancel()
-        task.cancel()
-
-
-class TestDropped:
-    def test_before_all_was_ready_it_is_cancelled(self, transfers):
-        outcomes, told = [], []
-        src = filled(1)
-        task = transfers.stage(PLAN, src, filled(2), outcomes.append, told.append)
-        task.ready(2)
-        with pytest.warns(ResourceWarning, match="cancelled; layers 1, 3-4 were never ready"):
-            del task
-        (error,) = outcomes
-        assert error.unconfirmed == ((0, 6), (12, 24))
-        assert told == []
-        assert "0 tasks in flight" in repr(transfers._host)
-
-    def test_afterwards_it_goes_on(self):
-        outcomes = []
-        with Transfers(wrap=lambda backend: delay(backend, 30)) as transfers:
-            dst = filled(2)
-            task = transfers.stage(PLAN, filled(1), dst, outcomes.append)
-            for layer in task.layers:
-                task.ready(layer)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                del task
-                gc.collect()
-        assert_equal(dst, expected(PLAN, filled(1), {1, 2, 3, 4}))
-
-    def test_after_it_ended_nothing_is_said(self, transfers):
-        task = transfers.stage(PLAN, filled(1), filled(2))
-        task.cancel()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            del task
-            gc.collect()
-
-    def test_while_a_thread_waits_it_is_not(self, transfers):
-        task = transfers.stage(PLAN, filled(1), filled(2))
-        begun, raised = Event(), []
-
-        def wait(task):
-            begun.set()
-            try:
-                task.wait()
-            except LLMException as error:
-                raised.append(error)
-
-        thread = Thread(target=wait, args=(task,))
-        thread.start()
-        begun.wait()
-        del task
-        transfers.close()  # which cancels what nobody can make ready any more
-        thread.join()
-        assert raised[0].status_code is LLMStatusCode.LLM_FAILED
-
-
 def test_closing_cancels_what_waits_for_a_layer_and_takes_no_more():
     transfers = Transfers(1)
     half, whole = (transfers.stage(PLAN, filled(1), filled(2)) for _ in range(2))
@@ -385,6 +262,30 @@ def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
     assert caught.value.unconfirmed == ((0, 24),)
     with pytest.raises(LLMException, match="gone"):
         transfers.stage(PLAN, src, filled(2))
+
+
+def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(transfers):
+    """Unmapped between two layers: an outcome that names the tensor, not a crash."""
+    told = []
+    with mmap.mmap(-1, 10 * mmap.PAGESIZE) as mapped:
+        first = Pin(mapped).address
+        addresses = [first + i * mmap.PAGESIZE for i in range(10)]
+        src = HostMemory.from_addresses(DESC, addresses)
+        assert not src.held
+        dst = filled(2)
+        task = transfers.stage(PLAN, src, dst, on_last=told.append)
+        task.ready(1)
+        task.ready(4)
+    for layer in (3, 2):
+        task.ready(layer)
+    assert told == [task]
+    with pytest.raises(LLMException) as caught:
+        task.wait()
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert caught.value.unconfirmed == ((0, 24),)
+    assert f"tensor 6: address {addresses[6]:#x}" in str(caught.value)
+    assert "not mapped; no descriptor is confirmed" in str(caught.value)
+    assert task.progress() == LayerProgress((2, 3), (), (1, 4), ())
 
 
 def test_it_is_a_transfer_task(transfers):

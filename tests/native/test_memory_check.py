@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvnative._host import Pin, check_memory
+from kvnative._host import Pin, check_memory, check_ranges
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 8
@@ -102,6 +102,48 @@ def test_the_hole_is_named(pages: int, via: str, protection: int | None, flaw: s
     lay_out(pages, [NONE] * NUM_PAGES)
     for part in (f"{start:#x}", f"nbytes {nbytes}", f"{pages + 2 * PAGE:#x}-{pages + 4 * PAGE:#x}"):
         assert part in str(refused.value)
+
+
+@given(
+    protections=st.lists(
+        st.sampled_from([None, NONE, READ, WRITE]), min_size=NUM_PAGES, max_size=NUM_PAGES
+    ),
+    ranges=st.lists(
+        st.tuples(st.integers(0, NUM_PAGES * PAGE - 1), st.integers(1, 2 * PAGE)), max_size=5
+    ),
+    writable=st.booleans(),
+)
+def test_many_ranges_are_as_each_alone(
+    pages: int, protections: list[int | None], ranges: list[tuple[int, int]], writable: bool
+) -> None:
+    addresses = [pages + offset for offset, _ in ranges]
+    sizes = [min(nbytes, NUM_PAGES * PAGE - offset) for offset, nbytes in ranges]
+    lay_out(pages, protections)
+    for via in ("auto", "text"):
+        alone = ""
+        for i, (address, nbytes) in enumerate(zip(addresses, sizes, strict=True)):
+            try:
+                check_memory(address, nbytes, writable, via=via)
+            except ValueError as error:
+                alone = f"tensor {7 + i}: {error}"
+                break
+        together = ""
+        columns = (np.array(column, np.uint64) for column in (addresses, sizes))
+        try:
+            check_ranges(*columns, writable, name="tensor", first=7, via=via)
+        except ValueError as error:
+            together = str(error)
+        assert together == alone
+    lay_out(pages, [NONE] * NUM_PAGES)
+
+
+def test_ranges_are_columns_of_one_length() -> None:
+    ones, two = np.ones(1, np.uint64), np.ones(2, np.uint64)
+    with pytest.raises(ValueError, match="nbytes: expected 1 items, as in addresses, got 2"):
+        check_ranges(ones, two)
+    for columns in ((ones, np.ones(1)), (np.ones(1), ones)):
+        with pytest.raises(TypeError, match="expected uint64"):
+            check_ranges(*columns)  # type: ignore[arg-type]
 
 
 def test_a_file_mapping_past_the_end_of_its_file(via: str) -> None:

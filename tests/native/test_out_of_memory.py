@@ -1,6 +1,7 @@
-"""Python's memory may end anywhere in a transfer: then nothing stays held, and nothing crashes."""
+"""Memory may end anywhere in a transfer: then nothing stays held, and nothing crashes."""
 
 import gc
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 from kvnative._executor import Backend, Executor, ThreadPool, fail_at, host_backend, limit_batch
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import scatter
+from tests.native.test_executor_processes import run
 
-hooks = pytest.importorskip("_testcapi", reason="not every build of CPython has its test hooks")
+can_limit = pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer has reserved its memory"
+)
 
 
 def submitted(executor: Executor, descriptors: Descriptors) -> None:
@@ -38,6 +42,7 @@ def given_up(executor: Executor, descriptors: Descriptors) -> None:
 def test_wherever_memory_ends(
     transfer: Callable[[Executor, Descriptors], None], layer: Callable[[Backend], Backend]
 ) -> None:
+    hooks = pytest.importorskip("_testcapi", reason="not every CPython has its test hooks")
     host = host_backend(ThreadPool(1))
     one = np.ones(1, np.uint64)
     failed, allocation = True, 0
@@ -57,3 +62,52 @@ def test_wherever_memory_ends(
         lower(one, one, one, one, one, out=case.descriptors)  # nobody holds them any more
         allocation += 1
     assert allocation > 1
+
+
+LEAVE = """
+import resource
+from kvnative._lower import lower
+def leave(nbytes):
+    in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + nbytes,) * 2)
+"""
+
+
+@can_limit
+def test_no_memory_for_stages_is_an_error_that_holds_nothing() -> None:
+    run(
+        LEAVE
+        + """
+column = np.ones(2_000_000, np.uint64)
+many = lower(column, column, column, column[:1], column[:1])
+leave(16 << 20)
+try:
+    executor.stage(many, 1)
+except MemoryError as error:
+    assert "2000000 descriptors in stages of 1" in str(error)
+else:
+    raise AssertionError
+lower(*[column[:1]] * 5, out=many)
+assert executor.run(case.descriptors).status == KVN_OK
+"""
+    )
+
+
+@can_limit
+def test_no_memory_for_a_stage_in_flight_is_an_outcome() -> None:
+    run(
+        LEAVE
+        + """
+small = scatter([16] * 100_000)
+task = Executor(delay(executor.backend, 1e9)).stage(small.descriptors, 1)
+leave(32 << 20)
+opened = 0
+while not task.sealed:
+    opened += task.open(opened)
+assert opened < 100_000
+report = task.cancel()
+assert report.status == KVN_NO_MEMORY, report
+assert "no memory for a " in report.message
+assert report.unconfirmed == ((0, 100_000),)
+"""
+    )

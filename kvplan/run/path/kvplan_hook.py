@@ -1,6 +1,7 @@
 """Installs kvplan's `llm_datadist` when it is first imported, and costs next to nothing until then.
 
-Any Python 3 may load this at its start: it needs the standard library only, and not much of it.
+Any Python may get here at its start, so this needs little of the standard library and nothing else;
+one older than 3.7 says in a line that it cannot, and goes on.
 """
 
 from __future__ import annotations

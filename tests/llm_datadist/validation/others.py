@@ -17,7 +17,7 @@ from tests.llm_datadist.validation.environments import (
     Linked,
     Ready,
 )
-from tests.llm_datadist.validation.init_rows import managed
+from tests.llm_datadist.validation.init_rows import config, managed
 from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row
 
 SUCCESS, NOT_EXIST = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -51,11 +51,15 @@ def two_slots_of_one_cluster(linked: Linked) -> object:
 def config_afterwards(fresh: Fresh) -> range | None:
     fresh.init({**CACHE_MANAGER, **POOLS})
     manager = fresh.datadist.cache_manager
-    config = TransferConfig(1, [4096, 8192])
+    given = TransferConfig(1, [4096, 8192])
     manager.transfer_cache_async(
-        manager.allocate_cache(Engine.desc()), Ready(), [config]
+        manager.allocate_cache(Engine.desc()), Ready(), [given]
     ).get_results(5000)
-    return config.src_layer_range
+    return given.src_layer_range
+
+
+def true_as_option() -> str:
+    return config(link_retry_count=True)["llm.LinkRetryCount"]
 
 
 def version_1(fresh: Fresh) -> str:
@@ -65,7 +69,7 @@ def version_1(fresh: Fresh) -> str:
 
 OTHERS = [
     Difference(
-        "any address that is not zero is registered; a transfer finds out",
+        "any address that is not zero can be registered (seen with its stub engine)",
         "memory that is not mapped is refused: LLM_PARAM_INVALID",
         (Row("register memory that is not mapped", INVALID, unmapped, "engine"),),
     ),
@@ -102,6 +106,11 @@ OTHERS = [
         "a brace in a value that is refused turns the error into KeyError or IndexError",
         "the error is the one of the rule",
         (managed("init listen '{ip}'", INVALID, {"llm.listenIpInfo": "{ip}"}),),
+    ),
+    Difference(
+        "an option that was set to True is written 'True'",
+        "it is written '1'",
+        (Row("options of link_retry_count = True", Accepted("1"), true_as_option),),
     ),
     Difference(
         "None where an object is needed passes the checks, and fails as an AttributeError",

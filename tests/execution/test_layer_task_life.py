@@ -1,0 +1,203 @@
+"""The life of a layer task: who is told of its last layer, and what dropping it does."""
+
+import gc
+import multiprocessing
+import random
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from kvnative._executor import NativeError, delay, fail_at, limit_batch
+from kvplan import LLMException, LLMStatusCode, Transfers
+from tests.execution.test_layer_task import PLAN, assert_equal, expected, filled
+from tests.native.test_executor_concurrency import at_once
+
+
+@pytest.fixture
+def transfers():
+    with Transfers(2) as made:
+        yield made
+
+
+class TestOnLast:
+    """`on_last` is called once: by whom the last layer was made ready, or the end found."""
+
+    def test_by_the_last_layer(self, transfers):
+        told = []
+        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+        for layer in (4, 1, 3):
+            task.ready(layer)
+            assert told == []
+        for _ in range(2):
+            task.ready(2)
+            task.wait()
+            assert told == [task]
+
+    def test_by_one_of_many_threads(self, transfers):
+        for turn in range(30):
+            told = []
+            task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+
+            def work(number, task=task, turn=turn):
+                for layer in random.Random(turn * 10 + number).sample(task.layers, 4):
+                    task.ready(layer)
+
+            at_once(work, 4)
+            assert told == [task]
+
+    @pytest.mark.parametrize("end", ["cancel", "wait", "done", "ready", "explain"])
+    def test_by_whoever_finds_the_end(self, end):
+        told, outcomes = [], []
+        with Transfers(wrap=lambda backend: fail_at(limit_batch(backend, 1), 7)) as transfers:
+            task = transfers.stage(PLAN, filled(1), filled(2), outcomes.append, told.append)
+            if end == "cancel":
+                task.cancel()
+            elif end == "wait":
+                with pytest.raises(LLMException):
+                    task.wait(timeout_ms=0)
+            else:
+                task.ready(2)
+                while not told:
+                    if end == "ready":
+                        task.ready(1)
+                    else:
+                        task.done if end == "done" else task.explain()
+            assert told == [task]
+            with pytest.raises(LLMException):
+                task.wait()
+            assert told == [task]
+            assert len(outcomes) == 1
+
+    def test_not_by_a_deadline_that_stops_nothing(self, transfers):
+        told = []
+        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+        with pytest.raises(LLMException):
+            task.wait(timeout_ms=1, stop=False)
+        assert told == []
+        task.cancel()
+
+    def test_its_own_error_is_the_callers(self, transfers):
+        def on_last(_task):
+            raise IndexError("mine")
+
+        task = transfers.stage(PLAN, filled(1), filled(2), on_last=on_last)
+        with pytest.raises(IndexError, match="mine"):
+            task.cancel()
+        task.cancel()
+
+
+class TestDropped:
+    def test_before_all_was_ready_it_is_cancelled(self, transfers):
+        outcomes, told = [], []
+        src = filled(1)
+        task = transfers.stage(PLAN, src, filled(2), outcomes.append, told.append)
+        task.ready(2)
+        with pytest.warns(ResourceWarning, match="cancelled; layers 1, 3-4 were never ready"):
+            del task
+        (error,) = outcomes
+        assert error.unconfirmed == ((0, 6), (12, 24))
+        assert told == []
+        assert "0 tasks in flight" in repr(transfers._host)
+
+    def test_afterwards_it_goes_on(self):
+        outcomes = []
+        with Transfers(wrap=lambda backend: delay(backend, 30)) as transfers:
+            dst = filled(2)
+            task = transfers.stage(PLAN, filled(1), dst, outcomes.append)
+            for layer in task.layers:
+                task.ready(layer)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                del task
+                gc.collect()
+        assert_equal(dst, expected(PLAN, filled(1), {1, 2, 3, 4}))
+
+    def test_after_it_ended_nothing_is_said(self, transfers):
+        task = transfers.stage(PLAN, filled(1), filled(2))
+        task.cancel()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            del task
+            gc.collect()
+
+    def test_in_a_forked_child_it_stays_its_parents(self, transfers):
+        dst = filled(2)
+        task = transfers.stage(PLAN, filled(1), dst)
+        task.ready(1)
+        context = multiprocessing.get_context("fork")
+        receiving, sending = context.Pipe(duplex=False)
+
+        def child():
+            nonlocal task
+            said = []
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", ResourceWarning)
+                for call in (task.wait, task.cancel, task.progress, partial(task.ready, 2)):
+                    try:
+                        call()
+                    except NativeError as error:
+                        said.append(str(error))
+                del task, call
+                gc.collect()
+            sending.send((said, [str(it.message) for it in caught]))
+
+        process = context.Process(target=child)
+        process.start()
+        sending.close()
+        said, caught = receiving.recv()
+        process.join()
+        assert (len(said), caught) == (4, [])
+        assert f"process {process.pid} was forked" in said[0]
+        for layer in task.layers:
+            task.ready(layer)
+        task.wait()
+        assert_equal(dst, expected(PLAN, filled(1), {1, 2, 3, 4}))
+
+    def test_at_exit_nothing_is_said(self):
+        script = """
+import contextlib, kvplan, threading
+from tests.execution.test_layer_task import PLAN, filled
+transfers = kvplan.Transfers(2)
+half = transfers.stage(PLAN, filled(1), filled(2))
+waited = transfers.stage(PLAN, filled(1), filled(2))
+half.ready(2)
+begun = threading.Event()
+def wait():
+    begun.set()
+    with contextlib.suppress(kvplan.LLMException):
+        waited.wait()
+threading.Thread(target=wait, daemon=True).start()
+begun.wait()
+"""
+        done = subprocess.run(
+            [sys.executable, "-W", "error::ResourceWarning", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=Path(__file__).parents[2],
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_while_a_thread_waits_it_is_not(self, transfers):
+        task = transfers.stage(PLAN, filled(1), filled(2))
+        begun, raised = Event(), []
+
+        def wait(task):
+            begun.set()
+            try:
+                task.wait()
+            except LLMException as error:
+                raised.append(error)
+
+        thread = Thread(target=wait, args=(task,))
+        thread.start()
+        begun.wait()
+        del task
+        transfers.close()  # which cancels what nobody can make ready any more
+        thread.join()
+        assert raised[0].status_code is LLMStatusCode.LLM_FAILED

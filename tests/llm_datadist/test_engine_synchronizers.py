@@ -1,0 +1,374 @@
+"""transfer_cache_async under faults: nothing reads as a success that is none, nothing hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvnative._executor import Backend, delay, fail_at
+from kvplan import LlmDataDist, Transfers
+from kvplan.llm_datadist import (
+    Cache,
+    LLMDataDist,
+    LLMStatusCode,
+)
+from kvplan.llm_datadist.v2 import llm_datadist as module
+from kvplan.llm_datadist.v2.cache_manager import CacheManager
+from tests.llm_datadist.conftest import MakeDataDist, MakePeer
+from tests.llm_datadist.contents import clear
+from tests.llm_datadist.descs import desc
+from tests.llm_datadist.layers import ROW, Computing, Destinations
+from tests.llm_datadist.peer import REMOTE, link
+
+SUCCESS = LLMStatusCode.LLM_SUCCESS
+FAILED = LLMStatusCode.LLM_FAILED
+PARAM_INVALID = LLMStatusCode.LLM_PARAM_INVALID
+TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+LINK_FAILED = LLMStatusCode.LLM_LINK_FAILED
+NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+LAYERS = 30
+DEADLINE_S = 30.0
+FOR_EVER_MS = 600_000
+
+Wrap = Callable[[Backend], Backend]
+
+
+@pytest.fixture
+def there(make_peer: MakePeer) -> Callable[[int], Destinations]:
+    """Makes destinations in a process of their own."""
+    return lambda cluster_id: Destinations(
+        make_peer(cluster_id, "DECODER", **REMOTE), remote=True, layers=LAYERS
+    )
+
+
+@pytest.fixture
+def make_wrapped(
+    monkeypatch: pytest.MonkeyPatch, make_datadist: MakeDataDist
+) -> Iterator[Callable[..., LLMDataDist]]:
+    """Makes the LLMDataDist of this process over wrapped backends; closes what it copies with."""
+    made: list[Transfers] = []
+
+    def make(wrap: Wrap, **options: str) -> LLMDataDist:
+        made.append(Transfers(1, wrap))
+        monkeypatch.setattr(module, "LlmDataDist", partial(LlmDataDist, transfers=made[0]))
+        return make_datadist(**REMOTE, **options)
+
+    yield make
+    for it in made:
+        it.close(cancel=True)
+
+
+def slots_of(manager: CacheManager) -> Cache:
+    cache = manager.allocate_cache(desc(2 * LAYERS))
+    clear(cache)
+    return cache
+
+
+@pytest.fixture
+def slots(datadist: LLMDataDist) -> Cache:
+    return slots_of(datadist.cache_manager)
+
+
+def arrived(there: Destinations) -> list[bool]:
+    """Whether each tensor has bytes in ROW."""
+    return [bool(it) for it in there.bytes_of("cache")[:, ROW].any(axis=1)]
+
+
+class Tripwire:
+    """Something that a synchronizer stands at until the test lets it go on."""
+
+    def __init__(self, says: Any = True) -> None:
+        self.reached = threading.Event()
+        self._go_on = threading.Event()
+        self._says = says
+        self.left = threading.Event()
+
+    def __call__(self) -> Any:
+        self.reached.set()
+        assert self._go_on.wait(DEADLINE_S)
+        self.left.set()
+        return self._says
+
+    def wait(self) -> None:
+        assert self.reached.wait(DEADLINE_S)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+@pytest.fixture
+def tripwire() -> Iterator[Tripwire]:
+    wire = Tripwire()
+    yield wire
+    wire.go_on()
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("says", [False, None, 0, ""])
+def test_a_synchronizer_that_says_no(
+    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations], says: Any
+) -> None:
+    one, two = there(1), there(3)
+    link(datadist, one.peer, two.peer)
+    model = Computing(slots, {7: lambda: says})
+    configs = [one.slot(), two.slot(range(7)), two.slot(range(9, 12)), two.slot(range(6, 8))]
+    task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
+    assert task.get_results() == [PARAM_INVALID, SUCCESS, PARAM_INVALID, PARAM_INVALID]
+    assert task.synchronize() == PARAM_INVALID
+    assert model.layers == list(range(8))  # and was not asked again
+    assert not any(arrived(one)[14:])
+    assert arrived(two)[:14] == [True] * 14
+    assert not any(arrived(two)[14:])
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt()])
+def test_a_synchronizer_that_raises(
+    datadist: LLMDataDist,
+    slots: Cache,
+    there: Callable[[int], Destinations],
+    caplog: pytest.LogCaptureFixture,
+    error: BaseException,
+) -> None:
+    one = there(1)
+    link(datadist, one.peer)
+    caplog.set_level("ERROR")
+    model = Computing(slots, {7: raises(error)})
+    task = datadist.cache_manager.transfer_cache_async(
+        slots, model, [one.slot(), one.slot(range(3))]
+    )
+    assert task.get_results() == [FAILED, SUCCESS]
+    assert task.synchronize() == FAILED
+    assert model.layers == list(range(8))
+    assert not any(arrived(one)[14:])
+    assert "in raise_it" in caplog.text
+    assert type(error).__name__ in caplog.text
+
+
+def test_what_the_synchronizer_says_must_have_a_truth(
+    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+) -> None:
+    class Untrue:
+        def __bool__(self) -> bool:
+            raise ArithmeticError
+
+    one = there(1)
+    link(datadist, one.peer)
+    model = Computing(slots, {2: Untrue})
+    task = datadist.cache_manager.transfer_cache_async(slots, model, [one.slot()])
+    assert task.get_results() == [FAILED]
+
+
+def test_a_synchronizer_that_never_returns(
+    datadist: LLMDataDist,
+    slots: Cache,
+    there: Callable[[int], Destinations],
+    tripwire: Tripwire,
+) -> None:
+    one, two = there(1), there(3)
+    link(datadist, one.peer, two.peer)
+    model = Computing(slots, {7: tripwire})
+    configs = [one.slot(), two.slot(range(7))]
+    task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
+    tripwire.wait()
+    assert task.synchronize(1) == TIMEOUT
+    assert task.get_results(1)[0] == TIMEOUT
+    while task.get_results(0) != [TIMEOUT, SUCCESS]:  # the other has all that it needs
+        pass
+    assert task.synchronize(0) == TIMEOUT
+    assert not any(arrived(one)[14:])
+    code = datadist.unlink_clusters([one.peer.info], 50)[0]
+    assert code == LLMStatusCode.LLM_LINK_BUSY  # it goes on
+    tripwire.go_on()
+    assert task.get_results() == [SUCCESS, SUCCESS]
+    assert (one.bytes_of("cache")[:, ROW] == model.expected()).all()
+
+
+def test_finalize_ends_what_waits_for_a_synchronizer(
+    make_datadist: MakeDataDist, there: Callable[[int], Destinations], tripwire: Tripwire
+) -> None:
+    datadist = make_datadist(**REMOTE, **{"llm.SyncKvCacheWaitTime": "50"})
+    slots = slots_of(datadist.cache_manager)
+    one = there(1)
+    link(datadist, one.peer)
+    layers: list[int] = []
+
+    class Late(Computing):
+        def synchronize_layer(self, *arguments: Any) -> Any:
+            layers.append(arguments[0])
+            return tripwire() if arguments[0] == 7 else True
+
+    task = datadist.cache_manager.transfer_cache_async(slots, Late(slots), [one.slot()])
+    tripwire.wait()
+    told: list[list[LLMStatusCode]] = []
+    waiting = threading.Thread(target=lambda: told.append(task.get_results()))
+    waiting.start()
+    datadist.finalize()
+    waiting.join(DEADLINE_S)  # though the synchronizer has not returned
+    assert told == [[FAILED]]
+    assert task.synchronize() == FAILED
+    tripwire.go_on()
+    assert tripwire.left.wait(DEADLINE_S)
+    ended = [it for it in threading.enumerate() if it.name == "kvplan-layers"]
+    for it in ended:
+        it.join(DEADLINE_S)
+    assert layers == list(range(8))
+    assert task.get_results() == [FAILED]
+    datadist.init({"llm.EnableCacheManager": "1"})
+
+
+def test_a_destination_that_dies_at_layer_7(
+    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+) -> None:
+    one, two = there(1), there(3)
+    link(datadist, one.peer, two.peer)
+
+    def kill() -> bool:
+        one.peer.kill()
+        return True
+
+    model = Computing(slots, {7: kill})
+    configs = [one.slot(), two.slot(row=1), one.slot(range(5))]
+    task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
+    results = task.get_results()
+    assert results[:2] == [LINK_FAILED, SUCCESS]
+    assert results[2] in (SUCCESS, LINK_FAILED)  # it may have been through before
+    assert task.synchronize() == LINK_FAILED
+    assert model.layers == list(range(LAYERS))
+    assert (two.bytes_of("cache")[:, ROW] == model.expected(1)).all()
+
+
+def test_a_destination_that_is_freed_at_layer_7(
+    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+) -> None:
+    one, two = there(1), there(3)
+    link(datadist, one.peer, two.peer)
+
+    def free() -> bool:
+        one.peer.run("manager.deallocate_cache(cache)")
+        return True
+
+    model = Computing(slots, {7: free})
+    configs = [one.slot(), one.slot(range(20, 25)), two.slot()]
+    task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
+    assert task.get_results() == [NOT_EXIST, NOT_EXIST, SUCCESS]
+    assert (two.bytes_of("cache")[:, ROW] == model.expected()).all()
+
+
+def test_a_destination_that_is_unlinked_at_layer_7(
+    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations]
+) -> None:
+    one, two = there(1), there(3)
+    link(datadist, one.peer, two.peer)
+
+    def unlink() -> bool:
+        return datadist.unlink_clusters([one.peer.info], force=True)[0] == SUCCESS
+
+    model = Computing(slots, {7: unlink})
+    task = datadist.cache_manager.transfer_cache_async(slots, model, [one.slot(), two.slot()])
+    results = task.get_results()
+    assert results[0] in (LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
+    assert results[1] == SUCCESS
+    assert not any(arrived(one)[14:])
+
+
+def test_a_copy_that_fails_at_layer_7(
+    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+) -> None:
+    # Of each transfer on its own: one of 7 layers has no such descriptor.
+    datadist = make_wrapped(lambda it: fail_at(it, 2 * 7 + 1))
+    slots = slots_of(datadist.cache_manager)
+    one, two = there(1), there(3)
+    link(datadist, one.peer, two.peer)
+    model = Computing(slots)
+    configs = [one.slot(), two.slot(range(20, 27), row=1)]
+    task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
+    assert task.get_results() == [FAILED, SUCCESS]
+    found = arrived(one)
+    assert found[:14] == [True] * 14
+    assert not any(found[16:])  # no further layer was begun
+    assert (two.bytes_of("cache")[40:54, ROW] == model.expected(1)[40:54]).all()
+    # Nor was one asked for that nobody needs any more.
+    assert model.layers == [*range(8), *range(20, 27)]
+
+
+def test_layers_are_awaited_while_others_are_copied_and_the_last_has_a_deadline(
+    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+) -> None:
+    datadist = make_wrapped(lambda it: delay(it, FOR_EVER_MS), **{"llm.SyncKvCacheWaitTime": "100"})
+    slots = slots_of(datadist.cache_manager)
+    one = there(1)
+    link(datadist, one.peer)
+    model = Computing(slots)
+    configs = [one.slot(range(3)), one.slot(range(2))]
+    task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
+    assert task.get_results() == [TIMEOUT, TIMEOUT]
+    assert task.synchronize() == TIMEOUT
+    assert model.layers == [0, 1, 2]  # though not one of them has been through
+    # Stopped: nothing holds the link any more.
+    assert datadist.unlink_clusters([one.peer.info]) == (SUCCESS, [SUCCESS])
+
+
+def test_what_fails_while_it_begins_leaves_nothing_behind(
+    datadist: LLMDataDist,
+    slots: Cache,
+    there: Callable[[int], Destinations],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = there(1)
+    link(datadist, one.peer)
+
+    def no_more_threads(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    start = datadist.cache_manager.transfer_cache_async
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more_threads)
+        with pytest.raises(RuntimeError):
+            start(slots, Computing(slots), [one.slot()])
+    broken = one.slot()
+    broken._cache_key = None
+    with pytest.raises((AttributeError, TypeError)):
+        start(slots, Computing(slots), [one.slot(), broken])
+    # Neither holds the link.
+    assert datadist.unlink_clusters([one.peer.info]) == (SUCCESS, [SUCCESS])
+
+
+def test_a_process_ends_though_a_synchronizer_does_not(
+    there: Callable[[int], Destinations],
+) -> None:
+    from tests.llm_datadist.test_engine_lifecycle import run
+
+    one = there(1)
+    code = f"""
+import threading
+from kvplan.llm_datadist import *
+from tests.llm_datadist.conftest import options
+from tests.llm_datadist.descs import desc
+from tests.llm_datadist.peer import REMOTE, cluster_info
+
+class Never(LayerSynchronizer):
+    def synchronize_layer(self, layer, timeout):
+        if layer == 1:
+            print("stuck", flush=True)
+            threading.Event().wait()
+        return True
+
+datadist = LLMDataDist(LLMRole.PROMPT, 2)
+datadist.init(options(**REMOTE, **{{"llm.SyncKvCacheWaitTime": "10"}}))
+datadist.link_clusters([cluster_info(1, "{one.peer.address}")], 10000)
+cache = datadist.cache_manager.allocate_cache(desc(4))
+config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, 1), range(2), range(2))
+task = datadist.cache_manager.transfer_cache_async(cache, Never(), [config])
+print(task.synchronize(200).name)
+"""
+    assert sorted(run(code).split()) == ["LLM_TIMEOUT", "stuck"]
