@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 TOPIC = Topic()
-TOKENS = 1024
+TOKENS = 2048
 """Of the prompt. Its last chunk is computed, as the demo does, while all of it is pushed."""
 BLOCKS = TOKENS // MODEL_BLOCK_SIZE
 HIDDEN, VOCABULARY = 1536, 256
@@ -154,11 +154,11 @@ class Prefill:
 def layerwise_visible(run: Run, name: str) -> Row:
     """From the last layer's ready() to the last byte, beside the same push after the compute."""
     prefill = Prefill.of(run)
-    visible, blocking = run.medians(prefill.push_meanwhile, prefill.push_after, rounds=15)
+    visible, blocking = run.medians(prefill.push_meanwhile, prefill.push_after, rounds=9)
     prefill.datadist.deallocate_cache(prefill.cache)
     in_ready, computing = map(statistics.median, (prefill.in_ready, prefill.computing))
     note = (
-        f"{MODEL_LAYERS} layers of {BLOCKS} blocks, {computing:.2f} s of compute on another core; "
+        f"{TOKENS:,} tokens, {MODEL_LAYERS} layers, {computing:.2f} s of compute on another core; "
         "from the last ready() to the last byte; limit: the push after the compute; "
         f"ready() of the layers before: {1e3 * in_ready:.2f} ms in all"
     )
