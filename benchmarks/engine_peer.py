@@ -10,7 +10,7 @@ from kvplan import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, Ll
 LAYERS, BLOCKS, BLOCK = 64, 96, 32 << 10
 PAGED = CacheDesc(2 * LAYERS, (BLOCKS, BLOCK), DataType.DT_UINT8)
 SMALL = CacheDesc(1, (1, 4096), DataType.DT_UINT8)
-MODEL_LAYERS, MODEL_BLOCKS, MODEL_BLOCK_SIZE = 30, 128, 16
+MODEL_LAYERS, MODEL_BLOCKS, MODEL_BLOCK_SIZE = 30, 256, 16
 MODEL = CacheDesc(2 * MODEL_LAYERS, (MODEL_BLOCKS, MODEL_BLOCK_SIZE, 3, 64), DataType.DT_FLOAT16)
 """Keys and values of the demo's model."""
 LISTEN = {"llm.ListenIpInfo": "127.0.0.1:0"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 TOPIC = Topic()
-TOKENS = 1024
+TOKENS = 2048
 """Of the prompt. Its last chunk is computed, as the demo does, while all of it is pushed."""
 BLOCKS = TOKENS // MODEL_BLOCK_SIZE
 HIDDEN, VOCABULARY = 1536, 256
@@ -153,12 +154,14 @@ class Prefill:
 def layerwise_visible(run: Run, name: str) -> Row:
     """From the last layer's ready() to the last byte, beside the same push after the compute."""
     prefill = Prefill.of(run)
-    visible, blocking = run.medians(prefill.push_meanwhile, prefill.push_after, rounds=15)
+    visible, blocking = run.medians(prefill.push_meanwhile, prefill.push_after, rounds=9)
     prefill.datadist.deallocate_cache(prefill.cache)
     in_ready, computing = map(statistics.median, (prefill.in_ready, prefill.computing))
     note = (
-        f"{MODEL_LAYERS} layers of {BLOCKS} blocks, {computing:.2f} s of compute on another core; "
+        f"{TOKENS:,} tokens, {MODEL_LAYERS} layers, {computing:.2f} s of compute on another core; "
         "from the last ready() to the last byte; limit: the push after the compute; "
         f"ready() of the layers before: {1e3 * in_ready:.2f} ms in all"
     )
-    return Row(name, 1e3 * visible, "ms", 1e3 * blocking, "at most", 0.15, note)
+    # Where compute and copies share a core nothing can be hidden.
+    target = 0.15 if len(os.sched_getaffinity(0)) > 1 else None
+    return Row(name, 1e3 * visible, "ms", 1e3 * blocking, "at most", target, note)

@@ -32,6 +32,7 @@ def pushed_by_layer(
     tensors = PagedCache(datadist.arrays(cache))
     tasks: list[LayerTask] = []
     first = 0
+    in_ready = []
 
     def begin(end: int) -> Callable[[int], None]:
         nonlocal first
@@ -47,7 +48,13 @@ def pushed_by_layer(
         )
         first = last
         tasks.append(task)
-        return task.ready
+
+        def written(layer: int) -> None:
+            started = time.perf_counter()
+            task.ready(layer)
+            in_ready.append(time.perf_counter() - started)
+
+        return written
 
     started = time.perf_counter()
     prefill(model, prompt, tensors, block_table, progress, begin)
@@ -58,5 +65,6 @@ def pushed_by_layer(
         plans=[repr(task.plan) for task in tasks],
         nbytes=sum(task.plan.nbytes for task in tasks),
         compute_seconds=computed - started,
+        ready_seconds=in_ready,
         visible_seconds=time.perf_counter() - computed,
     )

@@ -108,12 +108,14 @@ class MovedByLayer:
         plans: of each chunk of the prompt, one line.
         nbytes: of all chunks.
         compute_seconds: of the model, from the first chunk to the last.
+        ready_seconds: of each call of `ready`, in that time.
         visible_seconds: waited for the transfer after the model had computed everything.
     """
 
     plans: list[str]
     nbytes: int
     compute_seconds: float
+    ready_seconds: list[float]
     visible_seconds: float
 
 

@@ -68,10 +68,12 @@ def moved_text(it: Moved) -> str:
 def hidden_text(it: MovedByLayer, whole: Moved) -> str:
     """How much of the transfer was hidden behind compute; `whole` is that of the same bytes."""
     hidden = 1 - it.visible_seconds / whole.transfer_seconds
+    in_ready = sum(it.ready_seconds)
     lines = [
         *(f"  chunk {number}      {plan}" for number, plan in enumerate(it.plans)),
         f"  bytes        {it.nbytes:,}",
-        f"  computed in  {it.compute_seconds:.2f} s",
+        f"  computed in  {it.compute_seconds:.2f} s, {in_ready * 1e3:.1f} ms of it in "
+        f"{len(it.ready_seconds)} calls of ready()",
         f"  then waited  {it.visible_seconds * 1e3:.2f} ms for the rest to arrive",
         f"  hidden       {hidden:.0%} of the {whole.transfer_seconds * 1e3:.2f} ms that the push "
         "took by itself",

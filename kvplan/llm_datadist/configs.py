@@ -122,7 +122,7 @@ class LlmConfig:
     device_id = Setting[int | list[int] | tuple[int, ...]](
         ("ge.exec.deviceId", "ge.session_device_id"),
         checked_device_id,
-        "Of the device; or several.",
+        "Of the device, or of several.",
     )
     sync_kv_timeout = Setting[int | str](
         "llm.SyncKvCacheWaitTime", checked_timeout, "Milliseconds that a transfer may take, > 0."
@@ -153,10 +153,10 @@ class LlmConfig:
         "llm.LinkRetryCount", within(1, 100), "Attempts to link.", none=1
     )
     rdma_traffic_class = Setting[int | None](
-        "llm.RdmaTrafficClass", checked_by(check_uint32), "Of RDMA."
+        "llm.RdmaTrafficClass", checked_by(check_uint32), "Of RDMA; not used."
     )
     rdma_service_level = Setting[int | None](
-        "llm.RdmaServiceLevel", checked_by(check_uint32), "Of RDMA."
+        "llm.RdmaServiceLevel", checked_by(check_uint32), "Of RDMA; not used."
     )
     local_comm_res = Setting[str | None](
         "llm.LocalCommRes", check_text, 'JSON: what to link over; "": to be found out.', none=""

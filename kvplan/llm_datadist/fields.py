@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, get_args, overload
 
 _T = TypeVar("_T")
 
@@ -16,11 +16,21 @@ class Field(property, Generic[_T]):
     """
 
     def __init__(self, doc: str) -> None:
-        super().__init__(self._read, doc=doc)
+        super().__init__(self._getter(doc))
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
         self._attribute = f"_{name}"
+        # Field[int](...) is annotated like a getter `-> int`, for those who read documentation.
+        (annotation,) = get_args(self.__orig_class__)  # type: ignore[attr-defined]
+        self.fget.__annotations__["return"] = annotation
+
+    def _getter(self, doc: str) -> Callable[[Any], Any]:
+        def get(owner: Any) -> Any:
+            return self._read(owner)
+
+        get.__doc__ = doc
+        return get
 
     def _read(self, owner: Any) -> Any:
         return getattr(owner, self._attribute)
@@ -43,7 +53,7 @@ class Checked(Field[_T]):
     """
 
     def __init__(self, check: Callable[[str, _T], _T], doc: str) -> None:
-        property.__init__(self, self._read, self._write, doc=doc)
+        property.__init__(self, self._getter(doc), self._write)
         self._check = check
 
     def _write(self, owner: Any, value: _T) -> None:

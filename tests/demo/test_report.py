@@ -80,6 +80,7 @@ def test_what_was_hidden_behind_compute() -> None:
         plans=["<Plan 1>", "<Plan 2>"],
         nbytes=8_000_000,
         compute_seconds=1.234,
+        ready_seconds=[0.0001, 0.002],
         visible_seconds=0.0002,
     )
     whole = Moved("", 8_000_000, 0, 0, 0.0, transfer_seconds=0.004, repeated_seconds=0.001)
@@ -87,7 +88,7 @@ def test_what_was_hidden_behind_compute() -> None:
         "  chunk 0      <Plan 1>\n"
         "  chunk 1      <Plan 2>\n"
         "  bytes        8,000,000\n"
-        "  computed in  1.23 s\n"
+        "  computed in  1.23 s, 2.1 ms of it in 2 calls of ready()\n"
         "  then waited  0.20 ms for the rest to arrive\n"
         "  hidden       95% of the 4.00 ms that the push took by itself"
     )

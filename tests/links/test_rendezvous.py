@@ -122,6 +122,18 @@ def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
     _refuse_not_linked(end, comm_id)
 
 
+def test_an_orderly_end_is_no_failure(make_end: MakeEnd, comm_dir: str) -> None:
+    """Who asks only now and then would take it for a link that was never made."""
+    one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
+    first, second = (end.links.comm_link("name", {1: 0, 2: 1}) for end in (one, two))
+    assert settle(one, first) is OK
+    one.links.comm_unlink(first)
+    two.wait_for(1, "UNLINKED")
+    assert two.links.comm_status(second) is OK
+    two.links.comm_unlink(second)
+    _refuse_not_linked(two, second)
+
+
 def test_unlink_while_preparing(make_end: MakeEnd, comm_dir: str) -> None:
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
     for end in (one, two):

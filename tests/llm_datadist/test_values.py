@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import re
 from typing import Any
@@ -283,3 +284,9 @@ def test_an_exception_keeps_its_arguments_and_status(arguments: tuple[object, ..
 def test_an_exception_of_a_number_of_its_own() -> None:
     raised = LLMException("a", status_code=100)  # type: ignore[arg-type]
     assert (raised.status_code, str(raised)) == (100, "a (100)")
+
+
+def test_a_property_is_documented_as_if_it_had_been_written_out() -> None:
+    prop = vars(TransferConfig)["src_layer_range"]
+    assert inspect.getdoc(prop) == inspect.getdoc(prop.fget) == "Layers here; None: all."
+    assert inspect.signature(prop.fget).return_annotation == range | None

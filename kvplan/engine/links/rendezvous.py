@@ -66,10 +66,10 @@ class Communicator:
         self.preparing: asyncio.Task[None] | None = None
         self.status = RegisterMemStatus.PREPARING
 
-    def is_linked_by(self, link: PeerLink | None) -> bool:
+    def is_linked_by(self, link: PeerLink) -> bool:
         """Whether `link` stands, and belongs to this communicator."""
         linked = (LinkState.LINKED, LinkState.UNLINKING)
-        return link is not None and link.comm_id == self.comm_id and link.state in linked
+        return link.comm_id == self.comm_id and link.state in linked
 
 
 class Rendezvous:
@@ -142,16 +142,17 @@ class Rendezvous:
     def status(self, comm_id: int) -> RegisterMemStatus:
         """How far a communicator is; FAILED also where a link has broken since.
 
+        One that a member has unlinked stays OK: a program that asks now and then may ask too late.
+
         Raises:
             LLMException: LLM_NOT_YET_LINK: there is none of this id.
         """
         comm = self._get(comm_id)
         if comm.status is not RegisterMemStatus.OK:
             return comm.status
-        links = self._steps.links
-        others = [it for it in comm.members if it != self._end.cluster_id]
-        all_linked = all(comm.is_linked_by(links.get(cluster_id)) for cluster_id in others)
-        return RegisterMemStatus.OK if all_linked else RegisterMemStatus.FAILED
+        links = [self._steps.links.get(cluster_id) for cluster_id in comm.members]
+        is_lost = any(link is not None and not comm.is_linked_by(link) for link in links)
+        return RegisterMemStatus.FAILED if is_lost else RegisterMemStatus.OK
 
     def linked(self, link: PeerLink) -> None:
         """A peer has linked with this engine."""
