@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
 from kvplan.status import invalid
@@ -97,19 +97,45 @@ def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], 
     return list(source_of.values()), list(source_of)
 
 
-def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Return {src: [dst, ...]} with each destination once (the last one wins), and none empty.
+def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> list[dict[int, list[int]]]:
+    """Return the copies as `in_steps` does.
 
     Raises:
         TypeError: an index that is no uint64.
     """
-    pairs = [
+    return in_steps(
         (_index("copy_block_info", src), _index("copy_block_info", dst))
         for src, targets in copy_block_info.items()
         for dst in targets
-    ]
+    )
+
+
+def in_steps(pairs: Iterable[tuple[int, int]]) -> list[dict[int, list[int]]]:
+    """Split copies inside one cache, (src, dst) one after the other, into steps {src: [dst, ...]}.
+
+    The copies of a step run at once, so none of its blocks is both read and written, and each is
+    written once: of a destination that comes twice the last copy counts. Almost always there is one
+    step.
+    """
+    steps: list[dict[int, int]] = [{}]
+    read: set[int] = set()
+    written: set[int] = set()
+    for src, dst in pairs:
+        if src == dst:  # it changes nothing, and must not hide what has been copied there
+            steps[-1].setdefault(dst, src)
+            continue
+        if src in written or dst in read:
+            steps.append({})
+            read, written = set(), set()
+        steps[-1][dst] = src
+        read.add(src)
+        written.add(dst)
+    return [_by_source(source_of) for source_of in steps]
+
+
+def _by_source(source_of: Mapping[int, int]) -> dict[int, list[int]]:
     copies: dict[int, list[int]] = {}
-    for src, dst in zip(*last_wins([s for s, _ in pairs], [d for _, d in pairs]), strict=True):
+    for dst, src in source_of.items():
         copies.setdefault(src, []).append(dst)
     return copies
 
