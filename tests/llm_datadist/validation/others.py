@@ -18,6 +18,8 @@ from tests.llm_datadist.validation.environments import (
     Ready,
 )
 from tests.llm_datadist.validation.init_rows import config, managed
+from tests.llm_datadist.validation.other_transfers import TRANSFERS
+from tests.llm_datadist.validation.other_version_1 import VERSION_1
 from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row
 
 SUCCESS, NOT_EXIST = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -122,4 +124,6 @@ OTHERS = [
         "it is part of kvplan, over the same engine",
         (Row("init without options", Accepted("KvCacheManager"), version_1, "fresh"),),
     ),
+    *TRANSFERS,
+    *VERSION_1,
 ]
