@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
 from kvplan.status import invalid
@@ -12,6 +18,9 @@ from kvplan.validation import UINT64_MAX, shown
 TENSORS_PER_LAYER = 2
 
 Indices = list[int] | tuple[int, ...]
+Table = list[int] | NDArray[np.int64]
+
+_LONG = 64  # blocks from which on an array is faster
 
 
 def layers_of(
@@ -86,15 +95,42 @@ def indices_of(
     return [_index(name, it, refusal) for it in blocks]
 
 
-def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], list[int]]:
+def table_of(name: str, blocks: Indices | None) -> Table:
+    """As `indices_of`; a long table comes as an array, which nobody checks element by element."""
+    check_isinstance(name, blocks, [list, tuple])
+    if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
+        with suppress(struct.error):  # beyond int64
+            table = np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
+            if table.min() >= 0:
+                return table
+    return indices_of(name, blocks)
+
+
+@overload
+def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], list[int]]: ...
+@overload
+def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]: ...
+def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]:
     """Drop the pairs whose destination comes again later: the original writes one after the other.
 
     Tables of unequal length come back as they are.
     """
-    if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) == len(dst_blocks):
+    if len(src_blocks) != len(dst_blocks) or _are_distinct(dst_blocks):
         return src_blocks, dst_blocks
-    source_of = dict(zip(dst_blocks, src_blocks, strict=True))
+    source_of = dict(zip(_listed(dst_blocks), _listed(src_blocks), strict=True))
     return list(source_of.values()), list(source_of)
+
+
+def _are_distinct(blocks: Table) -> bool:
+    if isinstance(blocks, list) or (end := int(blocks.max()) + 1) > 64 * len(blocks):
+        return len(set(_listed(blocks))) == len(blocks)
+    seen = np.zeros(end, np.bool_)
+    seen[blocks] = True
+    return int(np.count_nonzero(seen)) == len(blocks)
+
+
+def _listed(blocks: Table) -> list[int]:
+    return blocks if isinstance(blocks, list) else blocks.tolist()
 
 
 def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> list[dict[int, list[int]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sized
 
 from kvplan.llm_datadist.conversion import desc_of
 from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance
@@ -49,9 +49,9 @@ def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
             )
 
 
-def check_some(name: str, blocks: Sequence[int]) -> None:
+def check_some(name: str, blocks: Sized) -> None:
     """Refuse an empty block table: LLM_PARAM_INVALID."""
-    if not blocks:
+    if not len(blocks):
         raise invalid(f"{name} is empty; at least one block is needed")
 
 
