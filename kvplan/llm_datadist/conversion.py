@@ -71,6 +71,7 @@ def key_of(
         return kvplan.CacheKeyByIdAndIndex(
             int(key.cluster_id), int(key.cache_id), int(key.batch_index)
         )
+    check_isinstance("cache_key", key, BlocksCacheKey, allow_none=False)
     for name in ("cluster_id", "model_id"):
         number = check_isinstance(name, getattr(key, name), int, allow_none=False)
         if not 0 <= number <= UINT64_MAX:

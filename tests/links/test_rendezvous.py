@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
@@ -255,6 +256,7 @@ def test_version_1_0_of_a_rank_table() -> None:
         ],
     }
     assert locate(json.dumps(table), {7}) == {7: Location("10.0.0.1", 3)}
+    assert locate(np.str_(json.dumps(table)), {7}) == {7: Location("10.0.0.1", 3)}
     assert locate("", {0, 1}) == {0: Location(), 1: Location()}
 
 

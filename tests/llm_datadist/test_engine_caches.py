@@ -10,7 +10,9 @@ import pytest
 from kvplan.llm_datadist import (
     BlocksCacheKey,
     Cache,
+    CacheDesc,
     CacheKey,
+    DataType,
     LLMDataDist,
     LLMStatusCode,
     MemInfo,
@@ -234,6 +236,33 @@ def test_copy_blocks(manager: CacheManager) -> None:
             manager.copy_blocks(cache, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        ({0: [1, 2], 1: [3]}, [0, 0, 0, 0]),  # 3 has what 1 has by then
+        ({0: [1], 1: [2], 3: [1]}, [0, 3, 0, 3]),
+        ({0: [2], 1: [0], 2: [1]}, [1, 0, 0, 3]),  # an exchange over a third block
+        ({0: [1], 1: [1]}, [0, 0, 2, 3]),
+        ({1: [1], 0: [1]}, [0, 0, 2, 3]),
+        ({0: [0, 1, 0]}, [0, 0, 2, 3]),
+    ],
+    ids=str,
+)
+def test_blocks_are_copied_one_after_the_other(
+    manager: CacheManager, copies: dict[int, list[int]], expected: list[int]
+) -> None:
+    cache = manager.allocate_blocks_cache(desc())
+    arrays = fill(cache, 3)
+    before = [it.copy() for it in arrays]
+    manager.copy_blocks(cache, copies)
+    for now, was in zip(arrays, before, strict=True):
+        assert (now == was[expected]).all()
+
+
+def test_a_block_that_is_not_there_is_no_copy_to_itself(manager: CacheManager) -> None:
+    invalid(lambda: manager.copy_blocks(manager.allocate_blocks_cache(desc()), {4: [4]}))
+
+
 def test_swap_blocks_in_and_out(manager: CacheManager) -> None:
     device = manager.allocate_blocks_cache(desc(rows=8))
     host_arrays = tensors(rows=6)
@@ -259,9 +288,11 @@ def test_swaps_that_cannot_be(manager: CacheManager) -> None:
     few = manager.allocate_blocks_cache(desc(num_tensors=2, placement=HOST))
     for src, dst in ((device, device), (host, host), (slots, device), (device, slots)):
         invalid(lambda src=src, dst=dst: manager.swap_blocks(src, dst, {0: 1}))
+        invalid(lambda src=src, dst=dst: manager.swap_blocks(src, dst, {}))
     for other in (small, few):
         invalid(lambda other=other: manager.swap_blocks(other, device, {0: 1}))
         invalid(lambda other=other: manager.swap_blocks(device, other, {0: 1}))
+        invalid(lambda other=other: manager.swap_blocks(device, other, {}))
     for pairs in ({9: 0}, {0: 4}, {-1: 0}):
         invalid(lambda pairs=pairs: manager.swap_blocks(host, device, pairs))
     for wrong in ({"0": 1}, {0: "1"}, [(0, 1)], None):
@@ -291,3 +322,19 @@ def test_a_key_names_a_request_or_a_prefix() -> None:
     CacheManager.check_cache_key(CacheKey(1, NO_ID, 0, 0))
     invalid(lambda: CacheManager.check_cache_key(CacheKey(1, NO_ID)))
     invalid(lambda: CacheManager.check_cache_key(CacheKey(1, 1, 0, 1)))
+    with pytest.raises(TypeError, match="cache_key"):
+        CacheManager.check_cache_key(BlocksCacheKey(1))  # type: ignore[arg-type]
+
+
+def test_a_cache_needs_a_placement(manager: CacheManager) -> None:
+    nowhere = CacheDesc(2, [2, 8], DataType.DT_INT8, None)  # type: ignore[arg-type]
+    for allocate in (manager.allocate_cache, manager.allocate_blocks_cache):
+        with pytest.raises(TypeError, match="placement"):
+            allocate(nowhere)
+
+
+def test_an_address_has_64_bits(manager: CacheManager) -> None:
+    for register in (manager.register_cache, manager.register_blocks_cache):
+        for wrong in (-1, 2**64):
+            with pytest.raises(TypeError, match="addrs"):
+                register(desc(2), [8, wrong])

@@ -357,6 +357,10 @@ def test_arguments_that_cannot_be(
         start(blocks, model, good, [0], [-1])
     if remote:
         config = there.slot()
+        config.cache_key = None  # as the original lets it be
+        with pytest.raises(TypeError, match="cache_key"):
+            start(slots, model, [config])
+        config = there.slot()
         config.dst_layer_range = range(1)
         invalid(lambda: start(slots, model, [config]))
     else:

@@ -99,7 +99,8 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
     if not check_type("rank_table", rank_table, str):
         return dict.fromkeys(ranks, Location())
     try:
-        table = msgspec.json.decode(rank_table, type=_RankTable)
+        # str: of a subclass, such as NumPy's, msgspec would take the bytes in memory.
+        table = msgspec.json.decode(str(rank_table), type=_RankTable)
         located = {
             _number(device.rank_id): Location(
                 server.host_ip or server.server_id, _number(device.device_id)

@@ -22,6 +22,7 @@ from kvplan.llm_datadist.v2.block_tables import (
     indices_of,
     last_wins,
     layers_of,
+    table_of,
 )
 from kvplan.llm_datadist.v2.cache_task import CacheTask
 from kvplan.llm_datadist.v2.layer_feed import LayerFeed
@@ -120,11 +121,11 @@ class KvCacheManager(KvCacheBook):
         self._check_role("pull_blocks", LLMRole.DECODER)
         check_isinstance("prompt_cache_key", prompt_cache_key, BlocksCacheKey, allow_none=False)
         target = device_cache_of("decoder_kv_cache", decoder_kv_cache)
-        check_isinstance("prompt_blocks", prompt_blocks, list, int, allow_none=False)
-        check_isinstance("decoder_blocks", decoder_blocks, list, int, allow_none=False)
-        src = indices_of("prompt_blocks", prompt_blocks)
-        dst = indices_of("decoder_blocks", decoder_blocks)
-        if len(src) != len(dst) or not src:
+        check_isinstance("prompt_blocks", prompt_blocks, list, allow_none=False)
+        check_isinstance("decoder_blocks", decoder_blocks, list, allow_none=False)
+        src = table_of("prompt_blocks", prompt_blocks)
+        dst = table_of("decoder_blocks", decoder_blocks)
+        if len(src) != len(dst) or not len(src):
             raise invalid(f"{len(src)} prompt_blocks, {len(dst)} decoder_blocks: as many, and some")
         layers = _layers(kwargs)
         self._engine.pull_blocks(key_of(prompt_cache_key), target, *last_wins(src, dst), layers)
@@ -162,12 +163,15 @@ class KvCacheManager(KvCacheBook):
 
         Args:
             cache: the cache.
-            copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
+            copy_block_info: source block -> the blocks that it is copied to, one after the other;
+                empty: nothing.
         """
         target = device_cache_of("cache", cache)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
         check_dict("copy_block_info", copy_block_info, int, list, int)
-        self._engine.copy_blocks(target, copies_of(copy_block_info))
+        engine = self._engine
+        for copies in copies_of(copy_block_info):
+            engine.copy_blocks(target, copies)
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
 from kvplan.status import invalid
@@ -12,6 +18,9 @@ from kvplan.validation import UINT64_MAX, shown
 TENSORS_PER_LAYER = 2
 
 Indices = list[int] | tuple[int, ...]
+Table = list[int] | NDArray[np.int64]
+
+_LONG = 64  # blocks from which on an array is faster
 
 
 def layers_of(
@@ -86,30 +95,83 @@ def indices_of(
     return [_index(name, it, refusal) for it in blocks]
 
 
-def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], list[int]]:
-    """Drop the pairs whose destination comes again later: the original writes one after the other.
+def table_of(name: str, blocks: Indices | None) -> Table:
+    """As `indices_of`; a long table comes as an array, which nobody checks element by element."""
+    check_isinstance(name, blocks, [list, tuple])
+    if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
+        with suppress(struct.error):  # beyond int64
+            table = np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
+            if table.min() >= 0:
+                return table
+    return indices_of(name, blocks)
+
+
+@overload
+def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], list[int]]: ...
+@overload
+def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]: ...
+def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]:
+    """Drop the pairs whose destination comes again later: the last one counts.
 
     Tables of unequal length come back as they are.
     """
-    if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) == len(dst_blocks):
+    if len(src_blocks) != len(dst_blocks) or _are_distinct(dst_blocks):
         return src_blocks, dst_blocks
-    source_of = dict(zip(dst_blocks, src_blocks, strict=True))
+    source_of = dict(zip(_listed(dst_blocks), _listed(src_blocks), strict=True))
     return list(source_of.values()), list(source_of)
 
 
-def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Return {src: [dst, ...]} with each destination once (the last one wins), and none empty.
+def _are_distinct(blocks: Table) -> bool:
+    if isinstance(blocks, list) or (end := int(blocks.max()) + 1) > 64 * len(blocks):
+        return len(set(_listed(blocks))) == len(blocks)
+    seen = np.zeros(end, np.bool_)
+    seen[blocks] = True
+    return int(np.count_nonzero(seen)) == len(blocks)
+
+
+def _listed(blocks: Table) -> list[int]:
+    return blocks if isinstance(blocks, list) else blocks.tolist()
+
+
+def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> list[dict[int, list[int]]]:
+    """Return the copies as `in_steps` does.
 
     Raises:
         TypeError: an index that is no uint64.
     """
-    pairs = [
+    return in_steps(
         (_index("copy_block_info", src), _index("copy_block_info", dst))
         for src, targets in copy_block_info.items()
         for dst in targets
-    ]
+    )
+
+
+def in_steps(pairs: Iterable[tuple[int, int]]) -> list[dict[int, list[int]]]:
+    """Split copies inside one cache, (src, dst) one after the other, into steps {src: [dst, ...]}.
+
+    The copies of a step run at once, so none of its blocks is both read and written, and each is
+    written once: of a destination that comes twice the last copy counts. Almost always there is one
+    step.
+    """
+    steps: list[dict[int, int]] = [{}]
+    read: set[int] = set()
+    written: set[int] = set()
+    for src, dst in pairs:
+        if src == dst:  # it changes nothing, and must not hide what has been copied there
+            steps[-1].setdefault(dst, src)
+            continue
+        if src in written or dst in read:
+            steps.append({})
+            read, written = set(), set()
+        steps[-1][dst] = src
+        read.add(src)
+        written.add(dst)
+    return [_by_source(source_of) for source_of in steps]
+
+
+def _by_source(source_of: Mapping[int, int]) -> dict[int, list[int]]:
     copies: dict[int, list[int]] = {}
-    for src, dst in zip(*last_wins([s for s, _ in pairs], [d for _, d in pairs]), strict=True):
+    for dst, src in source_of.items():
         copies.setdefault(src, []).append(dst)
     return copies
 

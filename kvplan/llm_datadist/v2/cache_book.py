@@ -20,6 +20,7 @@ from kvplan.llm_datadist.v2.llm_types import (
 from kvplan.llm_datadist.v2.llm_utils import is_invalid_id
 from kvplan.llm_datadist.v2.move_checks import check_kind
 from kvplan.status import invalid
+from kvplan.validation import UINT64_MAX, shown
 
 if TYPE_CHECKING:
     import kvplan
@@ -53,6 +54,7 @@ class CacheBook:
     @staticmethod
     def check_cache_key(cache_key: CacheKey) -> None:
         """Refuse a key that does not name either a request or a prefix."""
+        check_isinstance("cache_key", cache_key, CacheKey, allow_none=False)
         if is_invalid_id(cache_key.req_id) is is_invalid_id(cache_key.prefix_id):
             raise invalid(f"{cache_key} must name either a request (req_id) or a prefix")
 
@@ -203,6 +205,7 @@ class CacheBook:
     def _check_pool(self, cache_desc: CacheDesc) -> None:
         if cache_desc.num_tensors < 1:
             raise invalid(f"num_tensors={cache_desc.num_tensors} must be > 0")
+        check_isinstance("placement", cache_desc.placement, Placement, allow_none=False)
         if not self._pools[cache_desc.placement]:
             option = POOL if cache_desc.placement is Placement.DEVICE else HOST_POOL
             raise invalid(
@@ -219,8 +222,11 @@ class CacheBook:
             raise invalid("remote_accessible=True: caches must be registered before link")
         if len(addrs) != cache_desc.num_tensors or not all(addrs):
             raise invalid(
-                f"addrs={addrs} must be num_tensors={cache_desc.num_tensors} addresses, none zero"
+                f"addrs={shown(addrs)} must be num_tensors={cache_desc.num_tensors} addresses, "
+                "none zero"
             )
+        if min(addrs) < 0 or max(addrs) > UINT64_MAX:
+            raise TypeError(f"addrs={shown(addrs)}: an address is in [1, 2**64)")
         if remote_accessible is not None:
             return remote_accessible
         if not self._enable_remote_cache_accessible:

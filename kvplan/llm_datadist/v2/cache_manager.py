@@ -13,10 +13,10 @@ from kvplan.llm_datadist.utils.utils import (
 from kvplan.llm_datadist.v2.block_tables import (
     TENSORS_PER_LAYER,
     Indices,
-    indices_of,
     last_wins,
     layers_of,
     pushed_layers_of,
+    table_of,
 )
 from kvplan.llm_datadist.v2.cache_task import CacheTask
 from kvplan.llm_datadist.v2.layer_feed import LayerFeed
@@ -33,6 +33,7 @@ from kvplan.llm_datadist.v2.local_moves import LocalMoves
 from kvplan.llm_datadist.v2.move_checks import check_kind, check_size, check_some, check_table
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import KvCacheExtParam
+from kvplan.validation import shown
 
 Layers = range | None
 
@@ -113,14 +114,16 @@ class CacheManager(LocalMoves):
         check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
         check_table("src_blocks", src_blocks)
         check_table("dst_blocks", dst_blocks)
-        src, dst = indices_of("src_blocks", src_blocks), indices_of("dst_blocks", dst_blocks)
+        src, dst = table_of("src_blocks", src_blocks), table_of("dst_blocks", dst_blocks)
         check_kind("dst_cache", dst_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         layers = _layers(kwargs)
         if isinstance(src_cache_key, BlocksCacheKey):
             check_some("src_blocks", src)
-        elif src:
-            raise invalid(f"src_blocks={src} must be empty: {src_cache_key} names a slot")
+        elif len(src):
+            raise invalid(
+                f"src_blocks={shown(src_blocks)} must be empty: {src_cache_key} names a slot"
+            )
         if isinstance(src_cache_key, CacheKey):
             self.check_cache_key(src_cache_key)
             if self._enable_remote_cache_accessible:
@@ -192,7 +195,7 @@ class CacheManager(LocalMoves):
         check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey, allow_none=False)
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         check_table("dst_blocks", dst_blocks)
-        src, dst = indices_of("src_blocks", src_blocks), indices_of("dst_blocks", dst_blocks)
+        src, dst = table_of("src_blocks", src_blocks), table_of("dst_blocks", dst_blocks)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         num_tensors = src_cache.cache_desc.num_tensors

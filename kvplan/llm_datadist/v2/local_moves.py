@@ -12,7 +12,7 @@ from kvplan.llm_datadist.utils.utils import (
 from kvplan.llm_datadist.v2.block_tables import copies_of, last_wins
 from kvplan.llm_datadist.v2.cache_book import CacheBook
 from kvplan.llm_datadist.v2.llm_types import Cache
-from kvplan.llm_datadist.v2.move_checks import check_kind, check_size
+from kvplan.llm_datadist.v2.move_checks import check_alike, check_kind, check_size
 
 
 class LocalMoves(CacheBook):
@@ -61,13 +61,16 @@ class LocalMoves(CacheBook):
 
         Args:
             cache: the cache.
-            copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
+            copy_block_info: source block -> the blocks that it is copied to, one after the other;
+                empty: nothing.
         """
         check_isinstance("cache", cache, Cache, allow_none=False)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
         check_dict("copy_block_info", copy_block_info, int, list, int)
         check_kind("cache", cache, is_blocks=True)
-        self._engine.copy_blocks(cache_of(cache), copies_of(copy_block_info))
+        engine = self._engine
+        for copies in copies_of(copy_block_info):
+            engine.copy_blocks(cache_of(cache), copies)
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).
@@ -82,6 +85,7 @@ class LocalMoves(CacheBook):
         check_kind("dst_cache", dst_cache, is_blocks=True)
         check_isinstance("src_to_dst", src_to_dst, dict, allow_none=False)
         check_dict("src_to_dst", src_to_dst, int, int)
+        check_alike("src_cache", src_cache, "dst_cache", dst_cache)
         pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
         engine = self._engine
         if src_to_dst:

@@ -131,14 +131,6 @@ def _layers(tensors: Sequence[int], tensors_per_layer: int) -> range | None:
     return layers
 
 
-def copies_of(pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return {src: [dst, ...]}; of a destination that comes twice the last pair counts."""
-    copies: dict[int, list[int]] = {}
-    for dst, src in {dst: src for src, dst in pairs}.items():
-        copies.setdefault(src, []).append(dst)
-    return copies
-
-
 def blocks_at(
     cache: Cache, num_blocks: int, block_nbytes: int, placement: kvplan.Placement
 ) -> kvplan.Cache:

@@ -18,6 +18,8 @@ from tests.llm_datadist.validation.environments import (
     Ready,
 )
 from tests.llm_datadist.validation.init_rows import config, managed
+from tests.llm_datadist.validation.other_transfers import TRANSFERS
+from tests.llm_datadist.validation.other_version_1 import VERSION_1
 from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row
 
 SUCCESS, NOT_EXIST = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -106,8 +108,8 @@ OTHERS = [
     Difference(
         "copy_blocks with a block that is both read and written, as in {1: [3], 3: [2]}, copies in "
         "an order that is not defined: blocks below 2 MiB go to four threads at once",
-        "refused: LLM_PARAM_INVALID; two calls say which comes first",
-        (Row("copy_blocks of a chain", INVALID, chain_of_blocks, "engine"),),
+        "one after the other, in the order of the mapping",
+        (Row("copy_blocks of a chain", Accepted(None), chain_of_blocks, "engine"),),
     ),
     Difference(
         "transfer_cache_async writes the layers that it chose into the caller's TransferConfig",
@@ -134,4 +136,6 @@ OTHERS = [
         "it is part of kvplan, over the same engine",
         (Row("init without options", Accepted("KvCacheManager"), version_1, "fresh"),),
     ),
+    *TRANSFERS,
+    *VERSION_1,
 ]
