@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from operator import index
 from reprlib import Repr
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from kvplan.status import invalid
 
@@ -23,6 +25,16 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def mismatch(value: object, *expected: type) -> str:
+    """`int or str, not float`: what `value` must be, and is; with modules if two have one name."""
+    kinds = (*expected, type(value))
+    twice = type(value).__name__ in [kind.__name__ for kind in expected]
+    *needed, found = [
+        f"{kind.__module__}.{kind.__qualname__}" if twice else kind.__name__ for kind in kinds
+    ]
+    return f"{' or '.join(needed)}, not {found}"
+
+
 def check_type(name: str, value: object, expected: type[_T]) -> _T:
     """Return `value` if it is an `expected`; a bool is never taken for an int.
 
@@ -32,9 +44,7 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
     if type(value) is expected:  # almost always
         return value
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise TypeError(
-            f"{name}={shown(value)} must be {expected.__name__}, not {type(value).__name__}"
-        )
+        raise TypeError(f"{name}={shown(value)} must be {mismatch(value, expected)}")
     return value
 
 
@@ -59,6 +69,18 @@ def check_width(name: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is out of range [{low}, {high}]")
     return number
+
+
+def as_int(name: str, value: SupportsIndex) -> int:
+    """Return `value` as an int if it stands for one, as NumPy's integers do; a bool does not.
+
+    Raises:
+        TypeError: otherwise.
+    """
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return index(value)
+    raise TypeError(f"{name}={shown(value)} must be {mismatch(value, int)}")
 
 
 def check_index(name: str, value: object, size: int) -> int:

@@ -12,7 +12,7 @@ from kvplan.inspection.units import plural
 from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from kvplan.validation import shown
+from kvplan.validation import mismatch, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
@@ -58,8 +58,13 @@ class Call:
         if moves:
             engine.enter(self)
 
-    def own(self, argument: str, cache: Cache, *, paged: bool) -> tuple[Side, TensorMemory]:
+    def own(
+        self, argument: str, cache: Cache, *, paged: bool, table: str = ""
+    ) -> tuple[Side, TensorMemory]:
         """Return the cache of this process that an argument names, to plan with and to transfer.
+
+        Args:
+            table: the argument that would name blocks of it, where the caller might have given it.
 
         Raises:
             TypeError: no Cache.
@@ -73,7 +78,7 @@ class Call:
         if found is None:  # addresses alone do not say which kind they are
             return side(argument, entry.cache, paged=paged), entry.memory
         if found.paged is not paged:
-            _refuse_kind(argument, found.name, paged)
+            _refuse_kind(argument, found.name, paged, table)
         return found, entry.memory
 
     def peer(
@@ -84,11 +89,13 @@ class Call:
         *,
         paged: bool,
         writable: bool,
+        table: str = "",
     ) -> tuple[Side, int, TensorMemory]:
         """Return the cache and the slot of a peer that an argument names; by CacheKey: claimed.
 
         Args:
             kinds: of key that the operation takes.
+            table: as for `own`.
 
         Raises:
             TypeError: another kind of key.
@@ -98,8 +105,7 @@ class Call:
                 LLM_REPEAT_REQUEST.
         """
         if not isinstance(key, kinds):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise TypeError(f"{argument}={shown(key)} must be {names}, not {type(key).__name__}")
+            raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
         link = self._link_of(argument, key)
         slot = 0
         if isinstance(key, CacheKeyByIdAndIndex):
@@ -115,7 +121,7 @@ class Call:
                 found, slot = link.find(key)
         theirs = found.side
         if theirs.paged is not paged:
-            _refuse_kind(argument, str(key), paged)
+            _refuse_kind(argument, str(key), paged, table)
         if slot >= (1 if paged else theirs.count):
             _refuse_slot(argument, key, theirs)
         return theirs, slot, link.memory(found, writable=writable)
@@ -189,7 +195,9 @@ class Call:
         return None if self.link is None else self.link.cluster_id
 
 
-def _refuse_kind(argument: str, name: str, paged: bool) -> NoReturn:
+def _refuse_kind(argument: str, name: str, paged: bool, table: str) -> NoReturn:
+    if table and not paged:
+        raise invalid(f"{argument}={name} is a paged cache; {table} must name blocks of it")
     found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
     raise invalid(f"{argument}={name} is a {found} cache; a {needed} one is needed")
 

@@ -19,6 +19,7 @@ from kvplan.planning import (
     plan_push_cache,
     plan_swap_blocks,
 )
+from kvplan.planning.layer_range import source_tensors
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 from kvplan.validation import check_type, shown
@@ -79,7 +80,7 @@ def pull_blocks(
     target, ours = call.own("dst", dst, paged=True)
     kinds = (CacheIndex, CacheKey, BlocksCacheKey)
     source, slot, theirs = call.peer(
-        "src", src, kinds, paged=_has_blocks(src_blocks), writable=False
+        "src", src, kinds, paged=_has_blocks(src_blocks), writable=False, table="src_blocks"
     )
     plan = plan_pull_blocks(
         source,
@@ -159,14 +160,17 @@ def push_layers(
     from_blocks, to_blocks = _has_blocks(src_blocks), dst_blocks is not None
     if from_blocks and not to_blocks:
         raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
-    source, ours = call.own("src", src, paged=from_blocks)
+    source, ours = call.own("src", src, paged=from_blocks, table="src_blocks")
     slot: int | None = None
     target: Side
     if isinstance(dst, PeerTensors):
+        _check_addresses(dst, source, ext_param)
         target, theirs = call.peer_tensors("dst", dst, source.stride, paged=to_blocks)
     else:
         kinds = (CacheIndex, BlocksCacheKey)
-        target, slot, theirs = call.peer("dst", dst, kinds, paged=to_blocks, writable=True)
+        target, slot, theirs = call.peer(
+            "dst", dst, kinds, paged=to_blocks, writable=True, table="dst_blocks"
+        )
     if dst_blocks is None:
         plan = plan_push_cache(
             source,
@@ -187,6 +191,15 @@ def push_layers(
             coalesce=coalesce,
         )
     return plan, ours, theirs
+
+
+def _check_addresses(dst: PeerTensors, source: Side, ext_param: KvCacheExtParam) -> None:
+    needed = len(source_tensors(source, ext_param))
+    if len(dst.addresses) != needed:
+        raise invalid(
+            f"addresses has {len(dst.addresses)} elements; {needed} are needed, one for each "
+            "tensor of src that is transferred"
+        )
 
 
 def copy_cache(

@@ -19,7 +19,7 @@ from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.units import span
 from kvplan.status import LLMException, invalid
-from kvplan.validation import check_type
+from kvplan.validation import as_int
 
 if TYPE_CHECKING:
     from kvnative._executor import StagedTask
@@ -82,11 +82,13 @@ class LayerTask(TransferTask):
         if one of the memories is no longer what was registered.
 
         Raises:
-            TypeError: not an int.
+            TypeError: no integer (those of NumPy are).
             LLMException: LLM_PARAM_INVALID, not a source layer of the plan.
         """
         layers = self._layers
-        if check_type("layer", layer, int) not in layers:
+        if type(layer) is not int:
+            layer = as_int("layer", layer)
+        if layer not in layers:
             raise invalid(
                 f"layer={layer} is none of the plan's source layers; they are "
                 f"[{layers.start}, {layers.stop})"
@@ -139,9 +141,9 @@ class LayerTask(TransferTask):
         """
         super().wait(timeout_ms, stop=stop)
 
-    def cancel(self) -> None:
+    def cancel(self, reason: LLMException | None = None) -> None:
         """As `TransferTask.cancel`; no further layer is submitted."""
-        super().cancel()
+        super().cancel(reason)
         self._tell_last()
 
     def explain(self) -> str:
@@ -182,7 +184,7 @@ class LayerTask(TransferTask):
         with suppress(LLMException):
             self._conclude()
         warnings.warn(
-            f"{self!r} was dropped and so cancelled{missing}",
+            f"a {type(self).__name__} was dropped and so cancelled{missing}: {self.plan!r}",
             ResourceWarning,
             stacklevel=2,
             source=self,

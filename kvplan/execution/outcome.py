@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvnative import _executor as native
-from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -33,18 +32,22 @@ def outcome(
     memories: tuple[TensorMemory, TensorMemory],
     missing: str = "",
     lost: LLMException | None = None,
+    reason: LLMException | None = None,
 ) -> LLMException | None:
     """Return what went wrong, or None if every byte arrived where and whence the plan says.
 
     Args:
         missing: what a transfer that was given up still waited for besides the copying.
         lost: the failed check of a memory that the transfer was given up for.
+        reason: what else it was cancelled for, if it was.
     """
     if lost is None:
         moved = report.status == native.KVN_OK
         # A range that is not mapped may be so because its owner has gone: then that is the reason.
         lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
         if not moved:
+            if report.status == native.KVN_CANCELLED:
+                lost = lost or reason
             return _failure(plan, report, lost, missing if report.status in _ABANDONED else "")
     if lost is None:
         return None
@@ -68,16 +71,15 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
 def _failure(
     plan: Plan, report: native.Report, cause: LLMException | None, missing: str
 ) -> LLMException:
-    """What a report says; `cause` is why the memory went, where that is known."""
+    """What a report says; `cause` is why the memory went, or why it was cancelled, if known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)
-    parts = [f"{plan.operation} {plan.kind}: {cause.args[0] if cause else report.message}{missing}"]
+    told = cause.args[0] if cause and cause.args else report.message
+    parts = [f"{plan.operation} {plan.kind}: {told}{missing}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
     if cause is not None or report.status not in _ABANDONED:  # that report tells it itself
-        parts.append(
-            f"{plural(open_descriptors, 'descriptor')} of {plan.num_descriptors:,} not confirmed"
-        )
+        parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
     return LLMException(
         "; ".join(parts),
         status_code=cause.status_code if cause else _CODES.get(report.status, _FAILED),

@@ -46,6 +46,7 @@ class TransferTask:
         self._concluded = False
         self._error: LLMException | None = None
         self._lost: LLMException | None = None  # why a memory went under it, where that was found
+        self._reason: LLMException | None = None  # why it was cancelled, where that was told
         self._mutex = RLock()  # re-entrant: a signal handler may wait for the task too
 
     @property
@@ -74,8 +75,8 @@ class TransferTask:
     def _goes_on(self, timeout_ms: float | None, report: Report) -> LLMException:
         plan = self.plan
         return LLMException(
-            f"{plan.operation} {plan.kind}: {timeout_ms} ms passed when {report.bytes_done:,} of "
-            f"{plan.nbytes:,} bytes were moved{self._missing()}; the transfer goes on",
+            f"{plan.operation} {plan.kind}: {timeout_ms} ms passed when {report.bytes_done} of "
+            f"{plan.nbytes} bytes were moved{self._missing()}; the transfer goes on",
             status_code=LLMStatusCode.LLM_TIMEOUT,
             unconfirmed=report.unconfirmed,
         )
@@ -90,11 +91,16 @@ class TransferTask:
 
         return wait_in_thread(self).__await__()
 
-    def cancel(self) -> None:
+    def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
 
         A finished transfer stays as it is; waiting for a cancelled one raises LLM_FAILED.
+
+        Args:
+            reason: what was wrong: its message and status are what is raised and logged then. Of
+                several the first counts.
         """
+        self._reason = self._reason or reason
         self._task.cancel()
 
     def _conclude(self) -> None:
@@ -102,7 +108,9 @@ class TransferTask:
             if not self._concluded:
                 report = self._task.report
                 missing = "" if report.status == KVN_OK else self._missing()
-                self._error = outcome(self.plan, report, self._memories, missing, self._lost)
+                self._error = outcome(
+                    self.plan, report, self._memories, missing, self._lost, self._reason
+                )
                 # Only now: what interrupts the checks must not leave a success behind.
                 self._concluded = True
                 on_outcome, self._on_outcome = self._on_outcome, None

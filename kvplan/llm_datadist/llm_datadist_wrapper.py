@@ -8,21 +8,17 @@ itself. With these the original's own Python part runs on this engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import kvplan
-from kvplan.llm_datadist import tensor_size
+from kvplan.llm_datadist import initialized, tensor_size
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.returning import as_pair, as_status
 from kvplan.llm_datadist.v2 import link_codes, tuples
-from kvplan.llm_datadist.v2.block_tables import in_steps, last_wins
-from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, POOL, REMOTE_ACCESS, wait_time_ms
+from kvplan.llm_datadist.v2.block_tables import each_once, last_wins
+from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, POOL, wait_time_ms
 from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
-
-if TYPE_CHECKING:
-    from kvplan.engine.datadist import LlmDataDist
 
 kSuccess = int(LLMStatusCode.LLM_SUCCESS)
 kFailed = int(LLMStatusCode.LLM_FAILED)
@@ -58,16 +54,6 @@ calc_tensor_size = tensor_size.calc_tensor_size
 _ROLE = "llm.Role"
 
 
-def _datadist(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LLMDataDist:
-    if (datadist := LLMDataDist.llm_engine_instance) is None:
-        raise LLMException("no LLMDataDist is initialized", status_code=otherwise)
-    return datadist
-
-
-def _engine(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LlmDataDist:
-    return _datadist(otherwise)._running()
-
-
 def dict_to_vector(py_dict: Mapping[int, int]) -> list[tuple[int, int]]:
     """Return the pairs of a mapping."""
     return list(py_dict.items())
@@ -90,7 +76,7 @@ def finalize_v2() -> None:
 @as_status
 def switch_role_v2(role: str, options: dict[str, str]) -> None:
     """Change the role, and where it listens."""
-    _datadist().switch_role(_role_of(role), options)
+    initialized.datadist().switch_role(_role_of(role), options)
 
 
 def _role_of(name: str | None) -> LLMRole:
@@ -103,19 +89,21 @@ def _role_of(name: str | None) -> LLMRole:
 @as_pair(0)
 def link(comm_name: str, cluster2rank: Mapping[int, int], rank_table: str) -> int:
     """Begin to link; the id of the communicator."""
-    return _engine(LLMStatusCode.LLM_FAILED).link(comm_name, dict(cluster2rank), rank_table)
+    return initialized.engine(LLMStatusCode.LLM_FAILED).link(
+        comm_name, dict(cluster2rank), rank_table
+    )
 
 
 @as_status
 def unlink(comm_id: int) -> None:
     """End what `link` has begun."""
-    _engine(LLMStatusCode.LLM_FAILED).unlink(comm_id)
+    initialized.engine(LLMStatusCode.LLM_FAILED).unlink(comm_id)
 
 
 @as_pair(0)
 def query_register_mem_status(comm_id: int) -> int:
     """How far `link` is: the number of a RegisterMemStatus."""
-    status = _engine(LLMStatusCode.LLM_FAILED).query_register_mem_status(comm_id)
+    status = initialized.engine(LLMStatusCode.LLM_FAILED).query_register_mem_status(comm_id)
     return int(status.value)
 
 
@@ -145,7 +133,7 @@ def unlink_clusters_v2(
 
 def _codes(call: Callable[[LLMDataDist], link_codes.Codes]) -> tuple[int, list[int]]:
     try:
-        code, codes = call(_datadist(LLMStatusCode.LLM_FAILED))
+        code, codes = call(initialized.datadist(LLMStatusCode.LLM_FAILED))
     except LLMException as error:
         return int(error.status_code), []
     return int(code), [int(it) for it in codes]
@@ -156,7 +144,7 @@ def allocate_cache_v2(
     cache_desc: tuples.CacheDesc, cache_keys: Sequence[tuples.CacheKey]
 ) -> tuples.Cache:
     """Make a cache in the pool of its placement."""
-    engine = _engine(LLMStatusCode.LLM_FAILED)
+    engine = initialized.engine(LLMStatusCode.LLM_FAILED)
     desc, is_blocks = tuples.desc_of(cache_desc)
     if is_blocks:
         made = engine.allocate_blocks_cache(desc, tuples.blocks_key_of(cache_keys))
@@ -173,10 +161,10 @@ def register_cache(
     remote_accessible: bool = True,
 ) -> tuples.Cache:
     """Make a cache of memory that the caller keeps."""
-    engine = _engine(LLMStatusCode.LLM_FAILED)
+    engine = initialized.engine(LLMStatusCode.LLM_FAILED)
     desc, is_blocks = tuples.desc_of(cache_desc)
     # In request mode the original's peers pull from any cache, through its buffers.
-    accessible = remote_accessible or not _is_remote_mode()
+    accessible = remote_accessible or not initialized.is_remote_mode()
     if is_blocks:
         key = tuples.blocks_key_of(cache_keys)
         made = engine.register_blocks_cache(desc, addrs, key, remote_accessible=accessible)
@@ -189,36 +177,36 @@ def register_cache(
 @as_status
 def unregister_cache(cache_id: int) -> None:
     """End a registered cache; an unknown one is fine."""
-    _engine(LLMStatusCode.LLM_FAILED).unregister_cache(cache_id)
+    initialized.engine(LLMStatusCode.LLM_FAILED).unregister_cache(cache_id)
 
 
 @as_status
 def deallocate_cache_v2(cache_id: int) -> None:
     """Free an allocated cache; an unknown one is fine."""
-    _engine().deallocate_cache(tuples.cache_called(cache_id))
+    initialized.engine().deallocate_cache(tuples.cache_called(cache_id))
 
 
 @as_status
 def check_capacity_v2(seq_len: int) -> None:
     """Whether the pool of Placement.DEVICE has `seq_len` bytes in one piece."""
-    if POOL not in _datadist()._engine_options:
+    if POOL not in initialized.datadist()._engine_options:
         raise LLMException(
             f"without {POOL} there is no pool", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         )
-    _engine()._running().registry.pools.take(kvplan.Placement.DEVICE, seq_len)
+    initialized.engine()._running().registry.pools.take(kvplan.Placement.DEVICE, seq_len)
 
 
 @as_status
 def remove_cache_key_v2(cache_key: tuples.CacheKey) -> None:
     """Forget a key; an unknown one is fine."""
     for key in tuples.request_keys_of([cache_key]):
-        _engine().remove_cache_key(key)
+        initialized.engine().remove_cache_key(key)
 
 
 @as_status
 def remap_registered_memory(mem_infos: Sequence[tuple[int, int, int]]) -> None:
     """Check anew how registered memory (type, address, bytes) is mapped."""
-    _engine().remap_registered_memory([(addr, nbytes) for _, addr, nbytes in mem_infos])
+    initialized.engine().remap_registered_memory([(addr, nbytes) for _, addr, nbytes in mem_infos])
 
 
 @as_status
@@ -228,16 +216,16 @@ def pull_cache_v2(cache_id: int, cache_key: tuples.CacheKey, pull_param: tuples.
     src_offset, dst_offset, tensors_per_layer = rest
     key, dst = tuples.key_of(cache_key), tuples.cache_called(cache_id)
     layers = tuples.layers_of(src_tensors, dst_tensors, tensors_per_layer)
-    if isinstance(key, kvplan.CacheKey) and _is_remote_mode():
+    if isinstance(key, kvplan.CacheKey) and initialized.is_remote_mode():
         raise LLMException(
             f"{key}: in remote mode there are no keys of requests",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
     if isinstance(key, kvplan.BlocksCacheKey) or dst_blocks:
         src, dst_table = last_wins(list(src_blocks), list(dst_blocks))
-        _engine().pull_blocks(key, dst, src, dst_table, layers)
+        initialized.engine().pull_blocks(key, dst, src, dst_table, layers)
     else:
-        _engine().pull_cache(
+        initialized.engine().pull_cache(
             key,
             dst,
             slot,
@@ -254,11 +242,9 @@ def copy_cache_v2(copy_param: tuples.CopyParam) -> None:
     dst_id, src_id, dst_slot, src_slot, offset, size, _, pairs = copy_param
     src, dst = tuples.cache_called(src_id), tuples.cache_called(dst_id)
     if pairs:
-        engine = _engine()
-        for copies in in_steps(pairs):
-            engine.copy_blocks(dst, copies)
+        initialized.engine().copy_blocks(dst, each_once(pairs))
     elif (dst_id, dst_slot) != (src_id, src_slot):  # else there is nothing to copy
-        _engine().copy_cache(src, dst, src_slot, dst_slot, offset, size)
+        initialized.engine().copy_cache(src, dst, src_slot, dst_slot, offset, size)
 
 
 @as_status
@@ -275,7 +261,7 @@ def swap_blocks_v2(
     placements = [kvplan.Placement.HOST, kvplan.Placement.DEVICE]
     src_at, dst_at = placements if swap_type == 0 else reversed(placements)
     src_blocks, dst_blocks = last_wins([s for s, _ in block_mapping], [d for _, d in block_mapping])
-    _engine().swap_blocks(
+    initialized.engine().swap_blocks(
         tuples.blocks_at(src, max(src_blocks) + 1, block_size, src_at),
         tuples.blocks_at(dst, max(dst_blocks) + 1, block_size, dst_at),
         dict(zip(src_blocks, dst_blocks, strict=True)),
@@ -288,7 +274,7 @@ def transfer_cache_v2(
 ) -> None:
     """Push one layer, and wait until it has arrived; `task_id` is not used."""
     del task_id
-    engine = _engine()
+    engine = initialized.engine()
     cache_id, slot, layer, *_ = transfer_config
     block_nbytes, src_blocks, dst_blocks = block_config
     src, dst = last_wins(list(src_blocks), list(dst_blocks))
@@ -305,8 +291,4 @@ def transfer_cache_v2(
         ext_param=layers,
     )
     task.ready(layer)
-    task.wait(wait_time_ms(_datadist()._engine_options))
-
-
-def _is_remote_mode() -> bool:
-    return _datadist()._engine_options.get(REMOTE_ACCESS) == "1"
+    task.wait(wait_time_ms(initialized.datadist()._engine_options))

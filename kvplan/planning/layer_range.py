@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvplan.planning.layout import Side
 from kvplan.status import invalid
 from kvplan.types import DEFAULT_TENSORS_PER_LAYER, KvCacheExtParam, LayerRange
@@ -46,6 +48,13 @@ def tensor_ranges(src: Side, dst: Side, ext_param: KvCacheExtParam) -> tuple[ran
             f"dst_layer_range={_show(dst_layers, dst, per_layer)} must be of equal length"
         )
     return src_tensors, dst_tensors
+
+
+def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
+    """Return the src tensors of a transfer; arguments and errors as for `tensor_ranges`."""
+    check_type("ext_param", ext_param, KvCacheExtParam)
+    alike = replace(ext_param, dst_layer_range=ext_param.src_layer_range)
+    return tensor_ranges(src, src, alike)[0]
 
 
 def _check_per_layer(name: str, cache: Side, per_layer: int, ranged: bool) -> None:

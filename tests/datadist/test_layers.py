@@ -261,6 +261,16 @@ def test_what_cannot_be_is_refused(
     assert user.metrics()["operations"]["push_layers"]["statuses"] == {status.name: 1}
 
 
+def test_a_missing_block_table_is_named(user: LlmDataDist, slots: Cache, blocks: Cache) -> None:
+    for call, missing in (
+        (lambda: user.push_layers(blocks, THERE), "src_blocks"),
+        (lambda: user.push_layers(blocks, PAGED_THERE, dst_blocks=[0]), "src_blocks"),
+        (lambda: user.push_layers(slots, BlocksCacheKey(1, 5)), "dst_blocks"),
+    ):
+        error = refused(INVALID, call)
+        assert f"is a paged cache; {missing} must name blocks of it" in str(error)
+
+
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
     "destination": lambda it, slots, blocks: it.push_layers(slots, (1, 1)),
     "destination by request": lambda it, slots, blocks: it.push_layers(slots, CacheKey(1, 1)),

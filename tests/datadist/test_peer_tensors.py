@@ -145,6 +145,16 @@ def test_of_two_caches_of_one_memory_the_writable_one_is_written(
     assert (arrived[:, 0] == np.array([it[0] for it in arrays])).all()
 
 
+@pytest.mark.parametrize(("layers", "needed"), [(None, 60), (range(5, 9), 8)])
+def test_another_number_of_addresses_is_refused(
+    user: LlmDataDist, peer: Peer, slots: Cache, layers: range | None, needed: int
+) -> None:
+    target = PeerTensors(1, addresses(peer, "cache")[:3])
+    ext_param = KvCacheExtParam(layers)
+    error = refused(INVALID, lambda: user.push_layers(slots, target, ext_param=ext_param))
+    assert f"addresses has 3 elements; {needed} are needed" in str(error)
+
+
 def untouched(peer: Peer) -> bool:
     return not there(peer, "cache").any() and not there(peer, "paged").any()
 

@@ -104,8 +104,43 @@ def test_what_is_no_layer_of_the_plan_is_refused(transfers, layer):
             task.ready(layer)
         assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
         task.cancel()
-    with pytest.raises(TypeError, match="layer=True must be int"):
-        task.ready(True)
+    for wrong in (True, 1.0, "1", None, np.array([1]), np.bool_(True)):
+        with pytest.raises(TypeError, match=r"layer=.* must be int"):
+            task.ready(wrong)
+
+
+def test_a_layer_may_be_an_integer_of_numpy(transfers):
+    dst = filled(2)
+    task = transfers.stage(PLAN, filled(1), dst)
+    task.ready(np.int64(2))
+    assert_equal(dst, expected(PLAN, filled(1), {2}))
+    with pytest.raises(LLMException, match="layer=5 is none"):
+        task.ready(np.uint8(5))
+    task.cancel()
+
+
+def test_the_reason_of_a_cancellation_is_told(transfers):
+    reason = LLMException("no more paper", status_code=LLMStatusCode.LLM_PARAM_INVALID)
+    task = transfers.stage(PLAN, filled(1), filled(2))
+    task.ready(1)
+    task.cancel(reason)
+    task.cancel(LLMException("the second"))
+    with pytest.raises(LLMException) as caught:
+        task.wait()
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert str(caught.value) == (
+        "push_blocks B2B: no more paper; layers 2-4 were never ready; 18 of 24 descriptors are not "
+        "confirmed (LLM_PARAM_INVALID)"
+    )
+    assert caught.value.unconfirmed == ((6, 24),)
+
+
+def test_the_reason_of_a_cancellation_that_came_too_late_is_not(transfers):
+    task = transfers.stage(PLAN, filled(1), filled(2))
+    for layer in task.layers:
+        task.ready(layer)
+    task.cancel(LLMException("no more paper"))
+    task.wait()
 
 
 def test_a_last_layer_that_is_short(transfers):
@@ -201,7 +236,7 @@ def test_a_deadline_that_stops_nothing(transfers):
             task.wait(timeout_ms=1, stop=False)
         assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
         assert str(caught.value) == (
-            "push_blocks B2B: 1 ms passed when 1,800 of 2,400 bytes were moved; layer 4 was never "
+            "push_blocks B2B: 1 ms passed when 1800 of 2400 bytes were moved; layer 4 was never "
             "ready; the transfer goes on (LLM_TIMEOUT)"
         )
         assert caught.value.unconfirmed == ((0, 24),)

@@ -97,8 +97,11 @@ class TestDropped:
         src = filled(1)
         task = transfers.stage(PLAN, src, filled(2), outcomes.append, told.append)
         task.ready(2)
-        with pytest.warns(ResourceWarning, match="cancelled; layers 1, 3-4 were never ready"):
+        with pytest.warns(
+            ResourceWarning, match="dropped and so cancelled; layers 1, 3-4 were"
+        ) as told_of:
             del task
+        assert "done" not in str(told_of[0].message)
         (error,) = outcomes
         assert error.unconfirmed == ((0, 6), (12, 24))
         assert told == []

@@ -88,6 +88,16 @@ def test_unlinking_needs_no_address(remote_pair: tuple[Peer, LLMDataDist]) -> No
     assert datadist.unlink_clusters([info], force=True) == (SUCCESS, [SUCCESS])
 
 
+def test_the_log_names_the_cluster_once(
+    remote_pair: tuple[Peer, LLMDataDist], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer, datadist = remote_pair
+    caplog.set_level("ERROR")
+    assert datadist.link_clusters([peer.info]) == (ALREADY_LINK, [ALREADY_LINK])
+    assert "cluster 1 is linked already" in caplog.text
+    assert "cluster 1: cluster 1" not in caplog.text
+
+
 def test_a_local_address_is_needed_without_local_comm_res(
     make_peer: MakePeer, make_datadist: MakeDataDist
 ) -> None:
@@ -98,7 +108,9 @@ def test_a_local_address_is_needed_without_local_comm_res(
     info.append_remote_ip_info(ip, int(port))
     for comm_res in ({}, {"llm.LocalCommRes": ""}):
         datadist = make_datadist(**comm_res)
-        invalid(lambda datadist=datadist: datadist.link_clusters([info]))  # type: ignore[misc]
+        error = invalid(lambda datadist=datadist: datadist.link_clusters([info]))  # type: ignore[misc]
+        assert "llm.LocalCommRes; give the cluster an address" in str(error)
+        assert "append_local_ip_info(ip, port)" in str(error)
         datadist.finalize()
     datadist = make_datadist(**{"llm.LocalCommRes": '{"version": "1.3"}'})
     assert datadist.link_clusters([info]) == (SUCCESS, [SUCCESS])

@@ -116,10 +116,15 @@ def raises(error: BaseException) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("says", [False, None, 0, ""])
 def test_a_synchronizer_that_says_no(
-    datadist: LLMDataDist, slots: Cache, there: Callable[[int], Destinations], says: Any
+    datadist: LLMDataDist,
+    slots: Cache,
+    there: Callable[[int], Destinations],
+    caplog: pytest.LogCaptureFixture,
+    says: Any,
 ) -> None:
     one, two = there(1), there(3)
     link(datadist, one.peer, two.peer)
+    caplog.set_level("WARNING")
     model = Computing(slots, {7: lambda: says})
     configs = [one.slot(), two.slot(range(7)), two.slot(range(9, 12)), two.slot(range(6, 8))]
     task = datadist.cache_manager.transfer_cache_async(slots, model, configs)
@@ -129,6 +134,10 @@ def test_a_synchronizer_that_says_no(
     assert not any(arrived(one)[14:])
     assert arrived(two)[:14] == [True] * 14
     assert not any(arrived(two)[14:])
+    pushes = [it for it in caplog.messages if "operation=push_layers" in it]
+    assert len(pushes) == 3
+    assert all("status=LLM_PARAM_INVALID" in it for it in pushes)
+    assert all("synchronize_layer(7) has returned False" in it for it in pushes)
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from kvplan.validation import INT64_MAX, UINT32_MAX, UINT64_MAX, shown
+from kvplan.validation import INT64_MAX, UINT32_MAX, UINT64_MAX, mismatch, shown
 
 _T = TypeVar("_T")
 
@@ -37,7 +37,7 @@ def check_isinstance(
     if not isinstance(arg_value, tuple(kinds)):
         raise TypeError(
             f"{extra_fmt}{arg_name}={shown(arg_value)}: {arg_name} only supports "
-            f"{' or '.join(it.__name__ for it in kinds)}, not {type(arg_value).__name__}"
+            f"{mismatch(arg_value, *kinds)}"
         )
     if inner_class is not None:
         assert isinstance(arg_value, Iterable)
@@ -55,7 +55,7 @@ def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: type) -
         if not isinstance(element, inner_class):
             raise TypeError(
                 f"{arg_name} holds {shown(element)}: its inner type only supports "
-                f"{inner_class.__name__}, not {type(element).__name__}"
+                f"{mismatch(element, inner_class)}"
             )
 
 

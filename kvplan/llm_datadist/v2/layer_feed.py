@@ -9,7 +9,7 @@ from traceback import format_exc
 from typing import TYPE_CHECKING
 
 from kvplan.llm_datadist.utils import log
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
     from kvplan.execution import LayerTask
@@ -34,7 +34,6 @@ class Destination:
         self._name = name
         self._task = task
         self._refusal = refusal
-        self._given_up: LLMStatusCode | None = None
         self._layers: Sequence[int] = () if task is None else task.layers
         self._ready_at = monotonic()  # seconds: of the last layer
 
@@ -58,11 +57,13 @@ class Destination:
             self._ready_at = monotonic()
             self._task.ready(layer)
 
-    def give_up(self, status: LLMStatusCode) -> None:
-        """Stop it, as `status`, if it has no outcome yet; on return no byte moves any more."""
-        if self._task is not None and not self._task.done:
-            self._given_up = self._given_up or status
-            self._task.cancel()
+    def give_up(self, reason: LLMException) -> None:
+        """Stop it, if it has no outcome yet: it has failed then as `reason` says.
+
+        On return no byte moves any more.
+        """
+        if self._task is not None:
+            self._task.cancel(reason)
 
     def finish(self, timeout_ms: float) -> None:
         """Stop it if it has no outcome `timeout_ms` after its last layer was ready."""
@@ -86,7 +87,7 @@ class Destination:
         try:
             task.wait()  # it has ended: as what?
         except LLMException as error:
-            return self._given_up or error.status_code
+            return error.status_code
         return LLMStatusCode.LLM_SUCCESS
 
 
@@ -124,7 +125,7 @@ class LayerFeed:
         try:
             thread.start()
         except BaseException:
-            self._give_up(LLMStatusCode.LLM_FAILED)
+            self._give_up(LLMException("the process can have no more threads"))
             raise
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
@@ -141,7 +142,8 @@ class LayerFeed:
             for it in self._destinations:
                 it.finish(self._finish_ms)
         finally:
-            self._give_up(LLMStatusCode.LLM_FAILED)  # nobody would end it any more
+            # Nobody would end it any more.
+            self._give_up(LLMException("the thread that asks for layers has ended"))
 
     def _feed(self) -> None:
         for layer in sorted({layer for it in self._destinations for layer in it.layers}):
@@ -157,17 +159,18 @@ class LayerFeed:
             for it in waiting:
                 it.ready(layer)
 
-    def _await(self, layer: int) -> LLMStatusCode | None:
+    def _await(self, layer: int) -> LLMException | None:
         """Ask for a layer; return why it does not come, None: it is there."""
+        called = f"synchronize_layer({layer})"
         try:
             if self._synchronizer.synchronize_layer(layer, None):
                 return None
-        except BaseException:  # also SystemExit: the thread is ours
-            log.error("synchronize_layer(%d) has raised:\n%s", layer, format_exc())
-            return LLMStatusCode.LLM_FAILED
-        log.error("synchronize_layer(%d) has returned False", layer)
-        return LLMStatusCode.LLM_PARAM_INVALID
+        except BaseException as error:  # also SystemExit: the thread is ours
+            log.error("%s has raised:\n%s", called, format_exc())
+            return LLMException(f"{called} has raised {type(error).__name__}")
+        log.error("%s has returned False", called)
+        return invalid(f"{called} has returned False")
 
-    def _give_up(self, status: LLMStatusCode) -> None:
+    def _give_up(self, reason: LLMException) -> None:
         for it in self._destinations:
-            it.give_up(status)
+            it.give_up(reason)

@@ -13,8 +13,9 @@ from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint64
 from kvplan.llm_datadist.v2.block_tables import TENSORS_PER_LAYER, Indices, indices_of, last_wins
 from kvplan.llm_datadist.v2.layer_feed import Destination
+from kvplan.llm_datadist.v2.link_codes import about
 from kvplan.llm_datadist.v2.llm_types import TransferConfig, TransferWithCacheKeyConfig
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
 from kvplan.validation import shown
 
@@ -143,7 +144,7 @@ def destinations_of(
         found = []
         for push in pushes:
             found.append(_begin(engine, source, push))
-            begun.callback(found[-1].give_up, LLMStatusCode.LLM_FAILED)
+            begun.callback(found[-1].give_up, LLMException("another could not be begun"))
         begun.pop_all()
         return found
 
@@ -189,10 +190,11 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
             ext_param=push.layers,
         )
     except LLMException as error:
-        log.error("%s: %s", name, error)
+        log.error("%s", about(name, error))
         return Destination(name, None, error.status_code)
     begun = Destination(name, task)
     if nbytes and nbytes != (theirs := task.plan.dst.stride):
-        log.error("%s: dst_block_memory_size=%d, and its blocks have %d", name, nbytes, theirs)
-        begun.give_up(LLMStatusCode.LLM_PARAM_INVALID)
+        reason = f"dst_block_memory_size={nbytes}; blocks there have {theirs} bytes"
+        log.error("%s: %s", name, reason)
+        begun.give_up(invalid(reason))
     return begun

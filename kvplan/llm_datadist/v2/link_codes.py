@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from kvplan.engine.datadist import LlmDataDist
@@ -25,7 +26,7 @@ def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     Args:
         clusters: whom.
         timeout: milliseconds.
-        needed: the option without which each needs a local address; empty: it needs none.
+        needed: the option that is empty, so that each needs a local address; "": it needs none.
 
     Raises:
         TypeError, ValueError: an argument of another type, an id or timeout of another width.
@@ -38,8 +39,9 @@ def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     for cluster in clusters:
         if needed and not cluster.local_ip_info_list:
             raise invalid(
-                f"local_ip_info_list is empty, of cluster {cluster.remote_cluster_id}; without "
-                f"{needed} it needs an address: append_local_ip_info"
+                f"local_ip_info_list of cluster {cluster.remote_cluster_id} is empty, and so is "
+                f"option {needed}; give the cluster an address of this host by "
+                "append_local_ip_info(ip, port)"
             )
         check_uint64("remote_cluster_id", cluster.remote_cluster_id)
 
@@ -116,6 +118,12 @@ def unlink(
     return _of_all(codes)
 
 
+def about(who: str, error: LLMException) -> str:
+    """The text of an error, with `who` it is about in front if it does not say so itself."""
+    text = str(error)
+    return text if re.search(rf"\b{re.escape(who)}\b", text) else f"{who}: {text}"
+
+
 def check_linked(engine: LlmDataDist, cluster_id: int) -> None:
     """Refuse a cluster with which nothing can be moved now.
 
@@ -145,7 +153,7 @@ def _linkable(engine: LlmDataDist, cluster: LLMClusterInfo) -> ClusterInfo:
 def _reported(results: LinkResults) -> LinkResults:
     for it in results:
         if it.error is not None:
-            log.error("cluster %s: %s", it.cluster_id, it.error)
+            log.error("%s", about(f"cluster {it.cluster_id}", it.error))
     return results
 
 
