@@ -39,12 +39,14 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:
-    """Return the cache; the addresses only of one without id: the engine knows the others.
+    """Return the cache; of one with an id what its manager has kept, since the engine knows it.
 
     Raises:
         LLMException, TypeError: as for `desc_of`.
         ValueError: an address that is 0, or no uint64.
     """
+    if cache._engine_cache is not None:
+        return cache._engine_cache
     addrs = tuple(int(it) for it in cache.tensor_addrs) if cache.cache_id == -1 else ()
     return kvplan.Cache(desc_of(cache.cache_desc), int(cache.cache_id), addrs)
 

@@ -14,7 +14,7 @@ from kvplan.llm_datadist import initialized, tensor_size
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.returning import as_pair, as_status
 from kvplan.llm_datadist.v2 import link_codes, tuples
-from kvplan.llm_datadist.v2.block_tables import in_steps, last_wins
+from kvplan.llm_datadist.v2.block_tables import each_once, last_wins
 from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, POOL, wait_time_ms
 from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -242,9 +242,7 @@ def copy_cache_v2(copy_param: tuples.CopyParam) -> None:
     dst_id, src_id, dst_slot, src_slot, offset, size, _, pairs = copy_param
     src, dst = tuples.cache_called(src_id), tuples.cache_called(dst_id)
     if pairs:
-        engine = initialized.engine()
-        for copies in in_steps(pairs):
-            engine.copy_blocks(dst, copies)
+        initialized.engine().copy_blocks(dst, each_once(pairs))
     elif (dst_id, dst_slot) != (src_id, src_slot):  # else there is nothing to copy
         initialized.engine().copy_cache(src, dst, src_slot, dst_slot, offset, size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable
@@ -133,6 +134,20 @@ def test_an_orderly_end_is_no_failure(make_end: MakeEnd, comm_dir: str) -> None:
     assert two.links.comm_status(second) is OK
     two.links.comm_unlink(second)
     _refuse_not_linked(two, second)
+
+
+def test_of_two_unlinks_at_once_one_finds_it_gone(make_end: MakeEnd, comm_dir: str) -> None:
+    end = make_end(1, listen="", comm_dir=comm_dir)
+    comm_id = end.links.comm_link("name", {1: 0, 2: 1})
+
+    async def both() -> list[BaseException | None]:
+        unlink = end.links._rendezvous.unlink
+        return await asyncio.gather(unlink(comm_id), unlink(comm_id), return_exceptions=True)
+
+    first, second = end.links._run(both())
+    assert first is None
+    assert isinstance(second, LLMException)
+    assert second.status_code is LLMStatusCode.LLM_NOT_YET_LINK
 
 
 def test_unlink_while_preparing(make_end: MakeEnd, comm_dir: str) -> None:

@@ -137,7 +137,7 @@ class Rendezvous:
                     raise outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
-        self._forget(comm)
+        self._forget(self._get(comm_id))  # another call, or the engine's end, may have been first
 
     def status(self, comm_id: int) -> RegisterMemStatus:
         """How far a communicator is; FAILED also where a link has broken since.

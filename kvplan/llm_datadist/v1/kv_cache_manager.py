@@ -163,15 +163,12 @@ class KvCacheManager(KvCacheBook):
 
         Args:
             cache: the cache.
-            copy_block_info: source block -> the blocks that it is copied to, one after the other;
-                empty: nothing.
+            copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
         """
         target = device_cache_of("cache", cache)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
         check_dict("copy_block_info", copy_block_info, int, list, int)
-        engine = self._engine
-        for copies in copies_of(copy_block_info):
-            engine.copy_blocks(target, copies)
+        self._engine.copy_blocks(target, copies_of(copy_block_info))
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).

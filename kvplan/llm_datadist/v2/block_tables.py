@@ -133,43 +133,28 @@ def _listed(blocks: Table) -> list[int]:
     return blocks if isinstance(blocks, list) else blocks.tolist()
 
 
-def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> list[dict[int, list[int]]]:
-    """Return the copies as `in_steps` does.
+def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Return the copies as `each_once` does.
 
     Raises:
         TypeError: an index that is no uint64.
     """
-    return in_steps(
+    return each_once(
         (_index("copy_block_info", src), _index("copy_block_info", dst))
         for src, targets in copy_block_info.items()
         for dst in targets
     )
 
 
-def in_steps(pairs: Iterable[tuple[int, int]]) -> list[dict[int, list[int]]]:
-    """Split copies inside one cache, (src, dst) one after the other, into steps {src: [dst, ...]}.
+def each_once(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return {src: [dst, ...]} for copies inside one cache; of a destination the last one counts.
 
-    The copies of a step run at once, so none of its blocks is both read and written, and each is
-    written once: of a destination that comes twice the last copy counts. Almost always there is one
-    step.
+    A copy of a block to itself changes nothing, so it does not count where there is another.
     """
-    steps: list[dict[int, int]] = [{}]
-    read: set[int] = set()
-    written: set[int] = set()
+    source_of: dict[int, int] = {}
     for src, dst in pairs:
-        if src == dst:  # it changes nothing, and must not hide what has been copied there
-            steps[-1].setdefault(dst, src)
-            continue
-        if src in written or dst in read:
-            steps.append({})
-            read, written = set(), set()
-        steps[-1][dst] = src
-        read.add(src)
-        written.add(dst)
-    return [_by_source(source_of) for source_of in steps]
-
-
-def _by_source(source_of: Mapping[int, int]) -> dict[int, list[int]]:
+        if src != dst or dst not in source_of:
+            source_of[dst] = src
     copies: dict[int, list[int]] = {}
     for dst, src in source_of.items():
         copies.setdefault(src, []).append(dst)

@@ -245,4 +245,6 @@ class CacheBook:
     ) -> Cache:
         log.info("cache %d is made of %s", made.cache_id, cache_desc)
         addrs = list(made.tensor_addrs)
-        return Cache(made.cache_id, cache_desc, addrs, self, is_registered, is_blocks)
+        cache = Cache(made.cache_id, cache_desc, addrs, self, is_registered, is_blocks)
+        cache._engine_cache = made
+        return cache

@@ -16,6 +16,7 @@ from kvplan.llm_datadist.utils.utils import (
     check_uint32,
 )
 from kvplan.status import LLMException, invalid
+from kvplan.types import Cache as EngineCache
 from kvplan.types import Placement
 
 
@@ -149,6 +150,7 @@ class Cache:
         check_int64("cache_id", cache_id)
         self._cache_id = cache_id
         self._cache_desc = cache_desc
+        self._engine_cache: EngineCache | None = None  # as its manager made it
         self._tensor_addrs = tensor_addrs
         self._cache_manager = cache_manager
         self._is_registered = is_registered

@@ -61,16 +61,13 @@ class LocalMoves(CacheBook):
 
         Args:
             cache: the cache.
-            copy_block_info: source block -> the blocks that it is copied to, one after the other;
-                empty: nothing.
+            copy_block_info: source block -> the blocks that it is copied to; empty: nothing.
         """
         check_isinstance("cache", cache, Cache, allow_none=False)
         check_isinstance("copy_block_info", copy_block_info, dict, allow_none=False)
         check_dict("copy_block_info", copy_block_info, int, list, int)
         check_kind("cache", cache, is_blocks=True)
-        engine = self._engine
-        for copies in copies_of(copy_block_info):
-            engine.copy_blocks(cache_of(cache), copies)
+        self._engine.copy_blocks(cache_of(cache), copies_of(copy_block_info))
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).

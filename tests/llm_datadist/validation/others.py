@@ -108,8 +108,8 @@ OTHERS = [
     Difference(
         "copy_blocks with a block that is both read and written, as in {1: [3], 3: [2]}, copies in "
         "an order that is not defined: blocks below 2 MiB go to four threads at once",
-        "one after the other, in the order of the mapping",
-        (Row("copy_blocks of a chain", Accepted(None), chain_of_blocks, "engine"),),
+        "refused: LLM_PARAM_INVALID; two calls say which comes first",
+        (Row("copy_blocks of a chain", INVALID, chain_of_blocks, "engine"),),
     ),
     Difference(
         "transfer_cache_async writes the layers that it chose into the caller's TransferConfig",
