@@ -130,9 +130,13 @@ cdef class StagedTask(AnyTask):
 
         A stage that was given up while it moved has failed; one that was never opened goes on
         waiting, also when the task has ended.
+
+        Raises:
+            NativeError: this process was forked from the one that made the task.
         """
         cdef bytearray states = bytearray(self.staged.num_stages)
         cdef uint8_t *first
+        self.backend.check_process()  # also after the outcome: the mutex may be held for ever
         self.done  # looks at those in flight
         first = <uint8_t *><char *>states
         kvn_staged_states(&self.staged, first)

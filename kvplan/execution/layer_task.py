@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -162,6 +163,8 @@ class LayerTask(TransferTask):
         super()._conclude()
 
     def _tell_last(self) -> None:
+        if os.getpid() != self._pid:  # a forked child, which has no part in it
+            return
         try:
             on_last = self._on_last.pop()
         except IndexError:  # told already, or nobody asked

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from kvnative._executor import KVN_OK, KVN_PENDING
+from kvnative._executor import KVN_OK, KVN_PENDING, NativeError
 from kvplan.execution.outcome import outcome
 from kvplan.inspection.units import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
@@ -48,6 +49,7 @@ class TransferTask:
         self._lost: LLMException | None = None  # why a memory went under it, where that was found
         self._reason: LLMException | None = None  # why it was cancelled, where that was told
         self._mutex = RLock()  # re-entrant: a signal handler may wait for the task too
+        self._pid = os.getpid()  # elsewhere the lock may be held for ever
 
     @property
     def done(self) -> bool:
@@ -104,21 +106,31 @@ class TransferTask:
         self._task.cancel()
 
     def _conclude(self) -> None:
-        with self._mutex:
-            if not self._concluded:
-                report = self._task.report
-                missing = "" if report.status == KVN_OK else self._missing()
-                self._error = outcome(
-                    self.plan, report, self._memories, missing, self._lost, self._reason
-                )
-                # Only now: what interrupts the checks must not leave a success behind.
-                self._concluded = True
-                on_outcome, self._on_outcome = self._on_outcome, None
-                if on_outcome is not None:
-                    on_outcome(self._error)
+        if os.getpid() == self._pid:
+            self._find_outcome()
+        elif not self._concluded:
+            raise NativeError(
+                f"the task belongs to process {self._pid}, which had not found its outcome when "
+                f"process {os.getpid()} was forked from it"
+            )
         if self._error is not None:
             # Without the frames, and what they hold, of those who were told before.
             raise self._error.with_traceback(None)
+
+    def _find_outcome(self) -> None:
+        with self._mutex:
+            if self._concluded:
+                return
+            report = self._task.report
+            missing = "" if report.status == KVN_OK else self._missing()
+            self._error = outcome(
+                self.plan, report, self._memories, missing, self._lost, self._reason
+            )
+            # Only now: what interrupts the checks must not leave a success behind.
+            self._concluded = True
+            on_outcome, self._on_outcome = self._on_outcome, None
+            if on_outcome is not None:
+                on_outcome(self._error)
 
     def explain(self) -> str:
         """Return how far each layer came, as text: confirmed descriptors, and what failed."""

@@ -1,13 +1,23 @@
 """A task has one outcome, for whoever asks, how often and from where."""
 
+import multiprocessing
+import os
 import threading
 
 import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import fail_at
-from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode, Transfers
+from kvnative._executor import NativeError, fail_at
+from kvplan import (
+    CacheDesc,
+    DataType,
+    HostMemory,
+    LayerTask,
+    LLMException,
+    LLMStatusCode,
+    Transfers,
+)
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [5, 3])
@@ -113,3 +123,66 @@ def test_asking_again_does_not_hold_those_who_asked_before():
                 task.wait()
             depths.append(len(caught.traceback))
     assert len(set(depths)) == 1
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_child_that_is_forked_while_the_outcome_is_told_has_no_part_in_it(by_layer):
+    telling, forked = threading.Event(), threading.Event()
+    outcomes = []
+
+    def tell(error):
+        outcomes.append(error)
+        telling.set()
+        assert forked.wait(30)
+
+    def child(task, said):
+        for call in (task.wait, task.explain, lambda: task.done):
+            try:
+                said.send(call())
+            except Exception as error:
+                said.send(str(error))
+
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    with Transfers() as transfers:
+        begin = transfers.stage if by_layer else transfers.submit
+        task = begin(PLAN, watched(), watched(), tell)
+        if isinstance(task, LayerTask):
+            for layer in task.layers:
+                task.ready(layer)
+        thread = threading.Thread(target=task.wait)
+        thread.start()
+        assert telling.wait(30)
+        process = context.Process(target=child, args=(task, sending))
+        process.start()
+        said = [receiving.poll(30) and receiving.recv() for _ in range(3)]
+        forked.set()
+        thread.join()
+        process.join()
+    assert said == [None, f"{task.explain()}", True]
+    assert outcomes == [None]
+
+
+def test_a_child_does_not_find_the_outcome_for_its_parent():
+    outcomes = []
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+
+    def child(task):
+        try:
+            task.wait()
+        except NativeError as error:
+            sending.send(str(error))
+        sending.send(len(outcomes))
+
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), outcomes.append)
+        while not task.done:
+            pass
+        process = context.Process(target=child, args=(task,))
+        process.start()
+        process.join()
+        assert f"the task belongs to process {os.getpid()}" in receiving.recv()
+        assert receiving.recv() == 0
+        task.wait()
+    assert outcomes == [None]
