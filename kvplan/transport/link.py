@@ -149,10 +149,10 @@ class Link:
         """As `check`, and LLM_KV_CACHE_NOT_EXIST for a range that is deregistered by now.
 
         Args:
-            alive: whether to ask the system if the peer lives, which takes 5 us, or 50 in a thread
-                that has computed in between.
+            alive: whether to ask the system if the peer lives, and if this is no forked child:
+                5 us, or 50 where something else was computed in between. False: it is not asked.
         """
-        if os.getpid() != self._pid:
+        if alive and os.getpid() != self._pid:
             raise LLMException(
                 f"the link belongs to process {self._pid}; this is its forked child {os.getpid()}, "
                 "which needs one of its own"
