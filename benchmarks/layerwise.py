@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 TOPIC = Topic()
-TOKENS = 2048
+TOKENS = 480
 """Of the prompt. Its last chunk is computed, as the demo does, while all of it is pushed."""
 BLOCKS = TOKENS // MODEL_BLOCK_SIZE
 HIDDEN, VOCABULARY = 1536, 256
@@ -142,7 +142,7 @@ class Prefill:
         Raises:
             AssertionError: something else lies there.
         """
-        unused = np.setdiff1d(np.arange(MODEL_BLOCKS), self.here)
+        unused = np.setdiff1d(np.arange(MODEL_BLOCKS), self.here)[:BLOCKS]
         self.datadist.pull_blocks(model_key(1), self.cache, self.there, unused)
         for tensor in self.tensors.tensors:
             np.testing.assert_array_equal(tensor[unused], tensor[self.here])

@@ -368,6 +368,7 @@ cdef class Descriptors:
         columns.nbytes = <const uint64_t *>(<char *>self.buffer + 2 * stride)
         columns.count = self.num_descriptors
         columns.first = 0
+        columns.beside = 0
         return columns
 
 

@@ -9,6 +9,7 @@ cdef extern from "kvnative/descriptor.h" nogil:
         const uint64_t *nbytes
         size_t count
         uint64_t first
+        uint32_t beside
 
 cdef extern from "lower.h" nogil:
     enum:

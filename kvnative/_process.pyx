@@ -2,7 +2,7 @@
 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._backend cimport Backend, ThreadPool
 from kvnative._crossing cimport acquire_uint64
@@ -75,10 +75,15 @@ cdef class Peer:
         uint64 columns of one length. Everything that was read from the peer before the call was
         read while it lived and had those generations.
         """
-        cdef uint64_t count, stale = 0
-        cdef Py_buffer numbers, expected
         cdef kvn_failure failure
         self.check_open()
+        cdef int64_t stale = self.first_stale(slots, generations)
+        check(kvn_peer_check(&self.peer, &failure), &failure)
+        return stale
+
+    cdef int64_t first_stale(self, slots, generations) except -2:
+        cdef uint64_t count, stale = 0
+        cdef Py_buffer numbers, expected
         if self.peer.board.memory.address is NULL:
             raise ValueError("the peer's board is not attached")
         acquire_uint64(&numbers, slots, "slots")
@@ -96,8 +101,16 @@ cdef class Peer:
                 PyBuffer_Release(&expected)
         finally:
             PyBuffer_Release(&numbers)
-        check(kvn_peer_check(&self.peer, &failure), &failure)
-        return stale if stale < count else -1
+        return <int64_t>stale if stale < count else -1
+
+    @cython.critical_section
+    def stale(self, slots, generations):
+        """As `check`, but looks at the board alone: memory that is mapped here, no system call.
+
+        It cannot tell whether the peer lives: a dead one's board stays as it was.
+        """
+        self.check_open()
+        return self.first_stale(slots, generations)
 
     @cython.critical_section
     def probe(self, address):

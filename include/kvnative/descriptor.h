@@ -18,6 +18,7 @@ typedef struct kvn_columns {
     const uint64_t *nbytes;
     size_t count;
     uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
+    uint32_t beside; /* 1: whoever submits computes on; a thread is left for it, or for who waits */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

@@ -57,6 +57,7 @@ static void issue(kvn_task *task)
         .nbytes = task->columns.nbytes + task->first,
         .count = left < task->max_batch ? left : task->max_batch,
         .first = task->columns.first + task->first,
+        .beside = task->columns.beside,
     };
     kvn_report report;
 

@@ -25,6 +25,7 @@ struct kvn_pool {
     unsigned threads;
     unsigned started;
     unsigned moving; /* pieces in motion; never more than `threads` */
+    unsigned helping; /* of them, those that waiters move */
     unsigned idle;   /* workers asleep that nobody has woken */
     unsigned waking; /* workers woken that have not arrived */
     unsigned looking; /* workers awake that look for the next job */
@@ -41,14 +42,34 @@ static void pause_cpu(void)
 #endif
 }
 
+/* How many more pieces of the next job workers may take; with the mutex held. Of a job that moves
+ * beside a computation they leave one place, if there are several: that core computes, and its thread
+ * has a place at once when it comes to wait. */
+static unsigned free_places(const kvn_pool *pool)
+{
+    const kvn_job *next = pool->queue.head;
+    unsigned workers = pool->moving - pool->helping, most = pool->threads;
+
+    if (!next || pool->moving >= pool->threads)
+        return 0;
+    if (next->batch.beside && most > 1)
+        most--;
+    if (workers >= most)
+        return 0;
+    most -= workers;
+    return most < pool->threads - pool->moving ? most : pool->threads - pool->moving;
+}
+
 /* One at a time: who is woken wakes the next, so submitting costs one wake-up however many threads. */
 static void wake_worker(kvn_pool *pool)
 {
-    if (!pool->queue.head || pool->moving >= pool->threads)
+    unsigned places = free_places(pool);
+
+    if (places == 0)
         return;
     if (pool->looking > 0)
         atomic_fetch_add_explicit(&pool->calls, 1, memory_order_relaxed);
-    if (pool->idle > 0 && pool->moving + pool->waking + pool->looking < pool->threads) {
+    if (pool->idle > 0 && pool->waking + pool->looking < places) {
         pool->idle--;
         pool->waking++;
         pthread_cond_signal(&pool->work);
@@ -114,7 +135,7 @@ static void *worker_main(void *argument)
 
     pthread_mutex_lock(&pool->mutex);
     while (!pool->stopping) {
-        if (pool->queue.head && pool->moving < pool->threads) {
+        if (free_places(pool) > 0) {
             work_on(pool, pool->queue.head);
             looked = false;
             continue;
@@ -289,7 +310,9 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
         if (deadline_ns != KVN_FOREVER && kvn_now_ns() >= deadline_ns)
             break;
         if (kvn_job_has_unclaimed(job) && pool->moving < pool->threads) {
+            pool->helping++;
             work_on(pool, job);
+            pool->helping--;
         } else if (!kvn_job_has_unclaimed(job) && !spun) {
             spun = true;
             wake_worker(pool); /* for other jobs: this thread's place is free */

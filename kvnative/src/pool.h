@@ -6,6 +6,8 @@
  *
  * - At most `threads` pieces of a pool are in motion at any moment. A thread in kvn_job_wait helps
  *   with its own job when a place is free, instead of a worker.
+ * - Of a job that moves beside a computation (`beside` of its batch) the workers take a place less, if
+ *   there are two or more: the last one is a waiter's.
  * - Jobs start in the order of submission; one that somebody waits for comes first.
  * - A piece is short (its backend says how long at most): aborting means claiming no more, and
  *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.

@@ -26,6 +26,7 @@ static kvn_columns slice_of(const kvn_staged *staged, uint64_t stage)
         .nbytes = all->nbytes + first,
         .count = left < staged->stage_size ? left : staged->stage_size,
         .first = all->first + first,
+        .beside = 1,
     };
 }
 

@@ -16,7 +16,6 @@ from kvnative._executor import (
     STAGE_WAITING,
     NativeError,
 )
-from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
 from kvplan.inspection.units import span
 from kvplan.status import LLMException, invalid
@@ -67,6 +66,7 @@ class LayerTask(TransferTask):
     ) -> None:
         super().__init__(plan, task, memories, on_outcome)
         self._layers = plan.src_layers
+        _ = plan.nbytes  # summed here, where nobody waits for the last layer
         self._on_last = [] if on_last is None else [on_last]  # popped by who calls it
         self._stages = task  # last: without it there is nothing to cancel
 
@@ -108,10 +108,7 @@ class LayerTask(TransferTask):
         sides = (self.plan.src_tensors, self.plan.dst_tensors)
         try:
             for memory, tensors in zip(self._memories, sides, strict=True):
-                if isinstance(memory, HostMemory):
-                    memory.check_tensors(tensors[index * t : (index + 1) * t])
-                else:
-                    memory.check()
+                memory.check_tensors(tensors[index * t : (index + 1) * t])
         except LLMException as error:
             self._lost = error  # first: whoever finds the end tells why
             self.cancel()

@@ -55,6 +55,13 @@ class TensorMemory(Protocol):
         Called before a transfer is submitted and again after its bytes have moved.
         """
 
+    def check_tensors(self, tensors: range) -> None:
+        """As `check`, of consecutive tensors alone.
+
+        Called between the two, before a part of a transfer moves, by a thread that computes. It may
+        leave out whatever `check` finds at the end, if to move the part does no harm until then.
+        """
+
 
 class HostMemory:
     """Memory of this process: arrays, or addresses that were checked to be mapped."""
@@ -141,7 +148,7 @@ class HostMemory:
             self._check_mapped()
 
     def check_tensors(self, tensors: range) -> None:
-        """As `check`, of consecutive tensors alone."""
+        """See `TensorMemory`."""
         if self._owner is None:
             self._check_mapped(tensors)
 

@@ -110,13 +110,13 @@ class Plan:
         """Descriptors that lowering will make."""
         return self.num_tensor_pairs * len(self.segments)
 
-    @property
+    @cached_property
     def nbytes_per_tensor(self) -> int:
         """Bytes copied from one tensor to its pair."""
         nbytes = self.segments.nbytes
         return int(nbytes.item() if nbytes.size == 1 else nbytes.sum())  # 0.1 us, or 1
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes copied in all."""
         return self.num_tensor_pairs * self.nbytes_per_tensor

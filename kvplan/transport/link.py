@@ -143,15 +143,23 @@ class Link:
         ranges: Sequence[Range],
         slots: Column,
         generations: Column,
+        *,
+        alive: bool = True,
     ) -> None:
-        """As `check`, and LLM_KV_CACHE_NOT_EXIST for a range that is deregistered by now."""
-        if os.getpid() != self._pid:
+        """As `check`, and LLM_KV_CACHE_NOT_EXIST for a range that is deregistered by now.
+
+        Args:
+            alive: whether to ask the system if the peer lives, and if this is no forked child:
+                5 us, or 50 where something else was computed in between. False: it is not asked.
+        """
+        if alive and os.getpid() != self._pid:
             raise LLMException(
                 f"the link belongs to process {self._pid}; this is its forked child {os.getpid()}, "
                 "which needs one of its own"
             )
         try:
-            stale = self._peer.check(slots, generations)
+            look = self._peer.check if alive else self._peer.stale
+            stale = look(slots, generations)
         except ValueError:
             message, status = self._why_closed
             raise LLMException(message, status_code=status) from None

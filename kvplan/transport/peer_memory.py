@@ -68,6 +68,23 @@ class PeerMemory:
         """
         self._link.check_ranges(self._ranges, self._slots, self._generations)
 
+    def check_tensors(self, tensors: range) -> None:
+        """Call before a part of a transfer moves; all ranges are looked at, whatever the part.
+
+        What is mapped here stays the same memory, whatever becomes of the peer: an arena lives as
+        long as its last mapping, and no reused pid leads elsewhere. So it is enough that the peer
+        still has it registered, which its board says without a system call; that it has exited, or
+        executes another program, is for `check` to find after the last part. Addresses of the
+        peer's own are reached by its pid, so they are checked wholly each time.
+
+        Raises:
+            LLMException: as `check`; of memory that is mapped here LLM_LINK_FAILED is left to it,
+                and a forked child to the task, which has refused it by then.
+        """
+        self._link.check_ranges(
+            self._ranges, self._slots, self._generations, alive=not self._arenas
+        )
+
     def __repr__(self) -> str:
         return (
             f"<PeerMemory {len(self.addresses)} tensors, {self.nbytes.sum()} bytes: {self._link}>"

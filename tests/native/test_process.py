@@ -251,31 +251,33 @@ def test_arguments(pid: int, direction: str, message: str) -> None:
 
 
 class TestPeer:
-    def test_check_names_the_first_stale_slot(self) -> None:
+    @pytest.mark.parametrize("name", ["check", "stale"])
+    def test_it_names_the_first_stale_slot(self, name: str) -> None:
         board = Board(8)
         held = [board.take() for _ in range(4)]
         slots, generations = (np.array(it, dtype=np.uint64) for it in zip(*held, strict=True))
         peer = Peer(os.getpid())
         peer.attach(board.fd, board.inode, 8)
-        assert peer.check(slots, generations) == -1
+        look = getattr(peer, name)
+        assert look(slots, generations) == -1
         board.release(*held[2])
-        assert peer.check(slots, generations) == 2
+        assert look(slots, generations) == 2
         board.take()
-        assert peer.check(slots, generations) == 2, "taken again, but by another registration"
-        assert peer.check(slots[:2], generations[:2]) == -1
+        assert look(slots, generations) == 2, "taken again, but by another registration"
+        assert look(slots[:2], generations[:2]) == -1
         beyond = np.array([0, 8], dtype=np.uint64)
-        assert peer.check(beyond, np.array([1, 0], dtype=np.uint64)) == 1
+        assert look(beyond, np.array([1, 0], dtype=np.uint64)) == 1
         with pytest.raises(ValueError, match="4 slots, but 3 generations"):
-            peer.check(slots, generations[:3])
+            look(slots, generations[:3])
         for wrong in (slots.astype(np.int64), slots[::2], slots.tolist()):
             with pytest.raises((TypeError, ValueError), match="slots: expected"):
-                peer.check(wrong, generations)
+                look(wrong, generations)
             with pytest.raises((TypeError, ValueError), match="generations: expected"):
-                peer.check(slots, wrong)
+                look(slots, wrong)
         peer.close()
         peer.close()
         with pytest.raises(ValueError, match="closed"):
-            peer.check(slots, generations)
+            look(slots, generations)
 
     def test_it_holds_a_pid_that_exists(self) -> None:
         with pytest.raises(ProcessLookupError, match="has exited"):

@@ -121,6 +121,30 @@ class TestBefore:
         link.update(owner.metadata())
         pull(link)
 
+    def test_between_two_parts_of_a_transfer(self, owner: Owner, link: Link, setup: str) -> None:
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        memory.check_tensors(range(1))
+        owner.run("transport.deregister(memory)")
+        refuses(
+            LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            "has deregistered",
+            memory.check_tensors,
+            range(1),
+        )
+        link.close()
+        refuses(LLMStatusCode.LLM_NOT_YET_LINK, "is closed", memory.check_tensors, range(1))
+
+    def test_a_peer_that_exits_between_two_parts(
+        self, owner: Owner, link: Link, setup: str
+    ) -> None:
+        memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+        owner.kill()
+        if memory.in_process:  # mapped here: harmless, and found at the end
+            memory.check_tensors(range(1))
+        else:
+            refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", memory.check_tensors, range(1))
+        refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", memory.check)
+
     def test_a_closed_link(self, owner: Owner, link: Link, setup: str) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         link.close()

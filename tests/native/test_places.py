@@ -1,0 +1,90 @@
+"""How many threads copy: a place is left to whoever waits for a stage, and for nothing else."""
+
+from pathlib import Path
+from time import sleep, thread_time_ns
+
+import pytest
+
+from kvnative._executor import KVN_OK, Executor, ThreadPool, host_backend
+from tests.native.scatter import Scattered, scatter
+
+SIZES = [1 << 20] * 64
+SOME_NS = 1_000_000
+"""Of a thread that has copied; to wake and find nothing takes a hundredth."""
+
+
+def threads() -> set[int]:
+    return {int(it.name) for it in Path("/proc/self/task").iterdir()}
+
+
+class Workers:
+    """A pool's threads, and how long each has run."""
+
+    def __init__(self, count: int) -> None:
+        before = threads()
+        self.pool = ThreadPool(count)
+        self.ids = sorted(threads() - before)
+        assert len(self.ids) == count
+        self.start()
+
+    def start(self) -> None:
+        self._before = self._ran()
+
+    def busy(self) -> int:
+        """Return how many have copied something since `start`."""
+        pairs = zip(self._before, self._ran(), strict=True)
+        return sum(after - before > SOME_NS for before, after in pairs)
+
+    def _ran(self) -> list[int]:
+        stats = [Path(f"/proc/self/task/{it}/schedstat").read_text() for it in self.ids]
+        return [int(it.split()[0]) for it in stats]
+
+
+@pytest.fixture(scope="module")
+def case() -> Scattered:
+    return scatter(SIZES)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_workers_leave_one_place_of_a_stage_if_there_are_several(
+    case: Scattered, count: int
+) -> None:
+    workers = Workers(count)
+    case.target[:] = 0
+    task = Executor(host_backend(workers.pool)).stage(case.descriptors, len(SIZES))
+    task.open(0)
+    while not task.done:
+        sleep(0.001)
+    assert 1 <= workers.busy() <= max(1, count - 1)
+    assert task.report.status == KVN_OK
+    assert case.arrived(0)
+
+
+def test_who_waits_for_a_stage_has_that_place(case: Scattered) -> None:
+    workers = Workers(2)
+    task = Executor(host_backend(workers.pool)).stage(case.descriptors, len(SIZES))
+    before = thread_time_ns()
+    task.open(0)
+    assert task.wait().status == KVN_OK
+    assert thread_time_ns() - before > SOME_NS
+    assert workers.busy() <= 1
+
+
+def test_all_workers_take_what_was_submitted_whole(case: Scattered) -> None:
+    workers = Workers(2)
+    executor = Executor(host_backend(workers.pool))
+    tasks = [executor.submit(case.descriptors) for _ in range(20)]
+    while not all(task.done for task in tasks):
+        sleep(0.001)
+    assert workers.busy() == 2
+
+
+def test_a_stage_does_not_keep_the_workers_from_what_comes_behind_it(case: Scattered) -> None:
+    workers = Workers(2)
+    executor = Executor(host_backend(workers.pool))
+    staged = executor.stage(case.descriptors, len(SIZES))
+    staged.open(0)
+    tasks = [executor.submit(case.descriptors) for _ in range(20)]
+    while not all(task.done for task in (staged, *tasks)):
+        sleep(0.001)
+    assert workers.busy() == 2
