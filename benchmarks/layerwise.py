@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 TOPIC = Topic()
-TOKENS = 480
+TOKENS = 1024
 """Of the prompt. Its last chunk is computed, as the demo does, while all of it is pushed."""
 BLOCKS = TOKENS // MODEL_BLOCK_SIZE
 HIDDEN, VOCABULARY = 1536, 256
