@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -28,6 +27,7 @@ from kvplan.control.messages import (
     encode,
     encode_refusal,
 )
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 MAX_REQUESTS: Final = 32
@@ -41,7 +41,7 @@ MAX_UNDECODABLE: Final = 16
 
 _MEANINGLESS: Final = "too many frames that are no messages"
 
-_log = logging.getLogger("kvplan.control")
+_log = Log("kvplan.control")
 
 
 class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word

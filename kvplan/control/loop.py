@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,6 +16,7 @@ import zmq
 from kvplan.control.awaited import Awaited
 from kvplan.control.gatekeeper import Gatekeeper
 from kvplan.control.refusals import Refusals
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 _P = ParamSpec("_P")
@@ -32,7 +32,7 @@ CLOSING_S: Final = 0.5
 STOPPING_S: Final = 2.0
 """Seconds that `ControlLoop.stop` waits: what the thread waits for may be held by its caller."""
 
-_log = logging.getLogger("kvplan.control")
+_log = Log("kvplan.control")
 
 
 class Closable(Protocol):

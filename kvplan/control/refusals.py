@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Final
 
+from kvplan.logs import Log
+
 _LOG_INTERVAL_S: Final = 1.0
 
-_log = logging.getLogger("kvplan.control")
+_log = Log("kvplan.control")
 
 
 class Refusals:

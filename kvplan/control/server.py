@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import resource
 import socket
 import stat
@@ -17,6 +16,7 @@ from kvplan.control.channel import Channel, Handler
 from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
+from kvplan.logs import Log
 from kvplan.status import LLMException
 
 MAX_VISITORS: Final = 1024
@@ -32,7 +32,7 @@ VISIT_S: Final = 10.0
 _SWEEP_S: Final = 1.0
 _AT_A_TIME: Final = 64  # are accepted before others are served
 
-_log = logging.getLogger("kvplan.control")
+_log = Log("kvplan.control")
 
 
 class Server:

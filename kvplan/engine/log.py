@@ -6,11 +6,12 @@ import json
 import logging
 from typing import Final
 
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
-logger = logging.getLogger("kvplan")
+logger = Log("kvplan")
 # A program that set no logging up is not spoken to: it gets exceptions.
-logger.addHandler(logging.NullHandler())
+logger.logger.addHandler(logging.NullHandler())
 
 _STATUSES: Final = frozenset(LLMStatusCode)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.local import LocalTransport
 from kvplan.validation import check_type, shown
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvplan.transport.protocol import Transport
 
-_LOGGER = logging.getLogger("kvplan")
+_LOGGER = Log("kvplan")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from kvplan import (
     CacheIndex,
     CacheKey,
     DataType,
+    LayerEvent,
     LlmDataDist,
     LLMException,
     LlmRole,
@@ -21,6 +22,7 @@ from kvplan import (
     PlanEvent,
 )
 from kvplan.engine.prometheus import PrometheusCollector
+from tests.datadist.conftest import link
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8)  # 3 layers
@@ -118,6 +120,41 @@ def test_each_operation_logs_one_line(pair: Pair, caplog: pytest.LogCaptureFixtu
         "bytes": "128",
         "status": "LLM_SUCCESS",
     }
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_handler_that_raises_spoils_no_operation(
+    pair: Pair, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verbose: bool
+) -> None:
+    """Nor the threads that end what nobody waits for, and hand signals on."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ValueError("this handler is broken")
+
+    owner, user = pair
+    owner.allocate_cache(LAYERED)
+    cache = user.allocate_cache(LAYERED)
+    monkeypatch.setattr(logging, "raiseExceptions", verbose)
+    logger, handler = logging.getLogger("kvplan"), Broken(logging.INFO)
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        for _ in range(2):
+            user.push_cache(cache, CacheIndex(1, 1))
+            first, second = (user.push_layers(cache, CacheIndex(1, 1, row)) for row in range(2))
+            with LayerEvent(first, second) as event:
+                event.signal(4)  # one too many
+                first.wait(30_000)
+                second.wait(30_000)
+            user.submit_push_cache(cache, CacheIndex(1, 1))  # nobody waits
+            user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
+            link(user, owner)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert ("this handler is broken" in capfd.readouterr().err) is verbose
 
 
 def test_a_failed_operation_logs_why(engine: LlmDataDist, caplog: pytest.LogCaptureFixture) -> None:

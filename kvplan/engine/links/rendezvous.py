@@ -22,6 +22,7 @@ from kvplan.engine.links.rendezvous_address import meeting_point
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.transitions import Transitions
 from kvplan.engine.links.unlinking import Unlinker
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import UINT64_MAX, check_type, check_width
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from kvplan.control.messages import Hello
     from kvplan.engine.links.peer_handler import PeerHandler
 
-_LOG = logging.getLogger("kvplan")
+_LOG = Log("kvplan")
 _PATIENCE_S = 60.0  # for all members, where link_total_time says nothing
 _ATTEMPT_S = 5.0
 _PAUSE_S = (0.01, 0.5)  # between attempts: the first, and the longest

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvplan.control.channel import ChannelClosed
 from kvplan.control.messages import Sync, Synced
 from kvplan.engine.links.asking import ask
+from kvplan.logs import Log
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvplan.engine.registry import CacheRegistry
 
 
-_LOG = logging.getLogger("kvplan")
+_LOG = Log("kvplan")
 
 
 async def tell(link: PeerLink, registry: CacheRegistry) -> int:

@@ -12,13 +12,14 @@ from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.told_table import ToldTable
 from kvplan.inspection.units import plural
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.engine.links.peer_link import PeerLink
     from kvplan.transport.protocol import TransportLink
 
-_LOG = logging.getLogger("kvplan")
+_LOG = Log("kvplan")
 _MAX_ERRORS = 1024
 
 
