@@ -148,6 +148,24 @@ def test_the_caller_is_found_from_any_depth() -> None:
     assert log._find_caller(stack_level=10_000)[3] is None
 
 
+def test_a_handler_that_raises_ends_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads that others depend on log here."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space left")
+
+    broken = Broken()
+    log.get_logger().addHandler(broken)
+    try:
+        log.error("said %s", "it")
+    finally:
+        log.get_logger().removeHandler(broken)
+    told = capsys.readouterr()
+    assert "no space left" in told.err
+    assert "test_a_handler_that_raises_ends_nobody: said it" in told.out
+
+
 def test_the_logger_is_made_once() -> None:
     assert log.get_logger() is log.get_logger() is logging.getLogger("LLM_DATADIST")
     assert len(log.get_logger().handlers) == 1

@@ -11,7 +11,9 @@ import os
 import sys
 import traceback
 from functools import cache
-from typing import TextIO
+from typing import Any, TextIO
+
+from kvplan.logs import Log
 
 _LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING}
 _FORMAT = (
@@ -41,19 +43,24 @@ def get_logger() -> logging.Logger:
     return logger
 
 
-def info(msg: str, *args: object, **kwargs: object) -> None:
+@cache
+def _ready() -> Log:
+    return Log(get_logger().name)
+
+
+def info(msg: str, *args: object, **kwargs: Any) -> None:
     """Log what a developer may want to know; arguments as for `logging.Logger.info`."""
-    get_logger().info(msg, *args, **kwargs)  # type: ignore[arg-type]
+    _ready().info(msg, *args, **kwargs)
 
 
-def warn(msg: str, *args: object, **kwargs: object) -> None:
+def warn(msg: str, *args: object, **kwargs: Any) -> None:
     """Log what may not be what was meant."""
-    get_logger().warning(msg, *args, **kwargs)  # type: ignore[arg-type]
+    _ready().warning(msg, *args, **kwargs)
 
 
-def error(msg: str, *args: object, **kwargs: object) -> None:
+def error(msg: str, *args: object, **kwargs: Any) -> None:
     """Log what has failed."""
-    get_logger().error(msg, *args, **kwargs)  # type: ignore[arg-type]
+    _ready().error(msg, *args, **kwargs)
 
 
 def _find_caller(
