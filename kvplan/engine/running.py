@@ -13,7 +13,7 @@ from kvplan.engine.log import log_operation, status_of
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
-    from kvplan.engine.operations import Operation, P
+    from kvplan.engine.operations import Operation, P, Prepared
     from kvplan.execution import LayerTask, TransferTask
     from kvplan.planning import Plan
 
@@ -58,10 +58,7 @@ class Running(ABC):
         engine = self._running()
         call = Call(engine, operation.__name__, moves=True)
         try:
-            plan, src, dst = operation(call, *args, **kwargs)
-            call.plan = plan
-            if self._hooks:
-                call.show(self._hooks)
+            plan, src, dst = self._prepare(call, operation, *args, **kwargs)
             if timeout_ms is None and call.link is not None:
                 timeout_ms = engine.wait_ms
             engine.transfers.execute(plan, src, dst, timeout_ms)
@@ -74,10 +71,7 @@ class Running(ABC):
         engine = self._running()
         call = Call(engine, operation.__name__, moves=True)
         try:
-            plan, src, dst = operation(call, *args, **kwargs)
-            call.plan = plan
-            if self._hooks:
-                call.show(self._hooks)
+            plan, src, dst = self._prepare(call, operation, *args, **kwargs)
             task = engine.transfers.submit(plan, src, dst, call.end)
         except BaseException as error:
             call.end(error)
@@ -89,16 +83,23 @@ class Running(ABC):
         engine = self._running()
         call = Call(engine, operation.__name__, moves=True)
         try:
-            plan, src, dst = operation(call, *args, **kwargs)
-            call.plan = plan
-            if self._hooks:
-                call.show(self._hooks)
+            plan, src, dst = self._prepare(call, operation, *args, **kwargs)
             task = engine.transfers.stage(plan, src, dst, call.end, engine.outcomes.expect)
         except BaseException as error:
             call.end(error)
             raise
         engine.outcomes.watch(task)
         return task
+
+    def _prepare(
+        self, call: Call, operation: Operation[P], *args: P.args, **kwargs: P.kwargs
+    ) -> Prepared:
+        """Plan, and let the hooks see the plan that is about to be executed."""
+        prepared = operation(call, *args, **kwargs)
+        call.plan = prepared[0]
+        if self._hooks:
+            call.show(self._hooks)
+        return prepared
 
     def _plan(self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs) -> Plan:
         call = Call(self._running(), operation.__name__, moves=False)
