@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define SIM_API __attribute__((visibility("default")))
-#define SIM_PRINTF(format, first) __attribute__((format(printf, format, first)))
+#define SIM_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
 
 /* ---- settings: KVSIM_<NAME> of the environment, or kvsim_set("<name>", value) later ---- */
 
@@ -98,7 +98,8 @@ typedef struct {
     unsigned char *view; /* where the bytes can be read and written */
     int fd;              /* memfd of the bytes, from offset 0: /proc/<pid>/fd/<fd> for peers */
     uint64_t serial;     /* never twice in a process: tells an allocation from a later one */
-    unsigned references; /* of the core's own */
+    unsigned references; /* of the core's own, like the next */
+    int keep_view;
 } sim_memory;
 
 /* The memory that holds the whole range, with a reference: its view stays readable until
@@ -107,6 +108,8 @@ SIM_API sim_memory *sim_find(uint64_t address, uint64_t nbytes);
 SIM_API void sim_memory_release(sim_memory *memory);
 /* Whether any byte of the range lies in reserved space: device memory, living or freed. */
 SIM_API int sim_is_device_space(uint64_t address, uint64_t nbytes);
+/* Whether any byte of the range belongs to living memory of any kind. */
+SIM_API int sim_overlaps_memory(uint64_t address, uint64_t nbytes);
 /* Allocation and registration, with ACL codes. */
 SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address);
 SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
@@ -168,5 +171,6 @@ SIM_API void sim_count(sim_counted what, int change);
  * "comms":}; readable until this thread's next call. Logged as {"call":"leaks", ...} by aclFinalize
  * and when the process ends. */
 SIM_API const char *kvsim_leaks(void);
+SIM_API void sim_leaks_note(const char *when);
 
 #endif
