@@ -95,12 +95,10 @@ int acl_copy_is_pageable(const acl_copy *copy);
 int acl_copy_kind(const acl_copy *copy);
 /* 107000 where the kind contradicts where the ends are. */
 int acl_copy_check_kind(const acl_copy *copy, int kind);
-/* Queues the copies as one operation, which owns the array. */
-int acl_copies_enqueue(sim_stream *stream, const sim_fault *fault, acl_copy *copies, size_t count,
-                       size_t num_performed);
-/* Makes the copies at once, as slowly as the settings say. */
+/* Queues the copies, which it takes over, as one operation: one copy after the other. */
+int acl_copies_enqueue(sim_stream *stream, const sim_fault *fault, const acl_copy *copies,
+                       size_t count);
+/* Makes the copies at once, as slowly as the settings say, and releases them. */
 void acl_copies_now(acl_copy *copies, size_t count);
-/* As sim_stream_find; and the stream must be of the same device as the copies. */
-int acl_stream_find(void *handle, sim_stream **stream);
 
 #endif

@@ -9,8 +9,6 @@ SIM_API const char *aclGetRecentErrMsg(void);
 ACL aclrtGetVersion(int32_t *major, int32_t *minor, int32_t *patch);
 SIM_API const char *aclrtGetSocName(void);
 ACL aclrtGetRunMode(int32_t *mode);
-ACL aclrtPeekAtLastError(int32_t level);
-ACL aclrtGetLastError(int32_t level);
 
 enum { UNINITIALIZED = 100001, REPEAT_INITIALIZE = 100002, REPEAT_FINALIZE = 100037 };
 
@@ -81,10 +79,7 @@ ACL aclFinalize(void) {
 }
 
 const char *aclGetRecentErrMsg(void) {
-    sim_call call;
-    if (sim_enter(&call, __func__)) {
-        return sim_error_take();
-    }
+    const sim_call call = {.name = __func__};
     const char *text = sim_error_take();
     sim_leave(&call, 0, "\"found\":%s", text ? "true" : "false");
     return text;

@@ -46,6 +46,7 @@ CORE = Library("libkvsim_core.so", "core_", ())
 ACL_RT = Library("libacl_rt.so", "acl_", (CORE.name,))
 # Since 8.5 the old name is kept for old links: it has no symbol of its own.
 ASCENDCL = Library("libascendcl.so", "", (ACL_RT.name,))
+ASCENDCL_ALONE = Library("libascendcl.so", "acl_", (CORE.name,))
 HCOMM = Library("libhcomm.so", "hccl_", (CORE.name,))
 HCCL = Library("libhccl.so", "", (HCOMM.name,))
 HCCL_ALONE = Library("libhccl.so", "hccl_", (CORE.name,))
@@ -56,7 +57,7 @@ NEW = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=1")
 REFUSING = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=2")
 
 VARIANTS = {
-    "8.1": Variant("8.1.RC1", OLD, (CORE, Library("libascendcl.so", "acl_", (CORE.name,)), HCCL_ALONE)),
+    "8.1": Variant("8.1.RC1", OLD, (CORE, ASCENDCL_ALONE, HCCL_ALONE)),
     "8.5": Variant("8.5.0", NEW, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
     "hccl-only": Variant("8.5.0", NEW, (CORE, ACL_RT, ASCENDCL, HCCL_ALONE)),
     "batch-unsupported": Variant("8.5.0", REFUSING, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
@@ -97,7 +98,7 @@ def _build(variant: Variant, home: Path) -> None:
     objects = home / "objects"
     made = home / "lib64.new"
     shutil.rmtree(made, ignore_errors=True)
-    for folder in (objects, made, home / "lib64", home / "runtime"):
+    for folder in (objects, made, home / "lib64"):
         folder.mkdir(parents=True, exist_ok=True)
     prefixes = {library.prefix for library in variant.libraries if library.prefix}
     sources = [path for prefix in prefixes for path in sorted(HERE.glob(f"{prefix}*.c"))]
@@ -109,7 +110,9 @@ def _build(variant: Variant, home: Path) -> None:
     for path in made.iterdir():
         path.replace(home / "lib64" / path.name)
     made.rmdir()
-    (home / "runtime" / "version.info").write_text(f"Version={variant.cann}\n")
+    for place in ("runtime", "share/info/runtime"):
+        (home / place).mkdir(parents=True, exist_ok=True)
+        (home / place / "version.info").write_text(f"Version={variant.cann}\n")
 
 
 def _compile(source: Path, defines: tuple[str, ...], folder: Path) -> None:
@@ -121,7 +124,8 @@ def _link(library: Library, objects: Path, folder: Path) -> None:
     inputs = [str(objects / f"{source.stem}.o") for source in sources]
     needs = [str(folder / name) for name in library.needs]
     _run(
-        *("gcc", "-shared", "-pthread", "-Wl,--no-as-needed", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN"),
+        *("gcc", "-shared", "-pthread", "-Wl,--no-as-needed", "-Wl,-z,defs,-z,nodelete"),
+        "-Wl,-rpath,$ORIGIN",
         *(f"-Wl,-soname,{library.name}", "-o", str(folder / library.name), *inputs, *needs),
     )
 
