@@ -206,11 +206,13 @@ static HcclResult cut(hccl_call *call, batch *b, sim_fault *fault)
     return hccl_refuse(call, (HcclResult)fault->code, "a fault after half of the batch");
 }
 
-static HcclResult issue(hccl_call *call, const request *r, batch **out, sim_stream **stream,
-                        sim_fault *fault)
+static HcclResult issue(hccl_call *call, const request *r, char *name, batch **out,
+                        sim_stream **stream, sim_fault *fault)
 {
-    comm *c;
+    comm *c = NULL;
     HcclResult code = check_call(call, r, &c);
+    if (c)
+        strcpy(name, c->name);
     if (code || !r->num_descs || (code = find_stream(call, r, c, stream)))
         return code;
     batch *b = calloc(1, sizeof *b + r->num_descs * sizeof *b->pieces);
@@ -230,13 +232,13 @@ static HcclResult issue(hccl_call *call, const request *r, batch **out, sim_stre
     return code;
 }
 
-static HcclResult transfer(hccl_call *call, const request *r, uint64_t *nbytes)
+static HcclResult transfer(hccl_call *call, const request *r, uint64_t *nbytes, char *name)
 {
     batch *b = NULL;
     sim_stream *stream = NULL;
     sim_fault fault = {SIM_FAULT_NONE, 0};
     pthread_mutex_lock(&hccl_mutex);
-    HcclResult code = issue(call, r, &b, &stream, &fault);
+    HcclResult code = issue(call, r, name, &b, &stream, &fault);
     pthread_mutex_unlock(&hccl_mutex);
     if (b) {
         *nbytes = b->nbytes;
@@ -253,13 +255,15 @@ static HcclResult batch_call(const request *r)
 {
     hccl_call call;
     uint64_t nbytes = 0;
+    char name[128] = "";
     HcclResult code = hccl_enter(&call, r->name);
     if (!code)
-        code = transfer(&call, r, &nbytes);
+        code = transfer(&call, r, &nbytes, name);
     return hccl_leave(&call, code,
-                      "\"comm\":%llu,\"remote_rank\":%u,\"n\":%u,\"bytes\":%llu,\"stream\":%llu",
-                      (unsigned long long)(uintptr_t)r->comm, r->remote_rank, r->num_descs,
-                      (unsigned long long)nbytes, (unsigned long long)(uintptr_t)r->stream);
+                      "\"name\":\"%s\",\"remote_rank\":%u,\"n\":%u,\"bytes\":%llu,"
+                      "\"stream\":%llu",
+                      name, r->remote_rank, r->num_descs, (unsigned long long)nbytes,
+                      (unsigned long long)(uintptr_t)r->stream);
 }
 
 HcclResult HcclBatchPut(HcclComm handle, uint32_t remoteRank, HcclOneSideOpDesc *descs,

@@ -1,3 +1,4 @@
+#include <ctype.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -18,8 +19,8 @@ typedef struct {
 static pthread_mutex_t settings_mutex = PTHREAD_MUTEX_INITIALIZER;
 static int settings_read;
 static setting settings[] = {
-    {"REMOTE_CODE", 507057, 1}, {"STALE_CODE", 507899, 0}, {"CONNECT_TIMEOUT_MS", 120000, 1},
-    {"INIT_US", 200, 0},        {"AICPU", 0, 0},
+    {"remote_code", 507057, 1}, {"stale_code", 507899, 0}, {"connect_timeout_ms", 120000, 1},
+    {"init_us", 200, 0},        {"aicpu", 0, 0},
 };
 #define NUM_SETTINGS (sizeof settings / sizeof *settings)
 
@@ -43,11 +44,14 @@ static void read_environment_locked(void)
         return;
     settings_read = 1;
     for (size_t i = 0; i < NUM_SETTINGS; i++) {
-        char name[64];
-        snprintf(name, sizeof name, "KVSIM_%s", settings[i].name);
+        char name[64] = "KVSIM_";
+        for (size_t k = 0; settings[i].name[k]; k++)
+            name[6 + k] = (char)toupper((unsigned char)settings[i].name[k]);
         const char *value = getenv(name);
-        if (value && set_locked(settings[i].name, value))
-            sim_note("bad setting", "\"name\":\"%s\"", name);
+        if (value && set_locked(settings[i].name, value)) {
+            fprintf(stderr, "%s=%s is not a value that the simulator knows\n", name, value);
+            abort(); /* a test that runs with another one proves nothing */
+        }
     }
 }
 
