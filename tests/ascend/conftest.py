@@ -27,7 +27,7 @@ __all__ = [
 @pytest.fixture
 def machine(simulator: Controls) -> Iterator[Machine]:
     """The simulated device; what the fixtures of tests/datadist ask for."""
-    machine = machine_of("ascend")
+    machine = machine_of("ascend", cluster_id=2)
     yield machine
     gc.collect()
     assert machine.left() == {}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from kvplan import Cache, LlmDataDist, Options
+from kvplan.ascend.device import AscendDevice
 from kvplan.engine.arrays import tensor_arrays
 from tests.ascend.simulator import controls
 
@@ -41,3 +42,50 @@ class Seen:
         self.memory = memory
         views = [controls().host_view(it) for it in memory.addresses.tolist()]
         self.addresses = np.array(views, np.uint64)
+
+
+class DeviceTensor:
+    """Memory of a program's own on a device, as torch_npu would have it; NumPy sees it as an array.
+
+    Args:
+        device_id: where.
+        shape, dtype: of the array, which keeps this.
+    """
+
+    def __init__(self, device_id: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._device = AscendDevice(device_id)
+        self._buffer = self._device.allocate(int(np.prod(shape)) * dtype.itemsize)
+        self.address: int = self._buffer.address
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (controls().host_view(self.address), False),
+            "shape": shape,
+            "typestr": dtype.str,
+        }
+
+    def __del__(self) -> None:
+        del self._buffer
+        self._device.close()
+
+
+class SimulatedAscend:
+    """Devices that the simulator stands in for; caches lie in their memory."""
+
+    name = "ascend"
+    transport = "hccl"
+    engine = OnDevice
+
+    def __init__(self, cluster_id: int) -> None:
+        self._device_id = cluster_id % NUM_DEVICES
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array on the device of the cluster whose machine this is."""
+        array = np.asarray(DeviceTensor(self._device_id, shape, np.dtype(dtype)))
+        array[...] = 0
+        return array
+
+    def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
+        return [it.base.address for it in arrays]
+
+    def left(self) -> dict[str, int]:
+        return controls().left()

@@ -1,6 +1,4 @@
-"""What goes wrong on the device or between two, through the whole engine: status, bytes, and that
-the next transfer works.
-"""
+"""Failures of the device, and between two: what the engine says, and that it goes on after them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,12 @@ TABLES = {
 
 @pytest.fixture
 def there(peer: Peer) -> CacheIndex:
-    peer.run(f"cache = datadist.allocate_blocks_cache(CacheDesc({2 * LAYERS}, {DESC.shape}, 3))")
+    peer.run(
+        f"""
+        desc = CacheDesc({2 * LAYERS}, {DESC.shape}, DataType.DT_INT32)
+        cache = datadist.allocate_blocks_cache(desc)
+        """
+    )
     return CacheIndex(1, 1)
 
 

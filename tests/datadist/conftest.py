@@ -21,7 +21,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """What a test runs on; of a device nothing may be left when the test's engines have gone."""
     if request.param == "ascend":
         request.getfixturevalue("simulator")
-    machine = machine_of(request.param)
+    machine = machine_of(request.param, cluster_id=2)
     yield machine
     gc.collect()
     assert machine.left() == {}

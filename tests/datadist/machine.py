@@ -58,10 +58,10 @@ def on_host_only(machine: Machine, why: str) -> None:
         pytest.skip(why)
 
 
-def machine_of(name: str) -> Machine:
-    """The one of that name; a process may have both."""
+def machine_of(name: str, cluster_id: int) -> Machine:
+    """The one of that name, for what belongs to a cluster's engine; a process may have several."""
     if name == "host":
         return Host()
     from tests.ascend.device import SimulatedAscend
 
-    return SimulatedAscend()
+    return SimulatedAscend(cluster_id)

@@ -13,7 +13,7 @@ from tests.transport.owner_process import serve
 
 def main(name: str) -> None:
     """Serve, on the machine of that name."""
-    machine = machine_of(name)
+    machine = machine_of(name, cluster_id=1)
 
     def forget() -> dict[str, int]:
         """End the engine and all that a test has made; returns what is left of the device."""

@@ -247,7 +247,7 @@ def test_a_process_ends_quietly_without_finalize(machine: Machine, last: str) ->
     code = f"""
 from kvplan import *
 from tests.datadist.machine import machine_of
-owner, user = (machine_of({machine.name!r}).engine(it, LlmRole.MIX) for it in (1, 2))
+owner, user = (machine_of({machine.name!r}, it).engine(it, LlmRole.MIX) for it in (1, 2))
 owner.initialize({{"ListenIpInfo": "127.0.0.1:0"}})
 user.initialize()
 user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
