@@ -1,6 +1,6 @@
 """Tensors of a program's own, for the pair llm_datadist_*: stands in for torch_npu.
 
-On a machine with Ascend devices they lie in the memory of one, as `torch.zeros(..., device="npu:0")`
+On a machine with Ascend devices they lie in the memory of one, as `torch.zeros(..., device="npu")`
 would, and `address` is what its `data_ptr()` is; elsewhere they are arrays of NumPy.
 """
 
