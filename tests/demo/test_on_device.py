@@ -80,5 +80,7 @@ def test_the_demo_between_two_devices(simulator: Controls, sim_log: Log, tmp_pat
     assert all(counted.values()), counted
 
 
-PROMPT = "In which year did the clockmaker Ada Brandt of Uppsala finish her third tower clock, 1784?"
+PROMPT = (
+    "In which year did the clockmaker Ada Brandt of Uppsala finish her third tower clock, 1784?"
+)
 SHORT = ("--max-tokens=6", "--break-token=40")
