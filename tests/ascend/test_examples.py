@@ -1,4 +1,4 @@
-"""The examples on the simulated device: what they show is the same, and it went over ACL and HCCL."""
+"""The examples on the simulated device show the same, and go over ACL and HCCL."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from tests.ascend.simulator import Controls, Log
 from tests.demo.test_demo import run
 from tests.demo.tiny_llama import BLOCK_SIZE, CONFIG, empty_cache
 
+PROMPT = "In which year did the clockmaker Ada Brandt of Uppsala finish her third clock, 1784?"
+SHORT = ("--max-tokens=6", "--break-token=40")
 NUM_BLOCKS = 8
 DESC = CacheDesc(
     2 * CONFIG.layers,
@@ -78,9 +80,3 @@ def test_the_demo_between_two_devices(simulator: Controls, sim_log: Log, tmp_pat
     assert "CHANGED: from token" in done.stdout
     counted = sim_log.counts("aclrtMemcpy", "HcclBatchPut", "HcclBatchGet")
     assert all(counted.values()), counted
-
-
-PROMPT = (
-    "In which year did the clockmaker Ada Brandt of Uppsala finish her third tower clock, 1784?"
-)
-SHORT = ("--max-tokens=6", "--break-token=40")
