@@ -38,7 +38,10 @@ class Link:
 
     Attributes:
         is_to_self: whether the peer is this process: its memory is never mapped anew.
+        renewable: nothing, as memory is reached as it comes.
     """
+
+    renewable = None
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         self._pid = os.getpid()
