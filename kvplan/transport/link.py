@@ -178,9 +178,9 @@ class Link:
     def unreached_from_device(self) -> LLMException:
         """Why its own addresses and a device's memory are no two sides of one transfer."""
         return LLMException(
-            f"peer {self.metadata.identity.pid} has registered this memory itself, and from another "
-            "process the system copies it to and from host memory alone, not device memory; a cache "
-            "that its engine allocates is reached, and so are caches on devices (transport hccl)",
+            f"peer {self.metadata.identity.pid} has registered this memory itself, and of another "
+            "process the system copies it to and from host memory alone; a cache that its engine "
+            "allocates is reached, and so are caches on devices (transport hccl)",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
