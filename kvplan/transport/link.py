@@ -178,6 +178,15 @@ class Link:
         """The backend that reaches this peer's own addresses."""
         return process_backend(pool, self.metadata.identity.pid, direction)
 
+    def unreached_from_device(self) -> LLMException:
+        """Why its own addresses and a device's memory are no two sides of one transfer."""
+        return LLMException(
+            f"peer {self.metadata.identity.pid} has registered this memory itself, and of another "
+            "process the system copies it to and from host memory alone; a cache that its engine "
+            "allocates is reached, and so are caches on devices (transport hccl)",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+
     def close(self, why: LLMException | None = None) -> None:
         """Let go of the peer; idempotent.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvplan.transport import protocol
-    from kvplan.transport.protocol import Registrable
+    from kvplan.transport.protocol import Kind, Registrable
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -63,6 +63,7 @@ class LocalTransport:
     """
 
     name = "local"
+    reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(self, *, max_registrations: int = 65536, permit_any_peer: bool = False) -> None:
         """Show this process to its peers.
@@ -102,6 +103,9 @@ class LocalTransport:
             return Arena(nbytes, prefault=prefault)
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
+
+    def expect(self, memory: Registrable) -> None:
+        """Do nothing: parts are registered when they are, whatever links there are."""
 
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +12,44 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+    from kvnative._acl import DeviceBuffer
     from kvnative._host import Arena
     from kvplan.execution.memory import TensorMemory
     from kvplan.status import LLMException
 
     # NumPy's arrays have a typed buffer from Python 3.12 on only.
-    Registrable = Buffer | NDArray[Any] | tuple[int, int]
-    """What can be registered: a contiguous buffer, which is then held, or (address, nbytes)."""
+    HostRange = Buffer | NDArray[Any] | tuple[int, int]
+    """Host memory: a contiguous buffer, which is then held, or (address, nbytes)."""
+
+Kind = Literal["host", "device"]
+"""Of memory: of the host, or of an accelerator."""
+
+
+# No tuple, which would be taken for an address of the host.
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """Memory [address, address + nbytes) of an accelerator.
+
+    Attributes:
+        address: on the device.
+        nbytes: its size in bytes.
+        buffer: what was allocated, that this is a part of: it is held while this is registered.
+            None: the caller holds the memory.
+    """
+
+    address: int
+    nbytes: int
+    buffer: DeviceBuffer | None = None
+
+
+if TYPE_CHECKING:
+    Registrable = HostRange | DeviceRange
+    """What can be registered."""
+
+
+def kind_of(memory: Registrable) -> Kind:
+    """Whether `memory` is of the host or of a device."""
+    return "device" if isinstance(memory, DeviceRange) else "host"
 
 
 class Registration(Protocol):
@@ -51,10 +83,15 @@ class Transport(Protocol):
 
     Attributes:
         name: by which two processes agree on a transport, such as "local".
+        reaches: the kinds of memory that can be registered with it.
     """
 
     @property
     def name(self) -> str:
+        """See above."""
+
+    @property
+    def reaches(self) -> frozenset[Kind]:
         """See above."""
 
     def allocate(self, nbytes: int) -> Arena:
@@ -66,6 +103,15 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
         """
 
+    def expect(self, memory: Registrable) -> None:
+        """Hear of a pool, before parts of it are registered: links can be made ready for those.
+
+        Nobody reaches it for that. It is held until the transport is closed.
+
+        Raises:
+            LLMException: LLM_FAILED, or what the device says.
+        """
+
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
@@ -75,7 +121,7 @@ class Transport(Protocol):
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not as asked; LLM_OUT_OF_MEMORY: no
                 room for another registration.
-            TypeError: neither a buffer nor (address, nbytes).
+            TypeError: neither a buffer nor (address, nbytes), or of a kind that is not reached.
         """
 
     def deregister(self, registration: Registration) -> None:
