@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 MAX_WORKERS: Final = 1024
-"""Threads for what blocks, made when needed. Both ends of a connection wait for each other in theirs;
+"""Threads for what blocks, made when needed. The ends of a connection wait for each other in theirs:
 with too few, engines that connect crosswise would all wait for a free one."""
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
