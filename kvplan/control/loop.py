@@ -23,8 +23,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 MAX_WORKERS: Final = 1024
-"""Threads for what blocks, made when needed. The ends of a connection wait for each other in theirs:
-with too few, engines that connect crosswise would all wait for a free one."""
+"""Threads for what blocks, made when needed. Both ends of a connection wait for each other in
+theirs: with too few, engines that connect crosswise would all wait for a free one."""
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
 """That must be left: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
