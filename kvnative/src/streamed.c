@@ -22,7 +22,7 @@ typedef struct part {
 
 struct kvn_request {
     kvn_streamed *self;
-    pthread_mutex_t mutex; /* guards `report`, `open` and `why` */
+    pthread_mutex_t mutex; /* guards `report`, `open`, `why` and `failing` */
     pthread_cond_t changed;
     atomic_int stop;        /* running parts look at it */
     atomic_bool finished;   /* read without the mutex by poll; `report` is stable then */
@@ -31,6 +31,7 @@ struct kvn_request {
     uint64_t count;
     uint64_t total;
     int why;       /* why it was given up: KVN_TIMEOUT or KVN_CANCELLED; KVN_OK while it was not */
+    bool failing;  /* a part has failed: no further one begins */
     unsigned open; /* parts not settled */
     unsigned num_parts;
     kvn_report report;
@@ -90,7 +91,8 @@ static void finish(kvn_request *request)
     kvn_report_merge_spans(report);
     report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
     if (report->status == KVN_OK && report->num_unconfirmed > 0)
-        kvn_report_abandoned(report, request->why, request->count, request->total);
+        kvn_report_abandoned(report, request->why ? request->why : KVN_CANCELLED, request->count,
+                             request->total);
     atomic_store_explicit(&request->finished, true, memory_order_release);
     pthread_cond_broadcast(&request->changed);
 }
@@ -122,15 +124,35 @@ static void settle(part *piece, int status, kvn_channel_fault *fault)
     pthread_mutex_unlock(&request->mutex);
 }
 
+/* Takes back the parts that have not begun. The caller's own part is open, or it is in a call on the
+ * request: it stays. */
+static void drop_queued(kvn_request *request)
+{
+    kvn_channel_fault none;
+
+    kvn_channel_fault_begin(&none);
+    for (unsigned i = 0; i < request->num_parts; i++)
+        if (kvn_channel_withdraw(request->parts[i].channel, &request->parts[i].job))
+            settle(&request->parts[i], KVN_CANCELLED, &none);
+}
+
 /* Whether to begin no further part. */
 static bool is_given_up(kvn_request *request)
 {
     bool given_up;
 
     pthread_mutex_lock(&request->mutex);
-    given_up = request->why != KVN_OK || request->report.status != KVN_OK;
+    given_up = request->why != KVN_OK || request->failing;
     pthread_mutex_unlock(&request->mutex);
     return given_up;
+}
+
+static void fail_others(kvn_request *request)
+{
+    pthread_mutex_lock(&request->mutex);
+    request->failing = true;
+    pthread_mutex_unlock(&request->mutex);
+    drop_queued(request);
 }
 
 /* On the channel's thread. */
@@ -150,6 +172,8 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
         if (status != KVN_OK)
             kvn_channel_synchronize(channel, &request->stop, &ignored);
     }
+    if (status != KVN_OK && status != KVN_CANCELLED)
+        fail_others(request);
     settle(piece, status, &fault);
 }
 
@@ -167,7 +191,7 @@ static unsigned num_parts_of(const kvn_streamed *self, const kvn_columns *batch,
     return parts > 1 ? (unsigned)parts : 1;
 }
 
-/* Cuts at descriptors, into parts of about equal cost; the last may come out empty and is left out. */
+/* Cuts at descriptors, into parts of about equal cost, at most `wanted`. */
 static void cut(kvn_request *request, const kvn_columns *batch, uint64_t cost, unsigned wanted)
 {
     const kvn_streamed *self = request->self;
@@ -208,12 +232,24 @@ static void hand_out(kvn_request *request)
             best = i;
         }
     }
-    /* All are known before the first may come back; the request is not touched after the last. */
+    /* A part that fails at once looks at all of them. */
     request->open = request->num_parts;
-    for (unsigned i = 0, last = request->num_parts; i < last; i++)
+    for (unsigned i = 0; i < request->num_parts; i++)
         request->parts[i].channel = self->channels[(best + i) % self->num_channels];
-    for (unsigned i = 0, last = request->num_parts; i < last; i++)
+    for (unsigned i = 0; i < request->num_parts; i++)
         kvn_channel_submit(request->parts[i].channel, &request->parts[i].job);
+}
+
+static bool is_ours(const kvn_backend *self)
+{
+    return kvn_channel_is_ours(streamed(self)->channels[0]);
+}
+
+static int refuse_foreign(const kvn_backend *self, uint64_t count, kvn_report *report)
+{
+    return kvn_report_refuse(report, count, KVN_INVALID, 0,
+                             "the channels of the backend %s belong to another process, from which "
+                             "this one was forked", self->vtable->name);
 }
 
 static int tell(kvn_streamed *self, int status, const kvn_report *report)
@@ -252,10 +288,8 @@ int kvn_streamed_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     unsigned parts;
 
     *out = NULL;
-    if (!kvn_channel_is_ours(self->channels[0]))
-        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the channels of the backend %s belong to another process, from "
-                                 "which this one was forked", self->base.vtable->name);
+    if (!is_ours(base))
+        return refuse_foreign(base, batch->count, report);
     if (!kvn_columns_total(batch, &total) ||
         __builtin_mul_overflow(batch->count, self->descriptor_cost, &cost) ||
         __builtin_add_overflow(cost, total, &cost))
@@ -294,6 +328,8 @@ int kvn_streamed_poll(kvn_backend *self, kvn_request *request, kvn_report *repor
 int kvn_streamed_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns,
                       kvn_report *report)
 {
+    if (!is_ours(self))
+        return refuse_foreign(self, request->count, report);
     pthread_mutex_lock(&request->mutex);
     while (!atomic_load_explicit(&request->finished, memory_order_relaxed))
         if (!kvn_cond_wait(&request->changed, &request->mutex, deadline_ns))
@@ -304,8 +340,8 @@ int kvn_streamed_wait(kvn_backend *self, kvn_request *request, int64_t deadline_
 
 int kvn_streamed_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
 {
-    kvn_channel_fault none;
-
+    if (!is_ours(self))
+        return refuse_foreign(self, request->count, report);
     pthread_mutex_lock(&request->mutex);
     if (request->open > 0 && request->why == KVN_OK) {
         request->why = why;
@@ -313,16 +349,14 @@ int kvn_streamed_abort(kvn_backend *self, kvn_request *request, int why, kvn_rep
     }
     pthread_mutex_unlock(&request->mutex);
     /* Parts behind those of another request would only be dropped when their turn comes. */
-    kvn_channel_fault_begin(&none);
-    for (unsigned i = 0; i < request->num_parts; i++)
-        if (kvn_channel_withdraw(request->parts[i].channel, &request->parts[i].job))
-            settle(&request->parts[i], KVN_CANCELLED, &none);
+    drop_queued(request);
     return kvn_streamed_wait(self, request, KVN_FOREVER, report);
 }
 
 void kvn_streamed_release(kvn_backend *self, kvn_request *request)
 {
-    (void)self;
+    if (!is_ours(self))
+        return; /* the mutex may have been inherited locked */
     /* Who finished the request may still hold the mutex; after this nobody looks at it. */
     pthread_mutex_lock(&request->mutex);
     pthread_mutex_unlock(&request->mutex);
