@@ -157,7 +157,7 @@ class HostMemory:
             writable=writable,
             owner=owner,
         )
-        memory._check_mapped()
+        memory.check_mapped()
         return memory
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> None:
@@ -171,14 +171,19 @@ class HostMemory:
     def check(self) -> None:
         """Check raw addresses again; arrays are held, so they cannot have gone."""
         if self._owner is None:
-            self._check_mapped()
+            self.check_mapped()
 
     def check_tensors(self, tensors: range) -> None:
         """See `TensorMemory`."""
         if self._owner is None:
-            self._check_mapped(tensors)
+            self.check_mapped(tensors)
 
-    def _check_mapped(self, tensors: range | None = None) -> None:
+    def check_mapped(self, tensors: range | None = None) -> None:
+        """Refuse tensors that are not mapped as they are to be used.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+        """
         part = slice(0, None) if tensors is None else slice(tensors.start, tensors.stop)
         try:
             check_ranges(

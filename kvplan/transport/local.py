@@ -14,6 +14,7 @@ from kvplan.transport.arenas import arena_of, offer
 from kvplan.transport.identity import Identity
 from kvplan.transport.link import Link
 from kvplan.transport.metadata import BoardRef, Metadata, Range
+from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -126,6 +127,8 @@ class LocalTransport:
             if len(memory) != 2:
                 raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
             address, nbytes = memory
+        elif isinstance(memory, DeviceRange):
+            raise TypeError("memory is of a device; transport local reaches host memory alone")
         elif getattr(getattr(memory, "dtype", None), "hasobject", False):
             raise TypeError("memory holds references to Python objects, which no peer may write")
         else:

@@ -15,7 +15,7 @@ from kvplan.engine.links.addressed import find_addressed, not_addressed
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.link_life import LinkLife
 from kvplan.engine.links.local_end import link_failed
-from kvplan.engine.links.peer_table import PeerCache, PeerTable
+from kvplan.engine.links.peer_table import PeerCache, PeerTable, unreached
 from kvplan.engine.links.releases import Releases
 from kvplan.engine.links.state import LinkStatus
 from kvplan.planning.layout import Side
@@ -112,16 +112,14 @@ class PeerLink(LinkLife):
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer has freed it; LLM_PARAM_INVALID: it is to
-                be written, but is read-only; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
+                be written, but is read-only; LLM_FEATURE_NOT_ENABLED: it is in memory that this
+                link does not reach; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
         key = (cache.cache_id, writable)
         held = self._memories.get(key)
         if held is not None and held[0] is cache:
             return held[1]
-        link = self.transport_link
-        if link is None:
-            raise self.refusal()
-        memory = link.memory(
+        memory = self._link_to(cache).memory(
             cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
         )
         self._memories[key] = (cache, memory)
@@ -154,9 +152,7 @@ class PeerLink(LinkLife):
         if known is None:
             raise not_addressed(self._table.caches(), str(self), addresses)
         cache, left = known
-        link = self.transport_link
-        if link is None:
-            raise self.refusal()
+        link = self._link_to(cache)
         if (count := min(left) // stride) == 0:
             short = left.index(min(left))
             raise invalid(
@@ -167,6 +163,14 @@ class PeerLink(LinkLife):
         side = Side(len(addresses), count, stride, paged, cache.desc.placement, name)
         memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
         return side, memory
+
+    def _link_to(self, cache: PeerCache) -> TransportLink:
+        link = self.transport_link
+        if link is None:
+            raise self.refusal()
+        if not cache.metadata:
+            raise unreached(cache, self.transport)
+        return link
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """The peer's cache and batch index that have `key`.
