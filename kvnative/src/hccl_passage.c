@@ -176,7 +176,7 @@ static int check_local(kvn_passage *p, const kvn_fragment *fragments, uint32_t c
         const kvn_fragment *it = &fragments[i];
         if (kvn_communicator_covers(p->communicator, it->local, it->nbytes))
             continue;
-        p->is_refused = true;
+        p->is_untouched = true;
         p->fault->failed = it->index;
         snprintf(p->fault->message, sizeof p->fault->message,
                  "descriptor %" PRIu64 ": local memory [0x%" PRIx64 ", 0x%" PRIx64

@@ -30,7 +30,7 @@ typedef struct kvn_passage {
     const kvn_columns *part;
     kvn_halt halt;
     kvn_channel_fault *fault;
-    bool is_refused; /* by us, before anything of HCCL failed */
+    bool is_untouched; /* it failed before HCCL had to do with that */
 } kvn_passage;
 
 /* Where in the part: a descriptor, and how many bytes of it are dealt with. */

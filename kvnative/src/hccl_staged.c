@@ -10,6 +10,7 @@
 
 /* Fragments begin on such boundaries of a slot: what the device's copies like best. */
 #define ALIGNMENT 64
+#define SLICE_MS 10
 
 typedef struct conveyor {
     kvn_passage *p;
@@ -185,27 +186,30 @@ static int get_all(conveyor *c)
 
 /* ---- both ---- */
 
+static int wait_for_copies(conveyor *c)
+{
+    kvn_passage *p = c->p;
+    for (;;) {
+        const aclError code = p->acl->aclrtSynchronizeStreamWithTimeout(c->lane->stream, SLICE_MS);
+        if (code == KVN_ACL_OK)
+            return KVN_OK;
+        if (code != KVN_ACL_STREAM_TIMEOUT)
+            return kvn_passage_fail(p, "aclrtSynchronizeStreamWithTimeout", code);
+        kvn_acl_forget(p->acl);
+        if (kvn_is_halted(&p->halt))
+            return KVN_CANCELLED;
+    }
+}
+
 /* Errors of a stream show only where that one is waited for. Copies first when putting: the
  * operations wait for them, and would wait for ever for one that failed. */
 static int finish(conveyor *c)
 {
     kvn_passage *p = c->p;
-    aclrtEvent last = c->lane->filled[0];
-    int status = KVN_OK;
-    if (!p->transfer->is_put)
-        status = kvn_passage_synchronize(p, p->fault);
-    if (status == KVN_OK)
-        status = record(c, last, c->lane->stream);
-    if (status == KVN_OK)
-        status = wait(c, last);
-    if (status == KVN_OK) {
-        const aclError code = p->acl->aclrtSynchronizeStreamWithTimeout(c->lane->stream, -1);
-        if (code != KVN_ACL_OK)
-            status = kvn_passage_fail(p, "aclrtSynchronizeStreamWithTimeout", code);
-    }
-    if (status == KVN_OK && p->transfer->is_put)
-        status = kvn_passage_synchronize(p, p->fault);
-    return status;
+    int status = p->transfer->is_put ? wait_for_copies(c) : kvn_passage_synchronize(p, p->fault);
+    if (status != KVN_OK)
+        return status;
+    return p->transfer->is_put ? kvn_passage_synchronize(p, p->fault) : wait_for_copies(c);
 }
 
 int kvn_move_staged(kvn_passage *p)
@@ -214,8 +218,10 @@ int kvn_move_staged(kvn_passage *p)
     conveyor c = {.p = p, .slots = staging->slots, .slot_nbytes = staging->slot_nbytes};
     kvn_channel_fault ignored;
     int status = kvn_staging_claim(staging, &p->halt, &c.lane, p->fault);
-    if (status != KVN_OK)
+    if (status != KVN_OK) {
+        p->is_untouched = true;
         return status;
+    }
     status = p->transfer->is_put ? put_all(&c) : get_all(&c);
     if (status == KVN_OK)
         status = kvn_guards_read(p);

@@ -53,12 +53,12 @@ static int wind_up(kvn_passage *p, int status)
     kvn_channel_fault_begin(&ignored);
     /* Batches before the one at fault are on the stream. */
     kvn_passage_synchronize(p, &ignored);
-    if (p->is_refused)
+    if (status == KVN_CANCELLED)
+        status = kvn_communicator_halted(p->communicator, p->fault);
+    if (p->is_untouched)
         return status;
     kvn_communicator_disturb(p->communicator);
     if (kvn_is_halted(&p->halt)) {
-        if (status == KVN_CANCELLED)
-            status = kvn_communicator_halted(p->communicator, p->fault);
         if (status == KVN_CANCELLED)
             ask_hccl(p);
         return status;

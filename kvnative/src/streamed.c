@@ -132,7 +132,7 @@ static void settle(part *piece, int status, kvn_channel_fault *fault)
     if (status != KVN_OK && status != KVN_CANCELLED)
         note_failure(request, piece, status, fault);
     if (status == KVN_CANCELLED && !*request->remark)
-        snprintf(request->remark, sizeof request->remark, "%s", fault->message);
+        snprintf(request->remark, sizeof request->remark, "%.127s", fault->message);
     if (--request->open == 0)
         finish(request);
     pthread_mutex_unlock(&request->mutex);
