@@ -29,18 +29,18 @@ def load_library() -> AclLibrary:
         LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
             was looked for, and what the loader said.
     """
-    from kvnative._acl import AclLibrary
-    from kvnative._backend import NativeError
-
     tried = []
     for place in places(os.environ):
         if os.sep in place and not Path(place).is_file():
             tried.append(f"{place}: not there")
             continue
+        from kvnative._acl import AclLibrary
+        from kvnative._backend import NativeError
+
         try:
             return AclLibrary.load(place)
         except NativeError as error:
-            tried.append(f"{place}: {error}")
+            tried.append(str(error) if place in str(error) else f"{place}: {error}")
     where = "; ".join(tried) or f"{OVERRIDE} is empty, so nowhere was looked"
     raise LLMException(
         f"no runtime library of Ascend (ACL) can be used: {where}",
