@@ -29,6 +29,11 @@ _CODES = {
 }
 
 
+def status_code_of(status: int | None) -> LLMStatusCode:
+    """The code of the interface for a KVN_ status; of what has none, or is none: LLM_FAILED."""
+    return _FAILED if status is None else _CODES.get(status, _FAILED)
+
+
 def outcome(
     plan: Plan,
     report: native.Report,
@@ -85,7 +90,7 @@ def _failure(
         parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
     return LLMException(
         "; ".join(parts),
-        status_code=cause.status_code if cause else _CODES.get(report.status, _FAILED),
+        status_code=cause.status_code if cause else status_code_of(report.status),
         origin=origin,
         unconfirmed=report.unconfirmed,
     )

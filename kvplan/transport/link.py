@@ -38,7 +38,10 @@ class Link:
 
     Attributes:
         is_to_self: whether the peer is this process: its memory is never mapped anew.
+        renewable: nothing, as memory is reached as it comes.
     """
+
+    renewable = None
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         self._pid = os.getpid()
@@ -175,6 +178,15 @@ class Link:
         """The backend that reaches this peer's own addresses."""
         return process_backend(pool, self.metadata.identity.pid, direction)
 
+    def unreached_from_device(self) -> LLMException:
+        """Why its own addresses and a device's memory are no two sides of one transfer."""
+        return LLMException(
+            f"peer {self.metadata.identity.pid} has registered this memory itself, and of another "
+            "process the system copies it to and from host memory alone; a cache that its engine "
+            "allocates is reached, and so are caches on devices (transport hccl)",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+
     def close(self, why: LLMException | None = None) -> None:
         """Let go of the peer; idempotent.
 
@@ -199,7 +211,7 @@ class Link:
         state = "closed" if self._peer.closed else f"{len(self.metadata.ranges)} ranges"
         return f"<Link to process {self.metadata.identity.pid}: {state}>"
 
-    def _read(self, metadata: bytes) -> tuple[Metadata, RangeTable]:
+    def _read(self, metadata: bytes) -> tuple[Metadata, RangeTable[Range]]:
         newer, peer = Metadata.from_bytes(metadata), self.metadata
         if (newer.identity, newer.board) != (peer.identity, peer.board):
             raise invalid(

@@ -14,12 +14,13 @@ from kvplan.transport.arenas import arena_of, offer
 from kvplan.transport.identity import Identity
 from kvplan.transport.link import Link
 from kvplan.transport.metadata import BoardRef, Metadata, Range
+from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvplan.transport import protocol
-    from kvplan.transport.protocol import Registrable
+    from kvplan.transport.protocol import Kind, Registrable
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -63,6 +64,7 @@ class LocalTransport:
     """
 
     name = "local"
+    reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(self, *, max_registrations: int = 65536, permit_any_peer: bool = False) -> None:
         """Show this process to its peers.
@@ -103,6 +105,9 @@ class LocalTransport:
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
 
+    def expect(self, memory: Registrable) -> None:
+        """Do nothing: parts are registered when they are, whatever links there are."""
+
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
@@ -122,6 +127,8 @@ class LocalTransport:
             if len(memory) != 2:
                 raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
             address, nbytes = memory
+        elif isinstance(memory, DeviceRange):
+            raise TypeError("memory is of a device; transport local reaches host memory alone")
         elif getattr(getattr(memory, "dtype", None), "hasobject", False):
             raise TypeError("memory holds references to Python objects, which no peer may write")
         else:
@@ -202,13 +209,18 @@ class LocalTransport:
         return None
 
     def connect(
-        self, metadata: bytes, *, timeout_ms: float | None = None, prefault: bool = False
+        self,
+        metadata: bytes,
+        *,
+        timeout_ms: float | None = None,
+        session: bytes = b"",
+        prefault: bool = False,
     ) -> Link:
         """Link to the process whose `metadata` this is; it takes no part in that.
 
         Args:
             metadata: the peer's.
-            timeout_ms: of no account, since nobody is waited for.
+            timeout_ms, session: of no account, since nobody is waited for.
             prefault: map the pages of an arena with it, which costs time and page tables, instead
                 of one fault a page at first use.
 
