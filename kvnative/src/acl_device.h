@@ -71,9 +71,9 @@ int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *tot
 
 /* ---- what the copying backends ask ---- */
 
-/* Whether [address, address + nbytes) was pinned by kvn_device_pin. */
-bool kvn_device_is_pinned(kvn_device *device, uint64_t address, uint64_t nbytes);
-/* From now on `copying` at most; `why` is kept if it is the first reason. */
+/* The range pinned by kvn_device_pin that holds `address`; false where there is none. */
+bool kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out);
+/* From now on `copying` at most; the reason of the latest step down is kept. */
 void kvn_device_fall_back(kvn_device *device, kvn_copying copying, const char *why);
 /* Copies the reason, "" when there is none. */
 void kvn_device_fallback(kvn_device *device, char *out, size_t room);

@@ -38,7 +38,10 @@ class Link:
 
     Attributes:
         is_to_self: whether the peer is this process: its memory is never mapped anew.
+        renewable: nothing, as memory is reached as it comes.
     """
+
+    renewable = None
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         self._pid = os.getpid()
@@ -208,7 +211,7 @@ class Link:
         state = "closed" if self._peer.closed else f"{len(self.metadata.ranges)} ranges"
         return f"<Link to process {self.metadata.identity.pid}: {state}>"
 
-    def _read(self, metadata: bytes) -> tuple[Metadata, RangeTable]:
+    def _read(self, metadata: bytes) -> tuple[Metadata, RangeTable[Range]]:
         newer, peer = Metadata.from_bytes(metadata), self.metadata
         if (newer.identity, newer.board) != (peer.identity, peer.board):
             raise invalid(

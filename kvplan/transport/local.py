@@ -209,13 +209,18 @@ class LocalTransport:
         return None
 
     def connect(
-        self, metadata: bytes, *, timeout_ms: float | None = None, prefault: bool = False
+        self,
+        metadata: bytes,
+        *,
+        timeout_ms: float | None = None,
+        session: bytes = b"",
+        prefault: bool = False,
     ) -> Link:
         """Link to the process whose `metadata` this is; it takes no part in that.
 
         Args:
             metadata: the peer's.
-            timeout_ms: of no account, since nobody is waited for.
+            timeout_ms, session: of no account, since nobody is waited for.
             prefault: map the pages of an arena with it, which costs time and page tables, instead
                 of one fault a page at first use.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -137,12 +137,13 @@ class Transport(Protocol):
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 
-    def connect(self, metadata: bytes, *, timeout_ms: float) -> TransportLink:
-        """Link to the peer of `metadata`; both ends may do so at once.
+    def connect(self, metadata: bytes, *, timeout_ms: float, session: bytes = b"") -> TransportLink:
+        """Link to the peer of `metadata`; both ends must do so, in any order.
 
         Args:
             metadata: the peer's, whichever registrations it names.
             timeout_ms: milliseconds that this may take.
+            session: the same at both ends, and no other attempt's. It is kept to itself.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, and why; LLM_TIMEOUT;
@@ -150,11 +151,15 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """End every registration; idempotent. Links live on."""
+        """End every registration; idempotent. No link is of use afterwards."""
 
 
 class TransportLink(Protocol):
     """A way to one peer. All methods may be called from several threads."""
+
+    @property
+    def renewable(self) -> Renewable | None:
+        """What both ends must renew at times; None: nothing, memory is reached as it comes."""
 
     def memory(
         self,
@@ -201,3 +206,44 @@ class TransportLink(Protocol):
         Transfers in flight keep what they need mapped, but fail their check from here on, with the
         message and status of `why`; None: LLM_NOT_YET_LINK.
         """
+
+
+class Renewable(Protocol):
+    """The connection behind a link that reaches only memory which was registered before it.
+
+    For what came later both ends make another, at once, which has a number of its own: a
+    generation; that of `connect` is 0. Each end tells the other how far it is, by whatever means
+    its user gives it, and takes the new one into use when both have it. Transfers in flight stay
+    with the one before, which goes when neither end uses it any more.
+
+    Attributes:
+        ask: set by the user of the link; called, by any thread that transfers, where the connection
+            does not reach something. Returns once another is in use here, else raises LLMException.
+        tell_unused: set likewise; called when this end uses a generation no more. Must not block.
+    """
+
+    ask: Callable[[], None]
+    tell_unused: Callable[[int], None]
+
+    def metadata(self) -> bytes:
+        """What the peer must know to take the next generation into use."""
+
+    def renew(self, generation: int, *, timeout_ms: float) -> None:
+        """Make another connection; blocks until the peer does so too.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot be had, and why. All is as before.
+        """
+
+    def adopt(self, generation: int, metadata: bytes) -> None:
+        """Use it from here on: the peer, whose `metadata` this is, has it too.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata; LLM_NOT_YET_LINK: the link was closed.
+        """
+
+    def abandon(self, generation: int) -> None:
+        """The peer will not have it; one that is being made, too, ends. Does not block."""
+
+    def unused(self, generation: int) -> None:
+        """The peer uses it no more. Does not block."""

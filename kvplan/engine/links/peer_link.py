@@ -26,6 +26,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
     from kvplan.control.messages import Table
+    from kvplan.engine.links.renewals import Renewals
     from kvplan.engine.links.told_table import ToldTable
     from kvplan.execution.memory import TensorMemory
     from kvplan.transport.protocol import TransportLink
@@ -61,6 +62,7 @@ class PeerLink(LinkLife):
         self.channel: Channel | None = None
         self.connecting: asyncio.Task[TransportLink] | None = None
         self.transport_link: TransportLink | None = None
+        self.renewals: Renewals | None = None
         self.told: ToldTable | None = None
         self.telling = asyncio.Lock()
         self.is_news_due = False
@@ -222,6 +224,11 @@ class PeerLink(LinkLife):
         for cache_id in changed:
             for writable in (False, True):
                 self._memories.pop((cache_id, writable), None)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that a question to the peer may take."""
+        return self._wait_s
 
     def death(self) -> str:
         """Why the transport knows that the peer is gone; empty: it does not."""
