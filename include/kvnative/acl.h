@@ -38,6 +38,9 @@ enum { KVN_ACL_HOST_REGISTER_MAPPED = 0, KVN_ACL_HOST_REGISTER_PINNED = 0x100000
 /* aclrtMemAttr of aclrtGetMemInfo */
 enum { KVN_ACL_HBM_MEMORY = 1 };
 
+/* flag of aclrtCreateEventExWithFlag: for the order of streams */
+enum { KVN_ACL_EVENT_SYNC = 1 };
+
 /* Error codes that are treated in some way of their own. */
 enum {
     KVN_ACL_OK = 0,
@@ -46,6 +49,7 @@ enum {
     KVN_ACL_API_UNSUPPORTED = 200001,
     KVN_ACL_FEATURE_UNSUPPORTED = 207000,
     KVN_ACL_STREAM_TIMEOUT = 507046,
+    KVN_ACL_EVENT_TIMEOUT = 507047,
     KVN_ACL_ALREADY_REGISTERED = 507910
 };
 
@@ -118,6 +122,8 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
 /* What came later, or may go: NULL where the library lacks it. */
 #define KVN_ACL_OPTIONAL(X)                                                                       \
     X(aclError, aclrtGetVersion, (int32_t *major, int32_t *minor, int32_t *patch))                \
+    X(aclError, aclrtCreateEventExWithFlag, (aclrtEvent *event, uint32_t flags))                  \
+    X(aclError, aclrtSynchronizeEventWithTimeout, (aclrtEvent event, int32_t ms))                 \
     X(aclError, aclrtHostRegisterV2, (void *address, uint64_t nbytes, uint32_t flags))            \
     X(aclError, aclrtGetPhyDevIdByLogicDevId, (int32_t logical, int32_t *physical))               \
     X(aclError, aclrtGetDeviceInfo, (uint32_t device, int attribute, int64_t *value))             \

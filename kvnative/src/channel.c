@@ -78,29 +78,36 @@ static bool drop_stream(kvn_channel *channel)
     return true;
 }
 
-int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop, kvn_channel_fault *fault)
+int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault)
 {
     const kvn_acl *acl = channel->device->acl;
+    int code, status;
 
     if (!channel->stream)
         return KVN_OK; /* nothing was issued since it was given up */
-    for (;;) {
-        int code, status;
-
-        if (atomic_load(stop) && drop_stream(channel))
-            return KVN_CANCELLED;
-        code = acl->aclrtSynchronizeStreamWithTimeout(channel->stream, SLICE_MS);
-        if (code == KVN_ACL_OK)
-            return KVN_OK;
-        if (code == KVN_ACL_STREAM_TIMEOUT) {
-            kvn_acl_forget(acl);
-            continue;
-        }
-        status = kvn_channel_fail(channel, "aclrtSynchronizeStreamWithTimeout", code, fault);
-        if (!drop_stream(channel))
-            channel->stream = NULL; /* its work has ended, with an error: only the handle is lost */
-        return status;
+    code = acl->aclrtSynchronizeStreamWithTimeout(channel->stream, ms);
+    if (code == KVN_ACL_OK)
+        return KVN_OK;
+    if (code == KVN_ACL_STREAM_TIMEOUT) {
+        kvn_acl_forget(acl);
+        return KVN_PENDING;
     }
+    status = kvn_channel_fail(channel, "aclrtSynchronizeStreamWithTimeout", code, fault);
+    if (!drop_stream(channel))
+        channel->stream = NULL; /* its work has ended, with an error: only the handle is lost */
+    return status;
+}
+
+int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop, kvn_channel_fault *fault)
+{
+    int status = KVN_PENDING;
+
+    while (status == KVN_PENDING) {
+        if (atomic_load(stop) && channel->stream && drop_stream(channel))
+            return KVN_CANCELLED;
+        status = kvn_channel_glance(channel, SLICE_MS, fault);
+    }
+    return status;
 }
 
 /* ---- the thread ---- */

@@ -63,5 +63,8 @@ aclrtStream kvn_channel_stream(const kvn_channel *channel);
  * issued touches memory any more, whatever it returns. */
 int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop,
                             kvn_channel_fault *fault);
+/* Waits at most `ms` for all that was issued: KVN_PENDING when it is not through, else KVN_OK or the
+ * failure as of kvn_channel_synchronize. */
+int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault);
 
 #endif

@@ -22,7 +22,7 @@ typedef struct part {
 
 struct kvn_request {
     kvn_streamed *self;
-    pthread_mutex_t mutex; /* guards `report`, `open`, `why` and `failing` */
+    pthread_mutex_t mutex; /* guards `report`, `remark`, `open`, `why` and `failing` */
     pthread_cond_t changed;
     atomic_int stop;        /* running parts look at it */
     atomic_bool finished;   /* read without the mutex by poll; `report` is stable then */
@@ -34,6 +34,7 @@ struct kvn_request {
     bool failing;  /* a part has failed: no further one begins */
     unsigned open; /* parts not settled */
     unsigned num_parts;
+    char remark[128]; /* what a part that was stopped has to say; "" for nothing */
     kvn_report report;
     part parts[];
 };
@@ -84,6 +85,18 @@ static void note_failure(kvn_request *request, const part *piece, int status,
     memcpy(report->message, fault->message, sizeof report->message);
 }
 
+static void tell_abandoned(kvn_request *request)
+{
+    kvn_report *report = &request->report;
+    size_t end;
+
+    kvn_report_abandoned(report, request->why ? request->why : KVN_CANCELLED, request->count,
+                         request->total);
+    end = strlen(report->message);
+    if (*request->remark)
+        snprintf(report->message + end, sizeof report->message - end, "; %s", request->remark);
+}
+
 static void finish(kvn_request *request)
 {
     kvn_report *report = &request->report;
@@ -91,8 +104,7 @@ static void finish(kvn_request *request)
     kvn_report_merge_spans(report);
     report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
     if (report->status == KVN_OK && report->num_unconfirmed > 0)
-        kvn_report_abandoned(report, request->why ? request->why : KVN_CANCELLED, request->count,
-                             request->total);
+        tell_abandoned(request);
     atomic_store_explicit(&request->finished, true, memory_order_release);
     pthread_cond_broadcast(&request->changed);
 }
@@ -119,6 +131,8 @@ static void settle(part *piece, int status, kvn_channel_fault *fault)
     kvn_report_add_span(&request->report, piece->offset + confirmed.count, piece->offset + count);
     if (status != KVN_OK && status != KVN_CANCELLED)
         note_failure(request, piece, status, fault);
+    if (status == KVN_CANCELLED && !*request->remark)
+        snprintf(request->remark, sizeof request->remark, "%.127s", fault->message);
     if (--request->open == 0)
         finish(request);
     pthread_mutex_unlock(&request->mutex);
