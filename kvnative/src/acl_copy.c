@@ -10,8 +10,12 @@
 /* Calls of a part that are on the stream at one time: a stream holds a few thousand, and who issues
  * more blocks until the device gets on, where no abort reaches him. */
 #define MAX_ISSUED 1024
-/* The time of issuing one copy, in bytes at the speed of the device's memory. */
-#define DEVICE_COPY_COST (256u << 10)
+/* What a part and a descriptor cost, in bytes that move in the same time: to wake a channel takes
+ * as long as issuing a dozen copies, so less is not worth another channel. Not measured on hardware. */
+#define HOST_PART_COST (4u << 20)
+#define HOST_COPY_COST (64u << 10)
+#define DEVICE_PART_COST (32u << 20)
+#define DEVICE_COPY_COST (2u << 20)
 /* Where host memory lies is asked once for each of these, and the answers of a few are kept. A wrong
  * guess about a neighbour costs time, never bytes: either call copies both kinds. */
 #define REGION_BITS 21
@@ -135,11 +139,10 @@ static chunk next_chunk(passage *p, kvn_copying copying)
     while (chunk.count < most && nbytes[chunk.count] > 0) {
         if (look && is_pageable(p, p->at + chunk.count) != chunk.blocking)
             break;
-        if (chunk.blocking && nbytes[chunk.count] > BLOCKING_NBYTES - taken % BLOCKING_NBYTES)
+        if (chunk.blocking && (taken >= BLOCKING_NBYTES ||
+                               nbytes[chunk.count] > BLOCKING_NBYTES - taken))
             break;
         taken += nbytes[chunk.count++];
-        if (chunk.blocking && taken >= BLOCKING_NBYTES)
-            break;
     }
     return chunk;
 }
@@ -162,7 +165,8 @@ static int call_batch(passage *p, bool blocking, uint64_t *dst, uint64_t *src, u
                                             kvn_channel_stream(p->channel));
 }
 
-/* A descriptor that would block for too long: slice by slice. */
+/* A descriptor that would block for too long: slice by slice. An aclError, which is positive, or
+ * KVN_CANCELLED. */
 static int copy_sliced(passage *p, size_t *failed)
 {
     uint64_t dst = p->part->dst[p->at], src = p->part->src[p->at], left = p->part->nbytes[p->at];
@@ -323,7 +327,8 @@ kvn_backend *kvn_acl_copy_create(kvn_device *device, kvn_channel **channels, uns
         errno = error;
         return NULL;
     }
-    if (direction == KVN_DEVICE_TO_DEVICE)
-        self->streamed.descriptor_cost = DEVICE_COPY_COST;
+    self->streamed.part_cost = direction == KVN_DEVICE_TO_DEVICE ? DEVICE_PART_COST : HOST_PART_COST;
+    self->streamed.descriptor_cost =
+        direction == KVN_DEVICE_TO_DEVICE ? DEVICE_COPY_COST : HOST_COPY_COST;
     return &self->streamed.base;
 }

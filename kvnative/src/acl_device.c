@@ -93,7 +93,7 @@ void kvn_device_leave(const kvn_device *device, aclrtContext previous)
 /* Wears the check of every call: enter, call, leave. */
 #define CALL(device, failure, name, ...)                                                          \
     do {                                                                                          \
-        aclrtContext previous_;                                                                   \
+        aclrtContext previous_ = NULL;                                                             \
         int code_;                                                                                \
         if (kvn_device_enter(device, &previous_, failure) != KVN_OK)                              \
             return (failure)->status;                                                             \

@@ -38,24 +38,38 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
                          kvn_failure *failure)
 {
     const char *missing;
+    char reason[256] = "";
+    bool opened = false;
 
     memset(out, 0, sizeof *out);
     out->pid = getpid();
     for (size_t i = 0; i < num_paths && i < KVN_ACL_MAX_FILES; i++) {
         /* Global, as programs that link it have it: libraries of the toolkit look for each other. */
         out->files[i] = dlopen(paths[i], RTLD_NOW | RTLD_GLOBAL);
-        if (!out->files[i]) {
-            const char *reason = dlerror();
-            return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s: cannot be opened: %s", paths[i],
-                            reason ? reason : "the loader does not say why");
+        if (!out->files[i] && (i == 0 || !*reason)) {
+            const char *told = dlerror();
+            snprintf(reason, sizeof reason, "%s", told ? told : "the loader does not say why");
         }
+        opened |= out->files[i] != NULL;
     }
+    if (!opened)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", reason);
     missing = fill_table(out);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
-                        "%s has no %s; kvplan needs the ACL runtime of CANN 8.1 or later",
-                        paths[0], missing);
+                        "%s has no %s; kvplan needs the ACL runtime of CANN 8.1 or later%s%s",
+                        paths[0], missing, *reason ? "; " : "", reason);
     return KVN_OK;
+}
+
+void kvn_acl_library_path(const kvn_acl_library *library, char *out, size_t room)
+{
+    Dl_info found;
+
+    /* The address of a function as an object pointer: POSIX again. */
+    if (!dladdr(*(void *const *)&library->calls.aclrtMemcpyAsync, &found) || !found.dli_fname)
+        found.dli_fname = "";
+    snprintf(out, room, "%s", found.dli_fname);
 }
 
 const char *kvn_acl_missing(const kvn_acl *acl, size_t n)
@@ -78,15 +92,76 @@ int kvn_acl_library_check(const kvn_acl_library *library, kvn_failure *failure)
                     (int)getpid());
 }
 
-int kvn_acl_library_init(const kvn_acl_library *library, kvn_failure *failure)
+int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure)
 {
     const int code = library->calls.aclInit(NULL);
 
+    *first = code == KVN_ACL_OK;
     if (code == KVN_ACL_REPEATED_INIT) {
         kvn_acl_forget(&library->calls);
         return KVN_OK;
     }
     return code == KVN_ACL_OK ? KVN_OK : kvn_acl_fail(&library->calls, "aclInit", code, failure);
+}
+
+int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failure)
+{
+    const int code = library->calls.aclFinalize();
+
+    return code == KVN_ACL_OK ? KVN_OK : kvn_acl_fail(&library->calls, "aclFinalize", code, failure);
+}
+
+/* ---- devices ---- */
+
+int kvn_acl_library_devices(const kvn_acl_library *library, uint32_t *count, kvn_failure *failure)
+{
+    const int code = library->calls.aclrtGetDeviceCount(count);
+
+    return code == KVN_ACL_OK
+               ? KVN_OK
+               : kvn_acl_fail(&library->calls, "aclrtGetDeviceCount", code, failure);
+}
+
+const char *kvn_acl_library_soc(const kvn_acl_library *library)
+{
+    const char *name = library->calls.aclrtGetSocName();
+
+    return name ? name : "";
+}
+
+bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3])
+{
+    return library->calls.aclrtGetVersion &&
+           library->calls.aclrtGetVersion(&version[0], &version[1], &version[2]) == KVN_ACL_OK;
+}
+
+bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, int32_t *physical)
+{
+    const kvn_acl *acl = &library->calls;
+
+    if (!acl->aclrtGetPhyDevIdByLogicDevId)
+        return false;
+    if (acl->aclrtGetPhyDevIdByLogicDevId(logical, physical) == KVN_ACL_OK)
+        return true;
+    kvn_acl_forget(acl);
+    return false;
+}
+
+int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, int attribute,
+                              int64_t *value, kvn_failure *failure)
+{
+    const kvn_acl *acl = &library->calls;
+    int code;
+
+    if (!acl->aclrtGetDeviceInfo)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "the library has no aclrtGetDeviceInfo");
+    code = acl->aclrtGetDeviceInfo((uint32_t)device, attribute, value);
+    if (code == KVN_ACL_OK)
+        return KVN_OK;
+    kvn_acl_fail(acl, "aclrtGetDeviceInfo", code, failure);
+    if (failure->status == KVN_INVALID) /* an attribute of later versions */
+        failure->status = KVN_UNSUPPORTED;
+    return failure->status;
 }
 
 /* ---- errors ---- */

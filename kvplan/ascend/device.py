@@ -29,6 +29,7 @@ _LOG = Log("kvplan")
 _WHERE = {
     "device": "memory of another device",
     "host": "pinned host memory",
+    "managed": "unified memory",
     "pageable": "host memory",
 }
 
@@ -119,10 +120,13 @@ class AscendDevice:
             keep: what keeps the memory where it is: it is held until it is unpinned.
 
         Raises:
-            LLMException: LLM_OUT_OF_MEMORY, or what else ACL says.
+            LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
+                what ACL says.
         """
         try:
             pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
+        except ValueError as error:
+            raise invalid(str(error)) from error
         except NativeError as error:
             raise device_error(
                 error, f"{nbytes} bytes of host memory at {address:#x} to be pinned"
