@@ -109,7 +109,8 @@ class HcclEnd:
 
     def end_region(self, held: HeldRegion) -> None:
         """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
-        if held.is_kept:
+        # Pinned memory of the host may be unpinned next, by whoever pinned it.
+        if held.is_kept and held.on_device:
             self.aside.do(lambda: self._end_region(held))
         else:
             self._end_region(held)

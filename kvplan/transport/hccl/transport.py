@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
@@ -20,11 +19,10 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.discovery import device_address
 from kvplan.transport.hccl.end import HcclEnd
 from kvplan.transport.hccl.link import HcclLink
-from kvplan.transport.hccl.metadata import Metadata, Range
+from kvplan.transport.hccl.metadata import Metadata
 from kvplan.transport.hccl.rank_table import table_of, why_not
-from kvplan.transport.host_range import host_range
+from kvplan.transport.hccl.registrations import Registration, Registrations
 from kvplan.transport.identity import link_failed
-from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,39 +30,12 @@ if TYPE_CHECKING:
     from kvplan.ascend.device import AscendDevice
     from kvplan.ascend.products import Product
     from kvplan.transport import protocol
-    from kvplan.transport.hccl.regions import HeldRegion
+    from kvplan.transport.hccl.metadata import Range
     from kvplan.transport.protocol import Kind, Registrable
 
 _LOG = Log("kvplan")
 _CLOSING_S = 2.0  # for connections that nobody uses any more to be taken down
 _SLOTS, _LANES = 4, 2  # of the staging memory: two transfers at once, in a pipeline of four each
-
-
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration:
-    """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
-
-    range: Range
-    regions: tuple[HeldRegion, ...]
-    keep: object  # keeps the memory where it is; None: the caller does
-
-    @property
-    def address(self) -> int:
-        """Of the first byte, in this process."""
-        return self.range.address
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.range.nbytes
-
-    @property
-    def writable(self) -> bool:
-        """Whether peers may write to it."""
-        return self.range.writable
-
-    def __repr__(self) -> str:
-        return f"<Registration of {self.range}>"
 
 
 class HcclTransport:
@@ -110,10 +81,7 @@ class HcclTransport:
         self._address = device_address(device, local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
-        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self._mutex = threading.RLock()
-        self._registrations: dict[int, Registration] = {}  # by slot
-        self._expected: list[tuple[HeldRegion, ...]] = []
+        self._mutex = threading.Lock()
         self._links: set[Connections] = set()
         self._aside = Aside(f"kvplan-hccl-{device.id}")
         try:
@@ -135,6 +103,7 @@ class HcclTransport:
                 traffic_class,
                 service_level,
             )
+            self._registrations = Registrations(self._end)
         except BaseException as error:
             self._aside.close()
             if isinstance(error, NativeError):
@@ -163,9 +132,8 @@ class HcclTransport:
         Raises:
             LLMException: as `register`.
         """
-        _, regions, _ = self._cover(memory, writable=True)
-        with self._mutex:
-            self._expected.append(regions)
+        self._check_process()
+        self._registrations.expect(memory)
 
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
@@ -184,18 +152,8 @@ class HcclTransport:
                 registered already; what HCCL says.
             TypeError: neither of these.
         """
-        (address, nbytes, on_device), regions, keep = self._cover(memory, writable=writable)
-        try:
-            with self._mutex:
-                self._check_process()
-                slot, generation = self._board.take()
-                refs = tuple(it.ref for it in regions)
-                known = Range(address, nbytes, slot, generation, writable, on_device, refs)
-                it = self._registrations[slot] = Registration(known, regions, keep)
-        except BaseException:
-            self._end.regions.release(regions, self._end.end_region)
-            raise
-        return it
+        self._check_process()
+        return self._registrations.add(memory, writable=writable)
 
     def deregister(self, registration: protocol.Registration) -> None:
         """End it: from here on no peer reports a success for it. It may be freed afterwards.
@@ -204,12 +162,7 @@ class HcclTransport:
         end of transfers first. A second time is fine.
         """
         self._check_process()
-        it = _own(registration)
-        with self._mutex:
-            if self._registrations.get(it.range.slot) is not it:
-                return
-            del self._registrations[it.range.slot]
-        self._end_registration(it)
+        self._registrations.remove(registration)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """What a peer needs to reach this device: its address and `registrations` (None: all).
@@ -219,14 +172,7 @@ class HcclTransport:
             TypeError: one of them is no `Registration`.
         """
         self._check_process()
-        given = None if registrations is None else [_own(it) for it in registrations]
-        with self._mutex:
-            held = self._registrations
-            for it in given or ():
-                if held.get(it.range.slot) is not it:
-                    raise invalid(f"{it!r} is not registered here, or no longer")
-            ranges = tuple(it.range for it in (held.values() if given is None else given))
-            return self._metadata(ranges).to_bytes()
+        return self._metadata(self._registrations.ranges(registrations)).to_bytes()
 
     def refusal(self, metadata: bytes) -> str | None:
         """Why the device of `metadata` cannot be reached from here; None: it may be."""
@@ -277,15 +223,10 @@ class HcclTransport:
             if self._closed:
                 return
             self._closed = True
-            registrations = list(self._registrations.values())
-            expected, links = self._expected, list(self._links)
-            self._registrations, self._expected, self._links = {}, [], set()
+            links, self._links = list(self._links), set()
         for connections in links:
             connections.close(link_failed("the transport is closed"))
-        for it in registrations:
-            self._end_registration(it)
-        for regions in expected:
-            self._end.regions.release(regions, self._end.end_region)
+        self._registrations.close()
         self._aside.do(self._end.shut)
         if not self._aside.wait(_CLOSING_S):
             _LOG.warning("event=closes_late transport=hccl device=%d", self._end.device.id)
@@ -300,50 +241,6 @@ class HcclTransport:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._registrations)} registrations"
         return f"<HcclTransport of {self._end.device!r}: {state}>"
-
-    def _cover(
-        self, memory: Registrable, *, writable: bool
-    ) -> tuple[tuple[int, int, bool], tuple[HeldRegion, ...], object]:
-        """Where the memory is, the regions that have it, and what keeps it where it is."""
-        self._check_process()
-        on_device = isinstance(memory, DeviceRange)
-        keep: object
-        if isinstance(memory, DeviceRange):
-            address, nbytes, whole, keep = (
-                memory.address,
-                memory.nbytes,
-                memory.buffer,
-                memory.buffer,
-            )
-            if whole is None:
-                self._end.device.check_range("memory", address, nbytes)
-        else:
-            if "host" not in self.reaches:
-                raise TypeError(
-                    f"memory is of the host; on this product ({self._product.name}) HCCL reaches "
-                    "device memory alone"
-                )
-            address, nbytes, pin, whole = host_range(memory, writable=writable)
-            keep = pin
-        regions = self._end.regions.cover(
-            address,
-            nbytes,
-            on_device=on_device,
-            owner=keep,
-            whole=None if whole is None else (whole.address, whole.nbytes),
-        )
-        if any(it.on_device is not on_device for it in regions):
-            self._end.regions.release(regions, self._end.end_region)
-            raise invalid(f"memory at {address:#x} is registered already, as another kind")
-        return (address, nbytes, on_device), regions, keep
-
-    def _end_registration(self, it: Registration) -> None:
-        try:
-            # First: from here on no transfer of a peer succeeds, whatever still moves.
-            self._board.release(it.range.slot)
-        except LLMException as error:
-            _LOG.warning("event=board_lost device=%d reason=%s", self._end.device.id, error)
-        self._end.regions.release(it.regions, self._end.end_region)
 
     def _metadata(self, ranges: tuple[Range, ...] = ()) -> Metadata:
         newest = self._end.regions.newest
@@ -377,12 +274,3 @@ def _product_of(device: AscendDevice) -> Product:
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     return product
-
-
-def _own(registration: protocol.Registration) -> Registration:
-    if not isinstance(registration, Registration):
-        raise TypeError(
-            f"registration is a {type(registration).__name__}; it must be a Registration that "
-            "`register` of an hccl transport has returned"
-        )
-    return registration
