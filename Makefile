@@ -17,8 +17,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: .venv/demo .venv/weights ## prefill in one process, generate in another, from the KV cache that kvplan moved
-	$(BIN)/python -m examples.disaggregated
+DEVICE ?= host
+demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: on two simulated NPUs
+	$(BIN)/python -m examples.disaggregated --device $(DEVICE)
 
 test: lint types unit sanitize ## every check
 

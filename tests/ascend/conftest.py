@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ascend.fixtures import sim_folder, sim_log, simulator
+from tests.ascend.simulator import Controls
+from tests.datadist.conftest import engine, idle, make_engine, make_peer, pair, peer, user
+from tests.datadist.machine import Machine, machine_of
+
+__all__ = [
+    "engine",
+    "idle",
+    "make_engine",
+    "make_peer",
+    "pair",
+    "peer",
+    "sim_folder",
+    "sim_log",
+    "simulator",
+    "user",
+]
+
+
+@pytest.fixture
+def machine(simulator: Controls) -> Iterator[Machine]:
+    """The simulated device; what the fixtures of tests/datadist ask for."""
+    machine = machine_of("ascend", cluster_id=2)
+    yield machine
+    gc.collect()
+    assert machine.left() == {}

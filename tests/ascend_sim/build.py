@@ -1,0 +1,140 @@
+"""Builds the simulated Ascend libraries: ``python -m tests.ascend_sim.build [variant]``.
+
+A variant is a tree like that of an installed CANN, so that its path serves as ASCEND_HOME_PATH. All
+libraries of a variant share libkvsim_core.so, which lies beside them. Sources are taken by the
+beginning of their names: ``core_*.c``, ``acl_*.c``, ``hccl_*.c``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1] / "build" / "ascend_sim"
+CFLAGS = (
+    *("-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-pthread", "-fvisibility=hidden"),
+    *("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"),
+)
+
+
+class Library(NamedTuple):
+    """One shared object: its sources and what it needs beside it."""
+
+    name: str
+    prefix: str
+    needs: tuple[str, ...]
+
+
+class Variant(NamedTuple):
+    """What one kind of installation has."""
+
+    cann: str
+    defines: tuple[str, ...]
+    libraries: tuple[Library, ...]
+
+
+CORE = Library("libkvsim_core.so", "core_", ())
+ACL_RT = Library("libacl_rt.so", "acl_", (CORE.name,))
+# Since 8.5 the old name is kept for old links: it has no symbol of its own.
+ASCENDCL = Library("libascendcl.so", "", (ACL_RT.name,))
+ASCENDCL_ALONE = Library("libascendcl.so", "acl_", (CORE.name,))
+HCOMM = Library("libhcomm.so", "hccl_", (CORE.name,))
+HCCL = Library("libhccl.so", "", (HCOMM.name,))
+HCCL_ALONE = Library("libhccl.so", "hccl_", (CORE.name,))
+
+# KVSIM_CANN: the version as a number. KVSIM_BATCH: batch copies are 0 absent, 1 there, 2 refused.
+OLD = ("-DKVSIM_CANN=801", "-DKVSIM_BATCH=0")
+NEW = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=1")
+REFUSING = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=2")
+
+VARIANTS = {
+    "8.1": Variant("8.1.RC1", OLD, (CORE, ASCENDCL_ALONE, HCCL_ALONE)),
+    "8.5": Variant("8.5.0", NEW, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
+    "hccl-only": Variant("8.5.0", NEW, (CORE, ACL_RT, ASCENDCL, HCCL_ALONE)),
+    "batch-unsupported": Variant("8.5.0", REFUSING, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
+}
+
+
+@functools.cache
+def build(variant: str = "8.5") -> Path:
+    """Builds the variant unless it is up to date.
+
+    Returns:
+        The path to give as ASCEND_HOME_PATH; the libraries are in its ``lib64``.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r}: known are {', '.join(VARIANTS)}")
+    home = ROOT / variant
+    ROOT.mkdir(parents=True, exist_ok=True)
+    with (ROOT / f".{variant}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = home / "stamp"
+        wanted = _fingerprint(VARIANTS[variant])
+        if not stamp.exists() or stamp.read_text() != wanted:
+            _build(VARIANTS[variant], home)
+            stamp.write_text(wanted)
+    return home
+
+
+def _fingerprint(variant: Variant) -> str:
+    sources = sorted([*HERE.glob("*.[ch]"), HERE / "build.py"])
+    digest = hashlib.sha256(repr((variant, CFLAGS)).encode())
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _build(variant: Variant, home: Path) -> None:
+    """Links in a folder beside it and then renames: running programs keep what they loaded."""
+    objects = home / "objects"
+    made = home / "lib64.new"
+    shutil.rmtree(made, ignore_errors=True)
+    for folder in (objects, made, home / "lib64"):
+        folder.mkdir(parents=True, exist_ok=True)
+    prefixes = {library.prefix for library in variant.libraries if library.prefix}
+    sources = [path for prefix in prefixes for path in sorted(HERE.glob(f"{prefix}*.c"))]
+    compile_one = functools.partial(_compile, defines=variant.defines, folder=objects)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources))
+    for library in variant.libraries:
+        _link(library, objects, made)
+    for path in made.iterdir():
+        path.replace(home / "lib64" / path.name)
+    made.rmdir()
+    for place in ("runtime", "share/info/runtime"):
+        (home / place).mkdir(parents=True, exist_ok=True)
+        (home / place / "version.info").write_text(f"Version={variant.cann}\n")
+
+
+def _compile(source: Path, defines: tuple[str, ...], folder: Path) -> None:
+    _run("gcc", *CFLAGS, *defines, "-c", str(source), "-o", str(folder / f"{source.stem}.o"))
+
+
+def _link(library: Library, objects: Path, folder: Path) -> None:
+    sources = sorted(HERE.glob(f"{library.prefix}*.c")) if library.prefix else []
+    inputs = [str(objects / f"{source.stem}.o") for source in sources]
+    needs = [str(folder / name) for name in library.needs]
+    _run(
+        *("gcc", "-shared", "-pthread", "-Wl,--no-as-needed", "-Wl,-z,defs,-z,nodelete"),
+        "-Wl,-rpath,$ORIGIN",
+        *(f"-Wl,-soname,{library.name}", "-o", str(folder / library.name), *inputs, *needs),
+    )
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{build(*sys.argv[1:2])}\n")

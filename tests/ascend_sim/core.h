@@ -1,0 +1,107 @@
+/*
+ * What the ACL simulator needs of the core beyond sim.h: making and unmaking contexts, streams and
+ * events. Handles are addresses in a space that nobody can read and that are never given out twice,
+ * so that a stale or a dereferenced handle is found out.
+ */
+#ifndef KVSIM_CORE_H
+#define KVSIM_CORE_H
+
+#include <pthread.h>
+
+#include "sim.h"
+
+enum {
+    SIM_INVALID = 100000,
+    SIM_PARAM = 107000,
+    SIM_DEVICE_ID = 107001,
+    SIM_NO_CONTEXT = 107002,
+    SIM_STREAM_CONTEXT = 107003,
+    SIM_UNALIGNED = 107008,
+    SIM_HANDLE = 107017,
+    SIM_STREAM_ABORT = 107023,
+    SIM_UNSUPPORTED = 207000,
+    SIM_NO_MEMORY = 207001,
+    SIM_NO_RESOURCE = 207005,
+    SIM_NO_STREAM = 207008,
+    SIM_DMA = 507013,
+    SIM_STREAM_TIMEOUT = 507046,
+    SIM_EVENT_TIMEOUT = 507047,
+    SIM_ALREADY_REGISTERED = 507910,
+    SIM_NOT_REGISTERED = 507911,
+};
+
+typedef struct sim_context sim_context;
+typedef struct sim_event sim_event;
+
+/* Guards contexts, streams and events. Work runs without it. */
+SIM_API void sim_lock(void);
+SIM_API void sim_unlock(void);
+/* Signalled whenever an operation ends, an event completes or a stream is aborted. */
+extern pthread_cond_t sim_progress;
+extern pthread_mutex_t sim_mutex;
+
+void *sim_handle_new(void);
+int64_t sim_now_us(void);
+/* Waits for the condition until the time, -1 for ever; the lock is held. Whether time is over. */
+int sim_wait_until(pthread_cond_t *condition, int64_t deadline_us);
+void sim_condition_init(pthread_cond_t *condition);
+
+/* ---- reserved space ---- */
+
+/* Address space of a device, or 0; never given twice. */
+uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment);
+/* Bytes that all processes hold on the device; adds change for this one unless that exceeds limit. */
+int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used);
+
+void sim_memory_totals(uint64_t *device_bytes, uint64_t *pinned, uint64_t *registered);
+
+/* ---- contexts ---- */
+
+SIM_API int sim_device_set(int device);
+SIM_API int sim_device_reset(int device, int force);
+SIM_API int sim_context_create(int device, void **handle);
+SIM_API int sim_context_destroy(void *handle);
+SIM_API int sim_context_set(void *handle);
+SIM_API int sim_context_get(void **handle);
+/* With the lock: the thread's context, NULL where it has none. */
+sim_context *sim_context_current(void);
+int sim_context_device(const sim_context *context);
+/* With the lock: where its default stream is kept. */
+sim_stream **sim_context_default_stream(sim_context *context);
+/* Waits for all streams of the thread's context. */
+SIM_API int sim_context_wait(int timeout_ms);
+SIM_API int sim_peer_access(int device, int peer, int change);
+
+/* ---- streams ---- */
+
+SIM_API int sim_stream_create(uint32_t flags, void **handle);
+SIM_API int sim_stream_destroy(void *handle, int force);
+SIM_API int sim_stream_abort(sim_stream *stream);
+SIM_API int sim_stream_stop_on_failure(sim_stream *stream);
+/* 1 all is done, 0 not yet, or an error of the work. */
+SIM_API int sim_stream_is_idle(sim_stream *stream, int *idle);
+/* Of the context of the thread, of NULL for all: force drops what they have not done. */
+void sim_streams_destroy(const sim_context *context, int force);
+int sim_streams_wait(const sim_context *context, int timeout_ms);
+/* With the lock: how often it was aborted. */
+uint64_t sim_stream_aborts(const sim_stream *stream);
+void sim_stream_hold(sim_stream *stream);
+void sim_stream_drop(sim_stream *stream);
+
+/* ---- events ---- */
+
+typedef enum { SIM_EVENT_PLAIN, SIM_EVENT_FLAGGED, SIM_EVENT_EX } sim_event_kind;
+#define SIM_EVENT_FLAG_SYNC 0x1U
+#define SIM_EVENT_FLAG_TIME 0x8U
+
+SIM_API int sim_event_create(sim_event_kind kind, uint32_t flags, void **handle);
+SIM_API int sim_event_destroy(void *handle);
+SIM_API int sim_event_record(void *handle, sim_stream *stream, const sim_fault *fault);
+SIM_API int sim_event_reset(void *handle, sim_stream *stream);
+SIM_API int sim_event_stream_wait(void *handle, sim_stream *stream, const sim_fault *fault);
+SIM_API int sim_event_synchronize(void *handle, int timeout_ms);
+SIM_API int sim_event_is_complete(void *handle, int *complete);
+SIM_API int sim_event_waits_done(void *handle, int *done);
+SIM_API int sim_event_elapsed_ms(float *milliseconds, void *start, void *end);
+
+#endif

@@ -1,0 +1,171 @@
+/* Contexts: one is current in a thread; the primary one of a device is counted by its users. */
+#include <stdlib.h>
+
+#include "core.h"
+#include "core_log.h"
+
+struct sim_context {
+    void *handle;
+    int device;
+    int uses; /* of the primary context: aclrtSetDevice less aclrtResetDevice; else 0 */
+    sim_stream *default_stream;
+    sim_context *next;
+};
+
+static sim_context *contexts;
+static sim_context *primaries[64];
+static unsigned char peer_access[64][64];
+static _Thread_local void *current; /* a handle: what it named may be gone */
+
+static int check_device(int device) {
+    int num_devices = sim_settings_now().num_devices;
+    if (device < 0 || device >= num_devices) {
+        return sim_error(SIM_DEVICE_ID, "device %d: there are %d", device, num_devices);
+    }
+    return 0;
+}
+
+static sim_context *find(const void *handle) {
+    sim_context *context = contexts;
+    while (context && context->handle != handle) {
+        context = context->next;
+    }
+    return context;
+}
+
+static sim_context *make(int device) {
+    sim_context *context = calloc(1, sizeof *context);
+    if (!context) {
+        sim_die("no host memory");
+    }
+    *context = (sim_context){.handle = sim_handle_new(), .device = device, .next = contexts};
+    contexts = context;
+    return context;
+}
+
+/* With the lock, which it gives up while the context's streams end. */
+static void destroy(sim_context *context, int force) {
+    sim_context **link = &contexts;
+    while (*link != context) {
+        link = &(*link)->next;
+    }
+    *link = context->next;
+    sim_unlock();
+    sim_streams_destroy(context, force);
+    free(context);
+    sim_lock();
+}
+
+sim_context *sim_context_current(void) { return current ? find(current) : NULL; }
+int sim_context_device(const sim_context *context) { return context->device; }
+sim_stream **sim_context_default_stream(sim_context *context) { return &context->default_stream; }
+
+int sim_current_device(void) {
+    sim_lock();
+    sim_context *context = sim_context_current();
+    int device = context ? context->device : -1;
+    sim_unlock();
+    return device;
+}
+
+int sim_device_set(int device) {
+    int code = check_device(device);
+    if (code) {
+        return code;
+    }
+    sim_lock();
+    if (!primaries[device]) {
+        primaries[device] = make(device);
+    }
+    primaries[device]->uses++;
+    current = primaries[device]->handle;
+    sim_unlock();
+    return 0;
+}
+
+int sim_device_reset(int device, int force) {
+    int code = check_device(device);
+    if (code) {
+        return code;
+    }
+    sim_lock();
+    sim_context *primary = primaries[device];
+    if (primary && (force || !--primary->uses)) {
+        primaries[device] = NULL;
+        destroy(primary, force);
+        sim_memory_free_device(device);
+    } else if (!primary && !force) {
+        code = sim_error(SIM_DEVICE_ID, "device %d is not set, or was reset as often", device);
+    }
+    sim_unlock();
+    return code;
+}
+
+int sim_context_create(int device, void **handle) {
+    int code = check_device(device);
+    if (code) {
+        return code;
+    }
+    sim_lock();
+    current = *handle = make(device)->handle;
+    sim_unlock();
+    sim_count(SIM_COUNT_CONTEXTS, 1);
+    return 0;
+}
+
+int sim_context_destroy(void *handle) {
+    sim_lock();
+    sim_context *context = find(handle);
+    if (!context || primaries[context->device] == context) {
+        sim_unlock();
+        return sim_error(SIM_PARAM, "%p is not a context of aclrtCreateContext", handle);
+    }
+    destroy(context, 0);
+    sim_unlock();
+    sim_count(SIM_COUNT_CONTEXTS, -1);
+    return 0;
+}
+
+int sim_context_set(void *handle) {
+    sim_lock();
+    int code = find(handle) ? 0 : sim_error(SIM_PARAM, "%p is not a context", handle);
+    if (!code) {
+        current = handle;
+    }
+    sim_unlock();
+    return code;
+}
+
+int sim_context_get(void **handle) {
+    sim_lock();
+    sim_context *context = sim_context_current();
+    *handle = context ? context->handle : NULL;
+    sim_unlock();
+    return context ? 0 : sim_error(SIM_NO_CONTEXT, "the thread has no context");
+}
+
+int sim_context_wait(int timeout_ms) {
+    sim_lock();
+    sim_context *context = sim_context_current();
+    sim_unlock();
+    if (!context) {
+        return sim_error(SIM_NO_CONTEXT, "the thread has no context");
+    }
+    return sim_streams_wait(context, timeout_ms);
+}
+
+/* change: 1 enables, -1 disables, 0 asks. Whether device may reach the peer, or a negative code. */
+int sim_peer_access(int device, int peer, int change) {
+    int code = check_device(device);
+    code = code ? code : check_device(peer);
+    if (code) {
+        return -code;
+    }
+    sim_lock();
+    if (change) {
+        peer_access[device][peer] = change > 0;
+    }
+    int allowed = device == peer || peer_access[device][peer];
+    sim_unlock();
+    return allowed;
+}

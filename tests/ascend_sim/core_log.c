@@ -1,0 +1,132 @@
+/* Every simulated call: its fault, its log line and the text of its error. */
+#include "core_log.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "core.h"
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static int log_fd = -1;
+static uint64_t num_lines;
+static int forked;
+
+static _Thread_local char pending[512];
+static _Thread_local char taken[512];
+
+static void note_fork(void) { forked = 1; }
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, note_fork);
+}
+
+int sim_is_forked(void) { return forked; }
+
+void sim_die(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "kvsim: ");
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "\n");
+    va_end(arguments);
+    abort();
+}
+
+int sim_log_open(const char *path) {
+    int fd = *path ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644) : -1;
+    if (*path && fd < 0) {
+        return -1;
+    }
+    pthread_mutex_lock(&mutex);
+    int old = log_fd;
+    log_fd = fd;
+    pthread_mutex_unlock(&mutex);
+    if (old >= 0) {
+        close(old);
+    }
+    return 0;
+}
+
+/* One write a line: lines of processes that share the file do not mix. */
+static void write_line(const char *call, const int *code, const char *fields, va_list arguments) {
+    char line[4096];
+    if (forked) {
+        return;
+    }
+    pthread_mutex_lock(&mutex);
+    if (log_fd >= 0) {
+        int used = snprintf(line, sizeof line, "{\"call\":\"%s\"", call);
+        if (code) {
+            used += snprintf(line + used, sizeof line - (size_t)used, ",\"code\":%d", *code);
+        }
+        used += snprintf(line + used, sizeof line - (size_t)used,
+                         ",\"pid\":%d,\"tid\":%ld,\"seq\":%llu,\"us\":%lld", (int)getpid(),
+                         syscall(SYS_gettid), (unsigned long long)num_lines++,
+                         (long long)sim_now_us());
+        if (*fields) {
+            line[used++] = ',';
+            used += vsnprintf(line + used, sizeof line - (size_t)used, fields, arguments);
+        }
+        if ((size_t)used > sizeof line - 3) {
+            sim_die("the log line of %s has %d bytes", call, used);
+        }
+        line[used++] = '}';
+        line[used++] = '\n';
+        if (write(log_fd, line, (size_t)used) != used) {
+            sim_die("cannot write to the log");
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+}
+
+int sim_enter(sim_call *call, const char *name) {
+    call->name = name;
+    call->fault = (sim_fault){SIM_FAULT_NONE, 0};
+    if (forked) {
+        return sim_error(SIM_FORKED, "%s: the device was opened before fork()", name);
+    }
+    call->fault = sim_fault_take(name);
+    if (call->fault.kind != SIM_FAULT_CODE) {
+        return 0;
+    }
+    return sim_error(call->fault.code, "%s: a fault of the test: %d", name, call->fault.code);
+}
+
+int sim_leave(const sim_call *call, int code, const char *fields, ...) {
+    va_list arguments;
+    va_start(arguments, fields);
+    write_line(call->name, &code, fields, arguments);
+    va_end(arguments);
+    return code;
+}
+
+void sim_note(const char *what, const char *fields, ...) {
+    va_list arguments;
+    va_start(arguments, fields);
+    write_line(what, NULL, fields, arguments);
+    va_end(arguments);
+}
+
+int sim_error(int code, const char *text, ...) {
+    va_list arguments;
+    va_start(arguments, text);
+    int used = snprintf(pending, sizeof pending, "ES%04d: ", code % 10000);
+    vsnprintf(pending + used, sizeof pending - (size_t)used, text, arguments);
+    va_end(arguments);
+    return code;
+}
+
+const char *sim_error_take(void) {
+    if (!*pending) {
+        return NULL;
+    }
+    strcpy(taken, pending);
+    *pending = '\0';
+    return taken;
+}

@@ -1,0 +1,232 @@
+/* The registry of device and pinned memory: who owns an address, and where its bytes really are. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "core.h"
+#include "core_log.h"
+
+#define PAGE 4096
+#define HUGE_PAGE ((uint64_t)2 << 20)
+#define FILLED ((uint64_t)1 << 20)
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static sim_memory **memories; /* by address; they never overlap */
+static size_t num_memories;
+static size_t capacity;
+static uint64_t next_serial = 1;
+
+/* The index of the first memory that ends behind the address; mutex is held. */
+static size_t first_behind(uint64_t address) {
+    size_t low = 0;
+    size_t high = num_memories;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (memories[middle]->address + memories[middle]->nbytes <= address) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+static int overlaps(size_t index, uint64_t address, uint64_t nbytes) {
+    return index < num_memories && memories[index]->address < address + nbytes;
+}
+
+static void insert(sim_memory *memory) {
+    if (num_memories == capacity) {
+        capacity = capacity ? 2 * capacity : 64;
+        memories = realloc(memories, capacity * sizeof *memories);
+        if (!memories) {
+            sim_die("no host memory");
+        }
+    }
+    size_t index = first_behind(memory->address);
+    memmove(memories + index + 1, memories + index, (num_memories - index) * sizeof *memories);
+    memories[index] = memory;
+    num_memories++;
+    memory->serial = next_serial++;
+    memory->references = 1;
+}
+
+static uint64_t round_up(uint64_t nbytes, uint64_t unit) {
+    return (nbytes + unit - 1) / unit * unit;
+}
+
+/* Views that a test has taken stay: its arrays may outlive the memory, as its assertions do. */
+static void destroy(sim_memory *memory) {
+    if (memory->fd >= 0) {
+        if (!memory->keep_view) {
+            munmap(memory->view, round_up(memory->nbytes, PAGE));
+        }
+        close(memory->fd);
+    }
+    free(memory);
+}
+
+static sim_memory *make_bytes(sim_memory_kind kind, int device, uint64_t nbytes) {
+    sim_memory *memory = calloc(1, sizeof *memory);
+    uint64_t mapped = round_up(nbytes, PAGE);
+    int fd = memfd_create(kind == SIM_MEMORY_DEVICE ? "kvsim-device" : "kvsim-pinned", MFD_CLOEXEC);
+    if (!memory || fd < 0 || ftruncate(fd, (off_t)mapped)) {
+        sim_die("memfd of %llu bytes: more files are open than the limit?",
+                (unsigned long long)nbytes);
+    }
+    void *view = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (view == MAP_FAILED) {
+        close(fd);
+        free(memory);
+        return NULL;
+    }
+    /* New memory is not zero on hardware; of large ones only the beginning, they may stay unused. */
+    memset(view, 0xA5, nbytes < FILLED ? nbytes : FILLED);
+    *memory = (sim_memory){.kind = kind, .device = device, .nbytes = nbytes, .view = view, .fd = fd};
+    return memory;
+}
+
+int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address) {
+    int on_device = kind == SIM_MEMORY_DEVICE;
+    uint64_t counted = round_up(nbytes, PAGE);
+    sim_settings settings = sim_settings_now();
+    uint64_t used;
+    if (nbytes > (uint64_t)1 << 46 ||
+        (on_device && sim_hbm_change(device, (int64_t)counted, settings.hbm_bytes, &used))) {
+        return sim_error(SIM_NO_MEMORY, "%llu bytes of memory of device %d: it has %llu",
+                         (unsigned long long)nbytes, device, (unsigned long long)settings.hbm_bytes);
+    }
+    sim_memory *memory = make_bytes(kind, device, nbytes);
+    if (memory && on_device) {
+        memory->address = sim_space_take(counted, nbytes >= HUGE_PAGE / 2 ? HUGE_PAGE : PAGE);
+    } else if (memory) {
+        memory->address = (uint64_t)(uintptr_t)memory->view;
+    }
+    if (!memory || !memory->address) {
+        return sim_error(SIM_NO_MEMORY, "no address space for %llu bytes",
+                         (unsigned long long)nbytes);
+    }
+    pthread_mutex_lock(&mutex);
+    insert(memory);
+    pthread_mutex_unlock(&mutex);
+    *address = memory->address;
+    return 0;
+}
+
+int sim_memory_register(int device, uint64_t address, uint64_t nbytes) {
+    if (sim_is_device_space(address, nbytes)) {
+        return sim_error(SIM_PARAM, "0x%llx is a device address", (unsigned long long)address);
+    }
+    sim_memory *memory = calloc(1, sizeof *memory);
+    *memory = (sim_memory){.kind = SIM_MEMORY_REGISTERED, .device = device, .address = address,
+                           .nbytes = nbytes, .view = (unsigned char *)(uintptr_t)address, .fd = -1};
+    pthread_mutex_lock(&mutex);
+    int taken = overlaps(first_behind(address), address, nbytes);
+    if (!taken) {
+        insert(memory);
+    }
+    pthread_mutex_unlock(&mutex);
+    if (taken) {
+        free(memory);
+        return sim_error(SIM_ALREADY_REGISTERED, "[0x%llx, +%llu) overlaps pinned memory",
+                         (unsigned long long)address, (unsigned long long)nbytes);
+    }
+    return 0;
+}
+
+static void remove_at(size_t index) {
+    memmove(memories + index, memories + index + 1, (num_memories - index - 1) * sizeof *memories);
+    num_memories--;
+}
+
+int sim_memory_free(sim_memory_kind kind, uint64_t address) {
+    pthread_mutex_lock(&mutex);
+    size_t index = first_behind(address);
+    sim_memory *memory = index < num_memories ? memories[index] : NULL;
+    if (!memory || memory->address != address || memory->kind != kind) {
+        pthread_mutex_unlock(&mutex);
+        return sim_error(kind == SIM_MEMORY_REGISTERED ? SIM_NOT_REGISTERED : SIM_PARAM,
+                         "0x%llx is not the beginning of such memory, or it was freed before",
+                         (unsigned long long)address);
+    }
+    remove_at(index);
+    pthread_mutex_unlock(&mutex);
+    if (kind == SIM_MEMORY_DEVICE) {
+        sim_hbm_change(memory->device, -(int64_t)round_up(memory->nbytes, PAGE), 0, NULL);
+    }
+    sim_memory_release(memory);
+    return 0;
+}
+
+void sim_memory_free_device(int device) {
+    for (;;) {
+        uint64_t address = 0;
+        pthread_mutex_lock(&mutex);
+        for (size_t i = 0; i < num_memories && !address; i++) {
+            if (memories[i]->kind == SIM_MEMORY_DEVICE && memories[i]->device == device) {
+                address = memories[i]->address;
+            }
+        }
+        pthread_mutex_unlock(&mutex);
+        if (!address || sim_memory_free(SIM_MEMORY_DEVICE, address)) {
+            return;
+        }
+    }
+}
+
+sim_memory *sim_find(uint64_t address, uint64_t nbytes) {
+    pthread_mutex_lock(&mutex);
+    size_t index = first_behind(address);
+    sim_memory *memory = NULL;
+    if (index < num_memories && memories[index]->address <= address) {
+        uint64_t left = memories[index]->nbytes - (address - memories[index]->address);
+        memory = nbytes <= left ? memories[index] : NULL;
+    }
+    if (memory) {
+        memory->references++;
+    }
+    pthread_mutex_unlock(&mutex);
+    return memory;
+}
+
+int sim_overlaps_memory(uint64_t address, uint64_t nbytes) {
+    pthread_mutex_lock(&mutex);
+    int found = overlaps(first_behind(address), address, nbytes);
+    pthread_mutex_unlock(&mutex);
+    return found;
+}
+
+void sim_memory_release(sim_memory *memory) {
+    pthread_mutex_lock(&mutex);
+    int last = memory && !--memory->references;
+    pthread_mutex_unlock(&mutex);
+    if (last) {
+        destroy(memory);
+    }
+}
+
+void *kvsim_host_view(uint64_t address) {
+    sim_memory *memory = sim_find(address, 1);
+    if (!memory) {
+        return NULL;
+    }
+    pthread_mutex_lock(&mutex);
+    memory->keep_view = 1;
+    pthread_mutex_unlock(&mutex);
+    void *view = memory->view + (address - memory->address);
+    sim_memory_release(memory);
+    return view;
+}
+
+void sim_memory_totals(uint64_t *device_bytes, uint64_t *pinned, uint64_t *registered) {
+    *device_bytes = *pinned = *registered = 0;
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < num_memories; i++) {
+        *device_bytes += memories[i]->kind == SIM_MEMORY_DEVICE ? memories[i]->nbytes : 0;
+        *pinned += memories[i]->kind == SIM_MEMORY_PINNED;
+        *registered += memories[i]->kind == SIM_MEMORY_REGISTERED;
+    }
+    pthread_mutex_unlock(&mutex);
+}

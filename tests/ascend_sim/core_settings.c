@@ -1,0 +1,142 @@
+/* The settings: from the environment when the library is loaded, or from a test while it runs. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core_log.h"
+#include "sim.h"
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static sim_settings settings;
+
+static int parse(const char *text, int64_t *value) {
+    char *end;
+    errno = 0;
+    *value = strtoll(text, &end, 10);
+    return errno || end == text || *end || *value < 0 ? -1 : 0;
+}
+
+static int set_soc(const char *soc) {
+    static const struct {
+        const char *prefix;
+        sim_product product;
+    } PRODUCTS[] = {{"Ascend910_93", SIM_A3}, {"Ascend910B", SIM_A2}, {"Ascend950", SIM_950}};
+    for (size_t i = 0; i < sizeof PRODUCTS / sizeof *PRODUCTS; i++) {
+        if (!strncmp(soc, PRODUCTS[i].prefix, strlen(PRODUCTS[i].prefix)) &&
+            strlen(soc) < sizeof settings.soc) {
+            strcpy(settings.soc, soc);
+            settings.product = PRODUCTS[i].product;
+            return 0;
+        }
+    }
+    return -1;
+}
+
+/* All devices of the server; only those that the variable lists, in its order, are visible. */
+static int set_devices(int64_t count) {
+    if (count > 64) {
+        return -1;
+    }
+    settings.num_devices = 0;
+    const char *visible = getenv("ASCEND_RT_VISIBLE_DEVICES");
+    if (!visible) {
+        for (int i = 0; i < count; i++) {
+            settings.physical[settings.num_devices++] = i;
+        }
+        return 0;
+    }
+    while (*visible && settings.num_devices < 64) {
+        char *end;
+        long number = strtol(visible, &end, 10);
+        if (end == visible || number < 0 || number >= count) {
+            break; /* what stands behind the first wrong number is not visible either */
+        }
+        settings.physical[settings.num_devices++] = (int)number;
+        visible = *end == ',' ? end + 1 : end;
+    }
+    return 0;
+}
+
+static int set_directory(const char *path) {
+    if (strlen(path) >= sizeof settings.directory) {
+        return -1;
+    }
+    strcpy(settings.directory, path);
+    return 0;
+}
+
+static int set_number(const char *name, int64_t value) {
+    if (!strcmp(name, "devices")) {
+        return set_devices(value);
+    } else if (!strcmp(name, "hbm_bytes")) {
+        settings.hbm_bytes = (uint64_t)value;
+    } else if (!strcmp(name, "latency_us")) {
+        settings.latency_us = value;
+    } else if (!strcmp(name, "bandwidth")) {
+        settings.bandwidth = (uint64_t)value;
+    } else if (!strcmp(name, "seed")) {
+        settings.seed = (uint64_t)value;
+    } else if (!strcmp(name, "retry_us")) {
+        settings.retry_us = value;
+    } else if (!strcmp(name, "server_id")) {
+        settings.server_id = value;
+    } else if (!strcmp(name, "super_pod_id")) {
+        settings.super_pod_id = value;
+    } else {
+        return -1;
+    }
+    return 0;
+}
+
+int kvsim_set(const char *name, const char *value) {
+    if (!strcmp(name, "log")) {
+        return sim_log_open(value);
+    }
+    if (!strcmp(name, "faults")) {
+        return kvsim_fault_add(value);
+    }
+    pthread_mutex_lock(&mutex);
+    int status;
+    int64_t number;
+    if (!strcmp(name, "soc")) {
+        status = set_soc(value);
+    } else if (!strcmp(name, "dir")) {
+        status = set_directory(value);
+    } else {
+        status = parse(value, &number) ? -1 : set_number(name, number);
+    }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
+sim_settings sim_settings_now(void) {
+    pthread_mutex_lock(&mutex);
+    sim_settings copy = settings;
+    pthread_mutex_unlock(&mutex);
+    return copy;
+}
+
+/* A wrong setting ends the program: a test that runs with another one proves nothing. */
+__attribute__((constructor)) static void read_environment(void) {
+    static const char *const ROWS[][3] = {
+        {"soc", "KVSIM_SOC", "Ascend910B1"},
+        {"devices", "KVSIM_DEVICES", "8"},
+        {"hbm_bytes", "KVSIM_HBM_BYTES", "68719476736"},
+        {"latency_us", "KVSIM_LATENCY_US", "0"},
+        {"bandwidth", "KVSIM_BANDWIDTH", "0"},
+        {"seed", "KVSIM_SEED", "1"},
+        {"retry_us", "KVSIM_RETRY_US", "200000"},
+        {"server_id", "KVSIM_SERVER_ID", "0"},
+        {"super_pod_id", "KVSIM_SUPER_POD_ID", "0"},
+        {"dir", "KVSIM_DIR", ""},
+        {"log", "KVSIM_LOG", ""},
+        {"faults", "KVSIM_FAULTS", ""},
+    };
+    for (size_t i = 0; i < sizeof ROWS / sizeof *ROWS; i++) {
+        const char *value = getenv(ROWS[i][1]);
+        if (kvsim_set(ROWS[i][0], value ? value : ROWS[i][2])) {
+            sim_die("%s=%s is not a value that the simulator knows", ROWS[i][1], value);
+        }
+    }
+}

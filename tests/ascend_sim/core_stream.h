@@ -1,0 +1,43 @@
+/* The inside of a stream: the queue, and who waits for it. All under the lock. */
+#ifndef KVSIM_CORE_STREAM_H
+#define KVSIM_CORE_STREAM_H
+
+#include "core.h"
+
+typedef struct sim_operation {
+    sim_work work;
+    void (*dispose)(void *);
+    void *argument;
+    uint64_t nbytes;
+    sim_fault fault;
+    struct sim_operation *next;
+} sim_operation;
+
+struct sim_stream {
+    void *handle;
+    const sim_context *context;
+    int device;
+    int is_default;
+    unsigned references;
+    pthread_t thread;
+    pthread_cond_t changed; /* work came, or an abort */
+    sim_operation *first;
+    sim_operation *last;
+    uint64_t num_queued;
+    uint64_t num_done;
+    uint64_t aborts;
+    int is_running;
+    int is_stopping; /* an abort waits for the running operation */
+    int is_ending;
+    int error; /* first since the last wait */
+    int stop_on_failure;
+    struct sim_stream *next;
+};
+
+/* The thread of the stream. */
+void *sim_stream_thread(void *stream);
+/* Takes all that waits out of the queue; the caller disposes of it without the lock. */
+sim_operation *sim_stream_empty(sim_stream *stream);
+void sim_operations_dispose(sim_operation *first);
+
+#endif

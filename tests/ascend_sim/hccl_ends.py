@@ -1,0 +1,136 @@
+"""Two processes with a communicator between them, and what a test asks of both."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from tests.ascend_sim.build import build
+from tests.ascend_sim.hccl_end import DEVICE, config
+
+ROOT = Path(__file__).resolve().parents[2]
+NBYTES = 1 << 16
+_names = itertools.count()
+
+
+class Remote:
+    """An `End` in a process of its own: ``remote("method", ...)``, or ``start`` and then ``result``."""
+
+    def __init__(self, environment: dict[str, str], variant: str, device: int) -> None:
+        self._connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ascend_sim.hccl_end", str(theirs.fileno())],
+            env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._connection.send((variant, device))
+
+    def start(self, name: str, *arguments: Any) -> None:
+        self._connection.send((name, arguments))
+
+    def result(self) -> Any:
+        return self._connection.recv()
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        self.start(name, *arguments)
+        return self.result()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self._connection.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def table(**changes: Any) -> str:
+    """Of two servers with a device each; changes replace top-level fields."""
+    servers = [
+        {
+            "server_id": f"10.0.0.{rank + 1}",
+            "device": [
+                {"device_id": str(rank), "device_ip": f"10.1.0.{rank + 1}", "rank_id": str(rank)}
+            ],
+        }
+        for rank in range(2)
+    ]
+    made = {"version": "1.0", "server_count": "2", "server_list": servers, "status": "completed"}
+    return json.dumps({key: value for key, value in (made | changes).items() if value is not None})
+
+
+class Ends:
+    """Rank 0 on device 0 of one process, rank 1 on device 1 of another."""
+
+    def __init__(self, folder: Path, variant: str, settings: dict[str, str]) -> None:
+        build(variant)
+        self.log_path = folder / "log.jsonl"
+        environment = {"KVSIM_DIR": str(folder), "KVSIM_LOG": str(self.log_path)} | settings
+        self.both = [Remote(environment, variant, device) for device in range(2)]
+        self.name = f"comm_{next(_names)}"
+        self.comms = [0, 0]
+        self.memory = [0, 0]
+        self.handles = [0, 0]
+        self.streams = [0, 0]
+
+    def __getitem__(self, rank: int) -> Remote:
+        return self.both[rank]
+
+    def at_once(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """The same method at both ends, each with its arguments."""
+        for end, own in zip(self.both, arguments, strict=True):
+            end.start(name, *own)
+        return [end.result() for end in self.both]
+
+    def init(self) -> None:
+        for rank, end in enumerate(self.both):
+            code, self.comms[rank] = end("init", table(), rank, config(self.name))
+            assert code == 0
+
+    def bind(self, nbytes: int = NBYTES, kind: int = DEVICE) -> None:
+        for rank, end in enumerate(self.both):
+            self.memory[rank] = end("allocate", nbytes, kind)
+            code, self.handles[rank] = end("register", self.memory[rank], nbytes, kind)
+            assert code == 0
+            assert end("bind", self.comms[rank], self.handles[rank]) == 0
+
+    def prepare(self, timeout: int = 5) -> list[int]:
+        return self.at_once("prepare", *((comm, timeout) for comm in self.comms))
+
+    def connect(self, nbytes: int = NBYTES, kind: int = DEVICE) -> None:
+        """All of it: afterwards rank 0 and 1 have memory, a communicator and a stream."""
+        self.init()
+        self.bind(nbytes, kind)
+        assert self.prepare() == [0, 0]
+        self.streams = [end("stream") for end in self.both]
+
+    def log(self, call: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        return [line for line in lines if line["call"] == call]
+
+    def close(self) -> None:
+        for end in self.both:
+            end.close()
+
+
+@contextmanager
+def two_ends(folder: Path, variant: str = "8.5", **settings: str) -> Iterator[Ends]:
+    """Settings are environment variables without their KVSIM_."""
+    ends = Ends(folder, variant, {f"KVSIM_{name}": value for name, value in settings.items()})
+    try:
+        yield ends
+    finally:
+        ends.close()

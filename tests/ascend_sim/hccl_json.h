@@ -1,0 +1,23 @@
+/* A strict reader of JSON (RFC 8259, no duplicate keys, no more than 16 levels). */
+#ifndef KVSIM_HCCL_JSON_H
+#define KVSIM_HCCL_JSON_H
+
+#include <stddef.h>
+
+typedef enum { JSON_NULL, JSON_BOOLEAN, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } json_kind;
+
+typedef struct json {
+    json_kind kind;
+    char *key;  /* of a member of an object */
+    char *text; /* of a string, or a number as it was written */
+    struct json *items;
+    size_t num_items;
+} json;
+
+/* 0, or -1 with a text in error. The value is given back with json_free, also after an error. */
+int json_parse(const char *text, json *out, char *error, size_t error_size);
+void json_free(json *value);
+/* The member, or NULL where there is none or this is no object. */
+const json *json_member(const json *object, const char *key);
+
+#endif

@@ -1,0 +1,176 @@
+/*
+ * The core that the simulated vendor libraries of one process share (libkvsim_core.so): memory,
+ * devices and contexts, streams, faults and the log. The ACL and the HCCL simulator are written on
+ * this header; tests reach the kvsim_* functions through ctypes.
+ *
+ * What threads share is guarded by mutexes and not by atomics alone, so that ThreadSanitizer of a
+ * program that uses these libraries, which are built without it, sees what happens before what.
+ */
+#ifndef KVSIM_SIM_H
+#define KVSIM_SIM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define SIM_API __attribute__((visibility("default")))
+#define SIM_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
+
+/* ---- settings: KVSIM_<NAME> of the environment, or kvsim_set("<name>", value) later ---- */
+
+typedef enum { SIM_A2, SIM_A3, SIM_950 } sim_product;
+
+typedef struct {
+    char soc[32];              /* KVSIM_SOC: Ascend910B1, Ascend910_9391, Ascend950PR, ... */
+    sim_product product;       /* follows from soc */
+    int num_devices;           /* KVSIM_DEVICES, 8; less where ASCEND_RT_VISIBLE_DEVICES says so */
+    int physical[64];          /* of each device: its number on the server */
+    uint64_t hbm_bytes;        /* KVSIM_HBM_BYTES of each device, 64 GiB */
+    int64_t latency_us;        /* KVSIM_LATENCY_US of each operation, 0 */
+    uint64_t bandwidth;        /* KVSIM_BANDWIDTH of a stream in bytes a second, 0: no limit */
+    uint64_t seed;             /* KVSIM_SEED of the order inside a batch, 1 */
+    int64_t retry_us;          /* KVSIM_RETRY_US until a dead peer is an error, 200,000 */
+    int64_t server_id;         /* KVSIM_SERVER_ID: aclrtGetDeviceInfo, 0 */
+    int64_t super_pod_id;      /* KVSIM_SUPER_POD_ID: aclrtGetDeviceInfo, 0 */
+    char directory[200];       /* KVSIM_DIR for what processes share; "" where not given */
+} sim_settings;
+
+/* A copy: the settings can change while the program runs. */
+SIM_API sim_settings sim_settings_now(void);
+/* 0, or -1 for an unknown name or a value that does not parse. */
+SIM_API int kvsim_set(const char *name, const char *value);
+
+/* ---- every simulated call: enter, work, leave ---- */
+
+typedef enum {
+    SIM_FAULT_NONE,
+    SIM_FAULT_CODE,    /* the call does nothing and returns the code */
+    SIM_FAULT_SYNC,    /* the call succeeds, does nothing, and the code shows at synchronization */
+    SIM_FAULT_HANG,    /* the operation on the stream never ends; an abort ends it */
+    SIM_FAULT_PARTIAL, /* half of the work is done, then the code, shown as a real one would be */
+} sim_fault_kind;
+
+typedef struct {
+    sim_fault_kind kind;
+    int code;
+} sim_fault;
+
+typedef struct {
+    const char *name;
+    sim_fault fault;
+} sim_call;
+
+/* Looks up the call's fault. 0, or the code that the call has to return at once: that of a fault
+ * "name:n=code", or SIM_FORKED in a child of fork(), where nothing works, as on hardware. */
+#define SIM_FORKED 507899
+SIM_API int sim_enter(sim_call *call, const char *name);
+SIM_API int sim_is_forked(void);
+/* Writes the log line {"call":name,"code":code,"pid":,"tid":,"seq":, FIELDS} and returns the code.
+ * fields: JSON members without braces, e.g. "\"bytes\":%zu", or "" for none. */
+SIM_API int sim_leave(const sim_call *call, int code, const char *fields, ...) SIM_PRINTF(3, 4);
+/* A log line that is not a call. */
+SIM_API void sim_note(const char *what, const char *fields, ...) SIM_PRINTF(2, 3);
+/* Sets the text that aclGetRecentErrMsg gives to this thread; returns the code. */
+SIM_API int sim_error(int code, const char *text, ...) SIM_PRINTF(2, 3);
+/* The text of this thread, which is then forgotten; NULL where there is none. It stays readable
+ * until the thread's next sim_error_take. */
+SIM_API const char *sim_error_take(void);
+
+/* "name:n=code; name:n=sync:code; name:n=hang; name:n=partial:code": the n-th call from now (1 is
+ * the next). 0, or -1 for text that is not of this form (then nothing was added). */
+SIM_API int kvsim_fault_add(const char *specification);
+SIM_API void kvsim_faults_clear(void);
+/* How many faults have not happened yet. */
+SIM_API int kvsim_faults_left(void);
+
+/* ---- memory ---- */
+
+typedef enum {
+    SIM_MEMORY_DEVICE,     /* address is in reserved space: reading it there is a SIGSEGV */
+    SIM_MEMORY_PINNED,     /* aclrtMallocHost: address == view */
+    SIM_MEMORY_REGISTERED, /* aclrtHostRegister: the program's own memory, fd == -1 */
+} sim_memory_kind;
+
+typedef struct {
+    sim_memory_kind kind;
+    int device;          /* that owns it; of host memory: current when it was made */
+    uint64_t address;    /* as the program knows it */
+    uint64_t nbytes;
+    unsigned char *view; /* where the bytes can be read and written */
+    int fd;              /* memfd of the bytes, from offset 0: /proc/<pid>/fd/<fd> for peers */
+    uint64_t serial;     /* never twice in a process: tells an allocation from a later one */
+    unsigned references; /* of the core's own, like the next */
+    int keep_view;
+} sim_memory;
+
+/* The memory that holds the whole range, with a reference: its view stays readable until
+ * sim_memory_release, even when the program frees it meanwhile. NULL where there is none. */
+SIM_API sim_memory *sim_find(uint64_t address, uint64_t nbytes);
+SIM_API void sim_memory_release(sim_memory *memory);
+/* Whether any byte of the range lies in reserved space: device memory, living or freed. */
+SIM_API int sim_is_device_space(uint64_t address, uint64_t nbytes);
+/* Whether any byte of the range belongs to living memory of any kind. */
+SIM_API int sim_overlaps_memory(uint64_t address, uint64_t nbytes);
+/* Allocation and registration, with ACL codes. */
+SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address);
+SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
+SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes);
+/* Gives back what a device holds (its reset). */
+SIM_API void sim_memory_free_device(int device);
+/* Bytes allocated on the device, by this process, or by all where KVSIM_DIR is given. */
+SIM_API uint64_t sim_memory_used(int device);
+/* Where a test can read and write a device or pinned address; NULL for any other. */
+SIM_API void *kvsim_host_view(uint64_t address);
+
+/* ---- devices and contexts: one context is current in a thread ---- */
+
+/* The device of the thread's current context; -1 where the thread has none. */
+SIM_API int sim_current_device(void);
+
+/* ---- streams: a thread each, first in, first out ---- */
+
+typedef struct sim_stream sim_stream;
+
+/* Runs on the stream's thread. Returns 0, or the code that a synchronization shows. Long work asks
+ * sim_stream_stopped between its pieces. */
+typedef int (*sim_work)(void *argument, sim_stream *stream);
+
+/* The stream of a handle (NULL: the default stream of the current context), with a reference.
+ * 0; 107002 no context is current; 107017 no such stream; 107003 the stream of another context. */
+SIM_API int sim_stream_find(void *handle, sim_stream **stream);
+SIM_API void sim_stream_release(sim_stream *stream);
+SIM_API int sim_stream_device(const sim_stream *stream);
+/* Queues work that takes latency + nbytes / bandwidth. dispose(argument) is called exactly once: after
+ * the work, or instead of it where it is dropped (also where this returns an error: then at once).
+ * fault: of the call, NULL for none. SYNC drops the work and its code shows at synchronization; HANG
+ * never ends; PARTIAL runs the work, which the caller has cut in half, and then shows its code. */
+SIM_API int sim_stream_enqueue(sim_stream *stream, const sim_fault *fault, sim_work work,
+                               void (*dispose)(void *), void *argument, uint64_t nbytes);
+/* On the stream's thread: whether the work should end, because of an abort. */
+SIM_API int sim_stream_stopped(sim_stream *stream);
+/* On the stream's thread: waits, -1 for ever. Whether an abort ended it early. */
+SIM_API int sim_stream_pause(sim_stream *stream, int64_t microseconds);
+/* On the stream's thread: copies in pieces. Whether an abort ended it early. */
+SIM_API int sim_stream_copy(sim_stream *stream, void *target, const void *source, uint64_t nbytes);
+/* Waits for all that was queued. timeout_ms -1: for ever. 0, 507046 when the time is over, 107023
+ * when the stream was aborted meanwhile, or the first error of the work since the last wait. */
+SIM_API int sim_stream_wait(sim_stream *stream, int timeout_ms);
+
+/* ---- what must not be left at the end ---- */
+
+typedef enum {
+    SIM_COUNT_STREAMS,
+    SIM_COUNT_EVENTS,
+    SIM_COUNT_CONTEXTS,
+    SIM_COUNT_REGIONS, /* HCCL */
+    SIM_COUNT_COMMS,   /* HCCL */
+    SIM_NUM_COUNTS,
+} sim_counted;
+
+SIM_API void sim_count(sim_counted what, int change);
+/* JSON: {"streams":,"events":,"contexts":,"device_bytes":,"pinned":,"registered":,"regions":,
+ * "comms":}; readable until this thread's next call. Logged as {"call":"leaks", ...} by aclFinalize
+ * and when the process ends. */
+SIM_API const char *kvsim_leaks(void);
+SIM_API void sim_leaks_note(const char *when);
+
+#endif
