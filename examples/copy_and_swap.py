@@ -7,7 +7,7 @@ model reads and a larger HOST cache. On a machine without accelerator both are h
 
 import numpy as np
 
-from examples.harness import check, explain_yourself, fill, numbered
+from examples.harness import check, explain_yourself, numbered
 from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement
 
 SLOTS = CacheDesc(num_tensors=4, shape=(3, 32, 2, 16), data_type=DataType.DT_FLOAT16)
@@ -18,37 +18,37 @@ HOST = CacheDesc(4, (16, 8, 2, 16), DataType.DT_FLOAT16, placement=Placement.HOS
 def copy(datadist: LlmDataDist) -> None:
     """A slot to another; then only its first 8 tokens."""
     src, dst = datadist.allocate_cache(SLOTS), datadist.allocate_cache(SLOTS)
-    fill(datadist.arrays(src), numbered(SLOTS))
+    datadist.write_cache(src, numbered(SLOTS))
     datadist.copy_cache(src, dst, src_batch_index=1, dst_batch_index=0)
     eight_tokens = SLOTS.stride * 8 // 32  # bytes
     datadist.copy_cache(src, dst, src_batch_index=0, dst_batch_index=2, size=eight_tokens)
     was, expected = numbered(SLOTS), np.zeros_like(numbered(SLOTS))
     expected[:, 0], expected[:, 2, :8] = was[:, 1], was[:, 0, :8]
-    check("slot 1 in slot 0, 8 tokens of slot 0 in slot 2", datadist.arrays(dst), expected)
+    check("slot 1 in slot 0, 8 tokens of slot 0 in slot 2", datadist.read_cache(dst), expected)
 
 
 def copy_blocks(datadist: LlmDataDist) -> None:
     """One block to two others, another to one."""
     cache = datadist.allocate_blocks_cache(DEVICE)
-    fill(datadist.arrays(cache), numbered(DEVICE))
+    datadist.write_cache(cache, numbered(DEVICE))
     print(datadist.plan_copy_blocks(cache, {1: [4, 6], 2: [5]}).explain(), end="\n\n")
     datadist.copy_blocks(cache, {1: [4, 6], 2: [5]})
     expected = numbered(DEVICE)
     expected[:, [4, 6]], expected[:, 5] = expected[:, [1, 1]], expected[:, 2]
-    check("block 1 in 4 and 6, block 2 in 5", datadist.arrays(cache), expected)
+    check("block 1 in 4 and 6, block 2 in 5", datadist.read_cache(cache), expected)
 
 
 def swap(datadist: LlmDataDist) -> None:
     """Blocks out to the host; and back, to other places."""
     device, host = datadist.allocate_blocks_cache(DEVICE), datadist.allocate_blocks_cache(HOST)
-    fill(datadist.arrays(device), numbered(DEVICE))
+    datadist.write_cache(device, numbered(DEVICE))
     datadist.swap_blocks(device, host, {0: 12, 1: 13, 7: 2})
-    for array in datadist.arrays(device):
-        array[:] = 0  # the device serves other requests meanwhile
+    # The device serves other requests meanwhile.
+    datadist.write_cache(device, np.zeros_like(numbered(DEVICE)))
     datadist.swap_blocks(host, device, {12: 5, 13: 6, 2: 0})
     expected = np.zeros_like(numbered(DEVICE))
     expected[:, [5, 6, 0]] = numbered(DEVICE)[:, [0, 1, 7]]
-    check("blocks 0, 1, 7 back in 5, 6, 0", datadist.arrays(device), expected)
+    check("blocks 0, 1, 7 back in 5, 6, 0", datadist.read_cache(device), expected)
 
 
 def main() -> None:

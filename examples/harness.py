@@ -53,12 +53,6 @@ def numbered(desc: CacheDesc, first: int = 0) -> NDArray[np.float16]:
     return rows.astype(np.float16).reshape(*rows.shape, 1, 1, 1) * ones
 
 
-def fill(arrays: Iterable[NDArray[Any]], values: NDArray[Any]) -> None:
-    """Write a value for each tensor, as a model would that computes them."""
-    for array, value in zip(arrays, values, strict=True):
-        array[:] = value
-
-
 def check(what: str, arrived: Iterable[NDArray[Any]], sent: NDArray[Any]) -> None:
     """Print what arrived, tensor by tensor, or end the example: it is not what was sent."""
     print(f"{what}:")

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from examples.harness import check, explain_yourself, fill, numbered, peer, until_closed
+from examples.harness import check, explain_yourself, numbered, peer, until_closed
 from kvplan import (
     CacheDesc,
     CacheKey,
@@ -39,7 +39,7 @@ def prefill(pipe: Connection) -> None:
     with LlmDataDist(PREFILL, LlmRole.PROMPT) as datadist:
         datadist.initialize(options)
         slots = datadist.allocate_cache(SLOTS, [REQUEST, NOBODY, PREFIX])
-        fill(datadist.arrays(slots), numbered(SLOTS))
+        datadist.write_cache(slots, numbered(SLOTS))
         datadist.deallocate_cache(slots)
         pipe.send(datadist.listen_address)
         pipe.recv()
@@ -65,18 +65,18 @@ def main() -> None:
     """Decode."""
     explain_yourself(__doc__)
     with peer(prefill) as pipe, LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
-        datadist.initialize()
+        datadist.initialize(Options(device_id=1))
         datadist.link_clusters([ClusterInfo(PREFILL, pipe.recv())]).raise_for_status()
         slots = datadist.allocate_cache(SLOTS)
 
         datadist.pull_cache(REQUEST, slots, batch_index=0)
-        arrived = np.stack(datadist.arrays(slots))[:, :1]
+        arrived = np.stack(datadist.read_cache(slots))[:, :1]
         check("the request's slot", arrived, numbered(SLOTS)[:, :1])
         expect_none(datadist, REQUEST)
 
         for slot in (1, 2):
             datadist.pull_cache(PREFIX, slots, batch_index=slot)
-        arrived = np.stack(datadist.arrays(slots))[:, 1:]
+        arrived = np.stack(datadist.read_cache(slots))[:, 1:]
         check("the prefix's slot, twice", arrived, numbered(SLOTS)[:, [2, 2]])
 
         pipe.send("remove the prefix")

@@ -19,6 +19,7 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
+from llm_datadist_memory import Tensors
 from llm_datadist_prefill import (
     DECODE,
     MINE,
@@ -27,7 +28,6 @@ from llm_datadist_prefill import (
     REQUEST,
     SLOTS,
     THEIRS,
-    addresses,
     arguments,
     linked_by_name,
     numbered,
@@ -50,22 +50,23 @@ def request_mode(datadist: LLMDataDist, prefill: Connection, name: str) -> None:
     config.enable_cache_manager = True
     datadist.init(config.generate_options())
     manager = datadist.cache_manager
-    blocks, slots = np.zeros_like(numbered(PAGED)), np.zeros_like(numbered(SLOTS))
-    paged = manager.register_blocks_cache(PAGED, addresses(blocks))
-    contiguous = manager.register_cache(SLOTS, addresses(slots))
+    empty = [np.zeros_like(numbered(it)) for it in (PAGED, SLOTS)]
+    blocks, slots = (Tensors(it, config.device_id) for it in empty)
+    paged = manager.register_blocks_cache(PAGED, blocks.addresses)
+    contiguous = manager.register_cache(SLOTS, slots.addresses)
     comm_id = linked_by_name(datadist, name)
 
     # Over there they are MINE, as prefill calls them.
     manager.pull_blocks(BlocksCacheKey(PREFILL), paged, src_blocks=MINE, dst_blocks=THEIRS)
-    expected = np.zeros_like(blocks)
+    expected = empty[0].copy()
     expected[:, THEIRS] = numbered(PAGED)[:, MINE]
-    check("pull_blocks", blocks, expected)
+    check("pull_blocks", blocks.read(), expected)
 
     request = CacheKey(PREFILL, REQUEST)
     manager.pull_cache(request, contiguous, batch_index=2)
-    expected = np.zeros_like(slots)
+    expected = empty[1].copy()
     expected[:, 2] = numbered(SLOTS)[:, 1]
-    check("pull_cache", slots, expected)
+    check("pull_cache", slots.read(), expected)
     try:
         manager.pull_cache(request, contiguous)
         sys.exit("FAILED: one key was pulled twice")
@@ -76,6 +77,8 @@ def request_mode(datadist: LLMDataDist, prefill: Connection, name: str) -> None:
     datadist.unlink(comm_id)
     prefill.send("pulled")
     datadist.finalize()
+    for it in (blocks, slots):
+        it.close()
 
 
 def remote_mode(datadist: LLMDataDist, prefill: Connection, here: str) -> None:
@@ -86,19 +89,21 @@ def remote_mode(datadist: LLMDataDist, prefill: Connection, here: str) -> None:
     config.local_comm_res = ""
     datadist.init(config.generate_options())
     manager = datadist.cache_manager
-    blocks = np.zeros_like(numbered(PAGED))
-    cache = manager.register_blocks_cache(PAGED, addresses(blocks), BlocksCacheKey(DECODE))
-    expected = np.zeros_like(blocks)
+    empty = np.zeros_like(numbered(PAGED))
+    blocks = Tensors(empty, config.device_id)
+    cache = manager.register_blocks_cache(PAGED, blocks.addresses, BlocksCacheKey(DECODE))
+    expected = empty.copy()
     expected[:, THEIRS] = numbered(PAGED)[:, MINE]
 
     prefill.send("registered")
     for what in ("push_blocks", "transfer_cache_async"):
         prefill.recv()  # the pushing end says when
-        check(what, blocks, expected)
-        blocks[:] = 0
+        check(what, blocks.read(), expected)
+        blocks.write(empty)
         prefill.send("looked")
     manager.unregister_cache(cache.cache_id)
     datadist.finalize()
+    blocks.close()
 
 
 def main() -> None:

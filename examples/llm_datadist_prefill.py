@@ -31,6 +31,7 @@ from llm_datadist import (
     RegisterMemStatus,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist_memory import Tensors
 
 PREFILL, DECODE = 1, 2
 REQUEST = 4711
@@ -44,11 +45,6 @@ def numbered(desc: CacheDesc) -> np.ndarray:
     """All tensors of a cache; no two elements hold the same number."""
     shape = (desc.num_tensors, *desc.shape)
     return np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)
-
-
-def addresses(tensors: np.ndarray) -> list[int]:
-    """Where the tensors lie; on a device: `tensor.data_ptr()` of each."""
-    return [tensor.ctypes.data for tensor in tensors]
 
 
 def ip_and_port(address: str) -> tuple[str, int]:
@@ -78,9 +74,9 @@ def request_mode(datadist: LLMDataDist, decode: Connection, name: str) -> None:
     datadist.init(config.generate_options())
     manager = datadist.cache_manager
 
-    blocks, slots = numbered(PAGED), numbered(SLOTS)
-    manager.register_blocks_cache(PAGED, addresses(blocks), BlocksCacheKey(PREFILL))
-    computed = manager.register_cache(SLOTS, addresses(slots))
+    blocks, slots = (Tensors(numbered(it), config.device_id) for it in (PAGED, SLOTS))
+    manager.register_blocks_cache(PAGED, blocks.addresses, BlocksCacheKey(PREFILL))
+    computed = manager.register_cache(SLOTS, slots.addresses)
     waiting = manager.allocate_cache(SLOTS, [CacheKey(PREFILL, REQUEST)])
     manager.copy_cache(waiting, computed, dst_batch_index=0, src_batch_index=1)
     manager.deallocate_cache(waiting)  # lives on until its key is pulled
@@ -88,12 +84,14 @@ def request_mode(datadist: LLMDataDist, decode: Connection, name: str) -> None:
     decode.recv()
     datadist.unlink(comm_id)
     datadist.finalize()
+    for it in (blocks, slots):
+        it.close()
 
 
 class Model(LayerSynchronizer):
     """Computes keys and values, layer after layer, into a cache that is sent meanwhile."""
 
-    def __init__(self, tensors: np.ndarray) -> None:
+    def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
         self._computed = [Event() for _ in range(LAYERS)]
 
@@ -101,7 +99,7 @@ class Model(LayerSynchronizer):
         result = numbered(PAGED)
         for layer, computed in enumerate(self._computed):
             both = slice(2 * layer, 2 * layer + 2)  # keys and values
-            self._tensors[both] = result[both]
+            self._tensors.write(result[both], first=both.start)
             computed.set()
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
@@ -119,8 +117,8 @@ def remote_mode(datadist: LLMDataDist, decode: Connection, here: str, there: str
     datadist.init(config.generate_options())
     manager = datadist.cache_manager
 
-    tensors = numbered(PAGED)
-    cache = manager.register_blocks_cache(PAGED, addresses(tensors), BlocksCacheKey(PREFILL))
+    tensors = Tensors(numbered(PAGED), config.device_id)
+    cache = manager.register_blocks_cache(PAGED, tensors.addresses, BlocksCacheKey(PREFILL))
     decode.recv()  # its memory is registered
     cluster = LLMClusterInfo()
     cluster.remote_cluster_id = DECODE
@@ -135,7 +133,7 @@ def remote_mode(datadist: LLMDataDist, decode: Connection, here: str, there: str
     decode.send("pushed")
     decode.recv()  # it has looked, and cleared its blocks
 
-    tensors[:] = 0
+    tensors.write(np.zeros_like(numbered(PAGED)))
     model = Model(tensors)
     every = range(LAYERS)
     configs = [TransferWithCacheKeyConfig(key, src_layer_range=every, dst_layer_range=every)]
@@ -148,6 +146,7 @@ def remote_mode(datadist: LLMDataDist, decode: Connection, here: str, there: str
     datadist.unlink_clusters([cluster], 5000)
     manager.unregister_cache(cache.cache_id)
     datadist.finalize()
+    tensors.close()
 
 
 def arguments(text: str) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from examples.harness import check, explain_yourself, fill, numbered, peer, until_closed
+from examples.harness import check, explain_yourself, numbered, peer, until_closed
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -29,11 +29,12 @@ SLOTS = CacheDesc(num_tensors=4, shape=(3, 32, 2, 16), data_type=DataType.DT_FLO
 def prefill(pipe: Connection) -> None:
     """Have a paged cache and a contiguous one, and listen."""
     with LlmDataDist(PREFILL, LlmRole.PROMPT) as datadist:
-        datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})  # port 0: one that is free
+        # Port 0: one that is free. The device matters where there is one.
+        datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0", "llm.DeviceId": "0"})
         paged = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(PREFILL))
         slots = datadist.allocate_cache(SLOTS)
         for cache in (paged, slots):
-            fill(datadist.arrays(cache), numbered(cache.cache_desc))
+            datadist.write_cache(cache, numbered(cache.cache_desc))  # as a model that computes
         pipe.send((datadist.listen_address, slots.cache_id))
         until_closed(pipe)
 
@@ -43,7 +44,7 @@ def main() -> None:
     explain_yourself(__doc__)
     with peer(prefill) as pipe, LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
         address, slots_id = pipe.recv()
-        datadist.initialize()
+        datadist.initialize({"llm.DeviceId": "1"})
         datadist.link_clusters([ClusterInfo(PREFILL, address)]).raise_for_status()
 
         paged = datadist.allocate_blocks_cache(PAGED)
@@ -53,17 +54,17 @@ def main() -> None:
         datadist.pull_blocks(key, paged, theirs, mine)
         expected = np.zeros_like(numbered(PAGED))
         expected[:, mine] = numbered(PAGED)[:, theirs]
-        check(f"blocks {theirs} of prefill, in blocks {mine}", datadist.arrays(paged), expected)
+        check(f"blocks {theirs} of prefill, in blocks {mine}", datadist.read_cache(paged), expected)
 
         slots = datadist.allocate_cache(SLOTS)
         datadist.pull_cache(CacheIndex(PREFILL, slots_id, batch_index=2), slots, batch_index=0)
-        arrived = np.stack(datadist.arrays(slots))[:, :1]
+        arrived = np.stack(datadist.read_cache(slots))[:, :1]
         check("slot 2 of prefill, in slot 0", arrived, numbered(SLOTS)[:, 2:])
 
         # No source blocks: the source is a slot. Its 32 tokens are four blocks of 8.
         mine = [15, 0, 13, 3]
         datadist.pull_blocks(CacheIndex(PREFILL, slots_id, 1), paged, None, mine)
-        arrived = np.stack(datadist.arrays(paged))[:, mine].reshape(4, 1, 32, 2, 16)
+        arrived = np.stack(datadist.read_cache(paged))[:, mine].reshape(4, 1, 32, 2, 16)
         check(f"slot 1 of prefill, in blocks {mine}", arrived, numbered(SLOTS)[:, 1:2])
 
 

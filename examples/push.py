@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from examples.harness import check, explain_yourself, fill, numbered, peer
+from examples.harness import check, explain_yourself, numbered, peer
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -31,12 +31,12 @@ MINE, THEIRS = [4, 5, 9], [7, 8, 2]  # blocks, as prefill sees it
 def prefill(pipe: Connection, address: str, slots_id: int) -> None:
     """Link to decode, and push."""
     with LlmDataDist(PREFILL, LlmRole.PROMPT) as datadist:
-        datadist.initialize()
+        datadist.initialize({"llm.DeviceId": "0"})
         datadist.link_clusters([ClusterInfo(DECODE, address)]).raise_for_status()
         paged = datadist.allocate_blocks_cache(PAGED)
         slots = datadist.allocate_cache(SLOTS)
         for cache in (paged, slots):
-            fill(datadist.arrays(cache), numbered(cache.cache_desc))
+            datadist.write_cache(cache, numbered(cache.cache_desc))
 
         key = BlocksCacheKey(DECODE)
         pipe.send(datadist.plan_push_blocks(paged, key, MINE, THEIRS).explain())
@@ -54,7 +54,7 @@ def main() -> None:
     """Decode."""
     explain_yourself(__doc__)
     with LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
-        datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0", "llm.DeviceId": "1"})
         paged = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(DECODE))
         slots = datadist.allocate_cache(SLOTS)
         with peer(prefill, datadist.listen_address, slots.cache_id) as pipe:
@@ -63,8 +63,8 @@ def main() -> None:
 
         expected = np.zeros_like(numbered(PAGED))
         expected[:, THEIRS] = numbered(PAGED)[:, MINE]
-        check(f"blocks {MINE} of prefill, in blocks {THEIRS}", datadist.arrays(paged), expected)
-        arrived = np.stack(datadist.arrays(slots))[:, 2:]
+        check(f"blocks {MINE} of prefill, in blocks {THEIRS}", datadist.read_cache(paged), expected)
+        arrived = np.stack(datadist.read_cache(slots))[:, 2:]
         check("slot 1 of prefill, in slot 2", arrived, numbered(SLOTS)[:, 1:2])
 
 

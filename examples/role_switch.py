@@ -8,7 +8,7 @@ ends are unlinked first, by one call at either end.
 import sys
 from multiprocessing.connection import Connection
 
-from examples.harness import check, explain_yourself, fill, numbered, peer, until_closed
+from examples.harness import check, explain_yourself, numbered, peer, until_closed
 from kvplan import (
     BlocksCacheKey,
     CacheDesc,
@@ -29,17 +29,17 @@ ALL = [0, 1, 2, 3]
 def second(pipe: Connection, address: str) -> None:
     """Decode first: pull what the first engine has. Then prefill: have something else."""
     with LlmDataDist(SECOND, LlmRole.DECODER) as datadist:
-        datadist.initialize()
+        datadist.initialize({"llm.DeviceId": "1"})
         datadist.link_clusters([ClusterInfo(FIRST, address)]).raise_for_status()
         cache = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(SECOND))
         datadist.pull_blocks(BlocksCacheKey(FIRST), cache, ALL, ALL)
-        check("pulled by the second engine", datadist.arrays(cache), numbered(PAGED))
+        check("pulled by the second engine", datadist.read_cache(cache), numbered(PAGED))
         pipe.send("pulled")
 
         pipe.recv()
         datadist.unlink_clusters([FIRST]).raise_for_status()
         datadist.set_role(LlmRole.PROMPT, LISTEN)
-        fill(datadist.arrays(cache), numbered(PAGED, first=1000))
+        datadist.write_cache(cache, numbered(PAGED, first=1000))
         pipe.send(datadist.listen_address)
         until_closed(pipe)
 
@@ -48,9 +48,9 @@ def main() -> None:
     """Prefill first, then decode."""
     explain_yourself(__doc__)
     with LlmDataDist(FIRST, LlmRole.PROMPT) as datadist:
-        datadist.initialize(LISTEN)
+        datadist.initialize({**LISTEN, "llm.DeviceId": "0"})
         cache = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(FIRST))
-        fill(datadist.arrays(cache), numbered(PAGED))
+        datadist.write_cache(cache, numbered(PAGED))
         with peer(second, datadist.listen_address) as pipe:
             pipe.recv()
             try:
@@ -69,7 +69,7 @@ def main() -> None:
             datadist.link_clusters([ClusterInfo(SECOND, address)]).raise_for_status()
             datadist.pull_blocks(BlocksCacheKey(SECOND), cache, ALL, ALL)
             there = numbered(PAGED, first=1000)
-            check("pulled by the first engine", datadist.arrays(cache), there)
+            check("pulled by the first engine", datadist.read_cache(cache), there)
 
 
 if __name__ == "__main__":

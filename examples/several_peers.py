@@ -10,10 +10,20 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.harness import check, explain_yourself, fill, numbered, peer, until_closed
-from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole, PlanEvent
+from examples.harness import check, explain_yourself, numbered, peer, until_closed
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+    Options,
+    PlanEvent,
+)
 
 DECODE, PREFILLS = 10, (1, 2, 3)
+DECODE_DEVICE = 0  # and prefill has those that are numbered like its clusters
 PAGED = CacheDesc(num_tensors=4, shape=(16, 8, 2, 16), data_type=DataType.DT_FLOAT16)
 
 
@@ -25,9 +35,9 @@ def content(cluster_id: int) -> NDArray[np.float16]:
 def prefill(pipe: Connection, cluster_id: int) -> None:
     """Have a paged cache, and listen."""
     with LlmDataDist(cluster_id, LlmRole.PROMPT) as datadist:
-        datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        datadist.initialize(Options(listen_ip_info="127.0.0.1:0", device_id=cluster_id))
         cache = datadist.allocate_blocks_cache(PAGED, BlocksCacheKey(cluster_id))
-        fill(datadist.arrays(cache), content(cluster_id))
+        datadist.write_cache(cache, content(cluster_id))
         pipe.send(datadist.listen_address)
         until_closed(pipe)
 
@@ -43,7 +53,7 @@ def main() -> None:
     with ExitStack() as stack:
         pipes = [stack.enter_context(peer(prefill, cluster_id)) for cluster_id in PREFILLS]
         datadist = stack.enter_context(LlmDataDist(DECODE, LlmRole.DECODER))
-        datadist.initialize()
+        datadist.initialize(Options(device_id=DECODE_DEVICE))
         addresses = [pipe.recv() for pipe in pipes]
         clusters = [ClusterInfo(*it) for it in zip(PREFILLS, addresses, strict=True)]
         datadist.link_clusters(clusters).raise_for_status()
@@ -60,7 +70,7 @@ def main() -> None:
             expected[:, mine] = content(cluster_id)[:, theirs]
         for task in tasks:
             task.wait(timeout_ms=1000)
-        check("three blocks of each", datadist.arrays(cache), expected)
+        check("three blocks of each", datadist.read_cache(cache), expected)
         for link in datadist.links():
             print(f"{link.state.name} with cluster {link.cluster_id}: {link.bytes_pulled} bytes")
 

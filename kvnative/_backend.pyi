@@ -3,12 +3,15 @@ from typing import NamedTuple, Never, Self, final
 __all__ = [
     "KVN_CANCELLED",
     "KVN_DENIED",
+    "KVN_DEVICE_MEMORY",
     "KVN_FAILED",
     "KVN_INVALID",
+    "KVN_NO_DEVICE_MEMORY",
     "KVN_NO_MEMORY",
     "KVN_OK",
     "KVN_PEER_GONE",
     "KVN_PENDING",
+    "KVN_SUSPECT_REMOTE",
     "KVN_TIMEOUT",
     "KVN_UNMAPPED",
     "KVN_UNSUPPORTED",
@@ -36,6 +39,9 @@ KVN_DENIED: int
 KVN_UNMAPPED: int
 KVN_UNSUPPORTED: int
 KVN_FAILED: int
+KVN_DEVICE_MEMORY: int
+KVN_SUSPECT_REMOTE: int
+KVN_NO_DEVICE_MEMORY: int
 
 STRATEGIES: tuple[str, ...]
 

@@ -13,8 +13,9 @@ import os
 from typing import NamedTuple
 
 __all__ = [
-    "KVN_CANCELLED", "KVN_DENIED", "KVN_FAILED", "KVN_INVALID", "KVN_NO_MEMORY", "KVN_OK",
-    "KVN_PEER_GONE", "KVN_PENDING", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
+    "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
+    "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
+    "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
     "STRATEGIES", "Backend", "Capabilities", "NativeError", "ThreadPool", "delay", "fail_at",
     "host_backend", "limit_bandwidth", "limit_batch", "trace",
 ]
@@ -26,6 +27,9 @@ globals().update(
     KVN_NO_MEMORY=_native.KVN_NO_MEMORY, KVN_PEER_GONE=_native.KVN_PEER_GONE,
     KVN_DENIED=_native.KVN_DENIED, KVN_UNMAPPED=_native.KVN_UNMAPPED,
     KVN_UNSUPPORTED=_native.KVN_UNSUPPORTED, KVN_FAILED=_native.KVN_FAILED,
+    KVN_DEVICE_MEMORY=_native.KVN_DEVICE_MEMORY,
+    KVN_SUSPECT_REMOTE=_native.KVN_SUSPECT_REMOTE,
+    KVN_NO_DEVICE_MEMORY=_native.KVN_NO_DEVICE_MEMORY,
 )
 
 STRATEGIES = tuple(
@@ -197,8 +201,8 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KV
         status: what the report says, one of the negative KVN_ constants.
         code: the system's error code in the report.
     """
-    if not KVN_FAILED <= status < KVN_OK:
-        raise ValueError(f"status = {status}: expected {KVN_FAILED} to {KVN_OK - 1}")
+    if not KVN_NO_DEVICE_MEMORY <= status < KVN_OK:
+        raise ValueError(f"status = {status}: expected {KVN_NO_DEVICE_MEMORY} to {KVN_OK - 1}")
     backend.check_process()
     return Backend.adopt(kvn_fail_at_create(backend.handle, descriptor, status, code), backend,
                          "fail_at")

@@ -16,6 +16,9 @@ cdef extern from "kvnative/status.h" nogil:
         KVN_UNMAPPED
         KVN_UNSUPPORTED
         KVN_FAILED
+        KVN_DEVICE_MEMORY
+        KVN_SUSPECT_REMOTE
+        KVN_NO_DEVICE_MEMORY
 
 cdef extern from "kvnative/backend.h" nogil:
     enum:

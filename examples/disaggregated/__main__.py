@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from .device import DEVICES, prepare
 from .messages import (
     AwaitPush,
     Generated,
@@ -75,6 +76,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--block-size", metavar="N", type=whole(1, 1024), default=16, help="tokens in a block")
     add("--break-token", metavar="N", type=whole(0, 8191),
         help="break the block of this token of the prompt")  # fmt: skip
+    add("--device", choices=DEVICES, default="host",
+        help="where the KV caches lie: in host memory; in that of the first two Ascend devices; or "
+        "of two simulated ones, which this needs no NPU for")  # fmt: skip
     add("--timeout", metavar="SECONDS", type=whole(1, 3600), default=120,
         help="give up when no process says a word for so long")  # fmt: skip
     return parser.parse_args(argv)
@@ -87,7 +91,9 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
         WorkerError: a process failed.
         DemoError: none did, but the outcome is not as it must be.
     """
-    settings = Settings(options.prompt, options.max_tokens, options.block_size, weights_path())
+    settings = Settings(
+        options.prompt, options.max_tokens, options.block_size, weights_path(), options.device
+    )
     console.title("Prefill reads the prompt; decode has no prompt, only an empty cache")
     prefiller = workers.start("prefill", f"{__package__}.prefill", settings)
     decoder = workers.start("decode", f"{__package__}.decode", settings)
@@ -150,6 +156,7 @@ def main() -> int:
     options = arguments()
     try:
         check_installed()
+        prepare(options.device)
     except SetupError as error:
         print(f"cannot start: {error}", file=sys.stderr)
         return 2

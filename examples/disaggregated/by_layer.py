@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 from kvplan import Cache, CacheIndex, LayerTask, LlmDataDist
 
+from .device import tensors_of
 from .generation import prefill
 from .messages import DECODE_CLUSTER, MovedByLayer, PushTarget
 from .model import Llama
 from .moving import TIMEOUT_MS
-from .paged_cache import BlockTable, PagedCache, blocks_for
+from .paged_cache import BlockTable, blocks_for
 
 
 def pushed_by_layer(
@@ -29,7 +30,7 @@ def pushed_by_layer(
     block may change while it moves.
     """
     there = CacheIndex(DECODE_CLUSTER, target.cache_id)
-    tensors = PagedCache(datadist.arrays(cache))
+    tensors = tensors_of(datadist, cache)
     tasks: list[LayerTask] = []
     first = 0
     in_ready = []

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole
 
+from .device import described, options, tensors_of
 from .generation import decode
 from .messages import (
     DECODE_CLUSTER,
@@ -23,7 +24,7 @@ from .messages import (
 )
 from .model import Llama
 from .moving import moved
-from .paged_cache import BlockPool, PagedCache, blocks_for
+from .paged_cache import BlockPool, blocks_for
 from .prefill import cache_desc
 from .tokenizer import Tokenizer
 from .weights import ModelFile
@@ -40,13 +41,14 @@ def run(channel: Channel, settings: Settings) -> None:
     num_tokens, num_pulled = len(handover.prompt), len(handover.block_table)
 
     with LlmDataDist(DECODE_CLUSTER, LlmRole.DECODER) as datadist:
-        datadist.initialize()
+        datadist.initialize(options(settings.device, number=1))
+        channel.progress(described(settings.device, datadist))
         # A cache of another size, whose blocks fell free in another order.
         needed = blocks_for(num_tokens + settings.max_tokens, settings.block_size)
         cache = datadist.allocate_blocks_cache(
             cache_desc(model.config, 3 * needed, settings.block_size)
         )
-        tensors = PagedCache(datadist.arrays(cache))
+        tensors = tensors_of(datadist, cache)
         tensors.fill(np.nan)  # as a running engine's: its pages exist, and hold something else
         pool = BlockPool(3 * needed)
         pool.serve_others(seed=2)

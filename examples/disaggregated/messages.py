@@ -15,12 +15,13 @@ DECODE_CLUSTER = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose."""
+    """What the user chose; `device` is one of `device.DEVICES`."""
 
     prompt: Path
     max_tokens: int
     block_size: int
     weights: Path
+    device: str = "host"
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import numpy as np
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, DataType, LlmDataDist, LlmRole
 
 from .by_layer import pushed_by_layer
+from .device import described, options, tensors_of
 from .generation import prefill, read_prompt
 from .messages import DECODE_CLUSTER, PREFILL_CLUSTER, Handover, PushTarget, Settings
 from .model import Llama
 from .moving import moved
-from .paged_cache import BlockPool, PagedCache, blocks_for
+from .paged_cache import BlockPool, blocks_for
 from .tokenizer import Tokenizer
 from .weights import LlamaConfig, ModelFile
 from .workers import Channel
@@ -32,7 +33,9 @@ def run(channel: Channel, settings: Settings) -> None:
     num_blocks = 2 * needed
 
     with LlmDataDist(PREFILL_CLUSTER, LlmRole.PROMPT) as datadist:
-        datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+        listen = {"llm.ListenIpInfo": "127.0.0.1:0"}
+        datadist.initialize(listen | options(settings.device, number=0))
+        channel.progress(described(settings.device, datadist))
         cache = datadist.allocate_blocks_cache(
             cache_desc(model.config, num_blocks, settings.block_size),
             BlocksCacheKey(PREFILL_CLUSTER),
@@ -40,7 +43,7 @@ def run(channel: Channel, settings: Settings) -> None:
         pool = BlockPool(num_blocks)
         pool.serve_others(seed=1)
         block_table = pool.allocate(needed)
-        tensors = PagedCache(datadist.arrays(cache))
+        tensors = tensors_of(datadist, cache)
         first_token = prefill(model, prompt, tensors, block_table, channel.progress)
         channel.progress(f"listening on {datadist.listen_address}")
         channel.answer(Handover(prompt, first_token, datadist.listen_address, block_table.tolist()))

@@ -28,7 +28,8 @@ static void settle(kvn_task *task, const kvn_report *batch)
     }
     kvn_report_add_span(outcome, task->first + task->batch_count, task->columns.count);
     kvn_report_merge_spans(outcome);
-    if (outcome->failed == KVN_NO_DESCRIPTOR &&
+    /* Of several batches, the message tells of all; of one, the backend's own says more. */
+    if (outcome->failed == KVN_NO_DESCRIPTOR && task->batch_count != task->columns.count &&
         (outcome->status == KVN_TIMEOUT || outcome->status == KVN_CANCELLED)) {
         uint64_t total;
         kvn_columns_total(&task->columns, &total);

@@ -22,7 +22,9 @@ from kvplan.status import LLMException, LLMStatusCode
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MAX_WORKERS: Final = 8
+MAX_WORKERS: Final = 1024
+"""Threads for what blocks, made when needed. Both ends of a connection wait for each other in
+theirs: with too few, engines that connect crosswise would all wait for a free one."""
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
 """That must be left: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
@@ -51,8 +53,9 @@ class ControlLoop:
     It belongs to the process that started it: in a forked child every call is refused.
     """
 
-    def __init__(self, name: str = "kvplan-control") -> None:
+    def __init__(self, name: str = "kvplan-control", max_workers: int = MAX_WORKERS) -> None:
         self._name = name
+        self._max_workers = max_workers
         self._pid = os.getpid()
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,7 +89,7 @@ class ControlLoop:
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
             # Starts its threads now, while there is room for what they open.
             self._context.socket(zmq.PAIR).close()
-            self._workers = ThreadPoolExecutor(MAX_WORKERS, f"{self._name}-worker")
+            self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
             # Not a method: a loop that nobody has any more may be collected.
             living = (loop, self._context, self._workers, self._awaited)
             self._thread = threading.Thread(target=_serve, args=living, name=self._name)

@@ -36,6 +36,7 @@ Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Metadata = Annotated[bytes, Meta(max_length=MAX_NBYTES)]
 CacheId = Annotated[int, Meta(ge=1)]
 ClaimId = Annotated[int, Meta(ge=0)]
+Generation = Uint32
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -168,6 +169,29 @@ class Released(_Body, frozen=True):
     """Reply to Release."""
 
 
+class Renew(_Body, frozen=True):
+    """Notice: I make this generation of the link's connection; do so too, at once.
+
+    Both ends say it, whichever began; `metadata` is the link's transport's.
+    """
+
+    generation: Generation
+    metadata: Metadata
+
+
+class Renewed(_Body, frozen=True):
+    """Notice: I have made it; with a reason: I have not, and never will."""
+
+    generation: Generation
+    reason: Text
+
+
+class Unused(_Body, frozen=True):
+    """Notice: no transfer of mine uses this generation any more."""
+
+    generation: Generation
+
+
 class Failed(_Body, frozen=True):
     """Reply to any request: it was refused or failed."""
 
@@ -220,6 +244,9 @@ Body: TypeAlias = (
     | Found
     | Release
     | Released
+    | Renew
+    | Renewed
+    | Unused
     | Failed
     | Ping
     | Pong

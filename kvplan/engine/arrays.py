@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.execution.memory import HostMemory
+from kvplan.ascend.memory import DeviceMemory
+from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import CacheDesc, DataType
+
+if TYPE_CHECKING:
+    from kvplan.engine.cache_memory import CacheMemory
+    from kvplan.execution import HostMemory
 
 _TWINS: dict[DataType, np.dtype[Any]] = {
     DataType[f"DT_{name}"]: np.dtype(twin)
@@ -47,15 +52,29 @@ def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
     return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
 
 
-def tensor_arrays(desc: CacheDesc, memory: HostMemory) -> list[NDArray[Any]]:
-    """Return an array over each tensor, which keeps the memory as long as it lives.
-
-    Its shape is the cache's; for packed elements a row is flat, of whole bytes.
-    """
-    dtype = numpy_dtype(desc.data_type)
+def tensor_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """The shape and type of an array over a tensor; of packed elements a row is of whole bytes."""
     shape = desc.shape
     if desc.data_type.bits % 8:
         shape = (*shape[: desc.batch_dim_index + 1], desc.stride)
+    return shape, numpy_dtype(desc.data_type)
+
+
+def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
+    """Return an array over each tensor, which keeps the memory as long as it lives.
+
+    Its shape is the cache's; for packed elements a row is flat, of whole bytes.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: it is on a device.
+    """
+    if isinstance(memory, DeviceMemory):
+        raise LLMException(
+            f"the cache is in memory of device {memory.device.id}, which no array can show; "
+            "read_cache and write_cache copy it",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    shape, dtype = tensor_form(desc)
     return [
         np.asarray(_Tensor(memory, address, shape, dtype)) for address in memory.addresses.tolist()
     ]

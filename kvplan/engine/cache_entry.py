@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Final
 
 from kvplan.control.messages import MAX_NBYTES
-from kvplan.execution.memory import HostMemory
+from kvplan.engine.cache_memory import CacheMemory, check_anew, memory_at, offered_ranges
 from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, invalid
-from kvplan.types import BlocksCacheKey, Cache, CacheDesc
-from kvplan.validation import UINT64_MAX, check_width
+from kvplan.transport.protocol import kind_of
+from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
+    from kvplan.ascend.device import AscendDevice
     from kvplan.transport.protocol import Registrable, Transport
-
-# Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
-# and after every transfer.
-_USER: Final = "the user, until it is unregistered"
 
 MAX_TOLD_NBYTES: Final = MAX_NBYTES // 2
 """Of one cache, and of all in one message, by the estimate of `told_nbytes`."""
@@ -42,14 +38,15 @@ class CacheEntry:
         blocks_key: of a paged cache, if it has one.
         remote_accessible: whether peers may reach it.
         owned: whether it was allocated here; False: registered, the memory is the user's.
-        metadata: what a peer needs to reach it, by the name of the transport.
+        metadata: what a peer needs to reach it, by the name of the transport; empty where that
+            does not reach such memory.
         created: seconds since the epoch.
         side: as a plan sees it; None: `paged` is not known.
     """
 
     cache: Cache
     paged: bool | None
-    memory: HostMemory
+    memory: CacheMemory
     blocks_key: BlocksCacheKey | None
     remote_accessible: bool
     owned: bool
@@ -60,6 +57,16 @@ class CacheEntry:
     def __post_init__(self) -> None:
         known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
         object.__setattr__(self, "side", known)
+
+
+def ad_hoc(cache: Cache, device: AscendDevice | None) -> CacheEntry:
+    """A cache that is named by its addresses alone, which nobody vouches for.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: no addresses, or not mapped where the placement says.
+    """
+    memory = memory_at(cache.cache_desc, cache.tensor_addrs, device=device)
+    return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
 
 
 def check_tellable(entry: CacheEntry) -> None:
@@ -102,19 +109,17 @@ class HeldCache:
         """The same cache of the user's memory, in registrations of its own.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: its memory is not mapped any more; or the transport's.
+            LLMException: LLM_PARAM_INVALID: its memory is not there any more; or the transport's.
         """
         entry = self.entry
         cache, memory = entry.cache, entry.memory
         try:
-            HostMemory.from_addresses(
-                cache.cache_desc, cache.tensor_addrs, writable=memory.writable
-            )
+            check_anew(memory)
         except LLMException as error:
             raise LLMException(
                 f"cache {cache.cache_id}: {error.args[0]}", status_code=error.status_code
             ) from None
-        ranges = merged_ranges(memory) if entry.remote_accessible else ()
+        ranges = offered_ranges(memory) if entry.remote_accessible else ()
         with ExitStack() as undo:
             metadata = offer(transports, ranges, memory.writable, undo)
             # Peers are told of it because it is another Cache.
@@ -152,65 +157,6 @@ class Claim:
     batch_index: int
 
 
-def memory_of_span(desc: CacheDesc, address: int, owner: object) -> HostMemory:
-    """The tensors of a cache, one behind the other from `address` on, in memory of `owner`."""
-    sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
-    offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
-    return HostMemory(np.uint64(address) + offsets, sizes, writable=True, owner=owner)
-
-
-def memory_of_tensors(
-    desc: CacheDesc, tensors: Sequence[Any], *, writable: bool | None
-) -> HostMemory:
-    """The user's tensors: an address or an array for each.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `CacheRegistry.register`.
-    """
-    if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
-        raise TypeError(
-            f"tensors must be a sequence of addresses or arrays, not {type(tensors).__name__}"
-        )
-    if len(tensors) != desc.num_tensors:
-        raise invalid(
-            f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
-        )
-    if all(isinstance(it, int | np.integer) for it in tensors):
-        addresses = [it if isinstance(it, int) else int(it) for it in tensors]
-        for position, address in enumerate(addresses):
-            if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
-                raise invalid(f"tensors[{position}]=0 is no address of memory")
-        return HostMemory.from_addresses(
-            desc, addresses, writable=writable is not False, owner=_USER
-        )
-    memory = HostMemory.from_arrays(tensors, "tensors")
-    other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
-    if len(other):
-        raise invalid(
-            f"tensors[{other[0]}] has {memory.nbytes[other[0]]} bytes; a tensor of the cache has "
-            f"{desc.tensor_nbytes}"
-        )
-    if writable and not memory.writable:
-        raise invalid("writable=True, but one of the tensors is a read-only array")
-    if writable is False and memory.writable:
-        return HostMemory(memory.addresses, memory.nbytes, writable=False, owner=memory)
-    return memory
-
-
-def merged_ranges(memory: HostMemory) -> list[tuple[int, int]]:
-    """The (address, nbytes) that the tensors fill: adjacent ones are one range."""
-    ranges: list[tuple[int, int]] = []
-    for address, nbytes in sorted(
-        zip(memory.addresses.tolist(), memory.nbytes.tolist(), strict=True)
-    ):
-        start, before = ranges[-1] if ranges else (0, -1)
-        if address <= start + before:
-            ranges[-1] = (start, max(before, address + nbytes - start))
-        else:
-            ranges.append((address, nbytes))
-    return ranges
-
-
 def offer(
     transports: Sequence[Transport],
     ranges: Sequence[Registrable],
@@ -219,13 +165,17 @@ def offer(
 ) -> Mapping[str, bytes]:
     """Let peers reach `ranges` until `undo` is closed; return what they need for that.
 
-    No ranges: nothing is offered, and nobody needs anything.
+    No ranges: nothing is offered, and nobody needs anything. Peers that use a transport which does
+    not reach such memory are told of the cache, with empty metadata.
 
     Raises:
         LLMException: the transport's, that cannot offer them.
     """
     metadata = {}
     for transport in transports if ranges else ():
+        if kind_of(ranges[0]) not in transport.reaches:
+            metadata[transport.name] = b""
+            continue
         registrations = []
         for memory_range in ranges:
             registration = transport.register(memory_range, writable=writable)

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvplan.engine.arrays import tensor_arrays
+from kvplan.engine.contents import read_tensors, write_tensors
 from kvplan.engine.running import Running
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvplan.ascend.device import AscendDevice
+    from kvplan.execution import TensorMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,8 @@ class CacheOperations(Running):
         """Make a contiguous cache of memory that the caller has.
 
         Args:
-            cache_desc: its description; shape[batch_dim_index] counts slots.
+            cache_desc: its description; shape[batch_dim_index] counts slots. With an accelerator
+                its placement says where the memory is.
             tensors: for each an address, whose memory the caller keeps until it is unregistered; or
                 for each an array (NumPy, DLPack, buffer protocol), which is held until then.
             cache_keys: key i names slot i; they are never consumed.
@@ -178,11 +183,64 @@ class CacheOperations(Running):
 
         Raises:
             TypeError: no Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FAILED: not initialized;
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FEATURE_NOT_ENABLED: it is in
+                memory of a device (`read_cache` copies it); LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
         entry = self._running().registry.resolve(cache)
         return tensor_arrays(entry.cache.cache_desc, entry.memory)
+
+    def read_cache(self, cache: Cache) -> list[NDArray[Any]]:
+        """Return a copy of each tensor, wherever the cache is; the arrays are as `arrays` has them.
+
+        For looking into a cache; transfers in flight may write to it meanwhile.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; what its device says; LLM_FAILED:
+                not initialized; LLM_ENGINE_FINALIZED.
+        """
+        with self._recorded("read_cache") as engine:
+            entry = engine.registry.resolve(cache)
+            return read_tensors(entry.cache.cache_desc, entry.memory)
+
+    def write_cache(self, cache: Cache, arrays: Sequence[Any]) -> None:
+        """Fill each tensor, wherever the cache is.
+
+        Args:
+            cache: only its id matters, if it has one.
+            arrays: one for each tensor, of the shape that `arrays` has, and of elements as wide.
+
+        Raises:
+            TypeError: no Cache, or no sequence of arrays.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: arrays that do
+                not fit, or a cache that must not be written; what its device says; LLM_FAILED: not
+                initialized; LLM_ENGINE_FINALIZED.
+        """
+        with self._recorded("write_cache") as engine:
+            entry = engine.registry.resolve(cache)
+            write_tensors(entry.cache.cache_desc, entry.memory, arrays)
+
+    @property
+    def device(self) -> AscendDevice | None:
+        """The device whose memory caches with Placement.DEVICE lie in; None: that is host memory.
+
+        It is the engine's, and of no use when that is finalized.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
+        return self._running().device
+
+    def memory(self, cache: Cache) -> TensorMemory:
+        """Return the cache's memory as a side of `kvplan.execute`; it lives as long as that does.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
+        """
+        return self._running().registry.resolve(cache).memory
 
     def caches(self) -> list[CacheStatus]:
         """Return every cache that lives, by its id or its keys, in the order of ids."""

@@ -10,13 +10,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
 from kvplan.engine.cache_operations import CacheOperations
-from kvplan.engine.engine import Engine, PlanHook, finalized
+from kvplan.engine.engine import Engine, PlanHook
 from kvplan.engine.layer_operations import LayerOperations
 from kvplan.engine.local_operations import LocalOperations
 from kvplan.engine.log import log_operation
 from kvplan.engine.metrics import EngineMetrics, Metrics
 from kvplan.engine.options import Options
-from kvplan.engine.release import release, released_with
+from kvplan.engine.release import finalized, release, released_with
 from kvplan.engine.remote_operations import RemoteOperations
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid

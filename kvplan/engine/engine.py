@@ -9,11 +9,13 @@ from threading import Condition, RLock
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
+from kvplan.ascend.choice import open_accelerator
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
 from kvplan.engine.links import Links, LinkState
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
+from kvplan.engine.release import finalized
 from kvplan.engine.remapping import checked_ranges, remapped
 from kvplan.execution import default_transfers
 from kvplan.status import LLMException, LLMStatusCode
@@ -81,11 +83,20 @@ class Engine:
         self._changed = Condition(RLock())
         self._remapping = RLock()
         with ExitStack() as held:
-            reach = TransportOptions(permit_any_peer=options.permit_any_peer)
+            self.device = open_accelerator(options.accelerator, options.device_id)
+            if self.device is not None:
+                held.callback(self.device.close)
+            reach = TransportOptions(
+                permit_any_peer=options.permit_any_peer,
+                device=self.device,
+                local_comm_res=options.local_comm_res,
+                rdma_traffic_class=options.rdma_traffic_class,
+                rdma_service_level=options.rdma_service_level,
+            )
             transports = make_transports(options.transport, reach)
             for transport in transports:
                 held.callback(transport.close)
-            self.registry = CacheRegistry(transports, options, self._announce)
+            self.registry = CacheRegistry(transports, options, self._announce, self.device)
             held.callback(self.registry.close)
             self.links = Links(cluster_id, lambda: self.role, options, self.registry, transports)
             held.callback(self.links.close)
@@ -201,11 +212,3 @@ class Engine:
     def _idle(self, timeout_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: not self._calls, timeout_s)
-
-
-def finalized() -> LLMException:
-    """The refusal of a call after `finalize`."""
-    return LLMException(
-        "the engine is finalized; initialize it again",
-        status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
-    )

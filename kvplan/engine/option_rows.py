@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvplan.ascend.choice import ACCELERATORS
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
 from kvplan.validation import UINT32_MAX, check_type, check_width, shown
@@ -157,6 +158,11 @@ def _check_backend(name: str, value: object) -> None:
         raise invalid(f'{name}={shown(value)} must be empty or "hixl"')
 
 
+def _check_accelerator(name: str, value: object) -> None:
+    if check_type(name, value, str) not in ACCELERATORS:
+        raise invalid(f"{name}={shown(value)} must be one of {', '.join(ACCELERATORS)}")
+
+
 def _check_traffic_class(name: str, value: object) -> None:
     number = check_width(name, value, *_UINT32)
     if number > 255 or number % 4:
@@ -192,6 +198,7 @@ ROWS: Final = (
         _number("", low=0, high=7, width=_UINT32).check,
         optional=True,
     ),
+    Row("accelerator", ("kvplan.accelerator",), _text, _check_accelerator),
     _string("transport", "kvplan.transport"),
     _boolean("permit_any_peer", "kvplan.permit_any_peer"),
     _string("cluster_key_file", "kvplan.cluster_key_file", optional=True),

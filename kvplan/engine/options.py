@@ -20,7 +20,7 @@ class Options:
 
     Attributes:
         listen_ip_info: "ip:port" to listen at, IPv6 in brackets, port 0: any; empty: a client.
-        device_id: of the device whose caches these are; a label on a machine that has none.
+        device_id: of the device whose caches these are; a label where there is no accelerator.
         sync_kv_cache_wait_time: ms that a pull or push may take.
         mem_pool_config: pool of caches with Placement.DEVICE; None: each has memory of its own.
         host_mem_pool_config: the same for Placement.HOST.
@@ -33,6 +33,9 @@ class Options:
         link_retry_count: times that `link_clusters` tries to connect, within its timeout_ms; `link`
             tries until its time is over.
         rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
+        accelerator: "ascend": caches with Placement.DEVICE are in the memory of that device;
+            "none": the placement is a label, and all caches are in host memory; "auto": as "ascend"
+            where its runtime library and the device are found, else as "none".
         transport: how peers' memory is reached; "auto" chooses.
         permit_any_peer: let every process of this user trace this one. Where Yama asks for it
             (`kernel.yama.ptrace_scope=1`, as on Ubuntu), peers reach registered memory only so.
@@ -68,6 +71,7 @@ class Options:
     link_retry_count: int = 1
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
+    accelerator: str = "auto"
     transport: str = "auto"
     permit_any_peer: bool = False
     cluster_key_file: str | None = None

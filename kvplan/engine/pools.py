@@ -1,4 +1,4 @@
-"""Memory that caches are allocated from: whole pages of an arena, given back by the last user."""
+"""Memory that caches are allocated from: whole pages of it, given back by the last user."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvnative._host import Arena
 from kvplan.inspection.units import plural
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.protocol import DeviceRange, kind_of
+from kvplan.types import Placement
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from kvnative._host import Arena
-    from kvplan.transport.protocol import Transport
-    from kvplan.types import Placement
+    from kvnative._acl import DeviceBuffer
+    from kvplan.ascend.device import AscendDevice, PinnedMemory
+    from kvplan.transport.protocol import Registrable, Transport
 
+    Ground = Arena | DeviceBuffer
+    """What was allocated in one piece: it goes with its last user."""
+
+_LOG = Log("kvplan")
 DEFAULT_PAGE_SHIFT: Final = 16
 _PAGE_SHIFTS = (10, 30)
 _MAX_MEMORY_SIZE = 2**63 - 1
@@ -53,26 +61,43 @@ class PoolConfig:
 
 
 class Span:
-    """Memory [address, address + nbytes) of an arena, which goes back to its pool with this object.
+    """Memory [address, address + nbytes), which goes back to its pool with this object.
 
     Whatever uses the memory (a cache, a transfer in flight, an array over it) holds this object, so
     no byte of it is another cache's before the last user is gone.
+
+    Args:
+        ground: what it is a part of.
+        offset, nbytes: which part.
+        returned: of the pool, which hears of its end; None: it is of no pool.
+        device: whose memory it is; None: the host's.
+        pinned: what pins the ground for a device, held as long as this.
     """
 
-    __slots__ = ("_offset", "_returned", "address", "arena", "nbytes")
+    __slots__ = ("_offset", "_pinned", "_returned", "address", "device", "ground", "nbytes")
 
     def __init__(
-        self, arena: Arena, offset: int, nbytes: int, returned: deque[tuple[int, int]] | None
+        self,
+        ground: Ground,
+        offset: int,
+        nbytes: int,
+        returned: deque[tuple[int, int]] | None,
+        device: AscendDevice | None = None,
+        pinned: PinnedMemory | None = None,
     ) -> None:
-        self.arena = arena
-        self.address = arena.address + offset
+        self.ground = ground
+        self.address = ground.address + offset
         self.nbytes = nbytes
+        self.device = device
         self._offset = offset
         self._returned = returned
+        self._pinned = pinned
 
-    def view(self, nbytes: int) -> memoryview:
+    def view(self, nbytes: int) -> Registrable:
         """The first `nbytes` bytes, as transports register them."""
-        return memoryview(self.arena)[self._offset : self._offset + nbytes]
+        if isinstance(self.ground, Arena):
+            return memoryview(self.ground)[self._offset : self._offset + nbytes]
+        return DeviceRange(self.address, nbytes, self.ground)
 
     def __del__(self) -> None:
         # No lock: the garbage collector may come here from a thread that holds the pool's.
@@ -84,15 +109,28 @@ class Span:
 
 
 class Pool:
-    """Spans of whole pages of one arena; the smallest hole that fits is used, neighbours merge.
+    """Spans of whole pages of one ground; the smallest hole that fits is used, neighbours merge.
 
     May be used from several threads. Memory that was used before is not cleared.
+
+    Args:
+        ground: the memory.
+        page_shift: a page has 2**page_shift bytes.
+        device, pinned: as for `Span`.
     """
 
-    def __init__(self, arena: Arena, page_shift: int = DEFAULT_PAGE_SHIFT) -> None:
-        self._arena = arena
+    def __init__(
+        self,
+        ground: Ground,
+        page_shift: int = DEFAULT_PAGE_SHIFT,
+        device: AscendDevice | None = None,
+        pinned: PinnedMemory | None = None,
+    ) -> None:
+        self._ground = ground
+        self._device = device
+        self._pinned = pinned
         self._page_shift = page_shift
-        self._nbytes = arena.nbytes >> page_shift << page_shift
+        self._nbytes = ground.nbytes >> page_shift << page_shift
         self._holes: list[tuple[int, int]] = [(0, self._nbytes)]  # (offset, nbytes), in order
         self._returned: deque[tuple[int, int]] = deque()
         self._mutex = threading.Lock()
@@ -124,7 +162,7 @@ class Pool:
             hole, offset = min(fitting)
             at = bisect(self._holes, (offset, 0))
             self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []
-        return Span(self._arena, offset, size, self._returned)
+        return Span(self._ground, offset, size, self._returned, self._device, self._pinned)
 
     def _reclaim(self) -> None:
         while True:
@@ -151,35 +189,49 @@ class Pool:
 
 
 class Pools:
-    """Where caches are allocated: in the pool of their placement, else in arenas of their own.
+    """Where caches are allocated: in the pool of their placement, else in memory of their own.
 
     Args:
-        transport: whose arenas these are.
+        transports: the first that reaches the host makes its arenas; all hear of the pools.
         configs: of the pools.
+        device: that Placement.DEVICE means, and that memory of the host is pinned for; None:
+            placement is a label, and all memory is the host's.
 
     Raises:
-        LLMException: LLM_OUT_OF_MEMORY: no memory for a pool.
+        LLMException: LLM_OUT_OF_MEMORY, or LLM_DEVICE_OUT_OF_MEMORY: no memory for a pool.
     """
 
     def __init__(
-        self, transport: Transport, configs: Mapping[Placement, PoolConfig | None]
+        self,
+        transports: Sequence[Transport],
+        configs: Mapping[Placement, PoolConfig | None],
+        device: AscendDevice | None = None,
     ) -> None:
-        self._transport = transport
-        self._pools = {
-            placement: Pool(transport.allocate(it.memory_size), it.page_shift)
-            for placement, it in configs.items()
-            if it is not None
-        }
+        self._device = device
+        reaching = (it for it in transports if "host" in it.reaches)
+        self._host = next(reaching, transports[0])
+        self._pools = {}
+        for placement, config in configs.items():
+            if config is None:
+                continue
+            ground, of, pinned = self._allocate(placement, config.memory_size)
+            self._pools[placement] = Pool(ground, config.page_shift, of, pinned)
+            whole = Span(ground, 0, ground.nbytes, None, of).view(ground.nbytes)
+            for transport in transports:
+                if kind_of(whole) in transport.reaches:
+                    transport.expect(whole)
 
     def take(self, placement: Placement, nbytes: int) -> Span:
         """Return a span of at least `nbytes` bytes.
 
         Raises:
-            LLMException: LLM_OUT_OF_MEMORY, of the pool or the system.
+            LLMException: LLM_OUT_OF_MEMORY, of the pool or the system; LLM_DEVICE_OUT_OF_MEMORY, of
+                the device.
         """
         if (pool := self._pools.get(placement)) is not None:
             return pool.take(nbytes)
-        return Span(self._transport.allocate(nbytes), 0, nbytes, None)
+        ground, device, pinned = self._allocate(placement, nbytes)
+        return Span(ground, 0, nbytes, None, device, pinned)
 
     def free_nbytes(self) -> dict[Placement, int]:
         """Bytes that are free in each pool."""
@@ -188,3 +240,19 @@ class Pools:
     def close(self) -> None:
         """Let go of the pools; memory that somebody uses stays until then."""
         self._pools = {}
+
+    def _allocate(
+        self, placement: Placement, nbytes: int
+    ) -> tuple[Ground, AscendDevice | None, PinnedMemory | None]:
+        """The memory, whose it is if a device's, and what pins it if it is pinned."""
+        device = self._device
+        if device is not None and placement is Placement.DEVICE:
+            return device.allocate(nbytes), device, None
+        arena = self._host.allocate(nbytes)
+        if device is None:
+            return arena, None, None
+        try:
+            return arena, None, device.pin(arena.address, arena.nbytes, keep=arena)
+        except LLMException as error:  # it can be used all the same
+            _LOG.warning("caches of the host are copied to and from devices slowly: %s", error)
+            return arena, None, None

@@ -9,27 +9,27 @@ from contextlib import ExitStack
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvplan.engine import cache_memory
 from kvplan.engine.cache_entry import (
     CacheEntry,
     Claim,
     HeldCache,
+    ad_hoc,
     check_tellable,
     end_all,
-    memory_of_span,
-    memory_of_tensors,
-    merged_ranges,
     offer,
     renew_all,
 )
 from kvplan.engine.cache_keys import CACHE_KEYS, AnyKey, BoundKey, KeyIndex, check_keys, not_exist
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools
-from kvplan.execution.memory import HostMemory
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.engine.release import finalized
+from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
+    from kvplan.ascend.device import AscendDevice
     from kvplan.transport.protocol import Registrable, Transport
 
 _T = TypeVar("_T")
@@ -43,25 +43,31 @@ class CacheRegistry:
     was registered ends when it is unregistered: the memory is its user's.
 
     Args:
-        transports: what offers the caches to peers; the first one's arenas hold them.
+        transports: what offers the caches to peers.
         options: the pools, and how many tensors may be registered at once.
         on_change: called after `offered` has changed, in the thread that has changed it.
+        device: that holds caches with Placement.DEVICE; None: the host holds all.
 
     Raises:
         LLMException: LLM_OUT_OF_MEMORY: no memory for a pool.
     """
 
     def __init__(
-        self, transports: Sequence[Transport], options: Options, on_change: Callable[[], None]
+        self,
+        transports: Sequence[Transport],
+        options: Options,
+        on_change: Callable[[], None],
+        device: AscendDevice | None = None,
     ) -> None:
         self._transports = tuple(transports)
+        self._device = device
         self._max_tensors = options.max_tensors
         self._on_change = on_change
         configs = {
             Placement.DEVICE: options.mem_pool_config,
             Placement.HOST: options.host_mem_pool_config,
         }
-        self.pools = Pools(self._transports[0], configs)
+        self.pools = Pools(self._transports, configs, device)
         # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
         # What is looked through is a copy, therefore, and what is taken out may be gone.
         self._mutex = threading.RLock()
@@ -75,7 +81,7 @@ class CacheRegistry:
     def allocate(self, desc: CacheDesc, *, paged: bool, keys: Sequence[AnyKey] = ()) -> CacheEntry:
         """Make a cache in memory of the engine: of the placement's pool, else an arena of its own.
 
-        Fresh arenas are zeroed; pages of a pool hold whatever they held before.
+        Fresh memory of the host is zeroed; a device's, and pages of a pool, hold whatever they did.
 
         Args:
             desc: of the cache; its tensors lie one behind the other.
@@ -91,8 +97,7 @@ class CacheRegistry:
         check_keys(keys, paged)
         cache_id = self._next_id(desc, keys)
         span = self.pools.take(desc.placement, desc.nbytes)
-        memory = memory_of_span(desc, span.address, span)
-        view = span.view(desc.nbytes)
+        memory, view = cache_memory.of_span(desc, span), span.view(desc.nbytes)
         return self._publish(cache_id, desc, memory, (view,), paged, keys, owned=True)
 
     def register(
@@ -120,7 +125,8 @@ class CacheRegistry:
             TypeError: an argument of another type.
             ValueError: an address outside uint64.
             LLMException: LLM_PARAM_INVALID: as `allocate`, another number or size of tensors, more
-                than `max_tensors`, address 0, or memory that is not mapped or not writable.
+                than `max_tensors`, address 0, or memory that is not mapped, not writable, or not
+                where the placement says.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -133,8 +139,8 @@ class CacheRegistry:
                 f"num_tensors={desc.num_tensors}; at most max_tensors={self._max_tensors} can be "
                 "registered"
             )
-        memory = memory_of_tensors(desc, tensors, writable=writable)
-        ranges = merged_ranges(memory) if remote_accessible else ()
+        memory = cache_memory.of_tensors(desc, tensors, writable=writable, device=self._device)
+        ranges = cache_memory.offered_ranges(memory) if remote_accessible else ()
         return self._publish(cache_id, desc, memory, ranges, paged, keys, owned=False)
 
     def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
@@ -242,8 +248,7 @@ class CacheRegistry:
         check_type("cache", cache, Cache)
         if cache.cache_id != -1:
             return self.get(cache.cache_id)
-        memory = HostMemory.from_addresses(cache.cache_desc, cache.tensor_addrs)
-        return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
+        return ad_hoc(cache, self._device)
 
     def entries(self) -> list[tuple[CacheEntry, bool]]:
         """All caches that live, in the order of ids, and whether each still does by its id."""
@@ -328,7 +333,7 @@ class CacheRegistry:
         """Ids rise with every attempt, so that peers which try the same get the same ids."""
         with self._mutex:
             if self._closed:
-                raise _finalized()
+                raise finalized()
             self._last_id += 1
             cache_id = self._last_id
         if len(keys) > desc.batch_size:
@@ -342,7 +347,7 @@ class CacheRegistry:
         self,
         cache_id: int,
         desc: CacheDesc,
-        memory: HostMemory,
+        memory: cache_memory.CacheMemory,
         ranges: Sequence[Registrable],  # none: peers cannot reach it
         paged: bool,
         keys: Sequence[AnyKey],
@@ -366,7 +371,7 @@ class CacheRegistry:
             check_tellable(entry)
             with self._mutex:
                 if self._closed:
-                    raise _finalized()
+                    raise finalized()
                 self._keys.bind(cache_id, keys, num_tensors=desc.num_tensors, consumable=owned)
                 self._held[cache_id] = HeldCache(entry, undo.pop_all())
                 self._entries[cache_id] = entry
@@ -392,7 +397,3 @@ class CacheRegistry:
             return []
         held = self._held.pop(cache_id, None)  # None: it was unregistered under a claim
         return [] if held is None else [held]
-
-
-def _finalized() -> LLMException:
-    return LLMException("the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)

@@ -8,6 +8,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from kvplan.status import LLMException, LLMStatusCode
+
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
 
@@ -40,3 +42,11 @@ def release(engine: Engine) -> None:
 def _release_all() -> None:
     for engine in tuple(_open):
         release(engine)
+
+
+def finalized() -> LLMException:
+    """The refusal of a call after `finalize`."""
+    return LLMException(
+        "the engine is finalized; initialize it again",
+        status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
+    )

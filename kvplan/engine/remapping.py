@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvplan.engine.cache_entry import CacheEntry, merged_ranges
+from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.cache_memory import merged_ranges
 from kvplan.inspection.units import plural
 from kvplan.status import invalid
 from kvplan.validation import UINT64_MAX, check_width, shown

@@ -27,7 +27,9 @@ class TensorMemory(Protocol):
         addresses: contiguous, of shape (num_tensors,), as the backend reaches them.
         nbytes: as addresses; bytes that may be used from each address on.
         writable: whether it can be a destination.
-        in_process: whether the addresses are of this process, so that overlaps with its own show.
+        in_process: whether the addresses are of this process, so that overlaps with its own show,
+            and whatever copies in this process reaches them.
+        on_device: whether they are memory of an accelerator, which no plain copy reaches.
     """
 
     @property
@@ -46,8 +48,31 @@ class TensorMemory(Protocol):
     def in_process(self) -> bool:
         """See above."""
 
-    def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
-        """Return the backend that reaches this memory; None: plain memory of this process."""
+    @property
+    def on_device(self) -> bool:
+        """See above."""
+
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+    ) -> Backend | None:
+        """Return the backend that moves bytes between this memory and `other`.
+
+        Asked before each transfer, of both sides. What it returns is kept with this memory, so for
+        the same circumstances it must be the same object.
+
+        Args:
+            pool: the threads to copy with, if it is these that copy.
+            direction: "get": from this memory; "put": to it.
+            other: the other side.
+
+        Returns:
+            None: the other side's decision; where that has none either, a plain copy will do. What
+            is a peer's decides over what is a device's, of two devices the source.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: nothing moves bytes between the two, and why.
+            NativeError: there is no such backend any more.
+        """
 
     def check(self) -> None:
         """Raise LLMException if the memory is no longer what was registered.
@@ -67,6 +92,7 @@ class HostMemory:
     """Memory of this process: arrays, or addresses that were checked to be mapped."""
 
     in_process = True
+    on_device = False
 
     def __init__(
         self, addresses: Addresses, nbytes: NDArray[np.uint64], *, writable: bool, owner: object
@@ -131,11 +157,11 @@ class HostMemory:
             writable=writable,
             owner=owner,
         )
-        memory._check_mapped()
+        memory.check_mapped()
         return memory
 
-    def backend(self, pool: ThreadPool, direction: Direction) -> None:
-        """Return None: plain memory, copied by the host backend."""
+    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> None:
+        """Return None: plain memory, which everything reaches."""
 
     @property
     def held(self) -> bool:
@@ -145,14 +171,19 @@ class HostMemory:
     def check(self) -> None:
         """Check raw addresses again; arrays are held, so they cannot have gone."""
         if self._owner is None:
-            self._check_mapped()
+            self.check_mapped()
 
     def check_tensors(self, tensors: range) -> None:
         """See `TensorMemory`."""
         if self._owner is None:
-            self._check_mapped(tensors)
+            self.check_mapped(tensors)
 
-    def _check_mapped(self, tensors: range | None = None) -> None:
+    def check_mapped(self, tensors: range | None = None) -> None:
+        """Refuse tensors that are not mapped as they are to be used.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+        """
         part = slice(0, None) if tensors is None else slice(tensors.start, tensors.stop)
         try:
             check_ranges(

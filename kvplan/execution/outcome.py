@@ -23,7 +23,15 @@ _CODES = {
     native.KVN_UNMAPPED: LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
     native.KVN_UNSUPPORTED: LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     native.KVN_FAILED: LLMStatusCode.LLM_FAILED,
+    native.KVN_DEVICE_MEMORY: LLMStatusCode.LLM_DEVICE_MEM_ERROR,
+    native.KVN_SUSPECT_REMOTE: LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR,
+    native.KVN_NO_DEVICE_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
 }
+
+
+def status_code_of(status: int | None) -> LLMStatusCode:
+    """The code of the interface for a KVN_ status; of what has none, or is none: LLM_FAILED."""
+    return _FAILED if status is None else _CODES.get(status, _FAILED)
 
 
 def outcome(
@@ -82,7 +90,7 @@ def _failure(
         parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
     return LLMException(
         "; ".join(parts),
-        status_code=cause.status_code if cause else _CODES.get(report.status, _FAILED),
+        status_code=cause.status_code if cause else status_code_of(report.status),
         origin=origin,
         unconfirmed=report.unconfirmed,
     )

@@ -39,7 +39,7 @@ class Transfers:
         self._host = Executor(self._wrap(host_backend(self._pool)))
         self._mutex = RLock()  # of what follows; `wrap` may submit
         self._closed = False
-        self._peers: WeakKeyDictionary[TensorMemory, dict[Direction, Executor | None]] = (
+        self._executors: WeakKeyDictionary[TensorMemory, dict[Backend, Executor]] = (
             WeakKeyDictionary()
         )
 
@@ -124,30 +124,34 @@ class Transfers:
         check_type("plan", plan, Plan)
         source, target = as_memory("src", src), as_memory("dst", dst)
         try:
-            getter, putter = self._peer(source, "get"), self._peer(target, "put")
+            getter = self._executor(source, "get", target)
+            putter = self._executor(target, "put", source)
         except NativeError as error:
             raise self._unusable(error) from error
         if getter is not None and putter is not None:
             raise invalid(
                 "src and dst are both memory of other processes; one of them must be this one's"
             )
-        peer = getter or putter
         one_space = source.in_process and target.in_process
         descriptors = bind(plan, source, target, one_space=one_space)
-        return peer or self._host, descriptors, (source, target)
+        return getter or putter or self._host, descriptors, (source, target)
 
-    def _peer(self, memory: TensorMemory, direction: Direction) -> Executor | None:
-        """The executor that reaches another process's memory; None for this one's."""
+    def _executor(
+        self, memory: TensorMemory, direction: Direction, other: TensorMemory
+    ) -> Executor | None:
+        """The executor that `memory` needs for this transfer; None: any that `other` needs."""
         if isinstance(memory, HostMemory):
+            return None
+        backend = memory.backend(self._pool, direction, other)
+        if backend is None:
             return None
         with self._mutex:
             if self._closed:
                 raise self._unusable(NativeError("the transfers are closed"))
-            executors = self._peers.setdefault(memory, {})
-            if direction not in executors:
-                backend = memory.backend(self._pool, direction)
-                executors[direction] = None if backend is None else Executor(self._wrap(backend))
-            return executors[direction]
+            executors = self._executors.setdefault(memory, {})
+            if backend not in executors:
+                executors[backend] = Executor(self._wrap(backend))
+            return executors[backend]
 
     def _unusable(self, error: NativeError) -> LLMException:
         finalized = LLMStatusCode.LLM_ENGINE_FINALIZED
@@ -161,10 +165,9 @@ class Transfers:
         """
         with self._mutex:
             self._closed = True
-            executors = [it for pair in self._peers.values() for it in pair.values()]
+            executors = [it for kept in self._executors.values() for it in kept.values()]
         for executor in (*executors, self._host):
-            if executor is not None:
-                executor.close(cancel)
+            executor.close(cancel)
 
     def __repr__(self) -> str:
         return f"<Transfers of {self.threads} threads{', closed' if self._closed else ''}>"

@@ -13,6 +13,7 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvplan.ascend.device import AscendDevice
     from kvplan.transport.protocol import Transport
 
 _LOGGER = Log("kvplan")
@@ -25,13 +26,40 @@ class TransportOptions:
     Attributes:
         permit_any_peer: let every process of this user trace this one, which Yama
             (`kernel.yama.ptrace_scope=1`) asks for where memory is registered by its users.
+        device: of this process, whose memory is to be reached; None: there is none.
+        local_comm_res: JSON of the reference, with the addresses of the device; empty: found out.
+        rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
+        staging_nbytes: of device memory, for what a device cannot send from where it is.
     """
 
     permit_any_peer: bool = False
+    device: AscendDevice | None = None
+    local_comm_res: str = ""
+    rdma_traffic_class: int | None = None
+    rdma_service_level: int | None = None
+    staging_nbytes: int = 32 << 20
+
+
+def _hccl(options: TransportOptions) -> Transport:
+    if options.device is None:
+        raise LLMException(
+            "there is no accelerator (kvplan.accelerator)",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    from kvplan.transport.hccl.transport import HcclTransport  # its modules only where it is used
+
+    return HcclTransport(
+        options.device,
+        local_comm_res=options.local_comm_res,
+        traffic_class=options.rdma_traffic_class,
+        service_level=options.rdma_service_level,
+        staging_nbytes=options.staging_nbytes,
+    )
 
 
 # In order of preference.
 TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
+    "hccl": _hccl,
     "local": lambda options: LocalTransport(permit_any_peer=options.permit_any_peer),
 }
 

@@ -8,9 +8,10 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvnative._host import Arena, Board, Pin, check_memory
+from kvnative._host import Arena, Board, Pin
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.arenas import arena_of, offer
+from kvplan.transport.arenas import offer
+from kvplan.transport.host_range import host_range
 from kvplan.transport.identity import Identity
 from kvplan.transport.link import Link
 from kvplan.transport.metadata import BoardRef, Metadata, Range
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvplan.transport import protocol
-    from kvplan.transport.protocol import Registrable
+    from kvplan.transport.protocol import Kind, Registrable
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -63,6 +64,7 @@ class LocalTransport:
     """
 
     name = "local"
+    reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(self, *, max_registrations: int = 65536, permit_any_peer: bool = False) -> None:
         """Show this process to its peers.
@@ -103,6 +105,9 @@ class LocalTransport:
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
 
+    def expect(self, memory: Registrable) -> None:
+        """Do nothing: parts are registered when they are, whatever links there are."""
+
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
@@ -117,32 +122,7 @@ class LocalTransport:
                 not contiguous; LLM_OUT_OF_MEMORY: `max_registrations` are registered already.
             TypeError: neither of these.
         """
-        pin = arena = None
-        if isinstance(memory, tuple):
-            if len(memory) != 2:
-                raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
-            address, nbytes = memory
-        elif getattr(getattr(memory, "dtype", None), "hasobject", False):
-            raise TypeError("memory holds references to Python objects, which no peer may write")
-        else:
-            try:
-                pin = Pin(memory, writable=writable)
-            except (BufferError, ValueError) as error:
-                raise invalid(f"memory of type {type(memory).__name__}: {error}") from error
-            address, nbytes = pin.address, pin.nbytes
-            arena = arena_of(memory)
-        try:
-            check_memory(address, nbytes, writable)
-        except ValueError as error:
-            raise invalid(f"memory: {error}") from error
-        except OSError as error:  # /proc is not there, or no descriptor is left to read it
-            raise LLMException(f"memory: {error}") from error
-        # as_strided makes arrays that reach beyond what they are over.
-        if (
-            arena is not None
-            and not arena.address <= address <= arena.address + arena.nbytes - nbytes
-        ):
-            arena = None
+        address, nbytes, pin, arena = host_range(memory, writable=writable)
         ref = None if arena is None else offer(arena)
         with self._mutex:
             self._check_process()
@@ -202,13 +182,18 @@ class LocalTransport:
         return None
 
     def connect(
-        self, metadata: bytes, *, timeout_ms: float | None = None, prefault: bool = False
+        self,
+        metadata: bytes,
+        *,
+        timeout_ms: float | None = None,
+        session: bytes = b"",
+        prefault: bool = False,
     ) -> Link:
         """Link to the process whose `metadata` this is; it takes no part in that.
 
         Args:
             metadata: the peer's.
-            timeout_ms: of no account, since nobody is waited for.
+            timeout_ms, session: of no account, since nobody is waited for.
             prefault: map the pages of an arena with it, which costs time and page tables, instead
                 of one fault a page at first use.
 

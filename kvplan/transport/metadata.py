@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from reprlib import repr as show  # short, however long or deep the value is
 from typing import Any, Final
 
-from kvplan.status import LLMException, invalid
+from kvplan.transport.documents import Document
 from kvplan.transport.identity import Identity
 
 SCHEMA: Final = "kvplan.local"
 SCHEMA_VERSION: Final = 1
 MAX_NBYTES: Final = 32 << 20
+
+_PEER: Final = Document("peer metadata", MAX_NBYTES)
 
 _UINT64 = (0, 2**64 - 1)
 _INT31 = (0, 2**31 - 1)
@@ -113,35 +115,23 @@ class Metadata:
             LLMException: LLM_PARAM_INVALID, naming the field, its value and the allowed range.
             TypeError: `blob` is not bytes.
         """
-        if not isinstance(blob, bytes | bytearray | memoryview):
-            raise TypeError(f"metadata must be bytes, not {type(blob).__name__}")
-        if len(blob) > MAX_NBYTES:
-            raise _bad(f"is {len(blob)} bytes long; at most {MAX_NBYTES} are allowed")
-        try:
-            document = json.loads(bytes(blob))
-        except (ValueError, RecursionError) as error:
-            raise _bad(f"is no JSON: {error}") from None
-        found = document if isinstance(document, dict) else {}
-        schema, version = found.get("schema"), found.get("schema_version")
-        if schema != SCHEMA or type(version) is not int or version != SCHEMA_VERSION:
-            raise _bad(
-                f"is of schema {show(schema)} version {show(version)}; this kvplan reads "
-                f"{SCHEMA!r} version {SCHEMA_VERSION}"
-            )
-        fields = _object("", document, {"schema", "schema_version", "identity", "board", "ranges"})
-        identity = _object("identity", fields["identity"], {"boot_id", *_IDENTITY})
+        document = _PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
+        names = {"schema", "schema_version", "identity", "board", "ranges"}
+        fields = _PEER.fields("", document, names)
+        identity = _PEER.fields("identity", fields["identity"], {"boot_id", *_IDENTITY})
         boot_id = identity["boot_id"]
         if not isinstance(boot_id, str) or len(boot_id) != _BOOT_ID_LENGTH:
-            raise _bad(f"identity.boot_id is {show(boot_id)}; it must be a UUID of 36 characters")
+            raise _PEER.bad(
+                f"identity.boot_id is {show(boot_id)}; it must be a UUID of 36 characters"
+            )
         board = BoardRef(
-            **_numbers("board", _object("board", fields["board"], set(_BOARD)), _BOARD)
+            **_PEER.numbers("board", _PEER.fields("board", fields["board"], set(_BOARD)), _BOARD)
         )
-        if not isinstance(fields["ranges"], list):
-            raise _bad(f"ranges is {show(fields['ranges'])}; it must be a list")
+        ranges = _PEER.elements("ranges", fields["ranges"])
         return cls(
-            Identity(boot_id=boot_id, **_numbers("identity", identity, _IDENTITY)),
+            Identity(boot_id=boot_id, **_PEER.numbers("identity", identity, _IDENTITY)),
             board,
-            tuple(_range(f"ranges[{i}]", it, board) for i, it in enumerate(fields["ranges"])),
+            tuple(_range(f"ranges[{i}]", it, board) for i, it in enumerate(ranges)),
         )
 
 
@@ -151,51 +141,24 @@ def _fields(value: Identity | BoardRef | Range | ArenaRef) -> dict[str, Any]:
 
 
 def _range(path: str, value: object, board: BoardRef) -> Range:
-    fields = _object(path, value, {"writable", "arena", *_RANGE})
-    numbers = _numbers(path, fields, _RANGE)
-    if not isinstance(fields["writable"], bool):
-        raise _bad(f"{path}.writable is {show(fields['writable'])}; it must be true or false")
+    fields = _PEER.fields(path, value, {"writable", "arena", *_RANGE})
+    numbers = _PEER.numbers(path, fields, _RANGE)
+    writable = _PEER.flag(f"{path}.writable", fields["writable"])
     if numbers["address"] + numbers["nbytes"] > 2**64:
-        raise _bad(
+        raise _PEER.bad(
             f"{path} ends past 2**64: address {numbers['address']} + nbytes {numbers['nbytes']}"
         )
     if numbers["slot"] >= board.num_slots:
-        raise _bad(f"{path}.slot is {numbers['slot']}; the board has {board.num_slots} slots")
+        raise _PEER.bad(f"{path}.slot is {numbers['slot']}; the board has {board.num_slots} slots")
     arena = None
     if fields["arena"] is not None:
         arena_path = f"{path}.arena"
-        found = _object(arena_path, fields["arena"], set(_ARENA))
-        arena = ArenaRef(**_numbers(arena_path, found, _ARENA))
+        found = _PEER.fields(arena_path, fields["arena"], set(_ARENA))
+        arena = ArenaRef(**_PEER.numbers(arena_path, found, _ARENA))
         offset = numbers["address"] - arena.address
         if offset < 0 or offset + numbers["nbytes"] > arena.nbytes:
-            raise _bad(
+            raise _PEER.bad(
                 f"{path} is not inside its arena: address {numbers['address']}, nbytes "
                 f"{numbers['nbytes']}; arena at {arena.address}, nbytes {arena.nbytes}"
             )
-    return Range(writable=fields["writable"], arena=arena, **numbers)
-
-
-def _object(path: str, value: object, names: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict) or set(value) != names:
-        found = sorted(value) if isinstance(value, dict) else value
-        raise _bad(
-            f"{path or 'document'} is {show(found)}; it must be an object with just the fields "
-            + ", ".join(sorted(names))
-        )
-    return value
-
-
-def _numbers(
-    path: str, fields: dict[str, Any], bounds: dict[str, tuple[int, int]]
-) -> dict[str, int]:
-    for name, (low, high) in bounds.items():
-        value = fields[name]
-        if type(value) is not int or not low <= value <= high:
-            raise _bad(
-                f"{path}.{name} is {show(value)}; it must be a whole number in [{low}, {high}]"
-            )
-    return {name: fields[name] for name in bounds}
-
-
-def _bad(message: str) -> LLMException:
-    return invalid(f"peer metadata: {message}")
+    return Range(writable=writable, arena=arena, **numbers)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena, Pin
-    from kvplan.execution.memory import Direction
+    from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.transport.link import Link
     from kvplan.transport.metadata import Range
 
@@ -28,6 +28,8 @@ class PeerMemory:
         nbytes: of each tensor.
         writable: whether a transfer may write to them.
     """
+
+    on_device = False
 
     def __init__(
         self,
@@ -48,15 +50,32 @@ class PeerMemory:
         self._slots, self._generations = columns(ranges)
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
+        self._backends: dict[Direction, tuple[ThreadPool, Backend]] = {}
 
     @property
     def in_process(self) -> bool:
         """Whether the addresses are of this process: mapped here, or the peer is this process."""
         return bool(self._arenas) or self._link.is_to_self
 
-    def backend(self, pool: ThreadPool, direction: Direction) -> Backend | None:
-        """What reaches the addresses; None: they are mapped here, so a plain copy does."""
-        return None if self._arenas else self._link.backend(pool, direction)
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+    ) -> Backend | None:
+        """What reaches the addresses; None: they are mapped here, so whatever copies here does.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: addresses of the peer's own, which the system
+                copies from and to host memory alone, and `other` is on a device.
+        """
+        if self._arenas:
+            return None
+        if other.on_device:
+            if self._link.is_to_self:
+                return None
+            raise self._link.unreached_from_device()
+        known = self._backends.get(direction)
+        if known is None or known[0] is not pool:
+            known = self._backends[direction] = pool, self._link.backend(pool, direction)
+        return known[1]
 
     def check(self) -> None:
         """Call before a transfer and after it; only if both pass, it moved what it should.

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+    from kvnative._acl import DeviceBuffer
     from kvnative._host import Arena
     from kvplan.execution.memory import TensorMemory
     from kvplan.status import LLMException
 
     # NumPy's arrays have a typed buffer from Python 3.12 on only.
-    Registrable = Buffer | NDArray[Any] | tuple[int, int]
-    """What can be registered: a contiguous buffer, which is then held, or (address, nbytes)."""
+    HostRange = Buffer | NDArray[Any] | tuple[int, int]
+    """Host memory: a contiguous buffer, which is then held, or (address, nbytes)."""
+
+Kind = Literal["host", "device"]
+"""Of memory: of the host, or of an accelerator."""
+
+
+# No tuple, which would be taken for an address of the host.
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """Memory [address, address + nbytes) of an accelerator.
+
+    Attributes:
+        address: on the device.
+        nbytes: its size in bytes.
+        buffer: what was allocated, that this is a part of: it is held while this is registered.
+            None: the caller holds the memory.
+    """
+
+    address: int
+    nbytes: int
+    buffer: DeviceBuffer | None = None
+
+
+if TYPE_CHECKING:
+    Registrable = HostRange | DeviceRange
+    """What can be registered."""
+
+
+def kind_of(memory: Registrable) -> Kind:
+    """Whether `memory` is of the host or of a device."""
+    return "device" if isinstance(memory, DeviceRange) else "host"
 
 
 class Registration(Protocol):
@@ -51,10 +83,15 @@ class Transport(Protocol):
 
     Attributes:
         name: by which two processes agree on a transport, such as "local".
+        reaches: the kinds of memory that can be registered with it.
     """
 
     @property
     def name(self) -> str:
+        """See above."""
+
+    @property
+    def reaches(self) -> frozenset[Kind]:
         """See above."""
 
     def allocate(self, nbytes: int) -> Arena:
@@ -66,6 +103,15 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
         """
 
+    def expect(self, memory: Registrable) -> None:
+        """Hear of a pool, before parts of it are registered: links can be made ready for those.
+
+        Nobody reaches it for that. It is held until the transport is closed.
+
+        Raises:
+            LLMException: LLM_FAILED, or what the device says.
+        """
+
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
@@ -75,7 +121,7 @@ class Transport(Protocol):
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not as asked; LLM_OUT_OF_MEMORY: no
                 room for another registration.
-            TypeError: neither a buffer nor (address, nbytes).
+            TypeError: neither a buffer nor (address, nbytes), or of a kind that is not reached.
         """
 
     def deregister(self, registration: Registration) -> None:
@@ -91,12 +137,13 @@ class Transport(Protocol):
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 
-    def connect(self, metadata: bytes, *, timeout_ms: float) -> TransportLink:
-        """Link to the peer of `metadata`; both ends may do so at once.
+    def connect(self, metadata: bytes, *, timeout_ms: float, session: bytes = b"") -> TransportLink:
+        """Link to the peer of `metadata`; both ends must do so, in any order.
 
         Args:
             metadata: the peer's, whichever registrations it names.
             timeout_ms: milliseconds that this may take.
+            session: the same at both ends, and no other attempt's. It is kept to itself.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, and why; LLM_TIMEOUT;
@@ -104,11 +151,15 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """End every registration; idempotent. Links live on."""
+        """End every registration; idempotent. No link is of use afterwards."""
 
 
 class TransportLink(Protocol):
     """A way to one peer. All methods may be called from several threads."""
+
+    @property
+    def renewable(self) -> Renewable | None:
+        """What both ends must renew at times; None: nothing, memory is reached as it comes."""
 
     def memory(
         self,
@@ -155,3 +206,44 @@ class TransportLink(Protocol):
         Transfers in flight keep what they need mapped, but fail their check from here on, with the
         message and status of `why`; None: LLM_NOT_YET_LINK.
         """
+
+
+class Renewable(Protocol):
+    """The connection behind a link that reaches only memory which was registered before it.
+
+    For what came later both ends make another, at once, which has a number of its own: a
+    generation; that of `connect` is 0. Each end tells the other how far it is, by whatever means
+    its user gives it, and takes the new one into use when both have it. Transfers in flight stay
+    with the one before, which goes when neither end uses it any more.
+
+    Attributes:
+        ask: set by the user of the link; called, by any thread that transfers, where the connection
+            does not reach something. Returns once another is in use here, else raises LLMException.
+        tell_unused: set likewise; called when this end uses a generation no more. Must not block.
+    """
+
+    ask: Callable[[], None] | None
+    tell_unused: Callable[[int], None]
+
+    def metadata(self) -> bytes:
+        """What the peer must know to take the next generation into use."""
+
+    def renew(self, generation: int, *, timeout_ms: float) -> None:
+        """Make another connection; blocks until the peer does so too.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot be had, and why. All is as before.
+        """
+
+    def adopt(self, generation: int, metadata: bytes) -> None:
+        """Use it from here on: the peer, whose `metadata` this is, has it too.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata; LLM_NOT_YET_LINK: the link was closed.
+        """
+
+    def abandon(self, generation: int) -> None:
+        """The peer will not have it; one that is being made, too, ends. Does not block."""
+
+    def unused(self, generation: int) -> None:
+        """The peer uses it no more. Does not block."""

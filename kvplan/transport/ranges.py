@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -13,18 +13,46 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvplan.transport.metadata import Range
-
     Column = NDArray[np.uint64]
 
 _SHOWN_RANGES = 8
 
 
-class RangeTable:
-    """What peer `pid` has registered, sorted so that a tensor's range is found by bisection."""
+class RegisteredRange(Protocol):
+    """Memory [address, address + nbytes) of a peer.
 
-    def __init__(self, pid: int, ranges: Sequence[Range]) -> None:
-        self._pid = pid
+    Attributes:
+        address: of the first byte, in the peer.
+        nbytes: its size in bytes.
+        writable: whether it may be written to.
+        arena: what it is a part of, which is taken where there is a choice; None: nothing.
+    """
+
+    @property
+    def address(self) -> int:
+        """See above."""
+
+    @property
+    def nbytes(self) -> int:
+        """See above."""
+
+    @property
+    def writable(self) -> bool:
+        """See above."""
+
+    @property
+    def arena(self) -> object | None:
+        """See above."""
+
+
+_Range = TypeVar("_Range", bound=RegisteredRange)
+
+
+class RangeTable(Generic[_Range]):
+    """What `peer` has registered, sorted so that a tensor's range is found by bisection."""
+
+    def __init__(self, peer: int | str, ranges: Sequence[_Range]) -> None:
+        self._peer = peer
         # Of ranges that begin together the last is looked at first: an arena's, writable, shortest.
         self._ranges = sorted(
             ranges, key=lambda it: (it.address, it.arena is not None, it.writable, -it.nbytes)
@@ -37,7 +65,7 @@ class RangeTable:
 
     def locate(
         self, starts: Column, sizes: Column, *, writable: bool
-    ) -> tuple[list[Range], NDArray[np.intp]]:
+    ) -> tuple[list[_Range], NDArray[np.intp]]:
         """The ranges that hold the tensors, each once, and which of them holds each tensor.
 
         An arena is taken where there is a choice.
@@ -73,7 +101,7 @@ class RangeTable:
         if not inside.size:
             raise LLMException(
                 f"tensor {i} at address {start:#x}, nbytes {size}, is not inside one range that "
-                f"peer {self._pid} has registered: {self._listed()}",
+                f"peer {self._peer} has registered: {self._listed()}",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
         fitting = inside[self._writable[inside]] if writable else inside

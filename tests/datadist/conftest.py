@@ -1,18 +1,35 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LlmRole, Transfers
+from tests.ascend.fixtures import sim_folder, simulator
+from tests.datadist.machine import Machine, machine_of
 from tests.datadist.peer import Peer
 
 MakeEngine = Callable[..., LlmDataDist]
+MakePeer = Callable[[], Peer]
+__all__ = ["sim_folder", "simulator"]  # fixtures
+
+
+@pytest.fixture(params=["host", "ascend"])
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """What a test runs on; of a device nothing may be left when the test's engines have gone."""
+    if request.param == "ascend":
+        request.getfixturevalue("simulator")
+    machine = machine_of(request.param, cluster_id=2)
+    before = machine.left()  # of a test that failed
+    yield machine
+    gc.collect()
+    assert machine.left() == before
 
 
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
+def make_engine(machine: Machine) -> Iterator[MakeEngine]:
     """Makes initialized engines, and finalizes them."""
     with ExitStack() as held:
 
@@ -23,7 +40,8 @@ def make_engine() -> Iterator[MakeEngine]:
             transfers: Transfers | None = None,
             **options: str,
         ) -> LlmDataDist:
-            engine = held.enter_context(LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers))
+            it = machine.engine(cluster_id, LlmRole.MIX, transfers=transfers)
+            engine = held.enter_context(it)
             address = {"ListenIpInfo": "127.0.0.1:0"} if listen else {}
             engine.initialize({**address, **options})
             return engine
@@ -50,12 +68,49 @@ def link(user: LlmDataDist, owner: LlmDataDist) -> None:
     user.link_clusters([ClusterInfo(owner.cluster_id, owner.listen_address)]).raise_for_status()
 
 
+@pytest.fixture(scope="session")
+def idle() -> Iterator[dict[str, list[Peer]]]:
+    """Processes without an engine, by machine: to start one takes longer than most tests."""
+    peers: dict[str, list[Peer]] = {"host": [], "ascend": []}
+    yield peers
+    for peer in (it for them in peers.values() for it in them):
+        peer.close()
+
+
 @pytest.fixture
-def peer() -> Iterator[Peer]:
+def make_peer(machine: Machine, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
+    """Makes engines of cluster 1, each in a process of its own."""
+    made: list[Peer] = []
+
+    def make() -> Peer:
+        if ready := idle[machine.name]:
+            made.append(ready.pop())
+            made[-1].begin()
+        else:
+            made.append(Peer(machine.name))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        left: dict[str, int] = {}
+        try:
+            if not peer.dead:
+                left = peer.end()
+        except BaseException:
+            peer.dead = True
+            raise
+        finally:
+            if peer.dead:
+                peer.close()
+            else:
+                idle[machine.name].append(peer)
+        assert left == {}
+
+
+@pytest.fixture
+def peer(make_peer: MakePeer) -> Peer:
     """An engine of cluster 1 in another process."""
-    peer = Peer()
-    yield peer
-    peer.close()
+    return make_peer()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Pulls, or pushes by layers, under a storm of KeyboardInterrupts; prints what is left, as JSON.
 
-Args: "index" or "prefix", what is pulled by, or "layers"; and how many interrupts.
+Args: the machine; "index" or "prefix", what is pulled by, or "layers"; how many interrupts.
 """
 
 import json
@@ -15,17 +15,17 @@ from kvplan import (
     CacheKey,
     ClusterInfo,
     DataType,
-    LlmDataDist,
     LlmRole,
     Options,
 )
+from tests.datadist.machine import machine_of
 
 DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8)
 DEADLINE_S = 10
 
 
-def main(kind: str, wanted: int) -> None:
-    owner, user = LlmDataDist(1, LlmRole.MIX), LlmDataDist(2, LlmRole.MIX)
+def main(machine: str, kind: str, wanted: int) -> None:
+    owner, user = (machine_of(machine, it).engine(it, LlmRole.MIX) for it in (1, 2))
     owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
     user.initialize(Options(sync_kv_cache_wait_time=5000))
     assert owner.listen_address is not None
@@ -80,4 +80,4 @@ def main(kind: str, wanted: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -19,15 +19,20 @@ class Peer:
     """An engine `datadist` of cluster 1, listening at `address`, in a process of its own."""
 
     cluster_id = 1
+    dead = False
 
-    def __init__(self) -> None:
+    def __init__(self, machine: str = "host") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT)],
+            [sys.executable, "-W", "error", str(SCRIPT), machine],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
         )
+        self.begin()
+
+    def begin(self) -> None:
+        """Let it have an engine."""
         self.address: str = self.run(
             """
             datadist = LlmDataDist(1, LlmRole.PROMPT)
@@ -35,6 +40,11 @@ class Peer:
             result = datadist.listen_address
             """
         )
+
+    def end(self) -> dict[str, int]:
+        """End its engine, and all that was made there; returns what it has left of the device."""
+        os.kill(self.process.pid, signal.SIGCONT)
+        return dict(self.run("result = forget()"))
 
     def run(self, code: str, **values: object) -> Any:
         """Execute `code` there, with `values` (of JSON) as names; returns its `result`."""
@@ -49,6 +59,7 @@ class Peer:
 
     def kill(self) -> None:
         """End it at once; on return it is dead, and a zombie until `close`."""
+        self.dead = True
         os.kill(self.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 

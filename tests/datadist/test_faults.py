@@ -26,7 +26,8 @@ from kvplan import (
     LLMStatusCode,
     Transfers,
 )
-from tests.datadist.conftest import MakeEngine
+from tests.datadist.conftest import MakeEngine, MakePeer
+from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
@@ -110,19 +111,18 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(user: LlmDataDist, p
     assert time.monotonic() - started < SOON_S
 
 
-def test_a_restarted_peer_is_linked_anew(user: LlmDataDist, peer: Peer) -> None:
+def test_a_restarted_peer_is_linked_anew(
+    user: LlmDataDist, peer: Peer, make_peer: MakePeer
+) -> None:
     peer.kill()
-    again = Peer()
-    try:
-        mine = user.allocate_cache(DESC)
-        assert status_of(lambda: user.pull_cache(CacheIndex(1, 1), mine)) == (
-            LLMStatusCode.LLM_LINK_FAILED
-        )
-        again.run("datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
-        user.link_clusters([ClusterInfo(1, again.address)], timeout_ms=5000).raise_for_status()
-        user.pull_cache(CacheIndex(1, 1), mine)
-    finally:
-        again.close()
+    again = make_peer()
+    mine = user.allocate_cache(DESC)
+    assert status_of(lambda: user.pull_cache(CacheIndex(1, 1), mine)) == (
+        LLMStatusCode.LLM_LINK_FAILED
+    )
+    again.run("datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
+    user.link_clusters([ClusterInfo(1, again.address)], timeout_ms=5000).raise_for_status()
+    user.pull_cache(CacheIndex(1, 1), mine)
 
 
 def test_a_pool_that_is_exhausted_says_so(make_engine: MakeEngine) -> None:
@@ -169,10 +169,11 @@ def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: Ma
     assert max(grown(rounds, 10, 100)) < 50
 
 
-def test_engines_that_come_and_go_leave_nothing_behind() -> None:
+def test_engines_that_come_and_go_leave_nothing_behind(machine: Machine) -> None:
     def rounds(number: int) -> None:
         for _ in range(number):
-            with LlmDataDist(1, LlmRole.MIX) as owner, LlmDataDist(2, LlmRole.MIX) as user:
+            first, second = (machine.engine(it, LlmRole.MIX) for it in (1, 2))
+            with first as owner, second as user:
                 owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
                 user.initialize()
                 assert owner.listen_address is not None

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.datadist.machine import Machine
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("kind", "interrupts"), [("index", 1500), ("layers", 1500)])
-def test_a_storm_of_interrupts_leaves_nothing_in_flight(kind: str, interrupts: int) -> None:
-    command = (sys.executable, "-m", "tests.datadist.interrupted_process", kind, str(interrupts))
+def test_a_storm_of_interrupts_leaves_nothing_in_flight(
+    machine: Machine, kind: str, interrupts: int
+) -> None:
+    arguments = (machine.name, kind, str(interrupts))
+    command = (sys.executable, "-m", "tests.datadist.interrupted_process", *arguments)
     process = subprocess.run(
         command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=60
     )

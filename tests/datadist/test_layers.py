@@ -32,6 +32,7 @@ from tests.datadist.layers import (
     there,
     wait_until,
 )
+from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
 
 
@@ -167,9 +168,13 @@ def test_a_plan_is_that_of_the_whole_push(user: LlmDataDist, slots: Cache, block
     task.cancel()
 
 
-def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, peer: Peer) -> None:
-    arrays = [np.full(SLOTS.shape, 7 + number, np.int32) for number in range(SLOTS.num_tensors)]
-    source = Cache(SLOTS, -1, [it.ctypes.data for it in arrays])
+def test_addresses_will_do_for_a_local_cache(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    arrays = [machine.zeros(SLOTS.shape, np.int32) for _ in range(SLOTS.num_tensors)]
+    for number, array in enumerate(arrays):
+        array[:] = 7 + number
+    source = Cache(SLOTS, -1, machine.addresses(arrays))
     task = user.push_layers(source, CacheIndex(1, SLOTS_THERE))
     ready(task)
     task.wait()

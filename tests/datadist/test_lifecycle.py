@@ -28,6 +28,7 @@ from kvplan import (
     Options,
 )
 from tests.datadist.conftest import MakeEngine
+from tests.datadist.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 DESC = CacheDesc(2, (4, 16), DataType.DT_INT8)
@@ -76,8 +77,8 @@ def test_calls_are_taken_between_initialize_and_finalize_only(name: str) -> None
     assert status_of(lambda: CALLS[name](datadist)) == LLMStatusCode.LLM_ENGINE_FINALIZED
 
 
-def test_initialize_and_finalize_may_be_repeated() -> None:
-    datadist = LlmDataDist(2, LlmRole.MIX)
+def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
+    datadist = machine.engine(2, LlmRole.MIX)
     datadist.finalize()
     assert not datadist.initialized
     datadist.initialize()
@@ -113,9 +114,10 @@ def test_leaving_the_with_block_finalizes() -> None:
     assert not datadist.initialized
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind(machine: Machine) -> None:
     def live() -> None:
-        with LlmDataDist(1, LlmRole.MIX) as owner, LlmDataDist(2, LlmRole.MIX) as user:
+        first, second = (machine.engine(it, LlmRole.MIX) for it in (1, 2))
+        with first as owner, second as user:
             owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
             user.initialize()
             assert owner.listen_address is not None
@@ -182,9 +184,10 @@ def join_released() -> None:
             thread.join(10)
 
 
-def test_an_engine_that_is_dropped_is_released() -> None:
-    datadist = LlmDataDist(2, LlmRole.MIX)
+def test_an_engine_that_is_dropped_is_released(machine: Machine) -> None:
+    datadist = machine.engine(2, LlmRole.MIX)
     datadist.initialize({"ListenIpInfo": "127.0.0.1:0"})
+    datadist.allocate_cache(DESC)
     assert datadist.listen_address is not None
     host, _, port = datadist.listen_address.rpartition(":")
     socket.create_connection((host, int(port))).close()
@@ -240,10 +243,11 @@ EXITS = {
 
 
 @pytest.mark.parametrize("last", EXITS.values(), ids=EXITS)
-def test_a_process_ends_quietly_without_finalize(last: str) -> None:
+def test_a_process_ends_quietly_without_finalize(machine: Machine, last: str) -> None:
     code = f"""
 from kvplan import *
-owner, user = LlmDataDist(1, LlmRole.MIX), LlmDataDist(2, LlmRole.MIX)
+from tests.datadist.machine import machine_of
+owner, user = (machine_of({machine.name!r}, it).engine(it, LlmRole.MIX) for it in (1, 2))
 owner.initialize({{"ListenIpInfo": "127.0.0.1:0"}})
 user.initialize()
 user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()

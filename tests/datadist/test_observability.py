@@ -23,6 +23,7 @@ from kvplan import (
 )
 from kvplan.engine.prometheus import PrometheusCollector
 from tests.datadist.conftest import link
+from tests.datadist.machine import Machine
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8)  # 3 layers
@@ -91,10 +92,14 @@ def test_a_cache_that_lives_by_its_keys_is_listed(engine: LlmDataDist) -> None:
     assert engine.metrics()["cache_bytes"] == {}
 
 
-def test_links_are_listed(pulled: tuple[LlmDataDist, Cache]) -> None:
+def test_links_are_listed(pulled: tuple[LlmDataDist, Cache], machine: Machine) -> None:
     user, _ = pulled
     (status,) = user.links()
-    assert (status.cluster_id, status.transport, status.role) == (1, "local", LlmRole.MIX)
+    assert (status.cluster_id, status.transport, status.role) == (
+        1,
+        machine.transport,
+        LlmRole.MIX,
+    )
     assert (status.bytes_pulled, status.bytes_pushed) == (DESC.num_tensors * DESC.stride, 0)
     assert (status.operations, status.in_flight) == (2, 0)
     assert "99" in status.last_error

@@ -18,8 +18,10 @@ from tests.datadist.layers import (
     refused,
     there,
 )
+from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
 
+NEVER_READ_ONLY = "a device address has no flag that says read-only"
 INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
@@ -97,8 +99,8 @@ def test_memory_that_was_registered_after_linking_is_found(
     arrays = fill(user, slots)
     target = peer.run(
         """
-        arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
-        held = datadist.register_cache(slots, [it.ctypes.data for it in arrays])
+        arrays = [zeros((4, 64), np.int32) for _ in range(60)]
+        held = datadist.register_cache(slots, addresses(arrays))
         result = held.tensor_addrs
         """
     )
@@ -114,10 +116,10 @@ def test_memory_that_is_another_caches_by_now_is_found(
     """What a peer had there before, and has told, is no reason to refuse what it has now."""
     fill(user, slots)
     code = """
-        held = datadist.register_cache(slots, [it.ctypes.data for it in arrays])
+        held = datadist.register_cache(slots, addresses(arrays))
         result = held.tensor_addrs
         """
-    peer.run("arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]")
+    peer.run("arrays = [zeros((4, 64), np.int32) for _ in range(60)]")
     for row in range(4):
         target = PeerTensors(1, peer.run(code))
         push(user, slots, target, src_batch_index=row)
@@ -127,8 +129,9 @@ def test_memory_that_is_another_caches_by_now_is_found(
 
 
 def test_of_two_caches_of_one_memory_the_writable_one_is_written(
-    user: LlmDataDist, peer: Peer, slots: Cache
+    user: LlmDataDist, peer: Peer, slots: Cache, machine: Machine
 ) -> None:
+    on_host_only(machine, NEVER_READ_ONLY)
     arrays = fill(user, slots)
     target = peer.run(
         """
@@ -162,7 +165,7 @@ def untouched(peer: Peer) -> bool:
 def test_addresses_in_no_cache_are_refused(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     fill(user, slots)
     target = addresses(peer, "cache")
-    outside = peer.run("other = np.zeros(64, np.int32); result = other.ctypes.data")
+    outside = peer.run("other = zeros((64,), np.int32); result = addresses([other])[0]")
     for address in (outside, target[0] - 1, max(target) + SLOTS.tensor_nbytes, 1, 2**64 - 1):
         wrong = [*target[:7], address, *target[8:]]
         error = refused(
@@ -199,7 +202,10 @@ def test_addresses_of_two_caches_are_refused(user: LlmDataDist, peer: Peer, slot
     assert untouched(peer)
 
 
-def test_read_only_memory_is_not_written(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
+def test_read_only_memory_is_not_written(
+    user: LlmDataDist, peer: Peer, slots: Cache, machine: Machine
+) -> None:
+    on_host_only(machine, NEVER_READ_ONLY)
     fill(user, slots)
     target = peer.run(
         """
@@ -218,8 +224,8 @@ def test_memory_that_peers_must_not_reach_is_not_found(
 ) -> None:
     target = peer.run(
         """
-        arrays = [np.zeros((4, 64), np.int32) for _ in range(60)]
-        hidden = datadist.register_cache(slots, arrays, remote_accessible=False)
+        arrays = [zeros((4, 64), np.int32) for _ in range(60)]
+        hidden = datadist.register_cache(slots, addresses(arrays), remote_accessible=False)
         result = hidden.tensor_addrs
         """
     )

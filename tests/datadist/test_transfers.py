@@ -22,6 +22,7 @@ from kvplan import (
     LLMStatusCode,
     Placement,
 )
+from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
 
 SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)  # 2 layers, 4 slots of 256 bytes
@@ -106,9 +107,9 @@ def test_only_the_id_of_a_local_cache_matters(user: LlmDataDist, slots: Cache) -
     assert (user.arrays(slots)[0][0] == theirs(SLOTS)[0][0]).all()
 
 
-def test_addresses_will_do_for_a_local_cache(user: LlmDataDist) -> None:
-    arrays = [np.zeros(SLOTS.shape, np.int32) for _ in range(4)]
-    user.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, -1, [it.ctypes.data for it in arrays]))
+def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, machine: Machine) -> None:
+    arrays = [machine.zeros(SLOTS.shape, np.int32) for _ in range(4)]
+    user.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, -1, machine.addresses(arrays)))
     assert (arrays[3][0] == theirs(SLOTS)[3][0]).all()
 
 
@@ -167,15 +168,19 @@ def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Ca
         assert (there[number] == expected).all()
 
 
-def test_registered_memory_is_pulled_and_pushed(user: LlmDataDist, peer: Peer) -> None:
+def test_registered_memory_is_pulled_and_pushed(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
     peer.run(
         """
-        arrays = [np.full((4, 64), 9, np.int32) for _ in range(4)]
-        result = datadist.register_cache(slots, [it.ctypes.data for it in arrays]).cache_id
+        arrays = [zeros((4, 64), np.int32) for _ in range(4)]
+        for array in arrays:
+            array[:] = 9
+        result = datadist.register_cache(slots, addresses(arrays)).cache_id
         """
     )
-    mine = [np.zeros(SLOTS.shape, np.int32) for _ in range(4)]
-    cache = user.register_cache(SLOTS, mine)
+    mine = [machine.zeros(SLOTS.shape, np.int32) for _ in range(4)]
+    cache = user.register_cache(SLOTS, machine.addresses(mine))
     user.pull_cache(CacheIndex(1, 3), cache)
     assert all((it[0] == 9).all() for it in mine)
     mine[2][1] = 4

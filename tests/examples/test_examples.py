@@ -43,7 +43,8 @@ SHOWN = {
 
 def test_every_example_is_run() -> None:
     scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "harness"}
-    pair = {"llm_datadist_prefill", "llm_datadist_decode"}  # test_llm_datadist_pair.py
+    # test_llm_datadist_pair.py
+    pair = {f"llm_datadist_{it}" for it in ("prefill", "decode", "memory")}
     assert scripts == set(SHOWN) | pair
 
 

@@ -10,9 +10,12 @@ import pytest
 
 from kvnative._executor import (
     KVN_DENIED,
+    KVN_DEVICE_MEMORY,
     KVN_FAILED,
+    KVN_NO_DEVICE_MEMORY,
     KVN_NO_MEMORY,
     KVN_PEER_GONE,
+    KVN_SUSPECT_REMOTE,
     KVN_UNMAPPED,
     Backend,
     delay,
@@ -146,6 +149,9 @@ def test_each_descriptor_fails_once(
         (KVN_UNMAPPED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST),
         (KVN_NO_MEMORY, LLMStatusCode.LLM_OUT_OF_MEMORY),
         (KVN_FAILED, LLMStatusCode.LLM_FAILED),
+        (KVN_DEVICE_MEMORY, LLMStatusCode.LLM_DEVICE_MEM_ERROR),
+        (KVN_SUSPECT_REMOTE, LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR),
+        (KVN_NO_DEVICE_MEMORY, LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY),
     ],
 )
 def test_a_fault_is_told_by_its_own_status_and_consumes_no_key(

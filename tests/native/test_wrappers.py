@@ -9,6 +9,7 @@ import pytest
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_FAILED,
+    KVN_NO_DEVICE_MEMORY,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_PENDING,
@@ -198,5 +199,5 @@ def test_arguments_are_checked(host: Backend) -> None:
         limit_batch(host, 1, 0)
     with pytest.raises(ValueError, match="fd = -1"):
         trace(host, -1)
-    with pytest.raises(ValueError, match=rf"status = 0: expected {KVN_FAILED} to -1"):
+    with pytest.raises(ValueError, match=rf"status = 0: expected {KVN_NO_DEVICE_MEMORY} to -1"):
         fail_at(host, 1, status=KVN_OK)

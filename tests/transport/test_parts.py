@@ -267,7 +267,7 @@ class TestForms:
         """)
         with transport.connect(owner.metadata()) as link:
             memory = link.memory([address], nbytes)
-            assert memory.backend(ThreadPool(1), "get") is None
+            assert memory.backend(ThreadPool(1), "get", memory) is None
 
     def test_what_reaches_beyond_it_is_not(self, transport: LocalTransport) -> None:
         arena, beside = transport.allocate(4096), np.zeros(4096, np.uint8)

@@ -81,7 +81,7 @@ class TestArenaPart:
             view[:] = pattern(1, DESC.nbytes)
             link = transport.connect(other.metadata(()))
             memory = link.memory([part.address], DESC.nbytes, metadata=other.metadata([part]))
-            assert memory.backend(ThreadPool(1), "get") is None
+            assert memory.backend(ThreadPool(1), "get", memory) is None
             assert memory.addresses.tolist() == [part.address]
             local = np.zeros(DESC.nbytes, np.uint8)
             kvplan.execute(self.PLAN, memory, [local])

@@ -120,9 +120,10 @@ def test_arenas_need_no_system_call_and_registered_memory_does(
     bases = [owner.run(setup, "result = memory.ctypes.data") for setup in (ARENA, REGISTERED)]
     with transport.connect(owner.metadata()) as link:
         arena, registered = (tensors_of(link, base, writable=False) for base in bases)
-        assert arena.backend(pool, "get") is None
-        backend = registered.backend(pool, "get")
+        assert arena.backend(pool, "get", registered) is None
+        backend = registered.backend(pool, "get", arena)
         assert backend is not None
+        assert registered.backend(pool, "get", arena) is backend
         assert (backend.name, backend.capabilities.directions) == ("process", ("peer_get",))
         np.testing.assert_array_equal(registered.addresses[1:] - registered.addresses[:-1], TENSOR)
         assert registered.addresses[0] == bases[1]

@@ -84,7 +84,7 @@ class Answerer:
         channel.bound = link
         steps.answering[hello.cluster_id] = link
         challenge = self._challenges[link] = secrets.token_bytes(16)
-        steps.connect(link, transport.name, metadata, timeout_s)
+        steps.connect(link, transport.name, metadata, challenge, timeout_s)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, link)
         steps.spawn(self._forget(link, timer))
         return Welcome(

@@ -185,7 +185,7 @@ class Caller:
             raise link_failed(f"cluster {welcome.cluster_id} answered")
         link.instance, link.role = welcome.instance, welcome.role
         link.phase = "transport"
-        self._steps.connect(link, welcome.transport, welcome.metadata, timeout_s)
+        self._steps.connect(link, welcome.transport, welcome.metadata, welcome.challenge, timeout_s)
         await self._steps.connected(link)
         link.phase = "confirm"
         await tell(link, end.registry)

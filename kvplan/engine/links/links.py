@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.loop import ControlLoop
+from kvplan.control.loop import MAX_WORKERS, ControlLoop
 from kvplan.control.server import warn_of_strangers
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.calling import Caller
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
 _NEWS_S = 0.01  # each time costs as much as there are caches; who is in need of news asks
+_WORKERS = 3  # a link may wait for: one handshake of each end, one renewal
 _CLOSING_S = 0.5  # for telling all peers; some may be stopped
 
 
@@ -71,7 +72,8 @@ class Links:
     ) -> None:
         key_file = options.cluster_key_file
         self._pid = os.getpid()
-        self._control = ControlLoop(f"kvplan-control-{cluster_id}")
+        workers = _WORKERS * options.max_links + MAX_WORKERS
+        self._control = ControlLoop(f"kvplan-control-{cluster_id}", workers)
         self._end = LocalEnd(
             cluster_id=cluster_id,
             instance=secrets.token_bytes(16),

@@ -14,10 +14,13 @@ from kvplan.control.messages import (
     Hello,
     Release,
     Released,
+    Renew,
+    Renewed,
     Sync,
     Synced,
     Table,
     Unlink,
+    Unused,
 )
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.local_end import LocalEnd, link_failed
@@ -95,6 +98,8 @@ class PeerHandler:
                 link.learn(body)
             except LLMException as error:
                 self._lost(link, f"the peer's table cannot be: {error.args[0]}")
+        elif link.renewals is not None and isinstance(body, Renew | Renewed | Unused):
+            link.renewals.on_notice(body)
 
     def on_lost(self, channel: Channel, reason: str) -> None:
         """The peer has ended the conversation, or is not heard any more."""

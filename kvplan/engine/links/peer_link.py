@@ -15,7 +15,7 @@ from kvplan.engine.links.addressed import find_addressed, not_addressed
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.link_life import LinkLife
 from kvplan.engine.links.local_end import link_failed
-from kvplan.engine.links.peer_table import PeerCache, PeerTable
+from kvplan.engine.links.peer_table import PeerCache, PeerTable, unreached
 from kvplan.engine.links.releases import Releases
 from kvplan.engine.links.state import LinkStatus
 from kvplan.planning.layout import Side
@@ -26,6 +26,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
     from kvplan.control.messages import Table
+    from kvplan.engine.links.renewals import Renewals
     from kvplan.engine.links.told_table import ToldTable
     from kvplan.execution.memory import TensorMemory
     from kvplan.transport.protocol import TransportLink
@@ -61,6 +62,7 @@ class PeerLink(LinkLife):
         self.channel: Channel | None = None
         self.connecting: asyncio.Task[TransportLink] | None = None
         self.transport_link: TransportLink | None = None
+        self.renewals: Renewals | None = None
         self.told: ToldTable | None = None
         self.telling = asyncio.Lock()
         self.is_news_due = False
@@ -110,16 +112,14 @@ class PeerLink(LinkLife):
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer has freed it; LLM_PARAM_INVALID: it is to
-                be written, but is read-only; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
+                be written, but is read-only; LLM_FEATURE_NOT_ENABLED: it is in memory that this
+                link does not reach; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
         key = (cache.cache_id, writable)
         held = self._memories.get(key)
         if held is not None and held[0] is cache:
             return held[1]
-        link = self.transport_link
-        if link is None:
-            raise self.refusal()
-        memory = link.memory(
+        memory = self._link_to(cache).memory(
             cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
         )
         self._memories[key] = (cache, memory)
@@ -152,9 +152,7 @@ class PeerLink(LinkLife):
         if known is None:
             raise not_addressed(self._table.caches(), str(self), addresses)
         cache, left = known
-        link = self.transport_link
-        if link is None:
-            raise self.refusal()
+        link = self._link_to(cache)
         if (count := min(left) // stride) == 0:
             short = left.index(min(left))
             raise invalid(
@@ -165,6 +163,14 @@ class PeerLink(LinkLife):
         side = Side(len(addresses), count, stride, paged, cache.desc.placement, name)
         memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
         return side, memory
+
+    def _link_to(self, cache: PeerCache) -> TransportLink:
+        link = self.transport_link
+        if link is None:
+            raise self.refusal()
+        if not cache.metadata:
+            raise unreached(cache, self.transport)
+        return link
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """The peer's cache and batch index that have `key`.
@@ -218,6 +224,11 @@ class PeerLink(LinkLife):
         for cache_id in changed:
             for writable in (False, True):
                 self._memories.pop((cache_id, writable), None)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that a question to the peer may take."""
+        return self._wait_s
 
     def death(self) -> str:
         """Why the transport knows that the peer is gone; empty: it does not."""

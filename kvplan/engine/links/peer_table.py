@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from kvplan.control.messages import Table, TableEntry
 from kvplan.planning.layout import Side, side
-from kvplan.status import LLMException, invalid
-from kvplan.types import CacheDesc
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
 """Of one peer: as many as the local transport can register, and a bound on what a peer can cost."""
@@ -27,7 +27,7 @@ class PeerCache:
         desc: its description.
         paged: whether its rows are blocks.
         addresses: of each tensor, in the peer.
-        metadata: what the transport needs to reach them.
+        metadata: what the transport needs to reach them; empty: it does not.
         writable: whether it can be pushed to.
         model_id: of its BlocksCacheKey; None: it has none.
         side: as a plan sees it.
@@ -164,3 +164,17 @@ class PeerTable:
             return
         if self._of_model.get(cache.model_id) is cache:
             del self._of_model[cache.model_id]
+
+
+def unreached(cache: PeerCache, transport: str) -> LLMException:
+    """Why a cache of the peer takes part in no transfer: it is where the link does not go."""
+    kind, remedy = (
+        ("device", "both engines need a device, and a transport between devices (hccl)")
+        if cache.desc.placement is Placement.DEVICE
+        else ("host", "link over a transport that does (local, on one host)")
+    )
+    return LLMException(
+        f"{cache.side.name} is in {kind} memory, which transport {transport} does not reach: "
+        f"{remedy}",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvplan.engine.links.local_end import LocalEnd, link_failed
+from kvplan.engine.links.renewals import Renewals
 from kvplan.engine.links.state import LinkState
 from kvplan.engine.links.told_table import ToldTable
 from kvplan.inspection.units import plural
@@ -84,15 +85,25 @@ class Transitions:
                 status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
             )
 
-    def connect(self, link: PeerLink, name: str, metadata: bytes, timeout_s: float) -> None:
-        """Begin to reach the peer's memory; `connected` waits for it."""
+    def connect(
+        self, link: PeerLink, name: str, metadata: bytes, challenge: bytes, timeout_s: float
+    ) -> None:
+        """Begin to reach the peer's memory; `connected` waits for it.
+
+        Args:
+            link: to the peer.
+            name: of the transport.
+            metadata: the peer's.
+            challenge: of the handshake, which no other has.
+            timeout_s: seconds that it may take.
+        """
         transport = self._end.transport(name)
         link.transport = name
         link.told = ToldTable(name)
 
         async def connect() -> TransportLink:
             return await self._end.control.in_worker(
-                lambda: transport.connect(metadata, timeout_ms=timeout_s * 1000)
+                lambda: transport.connect(metadata, timeout_ms=timeout_s * 1000, session=challenge)
             )
 
         link.connecting = asyncio.create_task(connect())
@@ -109,6 +120,8 @@ class Transitions:
             link.transport_link = await asyncio.shield(link.connecting)
         except LLMException as error:
             raise link_error(link.transport, error) from error
+        if link.transport_link.renewable is not None:
+            link.renewals = Renewals(link, link.transport_link.renewable, self._end.control)
 
     def linked(self, link: PeerLink) -> None:
         """LINKING -> LINKED, in the place of the link that was there before."""
@@ -218,6 +231,8 @@ class Transitions:
         """Let go of everything behind a link that has ended."""
         self._end.registry.release_holder(link)
         link.forget()
+        if link.renewals is not None:
+            link.renewals.end(reason)
         if link.channel is not None:
             # Later: what is served on it now must still be answered.
             asyncio.get_running_loop().call_soon(link.channel.close, reason)

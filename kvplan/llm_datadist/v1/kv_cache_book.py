@@ -122,7 +122,9 @@ class KvCacheBook:
         self._engine.remove_cache_key(key_of(cache_key))
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """Return a tensor of the cache, for each of its devices: its memory, nothing is copied.
+        """Return a tensor of the cache, for each of its devices.
+
+        It is the cache's memory, nothing is copied; of a cache on an accelerator a copy.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: no such tensor; LLM_KV_CACHE_NOT_EXIST: no such cache.
@@ -132,7 +134,8 @@ class KvCacheBook:
         if not 0 <= tensor_index < cache.cache_desc.num_tensors:
             end = cache.cache_desc.num_tensors
             raise invalid(f"tensor_index={tensor_index} is out of range [0, {end})")
-        arrays = self._engine.arrays(kv_cache_of("cache", cache))
+        held, engine = kv_cache_of("cache", cache), self._engine
+        arrays = (engine.read_cache if engine.memory(held).on_device else engine.arrays)(held)
         return [Tensor._over(arrays[tensor_index], cache.cache_desc.data_type)]
 
     @property

@@ -39,8 +39,7 @@ from kvplan.llm_datadist.v2.move_checks import check_size
 from kvplan.status import LLMStatusCode, invalid
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from kvplan.execution import TensorMemory
     from kvplan.types import KvCacheExtParam
 
 
@@ -210,7 +209,7 @@ class KvCacheManager(KvCacheBook):
         synchronizer, paged = layer_synchronizer, bool(src_block_indices)
         if paged:
             # By address: of a contiguous cache, too, the rows are blocks here.
-            synchronizer = _Holding(layer_synchronizer, self._engine.arrays(held))
+            synchronizer = _Holding(layer_synchronizer, self._engine.memory(held))
             held = replace(held, cache_id=-1)
         source = LayerSource.of(
             held, paged, src_block_indices, dst_block_indices, dst_block_memory_size
@@ -228,9 +227,9 @@ class KvCacheManager(KvCacheBook):
 class _Holding(LayerSynchronizer):
     """A synchronizer, and the memory that the transfer it belongs to reads until its end."""
 
-    def __init__(self, synchronizer: LayerSynchronizer, arrays: list[NDArray[Any]]) -> None:
+    def __init__(self, synchronizer: LayerSynchronizer, memory: TensorMemory) -> None:
         self._synchronizer = synchronizer
-        self._arrays = arrays
+        self._memory = memory
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
         return self._synchronizer.synchronize_layer(layer_index, timeout_in_millis)

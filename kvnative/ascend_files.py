@@ -1,0 +1,78 @@
+"""Where the libraries of the Ascend toolkit lie: they are found at run time, never linked."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+__all__ = ["HOMES", "HOME_VARIABLES", "candidates", "homes", "toolkit_version"]
+
+# In the order in which they are asked: set by the toolkit's set_env.sh, or by hand.
+HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME")
+# Where the installer puts it; `latest` and `cann` are links to the version in use.
+HOMES = (
+    "/usr/local/Ascend/ascend-toolkit/latest",
+    "/usr/local/Ascend/cann",
+    "/usr/local/Ascend/latest",
+)
+
+# Below a toolkit; the first has the release, those of a component may have its own.
+VERSION_FILES = (
+    "*_toolkit_install.info",
+    "version.info",
+    "runtime/version.info",
+    "share/info/runtime/version.info",
+)
+
+
+def homes() -> list[Path]:
+    """Return the places where a toolkit may be, first those that the environment names."""
+    named = [os.environ.get(variable, "") for variable in HOME_VARIABLES]
+    return list(dict.fromkeys(Path(it) for it in (*named, *HOMES) if it))
+
+
+def candidates(names: tuple[str, ...], path: str | None = None) -> list[list[str]]:
+    """Return what to open, in the order to try: each a list of files that lie together.
+
+    Args:
+        names: of the library's files, best first.
+        path: a file, or the folder of a toolkit or of its libraries; None to search. A list of bare
+            names stands for the loader's own search.
+    """
+    if path is not None and not Path(path).is_dir():
+        file = Path(path)
+        others = [name for name in names if name != file.name and file.name in names]
+        if "/" in path:
+            others = [str(it) for it in map(file.with_name, others) if it.exists()]
+        return [[path, *others]]
+    roots = homes() if path is None else [Path(path)]
+    folders = [folder for root in roots for folder in (root / "lib64", root)]
+    found = [[str(it / name) for name in names if (it / name).exists()] for it in folders]
+    return [*filter(None, found), *([list(names)] if path is None else [])]
+
+
+def toolkit_version(library: str) -> str | None:
+    """Return the version of the toolkit that the file `library` belongs to, "8.5.0" say."""
+    for root in list(Path(library).resolve().parents)[:4]:
+        if root == root.parent:
+            break
+        for pattern in VERSION_FILES:
+            for file in sorted(root.glob(pattern)):
+                version = _version_in(file)
+                if version:
+                    return version
+    return None
+
+
+def _version_in(file: Path) -> str | None:
+    try:
+        text = file.read_text(errors="replace")
+    except OSError:
+        return None
+    # version_dir is the release; Version beside it is the component's own.
+    for key in ("version_dir", "version"):
+        line = re.search(rf"^{key}\s*=\s*\[?([\w.-]+)", text, re.MULTILINE | re.IGNORECASE)
+        if line:
+            return line[1]
+    return None

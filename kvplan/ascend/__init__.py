@@ -1,0 +1,1 @@
+"""Ascend devices: the library found, a device, its memory, and what its product can do."""

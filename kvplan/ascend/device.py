@@ -1,0 +1,275 @@
+"""A device as an engine uses it: memory on it, memory pinned for it, what copies to and from it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakSet
+
+from kvnative._backend import NativeError
+from kvplan.ascend.library import load_library
+from kvplan.ascend.products import product_of
+from kvplan.execution.outcome import status_code_of
+from kvplan.logs import Log
+from kvplan.status import LLMException, LLMStatusCode, invalid
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from kvnative._acl import AclLibrary, Device, DeviceBuffer, Pinned
+    from kvnative._backend import Backend
+    from kvplan.ascend.products import Product
+
+CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
+
+_LOG = Log("kvplan")
+_WHERE = {
+    "device": "memory of another device",
+    "host": "pinned host memory",
+    "managed": "unified memory",
+    "pageable": "host memory",
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Shared:
+    """What all users of a device in this process have in common."""
+
+    native: Device
+    users: int = 0
+    told_fallback: bool = False
+    backends: dict[CopyDirection, Backend] = field(default_factory=dict)
+
+
+_shared: dict[tuple[int, str, int], _Shared] = {}  # by process, library and device
+_mutex = threading.RLock()
+
+
+class AscendDevice:
+    """A device of this process, as long as one engine uses it.
+
+    May be used from several threads; in a forked child it is of no use.
+
+    Args:
+        device_id: its logical number.
+        library: of ACL; None: the one that is found.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what ACL says.
+
+    Attributes:
+        id: its logical number.
+        native: the device itself, which other users in this process share.
+    """
+
+    def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
+        self._key = os.getpid(), "", device_id
+        self._pinned: WeakSet[PinnedMemory] = WeakSet()
+        self._closed = True  # until there is something to close
+        self.id = device_id
+        library = library or load_library()
+        try:
+            count = library.device_count()
+            if not 0 <= device_id < count:
+                raise LLMException(
+                    f"device_id={device_id} is out of range [0, {count}): {library.path} has "
+                    f"{count} devices",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
+            self._key = os.getpid(), library.path, device_id
+            with _mutex:
+                shared = _shared.get(self._key)
+                if shared is None:
+                    shared = _shared[self._key] = _Shared(library.device(device_id))
+                shared.users += 1
+        except NativeError as error:
+            raise device_error(error, f"device {device_id} cannot be used") from error
+        self._shared = shared
+        self._closed = False
+        self.native = shared.native
+
+    @property
+    def soc_name(self) -> str:
+        """The name of its chip, such as "Ascend910B3"."""
+        return self.native.soc_name
+
+    @property
+    def product(self) -> Product | None:
+        """Its generation; None: one that does not transfer one-sided."""
+        return product_of(self.native.soc_name)
+
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        """New memory of the device, which holds anything; it goes with its last reference.
+
+        Raises:
+            LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else ACL says.
+        """
+        try:
+            return self.native.allocate(nbytes)
+        except NativeError as error:
+            raise device_error(error, f"{nbytes} bytes of {self._memory()}") from error
+
+    def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
+        """Let the device reach host memory by itself, until nobody holds the result, or `close`.
+
+        Args:
+            address, nbytes: of the memory, no byte of which is pinned already.
+            keep: what keeps the memory where it is: it is held until it is unpinned.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
+                what ACL says.
+        """
+        try:
+            pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        except NativeError as error:
+            raise device_error(
+                error, f"{nbytes} bytes of host memory at {address:#x} to be pinned"
+            ) from error
+        self._pinned.add(pinned)
+        return pinned
+
+    def check_range(self, name: str, address: int, nbytes: int) -> None:
+        """Refuse a range that is not memory of this device, by its first and last byte.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: what it is instead; what ACL says.
+        """
+        for at in (address, address + nbytes - 1):
+            kind, device_id = self._locate(at)
+            if (kind, device_id) != ("device", self.id):
+                other = f" ({device_id})" if kind == "device" else ""
+                raise invalid(
+                    f"{name} has {nbytes} bytes at {address:#x}; that at {at:#x} is "
+                    f"{_WHERE[kind]}{other}, and not of device {self.id}, as placement=DEVICE says "
+                    "(kvplan.accelerator=none: placement says nothing)"
+                )
+
+    def check_host(self, name: str, address: int) -> None:
+        """Refuse an address that is memory of a device.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID; what ACL says.
+        """
+        kind, device_id = self._locate(address)
+        if kind == "device":
+            raise invalid(
+                f"{name} at {address:#x} is memory of device {device_id}, and not of the host, as "
+                "placement=HOST says"
+            )
+
+    def read(self, address: int, buffer: Buffer) -> None:
+        """Fill `buffer` from the device; its bytes there must be valid."""
+        try:
+            self.native.read(address, buffer)
+        except NativeError as error:
+            raise device_error(error, f"device {self.id} at {address:#x}") from error
+
+    def write(self, address: int, buffer: Buffer) -> None:
+        """Put the bytes of `buffer` to the device; there must be room for them."""
+        try:
+            self.native.write(address, buffer)
+        except NativeError as error:
+            raise device_error(error, f"device {self.id} at {address:#x}") from error
+
+    def backend(self, direction: CopyDirection) -> Backend:
+        """What copies in that direction, the same for all users of the device.
+
+        Raises:
+            NativeError: the device is closed.
+        """
+        if self._closed:
+            raise NativeError(f"device {self.id} is closed")
+        shared = self._shared
+        if (known := shared.backends.get(direction)) is None:
+            with _mutex:
+                known = shared.backends.setdefault(direction, self.native.backend(direction))
+        if (reason := self.native.fallback_reason) and not shared.told_fallback:
+            shared.told_fallback = True
+            _LOG.warning("device=%d copies one by one, and not in batches: %s", self.id, reason)
+        return known
+
+    def describe(self) -> dict[str, object]:
+        """What people want to know of it, by name."""
+        free, total = self.native.memory()
+        product = self.product
+        return {
+            "id": self.id,
+            "physical_id": self.native.physical_id,
+            "soc": self.soc_name,
+            "product": None if product is None else product.name,
+            "library": self.native.library.path,
+            "version": self.native.library.version,
+            "free_bytes": free,
+            "total_bytes": total,
+            "fallback": self.native.fallback_reason,
+        }
+
+    def close(self) -> None:
+        """Unpin what is pinned, and let the device go with its last user; idempotent.
+
+        No transfer may use it any more. Memory that somebody holds stays until then.
+        """
+        if self._closed or os.getpid() != self._key[0]:
+            return
+        self._closed = True
+        for pinned in tuple(self._pinned):
+            pinned.close()
+        with _mutex:
+            self._shared.users -= 1
+            if self._shared.users:
+                return
+            del _shared[self._key]
+            self._shared.backends.clear()
+            self.native.close()
+
+    def __repr__(self) -> str:
+        return f"<AscendDevice {self.id}, {self.soc_name}{': closed' if self._closed else ''}>"
+
+    def _locate(self, address: int) -> tuple[str, int]:
+        try:
+            return self.native.locate(address)
+        except NativeError as error:
+            raise device_error(error, f"address {address:#x}") from error
+
+    def _memory(self) -> str:
+        try:
+            free, total = self.native.memory()
+        except NativeError:  # of interest is the error that it is asked for
+            return f"device {self.id}"
+        return f"device {self.id}, which has {free} of {total} bytes free"
+
+
+class PinnedMemory:
+    """Host memory that a device reaches by itself: unpinned before what keeps it goes.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: its size in bytes.
+        keep: as given.
+    """
+
+    __slots__ = ("__weakref__", "_pinned", "address", "keep", "nbytes")
+
+    def __init__(self, address: int, nbytes: int, pinned: Pinned, keep: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.keep = keep
+        self._pinned = pinned
+
+    def close(self) -> None:
+        """Unpin it; idempotent."""
+        self._pinned.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def device_error(error: NativeError, what: str) -> LLMException:
+    """An error of the native layer as one of the interface; `what` begins its message."""
+    status = getattr(error, "status", None)
+    return LLMException(f"{what}: {error}", status_code=status_code_of(status))

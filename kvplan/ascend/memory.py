@@ -1,0 +1,131 @@
+"""The memory of a cache on a device: an address for each tensor, and whatever keeps it alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.ascend.device import AscendDevice
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import Cache, CacheDesc
+
+if TYPE_CHECKING:
+    from kvnative._backend import Backend, ThreadPool
+    from kvplan.execution.memory import Addresses, Direction, TensorMemory
+
+
+class DeviceMemory:
+    """Tensors in the memory of a device of this process.
+
+    Args:
+        device: whose memory it is.
+        addresses: of each tensor, on the device.
+        nbytes: of each tensor.
+        writable: whether a transfer may write to them.
+        owner: keeps the memory alive, or vouches for it; None: the addresses are checked before
+            and after each transfer.
+    """
+
+    in_process = True
+    on_device = True
+
+    def __init__(
+        self,
+        device: AscendDevice,
+        addresses: Addresses,
+        nbytes: NDArray[np.uint64],
+        *,
+        writable: bool,
+        owner: object,
+    ) -> None:
+        for column in (addresses, nbytes):
+            column.flags.writeable = False
+        self.device = device
+        self.addresses = addresses
+        self.nbytes = nbytes
+        self.writable = writable
+        self._owner = owner
+
+    @classmethod
+    def from_addresses(
+        cls,
+        device: AscendDevice,
+        desc: CacheDesc,
+        addresses: Sequence[int],
+        *,
+        writable: bool = True,
+        owner: object = None,
+    ) -> DeviceMemory:
+        """Return the memory at `addresses`, one for each tensor of `desc`; checked to be there.
+
+        Raises:
+            TypeError, ValueError: an address that is no uint64.
+            LLMException: LLM_PARAM_INVALID for another number of addresses, or a range that is not
+                of this device.
+        """
+        cache = Cache(desc, tensor_addrs=tuple(addresses))
+        if not cache.tensor_addrs:
+            raise invalid(f"addresses is empty; num_tensors={desc.num_tensors} are needed")
+        memory = cls(
+            device,
+            np.array(cache.tensor_addrs, dtype=np.uint64),
+            np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64),
+            writable=writable,
+            owner=owner,
+        )
+        memory.check_located()
+        return memory
+
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+    ) -> Backend | None:
+        """See `TensorMemory`.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: `other` is on another device.
+        """
+        if not other.in_process:
+            return None  # how its peer is reached decides
+        if not other.on_device:
+            return self.device.backend("device_to_host" if direction == "get" else "host_to_device")
+        if isinstance(other, DeviceMemory) and other.device.native is not self.device.native:
+            raise LLMException(
+                f"one side is on device {self.device.id} and the other on device "
+                f"{other.device.id}; between devices only linked engines transfer",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        return self.device.backend("device_to_device") if direction == "get" else None
+
+    @property
+    def held(self) -> bool:
+        """Whether something vouches that the memory stays where it is."""
+        return self._owner is not None
+
+    def check(self) -> None:
+        """Check raw addresses again; what is held cannot have gone."""
+        if self._owner is None:
+            self.check_located()
+
+    def check_tensors(self, tensors: range) -> None:
+        """See `TensorMemory`."""
+        if self._owner is None:
+            self.check_located(tensors)
+
+    def check_located(self, tensors: range | None = None) -> None:
+        """Refuse tensors that are not memory of the device any more.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+        """
+        for i in range(len(self.addresses)) if tensors is None else tensors:
+            self.device.check_range(f"tensor {i}", int(self.addresses[i]), int(self.nbytes[i]))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("DeviceMemory cannot be copied or pickled: it is this process's")
+
+    def __repr__(self) -> str:
+        total = int(self.nbytes.sum())
+        return f"<DeviceMemory {len(self.addresses)} tensors, {total} bytes: {self.device!r}>"

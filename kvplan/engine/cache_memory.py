@@ -1,0 +1,150 @@
+"""The memory that a cache is made of: the engine's or the user's, of the host or of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.ascend.memory import DeviceMemory
+from kvplan.execution.memory import HostMemory
+from kvplan.status import invalid
+from kvplan.transport.protocol import DeviceRange
+from kvplan.types import CacheDesc, Placement
+from kvplan.validation import UINT64_MAX, check_width
+
+if TYPE_CHECKING:
+    from kvplan.ascend.device import AscendDevice
+    from kvplan.engine.pools import Span
+    from kvplan.transport.protocol import Registrable
+
+CacheMemory = HostMemory | DeviceMemory
+
+# Vouches for registered addresses. To look each up again would cost microseconds a tensor, before
+# and after every transfer.
+_USER: Final = "the user, until it is unregistered"
+
+
+def of_span(desc: CacheDesc, span: Span) -> CacheMemory:
+    """The tensors of a cache, one behind the other in `span`, which they hold."""
+    sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
+    offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
+    addresses = np.uint64(span.address) + offsets
+    if span.device is not None:
+        return DeviceMemory(span.device, addresses, sizes, writable=True, owner=span)
+    return HostMemory(addresses, sizes, writable=True, owner=span)
+
+
+def of_tensors(
+    desc: CacheDesc,
+    tensors: Sequence[Any],
+    *,
+    writable: bool | None,
+    device: AscendDevice | None = None,
+) -> CacheMemory:
+    """The user's tensors: an address or an array for each.
+
+    Args:
+        desc: of the cache; where there is a device, its placement says where they must be.
+        tensors: as `CacheRegistry.register` takes them.
+        writable: likewise.
+        device: of the engine, if it has one.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `CacheRegistry.register`.
+    """
+    if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"tensors must be a sequence of addresses or arrays, not {type(tensors).__name__}"
+        )
+    if len(tensors) != desc.num_tensors:
+        raise invalid(
+            f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
+        )
+    if all(isinstance(it, int | np.integer) for it in tensors):
+        addresses = [it if isinstance(it, int) else int(it) for it in tensors]
+        for position, address in enumerate(addresses):
+            if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
+                raise invalid(f"tensors[{position}]=0 is no address of memory")
+        return memory_at(
+            desc, addresses, device=device, writable=writable is not False, owner=_USER
+        )
+    if device is not None and desc.placement is Placement.DEVICE:
+        raise invalid(
+            f"tensors[0] is a {type(tensors[0]).__name__}; of a cache with placement=DEVICE the "
+            f"addresses on device {device.id} are needed (data_ptr() of torch_npu); arrays are "
+            "host memory, of placement=HOST (kvplan.accelerator=none: placement says nothing)"
+        )
+    memory = HostMemory.from_arrays(tensors, "tensors")
+    other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
+    if len(other):
+        raise invalid(
+            f"tensors[{other[0]}] has {memory.nbytes[other[0]]} bytes; a tensor of the cache has "
+            f"{desc.tensor_nbytes}"
+        )
+    if writable and not memory.writable:
+        raise invalid("writable=True, but one of the tensors is a read-only array")
+    if writable is False and memory.writable:
+        return HostMemory(memory.addresses, memory.nbytes, writable=False, owner=memory)
+    return memory
+
+
+def memory_at(
+    desc: CacheDesc,
+    addresses: Sequence[int],
+    *,
+    device: AscendDevice | None,
+    writable: bool = True,
+    owner: object = None,
+) -> CacheMemory:
+    """The memory at `addresses`, one for each tensor of `desc`, checked to be where that says.
+
+    Args:
+        owner: vouches that it stays; None: it is checked with each transfer.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `HostMemory.from_addresses`.
+    """
+    if device is None:
+        return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)
+    if desc.placement is Placement.DEVICE:
+        return DeviceMemory.from_addresses(device, desc, addresses, writable=writable, owner=owner)
+    for position, address in enumerate(addresses):
+        device.check_host(f"tensor {position}", address)
+    return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)
+
+
+def check_anew(memory: CacheMemory) -> None:
+    """Refuse memory that is not where it was when it was registered: LLM_PARAM_INVALID."""
+    if isinstance(memory, DeviceMemory):
+        memory.check_located()
+    else:
+        memory.check_mapped()
+
+
+def merged_ranges(memory: CacheMemory, *, adjacent: bool = True) -> list[tuple[int, int]]:
+    """The (address, nbytes) that the tensors fill: those that overlap, or are adjacent, are one."""
+    ranges: list[tuple[int, int]] = []
+    for address, nbytes in sorted(_pairs(memory.addresses, memory.nbytes)):
+        start, before = ranges[-1] if ranges else (0, -1)
+        if address < start + before or (adjacent and address == start + before):
+            ranges[-1] = (start, max(before, address + nbytes - start))
+        else:
+            ranges.append((address, nbytes))
+    return ranges
+
+
+def offered_ranges(memory: CacheMemory) -> Sequence[Registrable]:
+    """What is registered for peers of memory that the user has.
+
+    Adjacent tensors on a device may be of two allocations, which cannot be registered as one.
+    """
+    if isinstance(memory, DeviceMemory):
+        return [DeviceRange(*it) for it in merged_ranges(memory, adjacent=False)]
+    return merged_ranges(memory)
+
+
+def _pairs(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> Iterable[tuple[int, int]]:
+    return zip(addresses.tolist(), sizes.tolist(), strict=True)

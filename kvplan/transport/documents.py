@@ -1,0 +1,110 @@
+"""Checks of JSON that comes from outside: of a peer, or of the user. Nothing in it is believed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from reprlib import repr as show  # short, however long or deep the value is
+from typing import TYPE_CHECKING, Any
+
+from kvplan.status import LLMException, invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+Bounds = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A JSON document under check.
+
+    Attributes:
+        name: what messages call it, such as "peer metadata".
+        max_nbytes: bytes that it may have.
+    """
+
+    name: str
+    max_nbytes: int
+
+    def read(self, blob: bytes | str) -> Any:
+        """Its value.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: too large, or no JSON.
+        """
+        if len(blob) > self.max_nbytes:
+            raise self.bad(f"is {len(blob)} bytes long; at most {self.max_nbytes} are allowed")
+        try:
+            return json.loads(blob)
+        except (ValueError, RecursionError) as error:
+            raise self.bad(f"is no JSON: {error}") from None
+
+    def read_schema(self, blob: bytes, schema: str, version: int) -> Any:
+        """As `read`, of metadata that says by `schema` and `schema_version` what it is.
+
+        Raises:
+            TypeError: no bytes.
+        """
+        if not isinstance(blob, bytes | bytearray | memoryview):
+            raise TypeError(f"metadata must be bytes, not {type(blob).__name__}")
+        document = self.read(bytes(blob))
+        found = document if isinstance(document, dict) else {}
+        theirs, number = found.get("schema"), found.get("schema_version")
+        if theirs != schema or type(number) is not int or number != version:
+            raise self.bad(
+                f"is of schema {show(theirs)} version {show(number)}; this kvplan reads "
+                f"{schema!r} version {version}"
+            )
+        return document
+
+    def fields(
+        self, path: str, value: object, names: Collection[str], optional: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """`value`, if it is an object with just the fields `names`, and any of `optional`."""
+        if not isinstance(value, dict) or not (
+            set(names) <= set(value) <= set(names) | set(optional)
+        ):
+            found = sorted(value) if isinstance(value, dict) else value
+            more = f", and possibly {', '.join(sorted(optional))}" if optional else ""
+            raise self.bad(
+                f"{path or 'document'} is {show(found)}; it must be an object with just the "
+                f"fields {', '.join(sorted(names))}{more}"
+            )
+        return value
+
+    def elements(self, path: str, value: object, count: int | None = None) -> list[Any]:
+        """`value`, if it is a list, of `count` elements where that is given."""
+        if not isinstance(value, list) or count not in (None, len(value)):
+            found = f"a list of {len(value)}" if isinstance(value, list) else show(value)
+            of = "" if count is None else f" of exactly {count}"
+            raise self.bad(f"{path} is {found}; it must be a list{of}")
+        return value
+
+    def numbers(
+        self, path: str, fields: dict[str, Any], bounds: Mapping[str, Bounds]
+    ) -> dict[str, int]:
+        """The fields that `bounds` names, if they are whole numbers inside."""
+        for name, (low, high) in bounds.items():
+            value = fields[name]
+            if type(value) is not int or not low <= value <= high:
+                raise self.bad(
+                    f"{path}.{name} is {show(value)}; it must be a whole number in [{low}, {high}]"
+                )
+        return {name: fields[name] for name in bounds}
+
+    def flag(self, path: str, value: object) -> bool:
+        """`value`, if it is true or false."""
+        if not isinstance(value, bool):
+            raise self.bad(f"{path} is {show(value)}; it must be true or false")
+        return value
+
+    def text(self, path: str, value: object, fits: Callable[[str], bool], must_be: str) -> str:
+        """`value`, if it is a string that `fits`, which `must_be` says in words."""
+        if not isinstance(value, str) or not fits(value):
+            raise self.bad(f"{path} is {show(value)}; it must be {must_be}")
+        return value
+
+    def bad(self, message: str) -> LLMException:
+        """LLM_PARAM_INVALID, naming the document."""
+        return invalid(f"{self.name}: {message}")

@@ -1,0 +1,237 @@
+"""The connections behind one link, one after the other: each reaches what was there before it."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import finalize, ref
+
+from kvnative._backend import NativeError
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.hccl.metadata import Metadata
+from kvplan.transport.identity import link_failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvnative._hccl import Communicator
+    from kvplan.transport.hccl.end import HcclEnd
+    from kvplan.transport.hccl.rank_table import RankTable
+
+
+@dataclass(eq=False)
+class Connection:
+    """A communicator, as long as something here transfers over it, or may.
+
+    Attributes:
+        generation: its number.
+        communicator: HCCL's.
+        newest: the highest number of a region of this process that is bound to it.
+        peer_newest: the same of the peer.
+    """
+
+    generation: int
+    communicator: Communicator
+    newest: int
+    peer_newest: int = -1
+
+
+class Connections:
+    """Makes and renews the connection to one peer: see `Renewable`.
+
+    One that is not in use here any more is taken down when the peer has said the same: as long as
+    one end transfers over it, the other must hold it.
+
+    Args:
+        end: this one.
+        peer: whom it is to.
+        table: both ranks.
+        session: what both ends name it by.
+        own_metadata: tells the peer what is bound.
+    """
+
+    def __init__(
+        self,
+        end: HcclEnd,
+        peer: Metadata,
+        table: RankTable,
+        session: bytes,
+        own_metadata: Callable[[], Metadata],
+    ) -> None:
+        self.ask: Callable[[], None] | None = None
+        self.tell_unused: Callable[[int], None] = _nobody_is_told
+        self._end = end
+        self._peer = peer
+        self._table = table
+        self._session = session
+        self._own_metadata = own_metadata
+        # Re-entrant: letting go of a connection runs its finalizer.
+        self._mutex = threading.RLock()
+        self._current: Connection | None = None
+        self._making: dict[int, Communicator] = {}
+        self._made: dict[int, Connection] = {}
+        self._waiting: dict[int, Communicator] = {}  # for the peer to use it no more
+        self._unused_there: set[int] = set()
+        self._abandoned: set[int] = set()
+        self._why_closed: LLMException | None = None
+
+    def connect(self, timeout_ms: float) -> None:
+        """Make the first connection; blocks until the peer does so too.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot be had, and why.
+        """
+        self.renew(0, timeout_ms=timeout_ms)
+        self._use(0, self._peer.newest)
+
+    def current(self) -> Connection:
+        """The one to transfer over.
+
+        Raises:
+            LLMException: the link was closed, and why.
+        """
+        current = self._current
+        if current is None:
+            raise self._closed_error()
+        return current
+
+    def metadata(self) -> bytes:
+        """See `Renewable`."""
+        return self._own_metadata().to_bytes()
+
+    def renew(self, generation: int, *, timeout_ms: float) -> None:
+        """See `Renewable`."""
+        name = self._name(generation)
+        try:
+            communicator, newest = self._end.open(self._table, name)
+        except NativeError as error:
+            raise link_failed(f"HCCL communicator {name}: {error}") from error
+        made = False
+        try:
+            with self._mutex:
+                self._check_wanted(generation)
+                self._making[generation] = communicator
+            communicator.prepare(timeout_ms)
+            with self._mutex:
+                self._check_wanted(generation)
+                self._made[generation] = self._held(generation, communicator, newest)
+            made = True
+        except NativeError as error:
+            with self._mutex:
+                self._check_wanted(generation)  # else that is the reason
+            raise link_failed(f"HCCL communicator {name}: {error}") from error
+        finally:
+            with self._mutex:
+                self._making.pop(generation, None)
+            if not made:
+                self._end.close(communicator)
+
+    def adopt(self, generation: int, metadata: bytes) -> None:
+        """See `Renewable`."""
+        newer = Metadata.from_bytes(metadata)
+        if (newer.instance, newer.board) != (self._peer.instance, self._peer.board):
+            raise link_failed(f"metadata is of instance {newer.instance}, not of the linked one")
+        self._use(generation, newer.newest)
+
+    def abandon(self, generation: int) -> None:
+        """See `Renewable`."""
+        with self._mutex:
+            making = self._making.get(generation)
+            made = self._made.pop(generation, None)
+            if making is not None or made is None:
+                self._abandoned.add(generation)
+            if made is not None:
+                # No transfer has used it, and the peer will not.
+                self._unused_there.add(generation)
+        if making is not None:
+            making.close()  # at once: its prepare still runs, which then takes it down
+
+    def unused(self, generation: int) -> None:
+        """See `Renewable`."""
+        with self._mutex:
+            communicator = self._waiting.pop(generation, None)
+            current = self._current
+            if communicator is None and current is not None and generation <= current.generation:
+                self._unused_there.add(generation)
+        if communicator is not None:
+            self._end.aside.do(partial(self._end.close, communicator))
+
+    def close(self, why: LLMException) -> None:
+        """Hold nothing any more; what is in use here goes with its last transfer. Idempotent."""
+        with self._mutex:
+            if self._why_closed is not None:
+                return
+            self._why_closed = why
+            making, waiting = list(self._making.values()), list(self._waiting.values())
+            self._made.clear()
+            self._waiting.clear()
+            self._current = None
+        for it in making:
+            it.close()
+        for it in waiting:
+            self._end.aside.do(partial(self._end.close, it))
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._why_closed is not None
+
+    def _use(self, generation: int, peer_newest: int) -> None:
+        with self._mutex:
+            made = self._made.pop(generation, None)
+            if made is None or self._why_closed is not None:
+                raise self._closed_error()
+            made.peer_newest = peer_newest
+            self._abandoned = {it for it in self._abandoned if it > generation}
+            before, self._current = self._current, made
+        del before  # outside of the lock
+
+    def _held(self, generation: int, communicator: Communicator, newest: int) -> Connection:
+        """A connection that is let go of with its last user."""
+        held = Connection(generation, communicator, newest)
+        let_go = partial(_let_go, ref(self), self._end, generation, communicator)
+        finalize(held, self._end.aside.do, let_go)
+        return held
+
+    def _check_wanted(self, generation: int) -> None:
+        if self._why_closed is not None:
+            raise self._closed_error()
+        if generation in self._abandoned:
+            self._abandoned.discard(generation)
+            raise link_failed(f"generation {generation} was given up")
+
+    def _closed_error(self) -> LLMException:
+        why = self._why_closed
+        message = "the link is not connected" if why is None else why.args[0]
+        status = LLMStatusCode.LLM_NOT_YET_LINK if why is None else why.status_code
+        return LLMException(message, status_code=status)
+
+    def _name(self, generation: int) -> str:
+        instances = sorted((self._own_metadata().instance, self._peer.instance))
+        identity = b"".join([*(it.encode() for it in instances), self._session])
+        return f"kvplan-{hashlib.sha256(identity).hexdigest()[:32]}-{generation}"
+
+    def _retire(self, generation: int, communicator: Communicator) -> bool:
+        """Nothing here uses it any more. Returns whether it can be taken down at once."""
+        with self._mutex:
+            if self._why_closed is not None or generation in self._unused_there:
+                self._unused_there.discard(generation)
+                return True
+            self._waiting[generation] = communicator
+        self.tell_unused(generation)
+        return False
+
+
+def _let_go(
+    owner: ref[Connections], end: HcclEnd, generation: int, communicator: Communicator
+) -> None:
+    """The last user of a connection has gone; not in its thread, which may hold anything."""
+    connections = owner()
+    if connections is None or connections._retire(generation, communicator):
+        end.close(communicator)
+
+
+def _nobody_is_told(_generation: int) -> None: ...

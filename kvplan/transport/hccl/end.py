@@ -1,0 +1,156 @@
+"""This end of all connections: the device, and what of its memory is bound to each connection."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvnative._backend import NativeError
+from kvnative._hccl import Communicator, Region, Staging
+from kvplan.ascend.device import device_error
+from kvplan.status import invalid
+from kvplan.transport.hccl.regions import Regions
+
+if TYPE_CHECKING:
+    from kvnative._hccl import HcclLibrary
+    from kvplan.ascend.device import AscendDevice, PinnedMemory
+    from kvplan.ascend.products import Product
+    from kvplan.transport.hccl.aside import Aside
+    from kvplan.transport.hccl.board import DeviceBoard
+    from kvplan.transport.hccl.rank_table import RankTable
+    from kvplan.transport.hccl.regions import HeldRegion
+
+_MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region of a device, of the host
+
+
+class HcclEnd:
+    """The device of this process as HCCL has it; may be used from several threads.
+
+    Args:
+        library: HCCL.
+        device: of this process.
+        product: of the device.
+        board: of registrations.
+        staging: for local memory that HCCL does not take as it is; None: that is refused.
+        aside: takes connections down.
+        traffic_class, service_level: for RDMA; None: the system's.
+
+    Raises:
+        NativeError: HCCL does not take the board.
+    """
+
+    def __init__(
+        self,
+        library: HcclLibrary,
+        device: AscendDevice,
+        product: Product,
+        board: DeviceBoard,
+        staging: Staging | None,
+        aside: Aside,
+        traffic_class: int | None,
+        service_level: int | None,
+    ) -> None:
+        self.library = library
+        self.device = device
+        self.product = product
+        self.board = board
+        self.staging = staging
+        self.aside = aside
+        self.regions = Regions(self._make_region)
+        self._traffic_class = traffic_class
+        self._service_level = service_level
+        buffer = board.buffer
+        self._board_region = Region(
+            library, device.native, buffer.address, buffer.nbytes, on_device=True, owner=buffer
+        )
+        self._open: set[Communicator] = set()
+        self._mutex = threading.Lock()  # of what is open
+
+    def open(self, table: RankTable, name: str) -> tuple[Communicator, int]:
+        """A connection with all memory of now bound, and the highest number of its regions.
+
+        Its prepare must follow, and `close`.
+
+        Raises:
+            NativeError: what HCCL says.
+        """
+        communicator = Communicator(
+            self.library,
+            self.device.native,
+            table.text,
+            table.rank,
+            table.remote_rank,
+            name,
+            traffic_class=self._traffic_class,
+            service_level=self._service_level,
+            max_batch=self.product.max_batch,
+        )
+        try:
+            # Whoever ends a region takes it out of `regions` first, and looks then at what is open.
+            with self.regions.mutex:
+                with self._mutex:
+                    self._open.add(communicator)
+                newest = self.regions.newest
+                communicator.bind(self._board_region)
+                if self.staging is not None:
+                    communicator.bind(self.staging.region)
+                for it in self.regions.all():
+                    communicator.bind(it.native)
+        except BaseException:
+            self.close(communicator)
+            raise
+        return communicator, newest
+
+    def close(self, communicator: Communicator) -> None:
+        """Take a connection down; waits for what it transfers. Idempotent."""
+        communicator.close()
+        with self._mutex:
+            self._open.discard(communicator)
+
+    def end_region(self, held: HeldRegion) -> None:
+        """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
+        # Pinned memory of the host may be unpinned next, by whoever pinned it.
+        if held.is_kept and held.on_device:
+            self.aside.do(lambda: self._end_region(held))
+        else:
+            self._end_region(held)
+
+    def shut(self) -> None:
+        """Let HCCL forget the board and the staging memory; all connections are down."""
+        self._board_region.close()
+        if self.staging is not None:
+            self.staging.close()
+
+    def _end_region(self, held: HeldRegion) -> None:
+        with self._mutex:
+            communicators = [it for it in self._open if held.native in it.regions]
+        for it in communicators:
+            try:
+                it.unbind(held.native)
+            except NativeError:
+                if held.native in it.regions:  # else it was closed meanwhile
+                    raise
+        held.close()
+
+    def _make_region(
+        self, address: int, nbytes: int, *, on_device: bool, owner: object
+    ) -> tuple[Region, PinnedMemory | None]:
+        limit = _MAX_NBYTES[on_device]
+        if self.library.generation == "per_comm" and nbytes > limit:
+            raise invalid(
+                f"{nbytes} bytes at {address:#x} are to be registered with HCCL at once; on this "
+                f"product it takes at most {limit}: make pools and allocations smaller"
+            )
+        native = self.device.native
+        pinned = None
+        try:
+            if not on_device and native.locate(address)[0] != "host":
+                pinned = self.device.pin(address, nbytes, keep=owner)
+            region = Region(
+                self.library, native, address, nbytes, on_device=on_device, owner=(owner, pinned)
+            )
+        except ValueError as error:
+            raise invalid(f"{nbytes} bytes at {address:#x}: {error}") from error
+        except NativeError as error:
+            raise device_error(error, f"{nbytes} bytes at {address:#x}") from error
+        return region, pinned

@@ -1,0 +1,107 @@
+"""The rank table of two devices, which both ends compute alike, byte for byte.
+
+Not to be taken for that of `link()`, which the user gives (`kvplan.engine.links.rank_table`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from kvplan.transport.identity import link_failed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvplan.transport.hccl.device_address import DeviceAddress
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """A rank table of two.
+
+    Attributes:
+        text: as HCCL takes it, JSON.
+        rank: of this end.
+        remote_rank: of the other.
+    """
+
+    text: str
+    rank: int
+    remote_rank: int
+
+
+def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
+    """The rank table of this device and a peer's, of the lower of both versions.
+
+    Ranks are numbered in the order of the hosts' names, then of the devices' numbers and addresses,
+    all as text; so `table_of(b, a)` has the same text, and the ranks the other way round.
+
+    Raises:
+        LLMException: LLM_LINK_FAILED: no table has both, and what is missing.
+    """
+    if reason := why_not(here, there):
+        raise link_failed(reason)
+    version = min(here.version, there.version)
+    ranked = sorted((here, there), key=_order)
+    table: dict[str, Any] = {"version": version}
+    servers = [
+        {"server_id": server_id, "device": [_device(it, ranked.index(it), version) for it in of_it]}
+        for server_id, of_it in groupby(ranked, key=lambda it: it.server_id)
+    ]
+    table["server_count"] = str(len(servers))
+    table["server_list"] = servers
+    if version == "1.2":
+        table["super_pod_list"] = _pods(ranked)
+    table["status"] = "completed"
+    rank = ranked.index(here)
+    return RankTable(json.dumps(table, separators=(",", ":")), rank, 1 - rank)
+
+
+def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
+    """Why no rank table can have both devices; None: one can."""
+    same_host = here.server_id == there.server_id
+    if same_host and here.device_id == there.device_id:
+        return (
+            f"both ends use device {here.device_id} of host {here.server_id!r}; HCCL connects two "
+            "devices: give each engine a DeviceId of its own"
+        )
+    if same_host and here.super_pod_id != there.super_pod_id:
+        pods = f"{here.super_pod_id!r} and {there.super_pod_id!r}"
+        if None not in (here.super_pod_id, there.super_pod_id):
+            return f"host {here.server_id!r} would be in two super pods, {pods}"
+    for whose, it in (("this", here), ("the peer's", there)):
+        if it.device_ip is None and not same_host:
+            return (
+                f"device_ip of {whose} device {it.device_id} is not known, which two hosts need: "
+                f"have address_{it.device_id}=<ip> in /etc/hccn.conf, or give llm.LocalCommRes"
+            )
+    if here.device_ip is not None and here.device_ip == there.device_ip:
+        return f"both ends have the same device_ip, {here.device_ip}; each device has its own"
+    return None
+
+
+def _order(it: DeviceAddress) -> tuple[str, ...]:
+    return it.server_id, it.device_id, it.device_ip or "", it.device_port or ""
+
+
+def _device(it: DeviceAddress, rank: int, version: str) -> dict[str, str]:
+    device = {"device_id": it.device_id}
+    for name in ("device_ip", "device_port"):
+        if (value := getattr(it, name)) is not None:
+            device[name] = value
+    if version == "1.2":
+        assert it.super_device_id is not None
+        device["super_device_id"] = it.super_device_id
+    return {**device, "rank_id": str(rank)}
+
+
+def _pods(ranked: Sequence[DeviceAddress]) -> list[dict[str, Any]]:
+    # Each host once, in the order of the ranks.
+    hosts = dict.fromkeys((it.super_pod_id or "", it.server_id) for it in ranked)
+    return [
+        {"super_pod_id": pod, "server_list": [{"server_id": host} for _, host in of_it]}
+        for pod, of_it in groupby(sorted(hosts), key=lambda it: it[0])
+    ]

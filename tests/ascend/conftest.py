@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ascend.fixtures import device, sim_folder, sim_log, simulator
+from tests.ascend.simulator import Controls
+from tests.datadist.conftest import engine, idle, make_engine, make_peer, pair, peer, user
+from tests.datadist.machine import Machine, machine_of
+
+__all__ = [
+    "device",
+    "engine",
+    "idle",
+    "make_engine",
+    "make_peer",
+    "pair",
+    "peer",
+    "sim_folder",
+    "sim_log",
+    "simulator",
+    "user",
+]
+
+
+@pytest.fixture
+def machine(simulator: Controls) -> Iterator[Machine]:
+    """The simulated device; what the fixtures of tests/datadist ask for."""
+    machine = machine_of("ascend", cluster_id=2)
+    before = machine.left()  # of a test that failed
+    yield machine
+    gc.collect()
+    assert machine.left() == before

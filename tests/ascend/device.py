@@ -1,0 +1,103 @@
+"""Engines on a simulated device, whose memory tests see through the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kvplan import Cache, LlmDataDist, Options
+from kvplan.ascend.device import AscendDevice
+from kvplan.engine.arrays import tensor_arrays
+from tests.ascend.simulator import controls
+
+NUM_DEVICES = 8
+
+
+class OnDevice(LlmDataDist):
+    """Engines on a device each, numbered like their clusters."""
+
+    def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
+        given = Options.of(options)
+        device_id = self.cluster_id % NUM_DEVICES
+        super().initialize(replace(given, accelerator="ascend", device_id=device_id))
+
+    def allocate_cache(self, *arguments: Any) -> Cache:
+        return self._cleared(super().allocate_cache(*arguments))
+
+    def allocate_blocks_cache(self, *arguments: Any) -> Cache:
+        return self._cleared(super().allocate_blocks_cache(*arguments))
+
+    def _cleared(self, cache: Cache) -> Cache:
+        """Memory of the host is 0 at first, that of a device holds anything."""
+        for array in self.arrays(cache):
+            array[...] = 0
+        return cache
+
+    def arrays(self, cache: Cache) -> list[NDArray[Any]]:
+        """Return a view of each tensor, as what computes on the device has one."""
+        entry = self._running().registry.resolve(cache)
+        if not entry.memory.on_device:
+            return super().arrays(cache)
+        return tensor_arrays(entry.cache.cache_desc, Seen(entry.memory))
+
+
+class Seen:
+    """Device memory, where this process can see it; keeps it like an array."""
+
+    writable = True
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        views = [controls().host_view(it) for it in memory.addresses.tolist()]
+        self.addresses = np.array(views, np.uint64)
+
+
+class DeviceTensor:
+    """Memory of a program's own on a device, as torch_npu would have it; NumPy sees it as an array.
+
+    Args:
+        device_id: where.
+        shape, dtype: of the array, which keeps this.
+    """
+
+    def __init__(self, device_id: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._device = AscendDevice(device_id)
+        self._buffer = self._device.allocate(int(np.prod(shape)) * dtype.itemsize)
+        self.address: int = self._buffer.address
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (controls().host_view(self.address), False),
+            "shape": shape,
+            "typestr": dtype.str,
+        }
+
+    def __del__(self) -> None:
+        del self._buffer
+        self._device.close()
+
+
+class SimulatedAscend:
+    """Devices that the simulator stands in for; caches lie in their memory."""
+
+    name = "ascend"
+    transport = "hccl"
+    engine = OnDevice
+
+    def __init__(self, cluster_id: int) -> None:
+        self._device_id = cluster_id % NUM_DEVICES
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array on the device of the cluster whose machine this is."""
+        array = np.asarray(DeviceTensor(self._device_id, shape, np.dtype(dtype)))
+        array[...] = 0
+        return array
+
+    def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
+        return [it.base.address for it in arrays]
+
+    def left(self) -> dict[str, int]:
+        return controls().left()

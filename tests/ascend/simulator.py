@@ -1,0 +1,123 @@
+"""The simulated libraries as a test sees them: memory, faults, what was called, what is left."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.ascend_sim.build import build
+
+HOME = "ASCEND_HOME_PATH"
+VARIANT = os.environ.get("KVSIM_VARIANT", "8.5")  # of this process; test_acl_variants.py sets it
+ELSEWHERE = "KVPLAN_ASCEND_LIBRARY"  # set to nothing in tests/conftest.py: most run without device
+
+
+class Call(NamedTuple):
+    """A line of the log: a call into a simulated library, or a note of the simulator."""
+
+    name: str
+    code: int
+    pid: int
+    fields: dict[str, Any]
+
+
+class Log:
+    """What is called from now on, in all processes that have the same environment."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was called so far."""
+        self._from = self._path.stat().st_size if self._path.exists() else 0
+
+    def calls(self, *names: str, pid: int | None = None) -> list[Call]:
+        """Return the calls of these names, or all; of one process, or all."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._from)
+            lines = [json.loads(line) for line in file]
+        return [
+            Call(it["call"], it.get("code", 0), it.get("pid", 0), it)
+            for it in lines
+            if (not names or it.get("call") in names) and pid in (None, it.get("pid"))
+        ]
+
+    def counts(self, *names: str, pid: int | None = None) -> dict[str, int]:
+        """Return how often each of these was called, or all that were."""
+        counted = Counter(it.name for it in self.calls(*names, pid=pid))
+        return {name: counted[name] for name in (names or counted)}
+
+
+class Controls:
+    """Of the simulator that this process has loaded, or will: its core is one for all libraries."""
+
+    def __init__(self, home: Path) -> None:
+        core = ctypes.CDLL(str(home / "lib64" / "libkvsim_core.so"))
+        core.kvsim_host_view.argtypes, core.kvsim_host_view.restype = (
+            [ctypes.c_uint64],
+            ctypes.c_void_p,
+        )
+        core.kvsim_leaks.restype = ctypes.c_char_p
+        core.kvsim_fault_add.argtypes = [ctypes.c_char_p]
+        core.kvsim_set.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        self._core = core
+
+    def host_view(self, address: int) -> int:
+        """Where the bytes of a device address can be read and written."""
+        view: int | None = self._core.kvsim_host_view(address)
+        assert view, f"{address:#x} is no device memory"
+        return view
+
+    def left(self) -> dict[str, int]:
+        """Return what has not been given back, by kind."""
+        left: dict[str, int] = json.loads(self._core.kvsim_leaks())
+        return {kind: count for kind, count in left.items() if count}
+
+    def add_fault(self, *specifications: str) -> None:
+        """Let calls of this process fail, see `kvsim_fault_add`."""
+        for it in specifications:
+            assert self._core.kvsim_fault_add(it.encode()) == 0, it
+
+    def clear_faults(self) -> None:
+        self._core.kvsim_faults_clear()
+
+    def faults_left(self) -> int:
+        """Return how many of them have not happened."""
+        return int(self._core.kvsim_faults_left())
+
+    def set(self, name: str, value: object) -> None:
+        """Change a setting of this process, by its name without KVSIM_."""
+        assert self._core.kvsim_set(name.encode(), str(value).encode()) == 0, name
+
+
+@cache
+def controls(variant: str = VARIANT) -> Controls:
+    """Those of this process."""
+    return Controls(build(variant))
+
+
+@contextmanager
+def found(variant: str = VARIANT) -> Iterator[Path]:
+    """Let this process, and those that it starts, find the simulated libraries."""
+    before = {name: os.environ.get(name) for name in (HOME, ELSEWHERE)}
+    home = build(variant)
+    os.environ[HOME] = str(home)
+    os.environ.pop(ELSEWHERE, None)
+    try:
+        yield home
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,43 @@
+"""The examples on the simulated device show the same, and go over ACL and HCCL."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ascend.simulator import Controls, Log
+from tests.examples.test_examples import SHOWN, run
+from tests.examples.test_llm_datadist_pair import FOLDER, Pair
+
+MOVES = {
+    "copy_and_swap": {"aclrtMemcpyAsync", "aclrtMemcpyBatchAsync"},
+    "push": {"HcclBatchPut"},
+    "llm_datadist": {"HcclBatchPut", "HcclBatchGet"},
+}
+PULL = {"HcclBatchGet"}
+
+
+def assert_given_back(log: Log, processes: int) -> None:
+    """Each process that used a device has ended with nothing left on it."""
+    told = [it.fields for it in log.calls("leaks")]
+    assert len({it["pid"] for it in told}) == processes
+    kinds = {"call", "pid", "tid", "seq"}
+    assert [it for them in told for it, count in them.items() if it not in kinds and count] == []
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_an_example(simulator: Controls, sim_log: Log, name: str) -> None:
+    done = run("-m", f"examples.{name}")
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in SHOWN[name]:
+        assert text in done.stdout
+    counted = sim_log.counts()
+    assert MOVES.get(name, PULL) <= {it for it, count in counted.items() if count}
+    assert_given_back(sim_log, {"copy_and_swap": 1, "several_peers": 4}.get(name, 2))
+
+
+def test_the_pair_for_the_official_package(simulator: Controls, sim_log: Log) -> None:
+    pair = Pair(FOLDER)
+    assert pair.status == (0, 0), pair.prefill + pair.decode
+    assert pair.decode[0].count("all in their places") == 4
+    assert MOVES["llm_datadist"] <= set(sim_log.counts())
+    assert_given_back(sim_log, 2)

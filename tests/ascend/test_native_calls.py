@@ -1,0 +1,93 @@
+"""How many native calls a transfer takes, by the simulator's own log; docs/ascend.md has them."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from kvplan import Cache, CacheDesc, CacheIndex, DataType, LlmDataDist
+from tests.ascend.simulator import Call, Log
+from tests.datadist.peer import Peer
+
+LAYERS, BLOCKS = 61, 64  # as of a large model, and a prompt of 8,192 tokens in blocks of 128
+BATCH = 256  # what HcclBatchPut takes on A2 and A3
+NUM_BLOCKS = 160
+DESC = CacheDesc(2 * LAYERS, (NUM_BLOCKS, 8), DataType.DT_INT32)
+PER_LAYER = 2 * BLOCKS
+
+PUT, GET = "HcclBatchPut", "HcclBatchGet"
+WAITS = ("aclrtSynchronizeStream", "aclrtSynchronizeStreamWithTimeout")
+COPIES = ("aclrtMemcpy", "aclrtMemcpyAsync", "aclrtMemcpyBatch", "aclrtMemcpyBatchAsync")
+
+TABLES = {
+    "src_blocks": np.arange(0, 2 * BLOCKS, 2).tolist(),
+    "dst_blocks": np.random.default_rng(1).permutation(NUM_BLOCKS // 2)[:BLOCKS].tolist(),
+}
+"""No two neighbours at both ends: every block is a descriptor of its own."""
+
+
+@pytest.fixture
+def there(peer: Peer) -> CacheIndex:
+    peer.run(
+        f"""
+        desc = CacheDesc({2 * LAYERS}, {DESC.shape}, DataType.DT_INT32)
+        cache = datadist.allocate_blocks_cache(desc)
+        """
+    )
+    return CacheIndex(1, 1)
+
+
+@pytest.fixture
+def cache(user: LlmDataDist, there: CacheIndex) -> Cache:
+    """Full, and pushed once: what is done at the first use of a link is done."""
+    cache = user.allocate_blocks_cache(DESC)
+    for number, array in enumerate(user.arrays(cache)):
+        array[:] = np.arange(array.size).reshape(array.shape) + 10_000 * number
+    user.push_blocks(cache, there, [0], [0])
+    return cache
+
+
+def waits(log: Log) -> list[Call]:
+    """The waits of this process that have ended; others were looks at the clock."""
+    return [it for it in log.calls(*WAITS, pid=os.getpid()) if not it.code]
+
+
+def arrived(user: LlmDataDist, cache: Cache, peer: Peer) -> None:
+    theirs = np.array(peer.run("result = [it.tolist() for it in datadist.arrays(cache)]"))
+    for number, array in enumerate(user.arrays(cache)):
+        src, dst = TABLES["src_blocks"], TABLES["dst_blocks"]
+        assert (theirs[number][dst] == array[src]).all()
+
+
+def test_a_push_of_all_layers_waits_once(
+    user: LlmDataDist, cache: Cache, there: CacheIndex, peer: Peer, sim_log: Log
+) -> None:
+    plan = user.plan_push_blocks(cache, there, **TABLES)
+    assert plan.num_descriptors == LAYERS * PER_LAYER == 7808
+    sim_log.restart()
+    user.push_blocks(cache, there, **TABLES)
+    sizes = [it.fields["descriptors"] for it in sim_log.calls(PUT)]
+    assert sizes == [BATCH] * 30 + [128]  # ceil(7808 / 256) calls
+    assert len(sim_log.calls(GET)) == 1  # of the words that say that nothing was withdrawn
+    assert len(waits(sim_log)) == 1
+    assert {it.pid for it in sim_log.calls()} == {os.getpid()}, "the peer took part in it"
+    arrived(user, cache, peer)
+
+
+def test_a_push_by_layers_waits_once_for_each(
+    user: LlmDataDist, cache: Cache, there: CacheIndex, peer: Peer, sim_log: Log
+) -> None:
+    """Where each layer moves before the next is ready, as when a model computes in between."""
+    task = user.push_layers(cache, there, **TABLES)
+    sim_log.restart()
+    for layer in task.layers:
+        task.ready(layer)
+        while layer not in task.progress().done:
+            pass
+    task.wait(10_000)
+    assert len(sim_log.calls(PUT)) == LAYERS
+    assert len(sim_log.calls(GET)) == LAYERS
+    assert len(waits(sim_log)) == LAYERS
+    arrived(user, cache, peer)

@@ -1,0 +1,225 @@
+"""Rank tables: both ends compute one table, of the devices or of what the user says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.documents import Document
+from kvplan.transport.hccl.device_address import DeviceAddress, device_ip_of
+from kvplan.transport.hccl.rank_table import table_of, why_not
+
+A2 = {
+    "version": "1.0",
+    "server_list": [
+        {"server_id": "10.0.0.1", "device": [{"device_id": "3", "device_ip": "192.168.1.3"}]}
+    ],
+    "status": "completed",
+}
+A3 = {
+    "version": "1.2",
+    "server_list": [
+        {
+            "server_id": "10.0.0.2",
+            "device": [{"device_id": "1", "device_ip": "192.168.1.9", "super_device_id": "65537"}],
+        }
+    ],
+    "super_pod_list": [{"super_pod_id": "0", "server_list": [{"server_id": "10.0.0.2"}]}],
+    "status": "completed",
+}
+
+ips = st.ip_addresses().map(str)
+numbers = st.integers(0, 15).map(str)
+hosts = st.sampled_from(["10.0.0.1", "10.0.0.10", "10.0.0.2", "host-a"])
+
+
+@st.composite
+def addresses(draw: st.DrawFn) -> DeviceAddress:
+    version = draw(st.sampled_from(["1.0", "1.2"]))
+    host = draw(hosts)
+    pods = {"super_device_id": draw(numbers), "super_pod_id": f"pod of {host}"}
+    return DeviceAddress(
+        version,
+        host,
+        draw(numbers),
+        draw(ips),
+        draw(st.none() | st.integers(1, 65535).map(str)),
+        **(pods if version == "1.2" else {}),
+    )
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(LLMException) as refused:
+        DeviceAddress.of_local_comm_res(text)
+    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    return str(refused.value)
+
+
+def changed(document: dict[str, Any], path: str, value: object) -> str:
+    """`document` as JSON, with another value at `path` ("a.0.b"); None: without it."""
+    copy = json.loads(json.dumps(document))
+    *steps, last = path.split(".")
+    at = copy
+    for step in steps:
+        at = at[int(step)] if isinstance(at, list) else at[step]
+    if value is None:
+        del at[last]
+    else:
+        at[last] = value
+    return json.dumps(copy)
+
+
+@given(addresses(), addresses())
+def test_both_ends_compute_one_table_and_each_its_own_rank(
+    here: DeviceAddress, there: DeviceAddress
+) -> None:
+    assume(why_not(here, there) is None)
+    ours, theirs = table_of(here, there), table_of(there, here)
+    assert ours.text == theirs.text
+    assert (ours.rank, ours.remote_rank) == (theirs.remote_rank, theirs.rank)
+    assert {ours.rank, theirs.rank} == {0, 1}
+
+
+@given(addresses(), addresses())
+def test_ranks_follow_the_order_of_texts_and_the_lower_version_wins(
+    here: DeviceAddress, there: DeviceAddress
+) -> None:
+    assume(why_not(here, there) is None)
+    table = json.loads(table_of(here, there).text)
+    assert table["version"] == min(here.version, there.version)
+    servers = table["server_list"]
+    assert table["server_count"] == str(len(servers))
+    assert [it["server_id"] for it in servers] == sorted({here.server_id, there.server_id})
+    devices = [(server["server_id"], it) for server in servers for it in server["device"]]
+    assert [it["rank_id"] for _, it in devices] == ["0", "1"]
+    named = [(host, it["device_id"], it["device_ip"]) for host, it in devices]
+    assert named == sorted(named)
+    is_pods = table["version"] == "1.2"
+    assert ("super_pod_list" in table) is is_pods
+    assert all(("super_device_id" in it) is is_pods for _, it in devices)
+    if is_pods:
+        in_pods = [it["server_id"] for pod in table["super_pod_list"] for it in pod["server_list"]]
+        assert sorted(in_pods) == [it["server_id"] for it in servers]
+
+
+@given(addresses())
+def test_an_address_is_read_as_it_was_written(it: DeviceAddress) -> None:
+    blob = json.loads(json.dumps(it.to_dict()))
+    assert DeviceAddress.of_fields(Document("test", 1000), "device", blob) == it
+
+
+def test_the_users_resources_are_read() -> None:
+    a2 = DeviceAddress.of_local_comm_res(json.dumps(A2))
+    assert a2 == DeviceAddress("1.0", "10.0.0.1", "3", "192.168.1.3")
+    a3 = DeviceAddress.of_local_comm_res(json.dumps(A3))
+    assert a3 == DeviceAddress("1.2", "10.0.0.2", "1", "192.168.1.9", None, "65537", "0")
+
+
+def test_the_table_of_a_pair_as_hccl_reads_it() -> None:
+    here = DeviceAddress.of_local_comm_res(json.dumps(A2))
+    there = DeviceAddress.of_local_comm_res(json.dumps(A3))
+    assert json.loads(table_of(there, here).text) == {
+        "version": "1.0",
+        "server_count": "2",
+        "server_list": [
+            {
+                "server_id": "10.0.0.1",
+                "device": [{"device_id": "3", "device_ip": "192.168.1.3", "rank_id": "0"}],
+            },
+            {
+                "server_id": "10.0.0.2",
+                "device": [{"device_id": "1", "device_ip": "192.168.1.9", "rank_id": "1"}],
+            },
+        ],
+        "status": "completed",
+    }
+
+
+def test_two_devices_of_one_host_are_one_server() -> None:
+    one = DeviceAddress("1.0", "h", "10")
+    two = DeviceAddress("1.0", "h", "2")
+    assert json.loads(table_of(two, one).text)["server_list"] == [
+        {
+            "server_id": "h",
+            "device": [{"device_id": "10", "rank_id": "0"}, {"device_id": "2", "rank_id": "1"}],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "value", "said"),
+    [
+        (A2, "version", "2.0", "version is '2.0'; it must be one of 1.0, 1.2"),
+        (A2, "version", None, "version is None"),
+        (A2, "status", "initializing", "status is 'initializing'; it must be \"completed\""),
+        (A2, "server_list", [], "server_list is a list of 0; it must be a list of exactly 1"),
+        (A2, "server_list.0.server_id", "", "server_list[0].server_id is ''"),
+        (A2, "server_list.0.device", {}, "server_list[0].device is {}"),
+        (A2, "server_list.0.device.0.device_id", 3, "server_list[0].device[0].device_id is 3"),
+        (A2, "server_list.0.device.0.device_id", "03", "device[0].device_id is '03'"),
+        (A2, "server_list.0.device.0.device_ip", "1.2.3", "device[0].device_ip is '1.2.3'"),
+        (A2, "server_list.0.device.0.device_port", "0", "device[0].device_port is '0'"),
+        (A2, "server_list.0.device.0.rank_id", "0", "it must be an object with just the fields"),
+        (A2, "server_count", "1", "it must be an object with just the fields"),
+        (A3, "super_pod_list", None, "super_pod_list"),
+        (A3, "super_pod_list.0.server_list.0.server_id", "x", "it must be '10.0.0.2'"),
+        (A3, "server_list.0.device.0.super_device_id", None, "super_device_id"),
+        (A3, "server_list.0.device.0.super_device_id", "-1", "super_device_id is '-1'"),
+    ],
+)
+def test_what_the_user_got_wrong_is_named(
+    document: dict[str, Any], path: str, value: object, said: str
+) -> None:
+    told = refusal(changed(document, path, value))
+    assert "llm.LocalCommRes" in told
+    assert said in told
+
+
+def test_what_is_no_json_is_refused() -> None:
+    assert "is no JSON" in refusal("{")
+
+
+def test_one_device_cannot_be_both_ends() -> None:
+    it = DeviceAddress("1.0", "h", "0", "1.1.1.1")
+    assert "give each engine a DeviceId of its own" in (why_not(it, it) or "")
+
+
+def test_two_hosts_need_the_addresses_of_both_devices() -> None:
+    here, there = DeviceAddress("1.0", "a", "0", "1.1.1.1"), DeviceAddress("1.0", "b", "5")
+    with pytest.raises(LLMException, match=r"device_ip of the peer's device 5.*hccn.conf") as error:
+        table_of(here, there)
+    assert error.value.status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert "of this device 5" in (why_not(there, here) or "")
+
+
+def test_one_address_for_two_devices_is_refused() -> None:
+    here, there = (
+        DeviceAddress("1.0", "a", "0", "1.1.1.1"),
+        DeviceAddress("1.0", "b", "0", "1.1.1.1"),
+    )
+    assert "the same device_ip" in (why_not(here, there) or "")
+
+
+def test_one_host_in_two_pods_is_refused() -> None:
+    here = DeviceAddress("1.2", "a", "0", super_device_id="1", super_pod_id="0")
+    there = DeviceAddress("1.2", "a", "1", super_device_id="2", super_pod_id="1")
+    assert "two super pods" in (why_not(here, there) or "")
+
+
+def test_the_ports_address_is_read_from_the_file(tmp_path: Path) -> None:
+    conf = tmp_path / "hccn.conf"
+    conf.write_text("netmask_1=255.255.0.0\naddress_1=10.1.0.1\naddress_10 = fe80::1\n")
+    where = {"KVPLAN_HCCN_CONF": str(conf)}
+    assert device_ip_of(1, where) == "10.1.0.1"
+    assert device_ip_of(10, where) == "fe80::1"
+    assert device_ip_of(2, where) is None
+    assert device_ip_of(1, {"KVPLAN_HCCN_CONF": str(tmp_path / "none")}) is None
+    conf.write_text("address_1=10.1\n")
+    with pytest.raises(LLMException, match=r"address_1 is '10\.1'; it must be an IP address"):
+        device_ip_of(1, where)

@@ -1,0 +1,67 @@
+"""What the tests of transfers run on: this host, or a device of it; see tests/ascend/device.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+from numpy.typing import DTypeLike, NDArray
+
+from kvplan import LlmDataDist
+
+
+class Machine(Protocol):
+    """Where the caches of a test lie, and how it sees what is in them.
+
+    Attributes:
+        name: "host" or "ascend".
+        transport: what links engines on it.
+        engine: the class to make engines of; `arrays` of a cache are views, wherever it lies.
+    """
+
+    name: str
+    transport: str
+    engine: type[LlmDataDist]
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return memory of a program's own, as a cache with Placement.DEVICE has it: a view."""
+
+    def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
+        """Return what a program registers for what `zeros` gave: `data_ptr()` of each."""
+
+    def left(self) -> dict[str, int]:
+        """Return what this process still has of the device, by kind; nothing may be left."""
+
+
+class Host:
+    """The memory of this process: what there is without an accelerator."""
+
+    name = "host"
+    transport = "local"
+    engine = LlmDataDist
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        return np.zeros(shape, dtype)
+
+    def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
+        return [it.ctypes.data for it in arrays]
+
+    def left(self) -> dict[str, int]:
+        return {}
+
+
+def on_host_only(machine: Machine, why: str) -> None:
+    """Skip a test that asks for something that device memory has not."""
+    if machine.name != "host":
+        pytest.skip(why)
+
+
+def machine_of(name: str, cluster_id: int) -> Machine:
+    """The one of that name, for what belongs to a cluster's engine; a process may have several."""
+    if name == "host":
+        return Host()
+    from tests.ascend.device import SimulatedAscend
+
+    return SimulatedAscend(cluster_id)
