@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -16,7 +16,6 @@ from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvnative._acl import AclLibrary, Device, DeviceBuffer, Pinned
@@ -29,6 +28,7 @@ _LOG = Log("kvplan")
 _WHERE = {
     "device": "memory of another device",
     "host": "pinned host memory",
+    "managed": "unified memory",
     "pageable": "host memory",
 }
 
@@ -119,10 +119,13 @@ class AscendDevice:
             keep: what keeps the memory where it is: it is held until it is unpinned.
 
         Raises:
-            LLMException: LLM_OUT_OF_MEMORY, or what else ACL says.
+            LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
+                what ACL says.
         """
         try:
             pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
+        except ValueError as error:
+            raise invalid(str(error)) from error
         except NativeError as error:
             raise device_error(
                 error, f"{nbytes} bytes of host memory at {address:#x} to be pinned"
@@ -159,14 +162,14 @@ class AscendDevice:
                 "placement=HOST says"
             )
 
-    def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
+    def read(self, address: int, buffer: Buffer) -> None:
         """Fill `buffer` from the device; its bytes there must be valid."""
         try:
             self.native.read(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
-    def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
+    def write(self, address: int, buffer: Buffer) -> None:
         """Put the bytes of `buffer` to the device; there must be room for them."""
         try:
             self.native.write(address, buffer)
