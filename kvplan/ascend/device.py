@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
@@ -16,7 +16,6 @@ from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvnative._acl import AclLibrary, Device, DeviceBuffer, Pinned
@@ -102,13 +101,15 @@ class AscendDevice:
         return product_of(self.native.soc_name)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New memory of the device, which holds anything; it goes with its last reference.
+        """New zeroed memory of the device; it goes with its last reference.
 
         Raises:
             LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else ACL says.
         """
         try:
-            return self.native.allocate(nbytes)
+            buffer = self.native.allocate(nbytes)
+            self.native.clear(buffer.address, nbytes)
+            return buffer
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes of {self._memory()}") from error
 
@@ -163,14 +164,14 @@ class AscendDevice:
                 "placement=HOST says"
             )
 
-    def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
+    def read(self, address: int, buffer: Buffer) -> None:
         """Fill `buffer` from the device; its bytes there must be valid."""
         try:
             self.native.read(address, buffer)
         except NativeError as error:
             raise device_error(error, f"device {self.id} at {address:#x}") from error
 
-    def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
+    def write(self, address: int, buffer: Buffer) -> None:
         """Put the bytes of `buffer` to the device; there must be room for them."""
         try:
             self.native.write(address, buffer)

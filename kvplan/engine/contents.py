@@ -27,7 +27,7 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
     shape, dtype = tensor_form(desc)
     copies = [np.empty(shape, dtype) for _ in range(desc.num_tensors)]
     for address, copy in zip(memory.addresses.tolist(), copies, strict=True):
-        memory.device.read(address, copy)
+        memory.device.read(address, copy.data)
     return copies
 
 
@@ -45,7 +45,7 @@ def write_tensors(desc: CacheDesc, memory: CacheMemory, arrays: Sequence[Any]) -
         raise invalid("the cache was registered with writable=False, or of read-only arrays")
     if isinstance(memory, DeviceMemory):
         for address, array in zip(memory.addresses.tolist(), given, strict=True):
-            memory.device.write(address, array)
+            memory.device.write(address, array.data)
         return
     for tensor, array in zip(tensor_arrays(desc, memory), given, strict=True):
         tensor[...] = array.view(tensor.dtype)
