@@ -94,7 +94,9 @@ BAD = {
     "wrong server count": table(server_count="1"),
     "unknown field": table(server_lists=[]),
     "no servers": table(server_list=[]),
-    "server without a name": table(server_list=[server("", device()), server("b", device("1", "1"))]),
+    "server without a name": table(
+        server_list=[server("", device()), server("b", device("1", "1"))]
+    ),
     "server twice": table(server_list=[server("a", device()), server("a", device("1", "1"))]),
     "device twice": table(server_count="1", server_list=[server("a", device(), device("0", "1"))]),
     "device as a number": table().replace('"device_id": "0"', '"device_id": 0'),
