@@ -89,7 +89,7 @@ int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *f
         return kvn_fail(failure, KVN_INVALID, 0,
                         "the region [0x%" PRIx64 ", 0x%" PRIx64 ") is bound already",
                         region->address, region->address + region->nbytes);
-    if (region->device != self->device)
+    if (region->device->id != self->device->id)
         return kvn_fail(failure, KVN_INVALID, 0,
                         "the region is of device %d, the communicator of device %d",
                         region->device->id, self->device->id);

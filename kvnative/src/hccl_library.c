@@ -98,6 +98,15 @@ int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kv
     return KVN_OK;
 }
 
+void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
+{
+    Dl_info found;
+    void *address;
+    memcpy(&address, &hccl->calls.init, sizeof address);
+    snprintf(out, room, "%s",
+             dladdr(address, &found) && found.dli_fname ? found.dli_fname : "");
+}
+
 const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
 {
     for (size_t i = 0; i < COUNT(optional); i++)

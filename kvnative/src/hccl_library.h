@@ -52,6 +52,8 @@ typedef struct kvn_hccl {
  * register memory. */
 int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
                   kvn_failure *failure);
+/* The file that it was found in. */
+void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room);
 /* Name of the n-th optional call that the library lacks; NULL when there are no more. */
 const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n);
 

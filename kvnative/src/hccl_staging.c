@@ -57,8 +57,21 @@ static int set_up(const kvn_staging *staging, kvn_lane *lane, kvn_failure *failu
 
 /* ---- open, close ---- */
 
-static int set_up_all(kvn_staging *staging, kvn_failure *failure)
+/* Without a context there is nothing to take down: the device is gone. */
+static int drop(const kvn_staging *staging, kvn_failure *failure)
 {
+    aclrtContext previous;
+    if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    for (uint32_t i = 0; i < staging->num_lanes; i++)
+        take_down(staging, &staging->lanes[i]);
+    kvn_device_leave(staging->device, previous);
+    return KVN_OK;
+}
+
+static int set_up_all(const kvn_staging *staging, kvn_failure *failure)
+{
+    kvn_failure ignored;
     aclrtContext previous;
     int status = KVN_OK;
     if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
@@ -66,56 +79,31 @@ static int set_up_all(kvn_staging *staging, kvn_failure *failure)
     for (uint32_t i = 0; i < staging->num_lanes && status == KVN_OK; i++)
         status = set_up(staging, &staging->lanes[i], failure);
     kvn_device_leave(staging->device, previous);
+    if (status != KVN_OK)
+        drop(staging, &ignored);
     return status;
 }
 
-/* The first failure of closing goes to `failure`; all is tried. */
-static int drop(kvn_staging *staging, kvn_failure *failure)
-{
-    kvn_failure later;
-    aclrtContext previous;
-    int status = KVN_OK;
-    if (kvn_device_enter(staging->device, &previous, &later) == KVN_OK) {
-        for (uint32_t i = 0; i < staging->num_lanes; i++)
-            take_down(staging, &staging->lanes[i]);
-        kvn_device_leave(staging->device, previous);
-    } else {
-        *failure = later;
-        status = later.status;
-    }
-    if (staging->memory &&
-        kvn_device_free(staging->device, staging->memory, &later) != KVN_OK && status == KVN_OK) {
-        *failure = later;
-        status = later.status;
-    }
-    staging->memory = NULL;
-    return status;
-}
-
-static int check(uint64_t slot_nbytes, uint32_t slots, uint32_t lanes, kvn_failure *failure)
+int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_failure *failure)
 {
     if (slot_nbytes < 4096 || slot_nbytes > UINT64_C(1) << 30)
         return kvn_fail(failure, KVN_INVALID, 0,
                         "slot_nbytes is %" PRIu64 "; it must be in [4096, 2**30]", slot_nbytes);
     /* One slot would make copies and operations take turns. */
     if (slots < 2 || slots > KVN_STAGING_MAX_SLOTS)
-        return kvn_fail(failure, KVN_INVALID, 0, "slots is %" PRIu32 "; it must be in [2, %d]",
+        return kvn_fail(failure, KVN_INVALID, 0, "slots is %" PRIu64 "; it must be in [2, %d]",
                         slots, KVN_STAGING_MAX_SLOTS);
     if (lanes < 1 || lanes > KVN_STAGING_MAX_LANES)
-        return kvn_fail(failure, KVN_INVALID, 0, "lanes is %" PRIu32 "; it must be in [1, %d]",
+        return kvn_fail(failure, KVN_INVALID, 0, "lanes is %" PRIu64 "; it must be in [1, %d]",
                         lanes, KVN_STAGING_MAX_LANES);
     return KVN_OK;
 }
 
-int kvn_staging_open(kvn_hccl *hccl, kvn_device *device, uint64_t slot_nbytes, uint32_t slots,
+int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
                      uint32_t num_lanes, kvn_staging *out, kvn_failure *failure)
 {
-    const uint64_t lane_nbytes = slot_nbytes * slots;
-    kvn_failure ignored;
     *out = (kvn_staging){.device = device, .slot_nbytes = slot_nbytes, .slots = slots,
                          .num_lanes = num_lanes};
-    if (check(slot_nbytes, slots, num_lanes, failure) != KVN_OK)
-        return failure->status;
     if (!device->acl->aclrtCreateEventExWithFlag || !device->acl->aclrtSynchronizeEventWithTimeout)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "this ACL library lacks aclrtCreateEventExWithFlag or "
@@ -124,17 +112,12 @@ int kvn_staging_open(kvn_hccl *hccl, kvn_device *device, uint64_t slot_nbytes, u
     if (!out->lanes)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %" PRIu32 " lanes",
                         num_lanes);
-    if (kvn_device_allocate(device, lane_nbytes * num_lanes, &out->memory, failure) != KVN_OK ||
-        set_up_all(out, failure) != KVN_OK ||
-        kvn_region_open(hccl, device, (uintptr_t)out->memory, lane_nbytes * num_lanes, true,
-                        &out->region, failure) != KVN_OK) {
-        drop(out, &ignored);
-        free(out->lanes);
-        out->lanes = NULL;
+    if (set_up_all(out, failure) != KVN_OK) {
+        kvn_staging_free(out);
         return failure->status;
     }
     for (uint32_t i = 0; i < num_lanes; i++)
-        out->lanes[i].address = (uintptr_t)out->memory + i * lane_nbytes;
+        out->lanes[i].address = address + i * slot_nbytes * slots;
     pthread_mutex_init(&out->mutex, NULL);
     kvn_cond_init(&out->freed);
     out->is_open = true;
@@ -145,18 +128,12 @@ int kvn_staging_close(kvn_staging *staging, kvn_failure *failure)
 {
     int status = KVN_OK;
     pthread_mutex_lock(&staging->mutex);
-    if (staging->is_open && staging->num_busy > 0)
+    if (staging->is_open && staging->num_busy > 0) {
         status = kvn_fail(failure, KVN_INVALID, 0, "%" PRIu32 " transfer(s) use the staging memory",
                           staging->num_busy);
-    else if (staging->is_open && staging->region.is_open)
-        status = kvn_region_close(&staging->region, failure);
-    if (staging->is_open && staging->num_busy == 0 && !staging->region.is_open) {
-        kvn_failure later;
+    } else if (staging->is_open) {
         staging->is_open = false;
-        if (drop(staging, &later) != KVN_OK && status == KVN_OK) {
-            *failure = later;
-            status = later.status;
-        }
+        status = drop(staging, failure);
     }
     pthread_mutex_unlock(&staging->mutex);
     return status;

@@ -6,7 +6,6 @@
 
 #include "channel.h"
 #include "hccl_halt.h"
-#include "hccl_region.h"
 
 #define KVN_STAGING_MAX_SLOTS 64
 #define KVN_STAGING_MAX_LANES 64
@@ -22,8 +21,6 @@ typedef struct kvn_lane {
 
 typedef struct kvn_staging {
     kvn_device *device;
-    void *memory;
-    kvn_region region; /* to be bound to every communicator that uses it */
     uint64_t slot_nbytes;
     uint32_t slots; /* of a lane */
     uint32_t num_lanes;
@@ -34,9 +31,13 @@ typedef struct kvn_staging {
     bool is_open;
 } kvn_staging;
 
-int kvn_staging_open(kvn_hccl *hccl, kvn_device *device, uint64_t slot_nbytes, uint32_t slots,
+/* KVN_INVALID, with no call made, for numbers that cannot be. */
+int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_failure *failure);
+/* Over lanes * slots * slot_nbytes bytes of device memory at `address`, whose owner has them in a
+ * region that is bound to every communicator that uses them. */
+int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
                      uint32_t num_lanes, kvn_staging *out, kvn_failure *failure);
-/* KVN_INVALID while a transfer uses it or its region is bound; idempotent. */
+/* KVN_INVALID while a transfer uses it; idempotent. */
 int kvn_staging_close(kvn_staging *staging, kvn_failure *failure);
 /* After close, or in a forked child. */
 void kvn_staging_free(kvn_staging *staging);

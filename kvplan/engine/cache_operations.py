@@ -16,6 +16,7 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvplan.ascend.device import AscendDevice
     from kvplan.execution import TensorMemory
 
 
@@ -219,6 +220,17 @@ class CacheOperations(Running):
         with self._recorded("write_cache") as engine:
             entry = engine.registry.resolve(cache)
             write_tensors(entry.cache.cache_desc, entry.memory, arrays)
+
+    @property
+    def device(self) -> AscendDevice | None:
+        """The device whose memory caches with Placement.DEVICE lie in; None: that is host memory.
+
+        It is the engine's, and of no use when that is finalized.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
+        return self._running().device
 
     def memory(self, cache: Cache) -> TensorMemory:
         """Return the cache's memory as a side of `kvplan.execute`; it lives as long as that does.

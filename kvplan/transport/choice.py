@@ -40,8 +40,26 @@ class TransportOptions:
     staging_nbytes: int = 32 << 20
 
 
+def _hccl(options: TransportOptions) -> Transport:
+    if options.device is None:
+        raise LLMException(
+            "there is no accelerator (kvplan.accelerator)",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    from kvplan.transport.hccl.transport import HcclTransport  # its modules only where it is used
+
+    return HcclTransport(
+        options.device,
+        local_comm_res=options.local_comm_res,
+        traffic_class=options.rdma_traffic_class,
+        service_level=options.rdma_service_level,
+        staging_nbytes=options.staging_nbytes,
+    )
+
+
 # In order of preference.
 TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
+    "hccl": _hccl,
     "local": lambda options: LocalTransport(permit_any_peer=options.permit_any_peer),
 }
 

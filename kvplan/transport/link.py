@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +11,7 @@ from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.arenas import PeerArenas, offered
+from kvplan.transport.columns import sized_tensors
 from kvplan.transport.identity import advice, hold, link_failed
 from kvplan.transport.metadata import Metadata
 from kvplan.transport.peer_memory import PeerMemory, columns
@@ -114,14 +114,7 @@ class Link:
                 refuses access; LLM_NOT_YET_LINK: the link was closed.
             TypeError: not whole numbers.
         """
-        starts = _uint64("addresses", addresses)
-        sizes = _uint64("nbytes", [nbytes] if isinstance(nbytes, int) else nbytes)
-        if not starts.size or sizes.size not in (1, starts.size):
-            raise invalid(
-                f"addresses are {starts.size} and nbytes {sizes.size}; at least one address is "
-                "needed, and one nbytes for each or one for all"
-            )
-        sizes = np.broadcast_to(sizes, starts.shape).copy()
+        starts, sizes = sized_tensors(addresses, nbytes)
         _, table = self._known if metadata is None else self._read(metadata)
         ranges, held_by = table.locate(starts, sizes, writable=writable)
         self.check_ranges(ranges, *columns(ranges))
@@ -270,14 +263,3 @@ class Link:
         if isinstance(error, PermissionError):
             reason += f"; {advice(identity)}"
         return link_failed(f"peer {identity.pid} {what}: {reason}")
-
-
-def _uint64(name: str, values: Sequence[int] | Column) -> Column:
-    """A fresh column; what is no whole number of 64 bits is refused and not rounded."""
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {values.dtype}; it must be of whole numbers")
-    numbers = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
-    for number in numbers:
-        if not 0 <= index(number) < 2**64:
-            raise invalid(f"{name} holds {number}; it must be in [0, 2**64)")
-    return np.array(numbers, dtype=np.uint64)

@@ -8,13 +8,13 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvnative._host import Arena, Board, Pin, check_memory
+from kvnative._host import Arena, Board, Pin
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.arenas import arena_of, offer
+from kvplan.transport.arenas import offer
+from kvplan.transport.host_range import host_range
 from kvplan.transport.identity import Identity
 from kvplan.transport.link import Link
 from kvplan.transport.metadata import BoardRef, Metadata, Range
-from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -122,34 +122,7 @@ class LocalTransport:
                 not contiguous; LLM_OUT_OF_MEMORY: `max_registrations` are registered already.
             TypeError: neither of these.
         """
-        pin = arena = None
-        if isinstance(memory, tuple):
-            if len(memory) != 2:
-                raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
-            address, nbytes = memory
-        elif isinstance(memory, DeviceRange):
-            raise TypeError("memory is of a device; transport local reaches host memory alone")
-        elif getattr(getattr(memory, "dtype", None), "hasobject", False):
-            raise TypeError("memory holds references to Python objects, which no peer may write")
-        else:
-            try:
-                pin = Pin(memory, writable=writable)
-            except (BufferError, ValueError) as error:
-                raise invalid(f"memory of type {type(memory).__name__}: {error}") from error
-            address, nbytes = pin.address, pin.nbytes
-            arena = arena_of(memory)
-        try:
-            check_memory(address, nbytes, writable)
-        except ValueError as error:
-            raise invalid(f"memory: {error}") from error
-        except OSError as error:  # /proc is not there, or no descriptor is left to read it
-            raise LLMException(f"memory: {error}") from error
-        # as_strided makes arrays that reach beyond what they are over.
-        if (
-            arena is not None
-            and not arena.address <= address <= arena.address + arena.nbytes - nbytes
-        ):
-            arena = None
+        address, nbytes, pin, arena = host_range(memory, writable=writable)
         ref = None if arena is None else offer(arena)
         with self._mutex:
             self._check_process()

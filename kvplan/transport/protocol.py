@@ -222,7 +222,7 @@ class Renewable(Protocol):
         tell_unused: set likewise; called when this end uses a generation no more. Must not block.
     """
 
-    ask: Callable[[], None]
+    ask: Callable[[], None] | None
     tell_unused: Callable[[int], None]
 
     def metadata(self) -> bytes:

@@ -25,6 +25,18 @@ class OnDevice(LlmDataDist):
         device_id = self.cluster_id % NUM_DEVICES
         super().initialize(replace(given, accelerator="ascend", device_id=device_id))
 
+    def allocate_cache(self, *arguments: Any) -> Cache:
+        return self._cleared(super().allocate_cache(*arguments))
+
+    def allocate_blocks_cache(self, *arguments: Any) -> Cache:
+        return self._cleared(super().allocate_blocks_cache(*arguments))
+
+    def _cleared(self, cache: Cache) -> Cache:
+        """Memory of the host is 0 at first, that of a device holds anything."""
+        for array in self.arrays(cache):
+            array[...] = 0
+        return cache
+
     def arrays(self, cache: Cache) -> list[NDArray[Any]]:
         """Return a view of each tensor, as what computes on the device has one."""
         entry = self._running().registry.resolve(cache)

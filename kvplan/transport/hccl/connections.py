@@ -61,7 +61,7 @@ class Connections:
         session: bytes,
         own_metadata: Callable[[], Metadata],
     ) -> None:
-        self.ask: Callable[[], None] = _nobody_asks
+        self.ask: Callable[[], None] | None = None
         self.tell_unused: Callable[[int], None] = _nobody_is_told
         self._end = end
         self._peer = peer
@@ -185,6 +185,7 @@ class Connections:
             if made is None or self._why_closed is not None:
                 raise self._closed_error()
             made.peer_newest = peer_newest
+            self._abandoned = {it for it in self._abandoned if it > generation}
             before, self._current = self._current, made
         del before  # outside of the lock
 
@@ -197,7 +198,7 @@ class Connections:
 
     def _check_wanted(self, generation: int) -> None:
         if self._why_closed is not None:
-            raise self._why_closed
+            raise self._closed_error()
         if generation in self._abandoned:
             self._abandoned.discard(generation)
             raise link_failed(f"generation {generation} was given up")
@@ -231,14 +232,6 @@ def _let_go(
     connections = owner()
     if connections is None or connections._retire(generation, communicator):
         end.close(communicator)
-
-
-def _nobody_asks() -> None:
-    raise LLMException(
-        "memory was registered after the connection was made, and nobody renews it: register "
-        "before linking, or link engines",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    )
 
 
 def _nobody_is_told(_generation: int) -> None: ...

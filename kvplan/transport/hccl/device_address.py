@@ -133,8 +133,8 @@ def _checked(
     checked = {name: rules[name](f"{path}.{name}", it) for name, it in given.items()}
     for name in _SUPER if pod else _SUPER[:1]:
         if (name in checked) is not (version == "1.2"):
-            has = "lacks" if version == "1.2" else "has no"
-            raise document.bad(f"{path}.{name}: version {version} {has} it")
+            has = "needs it" if version == "1.2" else "has no such field"
+            raise document.bad(f"{path}.{name}: version {version} {has}")
     return checked
 
 

@@ -13,7 +13,7 @@ from kvplan.transport.hccl.regions import Regions
 
 if TYPE_CHECKING:
     from kvnative._hccl import HcclLibrary
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.ascend.device import AscendDevice, PinnedMemory
     from kvplan.ascend.products import Product
     from kvplan.transport.hccl.aside import Aside
     from kvplan.transport.hccl.board import DeviceBoard
@@ -109,7 +109,8 @@ class HcclEnd:
 
     def end_region(self, held: HeldRegion) -> None:
         """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
-        if held.is_kept:
+        # Pinned memory of the host may be unpinned next, by whoever pinned it.
+        if held.is_kept and held.on_device:
             self.aside.do(lambda: self._end_region(held))
         else:
             self._end_region(held)
@@ -124,26 +125,32 @@ class HcclEnd:
         with self._mutex:
             communicators = [it for it in self._open if held.native in it.regions]
         for it in communicators:
-            it.unbind(held.native)
-        held.native.close()
+            try:
+                it.unbind(held.native)
+            except NativeError:
+                if held.native in it.regions:  # else it was closed meanwhile
+                    raise
+        held.close()
 
-    def _make_region(self, address: int, nbytes: int, *, on_device: bool, owner: object) -> Region:
+    def _make_region(
+        self, address: int, nbytes: int, *, on_device: bool, owner: object
+    ) -> tuple[Region, PinnedMemory | None]:
         limit = _MAX_NBYTES[on_device]
         if self.library.generation == "per_comm" and nbytes > limit:
             raise invalid(
                 f"{nbytes} bytes at {address:#x} are to be registered with HCCL at once; on this "
                 f"product it takes at most {limit}: make pools and allocations smaller"
             )
+        native = self.device.native
+        pinned = None
         try:
-            return Region(
-                self.library,
-                self.device.native,
-                address,
-                nbytes,
-                on_device=on_device,
-                owner=owner,
+            if not on_device and native.locate(address)[0] != "host":
+                pinned = self.device.pin(address, nbytes, keep=owner)
+            region = Region(
+                self.library, native, address, nbytes, on_device=on_device, owner=(owner, pinned)
             )
         except ValueError as error:
             raise invalid(f"{nbytes} bytes at {address:#x}: {error}") from error
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes at {address:#x}") from error
+        return region, pinned

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._hccl import Region
+    from kvplan.ascend.device import PinnedMemory
 
     Column = NDArray[np.uint64]
 
@@ -27,8 +28,13 @@ if TYPE_CHECKING:
 class MakeRegion(Protocol):
     """Makes HCCL know memory."""
 
-    def __call__(self, address: int, nbytes: int, *, on_device: bool, owner: object) -> Region:
-        """Register it; `owner` keeps it where it is as long as HCCL knows it, None: the caller."""
+    def __call__(
+        self, address: int, nbytes: int, *, on_device: bool, owner: object
+    ) -> tuple[Region, PinnedMemory | None]:
+        """Register it, and pin what must be pinned for that.
+
+        `owner` keeps it where it is as long as HCCL knows it; None: the caller does.
+        """
 
 
 class HeldRegion:
@@ -36,15 +42,25 @@ class HeldRegion:
 
     Attributes:
         native: as HCCL knows it.
+        pinned: what is pinned for it alone.
         ref: as peers are told it.
         on_device: whether it is memory of the device.
         is_kept: whether something keeps its memory where it is, as long as HCCL knows it.
     """
 
-    __slots__ = ("is_kept", "native", "on_device", "ref", "users")
+    __slots__ = ("is_kept", "native", "on_device", "pinned", "ref", "users")
 
-    def __init__(self, native: Region, ref: RegionRef, *, on_device: bool, is_kept: bool) -> None:
+    def __init__(
+        self,
+        native: Region,
+        pinned: PinnedMemory | None,
+        ref: RegionRef,
+        *,
+        on_device: bool,
+        is_kept: bool,
+    ) -> None:
         self.native = native
+        self.pinned = pinned
         self.ref = ref
         self.on_device = on_device
         self.is_kept = is_kept
@@ -54,6 +70,12 @@ class HeldRegion:
     def end(self) -> int:
         """The first address behind it."""
         return self.ref.address + self.ref.nbytes
+
+    def close(self) -> None:
+        """Let HCCL forget it; it is bound nowhere."""
+        self.native.close()
+        if self.pinned is not None:
+            self.pinned.close()
 
 
 class Regions:
@@ -69,6 +91,7 @@ class Regions:
         self.mutex = threading.RLock()
         self._regions: list[HeldRegion] = []  # disjoint, by address
         self._newest = 0
+        self.changes = 0  # rises whenever regions come or go
         self._columns: tuple[Column, Column, Column] | None = None
 
     @property
@@ -107,18 +130,21 @@ class Regions:
             try:
                 for gap_start, gap_end in self._gaps(start, end):
                     size = gap_end - gap_start
-                    native = self._make(gap_start, size, on_device=on_device, owner=owner)
+                    native, pinned = self._make(gap_start, size, on_device=on_device, owner=owner)
                     ref = RegionRef(self._newest + 1, gap_start, size)
                     self._newest += 1
                     is_kept = owner is not None
-                    made.append(HeldRegion(native, ref, on_device=on_device, is_kept=is_kept))
+                    made.append(
+                        HeldRegion(native, pinned, ref, on_device=on_device, is_kept=is_kept)
+                    )
             except BaseException:
                 for it in made:
-                    it.native.close()
+                    it.close()
                 raise
             if made:
                 self._regions = sorted((*self._regions, *made), key=lambda it: it.ref.address)
                 self._columns = None
+                self.changes += 1
             found = tuple(self._between(address, address + nbytes))
             for it in found:
                 it.users += 1
@@ -133,6 +159,7 @@ class Regions:
                 if not it.users:
                     self._regions.remove(it)
                     self._columns = None
+                    self.changes += 1
                     unused.append(it)
         for it in unused:
             end(it)

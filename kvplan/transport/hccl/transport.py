@@ -1,0 +1,276 @@
+"""Memory of Ascend devices, and of hosts where the product allows it, over HCCL."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from typing import TYPE_CHECKING
+
+from kvnative._backend import NativeError
+from kvnative._hccl import HcclLibrary, Staging
+from kvnative._host import Arena
+from kvplan.ascend.device import device_error
+from kvplan.logs import Log
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.hccl.aside import Aside
+from kvplan.transport.hccl.board import DeviceBoard
+from kvplan.transport.hccl.connections import Connections
+from kvplan.transport.hccl.discovery import device_address
+from kvplan.transport.hccl.end import HcclEnd
+from kvplan.transport.hccl.link import HcclLink
+from kvplan.transport.hccl.metadata import Metadata
+from kvplan.transport.hccl.rank_table import table_of, why_not
+from kvplan.transport.hccl.registrations import Registration, Registrations
+from kvplan.transport.identity import link_failed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvplan.ascend.device import AscendDevice
+    from kvplan.ascend.products import Product
+    from kvplan.transport import protocol
+    from kvplan.transport.hccl.metadata import Range
+    from kvplan.transport.protocol import Kind, Registrable
+
+_LOG = Log("kvplan")
+_CLOSING_S = 2.0  # for connections that nobody uses any more to be taken down
+_SLOTS, _LANES = 4, 2  # of the staging memory: two transfers at once, in a pipeline of four each
+
+
+class HcclTransport:
+    """What this process lets its peers on other devices reach, and its links to them.
+
+    Close it before the device, and before the memory goes. In a forked child it is of no use.
+
+    Attributes:
+        reaches: device memory, and host memory on products whose HCCL takes it.
+    """
+
+    name = "hccl"
+
+    def __init__(
+        self,
+        device: AscendDevice,
+        *,
+        local_comm_res: str = "",
+        traffic_class: int | None = None,
+        service_level: int | None = None,
+        staging_nbytes: int = 32 << 20,
+        max_registrations: int = 65536,
+    ) -> None:
+        """Show this process to its peers.
+
+        Args:
+            device: of this process.
+            local_comm_res: what the device is called by others, as llm.LocalCommRes; empty: found
+                out.
+            traffic_class, service_level: for RDMA; None: the system's.
+            staging_nbytes: of device memory, through which local memory goes that HCCL does not
+                take as it is; 0: none.
+            max_registrations: how many there can be at once; each takes 8 bytes of the device.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: a device that does not transfer one-sided, no
+                HCCL, or an address that is not known; LLM_PARAM_INVALID: `local_comm_res`;
+                LLM_DEVICE_OUT_OF_MEMORY; what HCCL says.
+        """
+        self._pid = os.getpid()
+        self._closed = False
+        self._product = _product_of(device)
+        self._address = device_address(device, local_comm_res)
+        self._instance = secrets.token_hex(16)
+        self.reaches: frozenset[Kind] = self._product.registers
+        self._mutex = threading.Lock()
+        self._links: set[Connections] = set()
+        self._aside = Aside(f"kvplan-hccl-{device.id}")
+        try:
+            library = HcclLibrary.load(device.native.library)
+            self._board = DeviceBoard(device, max_registrations)
+            slot_nbytes = staging_nbytes // (_SLOTS * _LANES)
+            staging = (
+                Staging(library, device.native, slot_nbytes=slot_nbytes, slots=_SLOTS, lanes=_LANES)
+                if slot_nbytes
+                else None
+            )
+            self._end = HcclEnd(
+                library,
+                device,
+                self._product,
+                self._board,
+                staging,
+                self._aside,
+                traffic_class,
+                service_level,
+            )
+            self._registrations = Registrations(self._end)
+        except BaseException as error:
+            self._aside.close()
+            if isinstance(error, NativeError):
+                raise device_error(error, f"HCCL on device {device.id}") from error
+            raise
+
+    def allocate(self, nbytes: int) -> Arena:
+        """New zeroed memory of the host, which is registered with HCCL where that takes any.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
+        """
+        self._check_process()
+        try:
+            return Arena(nbytes)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        except MemoryError as error:
+            raise LLMException(str(error), status_code=LLMStatusCode.LLM_OUT_OF_MEMORY) from error
+        except OSError as error:
+            raise LLMException(str(error)) from error
+
+    def expect(self, memory: Registrable) -> None:
+        """Let HCCL know a pool as one region: its parts need no connection to be renewed.
+
+        Raises:
+            LLMException: as `register`.
+        """
+        self._check_process()
+        self._registrations.expect(memory)
+
+    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
+        """Let peers reach `memory`, and write to it unless `writable` is False.
+
+        Memory may be registered several times, and a part of what is registered. What lies partly
+        in other registrations is known to HCCL in parts, and no tensor may cross their borders.
+
+        Args:
+            memory: a DeviceRange; or of the host, where the product allows it: anything with a
+                contiguous buffer, which is then held, or (address, nbytes), which the caller holds.
+            writable: whether peers may write to it.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: memory that is not of this device, or not as asked, or
+                is in parts of another kind already; LLM_OUT_OF_MEMORY: `max_registrations` are
+                registered already; what HCCL says.
+            TypeError: neither of these.
+        """
+        self._check_process()
+        return self._registrations.add(memory, writable=writable)
+
+    def deregister(self, registration: protocol.Registration) -> None:
+        """End it: from here on no peer reports a success for it. It may be freed afterwards.
+
+        A peer's `put` that is in flight at this moment may still write to it, or fail; agree on the
+        end of transfers first. A second time is fine.
+        """
+        self._check_process()
+        self._registrations.remove(registration)
+
+    def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
+        """What a peer needs to reach this device: its address and `registrations` (None: all).
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
+            TypeError: one of them is no `Registration`.
+        """
+        self._check_process()
+        return self._metadata(self._registrations.ranges(registrations)).to_bytes()
+
+    def refusal(self, metadata: bytes) -> str | None:
+        """Why the device of `metadata` cannot be reached from here; None: it may be."""
+        self._check_process()
+        try:
+            return self._refusal(Metadata.from_bytes(metadata))
+        except LLMException as error:
+            return str(error.args[0])
+
+    def connect(self, metadata: bytes, *, timeout_ms: float, session: bytes = b"") -> HcclLink:
+        """Link to the device of `metadata`, whose process must do so too, in any order.
+
+        Args:
+            metadata: the peer's, of now: what it registered later is reached once both ends have
+                renewed the connection (`Renewable`).
+            timeout_ms: milliseconds to wait for the peer; HCCL takes whole seconds.
+            session: the same at both ends, and no other attempt's.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot be reached, has not come in time, or HCCL says
+                why not; LLM_PARAM_INVALID: bad metadata.
+        """
+        self._check_process()
+        peer = Metadata.from_bytes(metadata)
+        if reason := self._refusal(peer):
+            raise link_failed(reason)
+        table = table_of(self._address, peer.device)
+        connections = Connections(self._end, peer, table, session, self._metadata)
+        with self._mutex:
+            self._check_process()
+            self._links = {it for it in self._links if not it.closed}
+            self._links.add(connections)
+        try:
+            connections.connect(timeout_ms)
+        except BaseException as error:
+            connections.close(link_failed(f"it was never connected: {error}"))
+            raise
+        return HcclLink(self._end, peer, connections)
+
+    def close(self) -> None:
+        """Close the links, deregister everything, take the board down; idempotent.
+
+        Connections whose transfers are in flight are taken down after those, and so is the rest.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            links, self._links = list(self._links), set()
+        for connections in links:
+            connections.close(link_failed("the transport is closed"))
+        self._registrations.close()
+        self._aside.do(self._end.shut)
+        if not self._aside.wait(_CLOSING_S):
+            _LOG.warning("event=closes_late transport=hccl device=%d", self._end.device.id)
+        self._aside.close()
+
+    def __enter__(self) -> HcclTransport:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._registrations)} registrations"
+        return f"<HcclTransport of {self._end.device!r}: {state}>"
+
+    def _metadata(self, ranges: tuple[Range, ...] = ()) -> Metadata:
+        newest = self._end.regions.newest
+        return Metadata(
+            self._instance, self._product.name, self._address, self._board.ref, newest, ranges
+        )
+
+    def _refusal(self, peer: Metadata) -> str | None:
+        if peer.product != self._product.name:
+            return (
+                f"the peer's device is of product {peer.product}, this one of "
+                f"{self._product.name}; HCCL connects devices of one product"
+            )
+        return why_not(self._address, peer.device)
+
+    def _check_process(self) -> None:
+        if self._closed:
+            raise LLMException("the transport is closed")
+        if os.getpid() != self._pid:
+            raise LLMException(
+                f"the transport belongs to process {self._pid}; this is its forked child "
+                f"{os.getpid()}, which needs one of its own"
+            )
+
+
+def _product_of(device: AscendDevice) -> Product:
+    if (product := device.product) is None:
+        raise LLMException(
+            f"device {device.id} is {device.soc_name}, which does not transfer one-sided over "
+            "HCCL; Atlas A2, A3 and 950 do",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+    return product

@@ -1,0 +1,117 @@
+"""Metadata of the HCCL transport: what is written is read, all else is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.hccl.device_address import DeviceAddress
+from kvplan.transport.hccl.metadata import BoardRef, Metadata, Range, RegionRef
+
+EXAMPLE = Metadata(
+    "0123456789abcdef" * 2,
+    "A2",
+    DeviceAddress("1.0", "host", "3", "10.0.0.3"),
+    BoardRef(4096, 16),
+    7,
+    (
+        Range(1000, 100, 3, 5, True, True, (RegionRef(7, 900, 400),)),
+        Range(2000, 100, 4, 6, False, False, (RegionRef(1, 2000, 50), RegionRef(2, 2050, 90))),
+    ),
+)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> Range:
+    address, nbytes = draw(st.integers(2, 2**62)), draw(st.integers(3, 2**61))
+    cuts = sorted({address + it for it in draw(st.lists(st.integers(1, nbytes - 1), max_size=3))})
+    edges = [address - draw(st.integers(0, 1)), *cuts, address + nbytes + draw(st.integers(0, 9))]
+    regions = tuple(
+        RegionRef(draw(st.integers(0, 99)), first, last - first)
+        for first, last in pairwise(edges)
+    )
+    slot, generation = draw(st.integers(0, 15)), draw(st.integers(0, 2**63 - 1))
+    writable, on_device = draw(st.booleans()), draw(st.booleans())
+    return Range(address, nbytes, slot, generation, writable, on_device, regions)
+
+
+@given(st.lists(ranges(), max_size=4))
+def test_what_is_written_is_read(given: list[Range]) -> None:
+    told = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.board, 99, tuple(given))
+    assert Metadata.from_bytes(told.to_bytes()) == told
+
+
+def change(edit: Callable[[Any], object]) -> bytes:
+    document = json.loads(EXAMPLE.to_bytes())
+    edit(document)
+    return json.dumps(document).encode()
+
+
+def put(*path: Any) -> Callable[[Any], object]:
+    """An edit: the last of `path` is put at the place that the others name."""
+
+    def edit(document: Any) -> None:
+        *steps, last, value = path
+        for step in steps:
+            document = document[step]
+        document[last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (put("schema", "kvplan.local"), "is of schema 'kvplan.local' version 1"),
+        (put("schema_version", 2), "version 2"),
+        (put("instance", "0" * 31), "instance is"),
+        (put("product", ""), "product is ''"),
+        (put("device", "device_id", 3), "device.device_id is 3"),
+        (put("device", "super_pod_id", "0"), "device.super_pod_id: version 1.0 has no such field"),
+        (put("device", "version", "1.2"), "device.super_device_id: version 1.2 needs it"),
+        (put("board", "num_slots", 0), "board.num_slots is 0"),
+        (put("newest", -1), "document.newest is -1"),
+        (put("newest", 6), "ranges[0].regions[0].number is 7; the newest region is 6"),
+        (put("ranges", {}), "ranges is {}"),
+        (put("ranges", 0, "slot", 16), "ranges[0].slot is 16; the board has 16 slots"),
+        (put("ranges", 0, "nbytes", 0), "ranges[0].nbytes is 0"),
+        (put("ranges", 0, "address", 2**64 - 9), "ranges[0] ends past 2**64"),
+        (put("ranges", 0, "writable", 1), "ranges[0].writable is 1"),
+        (put("ranges", 0, "on_device", None), "ranges[0].on_device is None"),
+        (put("ranges", 0, "regions", []), "ranges[0].regions end at 1000"),
+        (put("ranges", 0, "regions", 0, "address", 1001), "does not have byte 1000"),
+        (put("ranges", 1, "regions", 1, "nbytes", 49), "ranges[1].regions end at 2099"),
+        (put("ranges", 1, "regions", 0, "nbytes", 49), "does not have byte 2049"),
+        (put("more", 1), "must be an object with just the fields"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_named(edit: Callable[[Any], object], said: str) -> None:
+    with pytest.raises(LLMException) as refused:
+        Metadata.from_bytes(change(edit))
+    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    assert said in str(refused.value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(),
+        lambda it: st.lists(it) | st.dictionaries(st.text(), it),
+    )
+)
+def test_whatever_comes_is_refused_as_a_bad_parameter(document: Any) -> None:
+    blob = json.dumps(document).encode()
+    with pytest.raises(LLMException) as refused:
+        Metadata.from_bytes(blob)
+    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_what_is_no_bytes_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="must be bytes"):
+        Metadata.from_bytes("{}")  # type: ignore[arg-type]

@@ -1,0 +1,120 @@
+"""However registrations overlap, HCCL is told of each byte once, and as long as it is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan.transport.hccl.regions import HeldRegion, Regions
+
+
+class Hccl:
+    """Stands in for HCCL: refuses what it refuses."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], bool] = {}
+        self.refuses_from = 2**64
+
+    def make(self, address: int, nbytes: int, *, on_device: bool, owner: object) -> Any:
+        if address + nbytes > self.refuses_from:
+            raise MemoryError("no more")
+        for start, size in self.known:
+            assert address + nbytes <= start or start + size <= address, "overlap"
+        key = address, nbytes
+        self.known[key] = on_device
+        outer = self
+
+        class Native:
+            def close(self) -> None:
+                del outer.known[key]
+
+        return Native(), None
+
+    def bytes(self) -> set[int]:
+        return {at for start, size in self.known for at in range(start, start + size)}
+
+
+def end(held: HeldRegion) -> None:
+    held.close()
+
+
+ranges = st.tuples(st.integers(1, 40), st.integers(1, 20))
+
+
+@given(st.lists(st.tuples(ranges, st.booleans()), max_size=12), st.randoms())
+def test_each_byte_is_known_once_and_no_longer_than_needed(
+    steps: list[tuple[tuple[int, int], bool]], random: Any
+) -> None:
+    hccl = Hccl()
+    regions = Regions(hccl.make)
+    held: list[tuple[tuple[int, int], tuple[HeldRegion, ...]]] = []
+    for (address, nbytes), ends_one in steps:
+        found = regions.cover(address, nbytes, on_device=True)
+        at = address
+        for it in found:  # they hold it without a gap
+            assert it.ref.address <= at < it.end
+            at = it.end
+        assert at >= address + nbytes
+        held.append(((address, nbytes), found))
+        if ends_one:
+            _, ending = held.pop(random.randrange(len(held)))
+            regions.release(ending, end)
+        needed = {at for (first, size), _ in held for at in range(first, first + size)}
+        assert needed <= hccl.bytes()
+        assert {it.ref.number for it in regions.all()} <= set(range(1, regions.newest + 1))
+    for _, ending in held:
+        regions.release(ending, end)
+    assert hccl.known == {}
+
+
+@given(st.lists(ranges, max_size=8), st.lists(ranges, min_size=1, max_size=8))
+def test_tensors_are_found_in_the_one_region_that_holds_each(
+    registered: list[tuple[int, int]], tensors: list[tuple[int, int]]
+) -> None:
+    regions = Regions(Hccl().make)
+    for address, nbytes in registered:
+        regions.cover(address, nbytes, on_device=True)
+    columns = [np.array(it, np.uint64) for it in zip(*tensors, strict=True)]
+    holding = [
+        [it.ref.number for it in regions.all() if it.ref.holds(address, nbytes)]
+        for address, nbytes in tensors
+    ]
+    expected = max(it for found in holding for it in found) if all(holding) else None
+    assert regions.newest_of(*columns, on_device=True) == expected
+    assert regions.newest_of(*columns, on_device=False) is None
+
+
+def test_an_allocation_is_one_region_whatever_part_is_registered_first() -> None:
+    hccl = Hccl()
+    regions = Regions(hccl.make)
+    first = regions.cover(1000, 10, on_device=True, whole=(500, 1000))
+    second = regions.cover(600, 50, on_device=True, whole=(500, 1000))
+    assert first == second
+    assert list(hccl.known) == [(500, 1000)]
+    regions.release(first, end)
+    assert list(hccl.known) == [(500, 1000)]
+    regions.release(second, end)
+    assert hccl.known == {}
+
+
+def test_of_an_allocation_that_is_known_in_part_only_what_is_asked_for_is_added() -> None:
+    hccl = Hccl()
+    regions = Regions(hccl.make)
+    regions.cover(600, 50, on_device=True)
+    found = regions.cover(640, 20, on_device=True, whole=(500, 1000))
+    assert [(it.ref.address, it.ref.nbytes) for it in found] == [(600, 50), (650, 10)]
+
+
+def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
+    hccl = Hccl()
+    regions = Regions(hccl.make)
+    regions.cover(20, 10, on_device=True)
+    hccl.refuses_from = 40
+    with pytest.raises(MemoryError):
+        regions.cover(10, 40, on_device=True)
+    assert list(hccl.known) == [(20, 10)]
+    assert len(regions.all()) == 1

@@ -1,0 +1,101 @@
+"""What the official names say when a device fails: the statuses that its users know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvplan.llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    LayerSynchronizer,
+    LLMDataDist,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    TransferWithCacheKeyConfig,
+)
+from tests.ascend.simulator import Controls
+from tests.llm_datadist.conftest import MakeDataDist, MakePeer, make_datadist, make_peer
+from tests.llm_datadist.descs import desc
+from tests.llm_datadist.peer import REMOTE, link
+
+__all__ = ["make_datadist", "make_peer"]  # here these make the official ones
+
+BLOCKS = [0, 2, 5]
+DEVICE = {**REMOTE, "kvplan.accelerator": "ascend"}
+SOON = {"llm.SyncKvCacheWaitTime": "500"}
+THEIRS = BlocksCacheKey(99)
+S = LLMStatusCode
+
+FAULTS = {
+    "=1": S.LLM_PARAM_INVALID,
+    "=5": S.LLM_FEATURE_NOT_ENABLED,
+    "=24": S.LLM_DEVICE_OUT_OF_MEMORY,
+    "=sync:507053": S.LLM_DEVICE_MEM_ERROR,
+    "=sync:507057": S.LLM_SUSPECT_REMOTE_ERROR,
+    "=hang": S.LLM_TIMEOUT,
+    "=4": S.LLM_FAILED,
+}
+
+
+class AllComputed(LayerSynchronizer):
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return True
+
+
+@pytest.fixture
+def datadist(
+    simulator: Controls, make_peer: MakePeer, make_datadist: MakeDataDist
+) -> Iterator[LLMDataDist]:
+    """Linked with a peer that has a paged cache; each is on a device of its own."""
+    peer = make_peer(**DEVICE, **{"llm.DeviceId": "1"})
+    peer.run("paged = manager.allocate_blocks_cache(desc(6, 8), BlocksCacheKey(99))")
+    datadist = make_datadist(**DEVICE, **SOON, **{"llm.DeviceId": "2"})
+    link(datadist, peer)
+    return datadist
+
+
+@pytest.fixture
+def cache(datadist: LLMDataDist) -> Cache:
+    cache = datadist.cache_manager.allocate_blocks_cache(desc(6, 8))
+    datadist.cache_manager.push_blocks(THEIRS, cache, src_blocks=[1], dst_blocks=[1])
+    return cache
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_push_that_fails(
+    simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str
+) -> None:
+    manager = datadist.cache_manager
+    simulator.add_fault(f"HcclBatchPut:1{fault}")
+    with pytest.raises(LLMException) as caught:
+        manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
+    assert caught.value.status_code == FAULTS[fault], caught.value
+    manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
+
+
+@pytest.mark.parametrize("fault", ["=sync:507053", "=hang"])
+def test_a_push_by_layers_that_fails(
+    simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str
+) -> None:
+    simulator.add_fault(f"HcclBatchPut:1{fault}")
+    task = datadist.cache_manager.transfer_cache_async(
+        cache, AllComputed(), [TransferWithCacheKeyConfig(THEIRS)], BLOCKS, BLOCKS
+    )
+    assert task.synchronize() == FAULTS[fault]
+    assert task.get_results() == [FAULTS[fault]]
+
+
+@pytest.mark.parametrize("fault", ["=507053", "=sync:507054"])
+def test_a_swap_that_fails(
+    simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str
+) -> None:
+    manager = datadist.cache_manager
+    host = manager.allocate_blocks_cache(desc(6, 8, placement=Placement.HOST))
+    simulator.add_fault(f"aclrtMemcpyBatchAsync:1{fault}")
+    with pytest.raises(LLMException) as caught:
+        manager.swap_blocks(cache, host, {0: 1})
+    assert caught.value.status_code == S.LLM_DEVICE_MEM_ERROR
+    manager.swap_blocks(cache, host, {0: 1})
