@@ -1,4 +1,4 @@
-"""The simulated ACL library as a test calls it: with ctypes, names and codes as in its C interface."""
+"""The simulated ACL library as a test calls it: with ctypes, names and codes as in C."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -85,7 +86,7 @@ class BatchAttribute(ctypes.Structure):
 
 
 class Acl:
-    """``acl.aclrtFree(address)`` gives the code; ``acl.made("aclrtMalloc", 64, 0)`` what it made."""
+    """``acl.aclrtFree(address)`` gives the code, ``acl.made("aclrtMalloc", 64, 0)`` the pointer."""
 
     def __init__(self, variant: str = "8.5") -> None:
         libraries = build(variant) / "lib64"
@@ -120,6 +121,15 @@ class Acl:
         out = ctypes.c_int64(0)
         self.ok(name, *arguments, ctypes.byref(out))
         return out.value
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        """Make another device this thread's for a while."""
+        before = self.made("aclrtGetCurrentContext")
+        self.ok("aclrtSetDevice", device)
+        yield
+        self.ok("aclrtResetDevice", device)
+        self.ok("aclrtSetCurrentContext", before)
 
     def location(self, address: int) -> tuple[int, int]:
         """Return the type and the number of where an address is."""
@@ -186,9 +196,10 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def in_process(program: str, variant: str = "8.5", **settings: object) -> Any:
-    """Run it in a process of its own, where ``acl`` is the library; return what it gives ``answer``.
+    """Run it in a process of its own, which gives what is returned to ``answer``.
 
-    Settings are those of the environment, without KVSIM_ where in capitals.
+    ``acl`` is the library there. Settings are those of the environment, without KVSIM_. Of a
+    process that fails: its code and what it wrote to stderr.
     """
     beginning = f"""
         import ctypes, json, os

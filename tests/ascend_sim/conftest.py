@@ -1,4 +1,4 @@
-"""One simulated ACL library in this process; other variants are loaded in processes of their own."""
+"""The simulated ACL library in this process; other variants have processes of their own."""
 
 from __future__ import annotations
 

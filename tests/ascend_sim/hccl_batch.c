@@ -169,6 +169,7 @@ static HcclResult find_stream(hccl_call *call, const request *r, const comm *c, 
         return HCCL_SUCCESS;
     const int device = sim_stream_device(*out);
     sim_stream_release(*out);
+    *out = NULL;
     return hccl_refuse(call, HCCL_E_PARA, "the stream is of device %d, the communicator of %d",
                        device, c->device);
 }

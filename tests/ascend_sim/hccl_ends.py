@@ -39,6 +39,9 @@ class Remote:
         self._connection.send((name, arguments))
 
     def result(self) -> Any:
+        if not self._connection.poll(30):
+            self.kill()
+            raise TimeoutError("the call does not come back")
         return self._connection.recv()
 
     def __call__(self, name: str, *arguments: Any) -> Any:

@@ -126,23 +126,19 @@ def test_processes_share_the_memory_of_a_device(tmp_path: Path) -> None:
 
 
 def test_pointers_know_where_they_are(acl: Acl) -> None:
-    acl.ok("aclrtSetDevice", 3)
-    device, host = acl.made("aclrtMalloc", 64, 0), acl.made("aclrtMallocHost", 64)
     address, owner = pages(2)
-    acl.ok("aclrtSetDevice", 0)
-    assert acl.location(device + 63) == (DEVICE, 3)
-    assert acl.location(host + 63) == (HOST, 0)
+    with acl.on_device(3):
+        device, host = acl.made("aclrtMalloc", 64, 0), acl.made("aclrtMallocHost", 64)
+        assert acl.location(device + 63) == (DEVICE, 3)
+        assert acl.location(host + 63) == (HOST, 0)
+        acl.ok("aclrtFree", device)
+        acl.ok("aclrtFreeHost", host)
     assert acl.location(address) == (UNREGISTERED, 0)
     acl.ok("aclrtHostRegisterV2", address, PAGE, MAPPED)
     assert acl.location(address) == (HOST, 0)
     assert acl.location(address + PAGE) == (UNREGISTERED, 0)
     acl.ok("aclrtHostUnregister", address)
     assert acl.location(address) == (UNREGISTERED, 0)
-    acl.ok("aclrtFree", device)
-    acl.ok("aclrtFreeHost", host)
-    acl.ok("aclrtResetDevice", 3)
-    acl.ok("aclrtResetDevice", 0)
-    acl.ok("aclrtSetDevice", 0)
     del owner
 
 
