@@ -408,6 +408,20 @@ cdef class Device:
             PyBuffer_Release(&view)
         check_acl(status, &failure)
 
+    def clear(self, address, nbytes) -> None:
+        """Zero memory of the device, and wait. Bounds are the caller's.
+
+        Raises:
+            AclError: the device refuses.
+        """
+        cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef int status
+        self.check_usable()
+        with nogil:
+            status = kvn_device_clear(&self.device, where, size, &failure)
+        check_acl(status, &failure)
+
     def memory(self) -> tuple[int, int]:
         """Return the free and all bytes of the device's HBM."""
         cdef size_t free_nbytes = 0, total_nbytes = 0
@@ -485,6 +499,12 @@ cdef class Device:
 @cython.no_gc_clear
 @cython.internal
 cdef class Channels:
+    # Threads and streams of a device; a backend has it among its owners.
+    cdef Device device         # before the channels: they use it as long as they are
+    cdef kvn_channel *items[16]  # KVN_MAX_CHANNELS
+    cdef unsigned count
+    cdef object __weakref__
+
     @staticmethod
     cdef Channels start(Device device, unsigned count):
         cdef Channels self = Channels.__new__(Channels)
