@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import os
 import threading
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from kvnative._backend import (
     KVN_NO_DEVICE_MEMORY,
     NativeError,
 )
-from kvnative._executor import Executor
-from tests.ascend.acl_cases import VARIANT, between
+from tests.ascend.acl_cases import VARIANT
 from tests.ascend.simulator import Controls, Log, found
 
 OLD = VARIANT == "8.1"
@@ -62,7 +60,9 @@ def test_a_library_that_is_not_there_or_not_one(simulator: Controls, tmp_path: P
 
 
 def test_a_device_that_does_not_exist(simulator: Controls) -> None:
-    with pytest.raises(AclError, match=r"^aclrtSetDevice: 107001 \(no such device\): .*99") as caught:
+    with pytest.raises(
+        AclError, match=r"^aclrtSetDevice: 107001 \(no such device\): .*99"
+    ) as caught:
         AclLibrary.load().device(99)
     assert (caught.value.code, caught.value.status) == (107001, KVN_INVALID)
 
@@ -163,7 +163,9 @@ def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
     assert len(sim_log.calls("aclrtHostRegister" if OLD else "aclrtHostRegisterV2")) == 1
     beside = device.pin(start + 4 * PAGE, PAGE)
     for first, pages_long in ((0, 1), (3, 2), (4, 4)):
-        with pytest.raises(ValueError, match=r"overlaps \[0x\w+, 0x\w+\), which is pinned for device 3"):
+        with pytest.raises(
+            ValueError, match=r"overlaps \[0x\w+, 0x\w+\), which is pinned for device 3"
+        ):
             device.pin(start + first * PAGE, pages_long * PAGE)
     pinned.close()
     pinned.close()
@@ -240,40 +242,10 @@ def test_backends_share_channels_and_end_with_the_last(device: Device, simulator
 
 def test_no_stream_for_a_backend(device: Device, simulator: Controls) -> None:
     simulator.add_fault("aclrtCreateStream:2=207008")
-    with pytest.raises(AclError, match=r"^no stream on device 3: aclrtCreateStream: 207008") as caught:
+    with pytest.raises(
+        AclError, match=r"^no stream on device 3: aclrtCreateStream: 207008"
+    ) as caught:
         device.backend("device_to_host")
     assert caught.value.status == KVN_NO_DEVICE_MEMORY
     assert "streams" not in simulator.left()
     assert device.backend("device_to_host").name == "acl"
-
-
-# ---- forked children ----
-
-
-def test_a_forked_child_can_use_nothing_and_breaks_nothing(
-    device: Device, simulator: Controls
-) -> None:
-    case = between(device, simulator, "host_to_device", [100])
-    executor = Executor(device.backend("host_to_device"))
-    buffer = device.allocate(10)
-    child = os.fork()
-    if child == 0:
-        told = []
-        for use in (
-            lambda: device.allocate(1),
-            lambda: device.library.device_count(),
-            lambda: device.library.device(0),
-            lambda: executor.run(case.descriptors),
-            lambda: device.backend("device_to_host"),
-        ):
-            try:
-                use()
-                told.append("no error")
-            except NativeError as error:
-                told.append(str(error))
-        del buffer, case, executor
-        gc.collect()
-        os._exit(0 if all("forked" in it for it in told) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    device.write(buffer.address, bytes(10))
-    assert executor.run(case.descriptors).status == 0

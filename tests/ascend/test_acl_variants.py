@@ -1,0 +1,31 @@
+"""The tests of ACL again, each variant of the libraries in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ascend.simulator import VARIANT
+from tests.ascend_sim.build import VARIANTS
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(VARIANT != "8.5", reason="this is such a process")
+@pytest.mark.parametrize("variant", [it for it in VARIANTS if it != "8.5"])
+def test_everything_with(variant: str) -> None:
+    """A process loads a library once."""
+    files = sorted(it for it in HERE.glob("test_acl_*.py") if it != Path(__file__))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+        + [HERE / "test_channel_concurrency.py"],
+        env={**os.environ, "KVSIM_VARIANT": variant},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
