@@ -142,8 +142,8 @@ cdef class AclLibrary:
 
     cdef int check_process(self) except -1:
         if self.library.pid != getpid():
-            raise NativeError(f"the Ascend runtime was opened by process {self.library.pid} and does"
-                              f" not work in process {getpid()}, forked from it: start such"
+            raise NativeError(f"the Ascend runtime was opened by process {self.library.pid} and"
+                              f" does not work in process {getpid()}, forked from it: start such"
                               f" processes with spawn")
         return 0
 
@@ -548,7 +548,8 @@ cdef class DeviceBuffer:
                 kvn_device_free(&self.device.device, self.start, &ignored)
 
     def __repr__(self):
-        return f"<DeviceBuffer of {self.nbytes} bytes at {self.address:#x} of device {self.device.id}>"
+        return (f"<DeviceBuffer of {self.nbytes} bytes at {self.address:#x} of device"
+                f" {self.device.id}>")
 
 
 @cython.final
