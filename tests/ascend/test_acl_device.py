@@ -122,7 +122,7 @@ def test_errors_of_memory(device: Device) -> None:
     with pytest.raises(ValueError, match=r"nbytes is -1; it must be in \[0, 2\*\*64\)"):
         device.allocate(-1)
     buffer = device.allocate(10)
-    with pytest.raises(AclError, match="^aclrtMemcpy: "):
+    with pytest.raises(AclError, match=r"^aclrtMemcpy: "):
         device.write(buffer.address, bytes(11))
     with pytest.raises(BufferError):
         device.read(buffer.address, bytes(10))
