@@ -76,6 +76,9 @@ cdef extern from "acl_device.h" nogil:
         const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, int kind,
         kvn_failure *failure
     )
+    int kvn_device_clear(
+        const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure
+    )
     int kvn_device_memory(
         const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes, kvn_failure *failure
     )
@@ -140,17 +143,6 @@ cdef class Device:
     cdef Device open_number(AclLibrary library, int32_t number)
     # NativeError in a forked child, and when it is closed.
     cdef int check_usable(self) except -1
-
-
-# Threads and streams of a device; a backend has it among its owners.
-cdef class Channels:
-    cdef Device device         # before the channels: they use it as long as they are
-    cdef kvn_channel *items[16]  # KVN_MAX_CHANNELS
-    cdef unsigned count
-    cdef object __weakref__
-
-    @staticmethod
-    cdef Channels start(Device device, unsigned count)
 
 
 cdef class DeviceBuffer:
