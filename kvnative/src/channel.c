@@ -12,11 +12,13 @@
 
 struct kvn_channel {
     kvn_device *device;
-    aclrtStream stream; /* of the thread alone; NULL where it has to be made again */
     pthread_t thread;
     pid_t pid;
     pthread_mutex_t mutex; /* guards what follows, and the jobs' links */
     pthread_cond_t changed;
+    aclrtStream stream; /* written by the thread alone; NULL where it has to be made again */
+    kvn_channel_job *running;
+    bool interrupted; /* the running job, by another thread */
     kvn_channel_job *head;
     kvn_channel_job *tail;
     unsigned load; /* jobs queued and running */
@@ -44,15 +46,19 @@ int kvn_channel_fail(kvn_channel *channel, const char *call, int code, kvn_chann
 
 int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
 {
+    aclrtStream stream = NULL;
     char reason[200];
     int code, status;
 
     if (channel->stream)
         return KVN_OK;
-    code = channel->device->acl->aclrtCreateStream(&channel->stream);
-    if (code == KVN_ACL_OK)
+    code = channel->device->acl->aclrtCreateStream(&stream);
+    if (code == KVN_ACL_OK) {
+        pthread_mutex_lock(&channel->mutex);
+        channel->stream = stream;
+        pthread_mutex_unlock(&channel->mutex);
         return KVN_OK;
-    channel->stream = NULL;
+    }
     fault->code = code;
     status = kvn_acl_explain(channel->device->acl, "aclrtCreateStream", code, reason,
                              sizeof reason);
@@ -63,19 +69,23 @@ int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
 
 aclrtStream kvn_channel_stream(const kvn_channel *channel) { return channel->stream; }
 
-/* Stops what the stream does and gives it up. False where the system does neither: it goes on. */
-static bool drop_stream(kvn_channel *channel)
+/* Stops what the stream does and gives it up; another thread may interrupt it until then. False
+ * where the system does neither, and the work goes on; unless that `has_ended`: then only the handle
+ * is lost. */
+static bool drop_stream(kvn_channel *channel, bool has_ended)
 {
     const kvn_acl *acl = channel->device->acl;
-    const bool aborted = acl->aclrtStreamAbort(channel->stream) == KVN_ACL_OK;
-    const bool destroyed = acl->aclrtDestroyStreamForce(channel->stream) == KVN_ACL_OK;
+    bool aborted, destroyed;
 
+    pthread_mutex_lock(&channel->mutex);
+    aborted = acl->aclrtStreamAbort(channel->stream) == KVN_ACL_OK;
+    destroyed = acl->aclrtDestroyStreamForce(channel->stream) == KVN_ACL_OK;
+    if (aborted || destroyed || has_ended)
+        channel->stream = NULL;
+    pthread_mutex_unlock(&channel->mutex);
     if (!aborted || !destroyed)
         kvn_acl_forget(acl); /* what led here is the error to tell */
-    if (!aborted && !destroyed)
-        return false;
-    channel->stream = NULL;
-    return true;
+    return !channel->stream;
 }
 
 int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault)
@@ -93,8 +103,7 @@ int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault)
         return KVN_PENDING;
     }
     status = kvn_channel_fail(channel, "aclrtSynchronizeStreamWithTimeout", code, fault);
-    if (!drop_stream(channel))
-        channel->stream = NULL; /* its work has ended, with an error: only the handle is lost */
+    drop_stream(channel, true); /* whatever it did has ended, with an error */
     return status;
 }
 
@@ -103,7 +112,7 @@ int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop, kvn_ch
     int status = KVN_PENDING;
 
     while (status == KVN_PENDING) {
-        if (atomic_load(stop) && channel->stream && drop_stream(channel))
+        if (atomic_load(stop) && channel->stream && drop_stream(channel, false))
             return KVN_CANCELLED;
         status = kvn_channel_glance(channel, SLICE_MS, fault);
     }
@@ -149,9 +158,12 @@ static void *channel_main(void *argument)
         if (!channel->head)
             break;
         kvn_channel_job *job = take(channel);
+        channel->running = job;
+        channel->interrupted = false;
         pthread_mutex_unlock(&channel->mutex);
         job->run(job, channel);
         pthread_mutex_lock(&channel->mutex);
+        channel->running = NULL;
         channel->load--;
     }
     pthread_mutex_unlock(&channel->mutex);
@@ -277,6 +289,34 @@ bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job)
     }
     pthread_mutex_unlock(&channel->mutex);
     return queued;
+}
+
+void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job)
+{
+    aclrtContext previous = NULL;
+    kvn_failure ignored;
+
+    if (kvn_device_enter(channel->device, &previous, &ignored) != KVN_OK)
+        return;
+    pthread_mutex_lock(&channel->mutex);
+    if (channel->running == job && channel->stream) {
+        channel->interrupted = true;
+        if (channel->device->acl->aclrtStreamAbort(channel->stream) != KVN_ACL_OK)
+            kvn_acl_forget(channel->device->acl);
+    }
+    pthread_mutex_unlock(&channel->mutex);
+    kvn_device_leave(channel->device, previous);
+}
+
+bool kvn_channel_settle(kvn_channel *channel)
+{
+    bool interrupted;
+
+    pthread_mutex_lock(&channel->mutex);
+    interrupted = channel->interrupted;
+    channel->running = NULL;
+    pthread_mutex_unlock(&channel->mutex);
+    return interrupted;
 }
 
 unsigned kvn_channel_load(kvn_channel *channel)

@@ -49,6 +49,9 @@ bool kvn_channel_is_ours(const kvn_channel *channel);
 void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job);
 /* Takes a job back that has not begun. False: it runs, or has run. */
 bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job);
+/* Aborts the stream from another thread, if the job runs: for a thread that is blocked in a call
+ * (copies of pageable memory wait, full streams do) and so cannot look whether it is to stop. */
+void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job);
 /* Jobs queued and running: a hint of where the next is served first. */
 unsigned kvn_channel_load(kvn_channel *channel);
 
@@ -63,6 +66,9 @@ aclrtStream kvn_channel_stream(const kvn_channel *channel);
  * issued touches memory any more, whatever it returns. */
 int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop,
                             kvn_channel_fault *fault);
+/* From here on nobody can interrupt the job. Whether somebody has: then what was issued may be dropped
+ * in spite of any success. */
+bool kvn_channel_settle(kvn_channel *channel);
 /* Waits at most `ms` for all that was issued: KVN_PENDING when it is not through, else KVN_OK or the
  * failure as of kvn_channel_synchronize. */
 int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault);

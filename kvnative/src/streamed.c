@@ -10,6 +10,8 @@
 #include "report.h"
 
 #define PART_COST (1u << 20)
+/* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
+#define PATIENCE_NS 25000000
 
 /* What one channel moves of a request. */
 typedef struct part {
@@ -183,8 +185,15 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
     if (status == KVN_OK) {
         status = request->self->move(request->self, channel, &piece->columns, &request->stop,
                                      &fault);
+        if (kvn_channel_settle(channel) &&
+            (status == KVN_OK || fault.code == KVN_ACL_STREAM_ABORTED)) {
+            kvn_channel_fault_begin(&fault); /* what was issued may be dropped, whatever it says */
+            status = KVN_CANCELLED;
+        }
         if (status != KVN_OK)
             kvn_channel_synchronize(channel, &request->stop, &ignored);
+    } else {
+        kvn_channel_settle(channel);
     }
     if (status != KVN_OK && status != KVN_CANCELLED)
         fail_others(request);
@@ -364,6 +373,9 @@ int kvn_streamed_abort(kvn_backend *self, kvn_request *request, int why, kvn_rep
     pthread_mutex_unlock(&request->mutex);
     /* Parts behind those of another request would only be dropped when their turn comes. */
     drop_queued(request);
+    if (kvn_streamed_wait(self, request, kvn_now_ns() + PATIENCE_NS, report) == KVN_PENDING)
+        for (unsigned i = 0; i < request->num_parts; i++)
+            kvn_channel_interrupt(request->parts[i].channel, &request->parts[i].job);
     return kvn_streamed_wait(self, request, KVN_FOREVER, report);
 }
 

@@ -16,9 +16,10 @@ typedef struct kvn_streamed kvn_streamed;
 
 /* Moves one part, on the channel's thread: issues all of it, then waits with kvn_channel_synchronize.
  * Returns KVN_OK when every byte has arrived; KVN_CANCELLED when it stopped because *stop was set
- * (look at it between calls that may take long; the fault's message, if any, is told with it); or a failure with `fault` filled in. Should it
- * leave work on the stream when it fails, that is waited for before anything is reported. `part->first`
- * is the index of its first descriptor in the task: for messages. */
+ * (look at it between calls that may take long; the fault's message, if any, is told with it); or a
+ * failure with `fault` filled in. Should it leave work on the stream when it fails, that is waited for
+ * before anything is reported. `part->first` is the index of its first descriptor in the task: for
+ * messages. */
 typedef int (*kvn_stream_move)(kvn_streamed *self, kvn_channel *channel, const kvn_columns *part,
                                const atomic_int *stop, kvn_channel_fault *fault);
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ascend.fixtures import sim_folder, sim_log, simulator
+from tests.ascend.fixtures import device, sim_folder, sim_log, simulator
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import engine, idle, make_engine, make_peer, pair, peer, user
 from tests.datadist.machine import Machine, machine_of
 
 __all__ = [
+    "device",
     "engine",
     "idle",
     "make_engine",

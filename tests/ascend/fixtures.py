@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvnative._acl import AclLibrary, Device
 from tests.ascend.simulator import Controls, Log, controls, found
 
 
@@ -32,3 +34,14 @@ def simulator(sim_folder: Path) -> Iterator[Controls]:
     with found():
         yield controls()
         controls().clear_faults()
+
+
+@pytest.fixture
+def device(simulator: Controls) -> Iterator[Device]:
+    """Number 3 of eight; nothing may be left of it."""
+    device = AclLibrary.load().device(3)
+    yield device
+    device.close()
+    del device
+    gc.collect()
+    assert simulator.left() == {}

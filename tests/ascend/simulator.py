@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from tests.ascend_sim.build import build
 
 HOME = "ASCEND_HOME_PATH"
+VARIANT = os.environ.get("KVSIM_VARIANT", "8.5")  # of this process; test_acl_variants.py sets it
 ELSEWHERE = "KVPLAN_ASCEND_LIBRARY"  # set to nothing in tests/conftest.py: most run without device
 
 
@@ -100,13 +101,13 @@ class Controls:
 
 
 @cache
-def controls(variant: str = "8.5") -> Controls:
+def controls(variant: str = VARIANT) -> Controls:
     """Those of this process."""
     return Controls(build(variant))
 
 
 @contextmanager
-def found(variant: str = "8.5") -> Iterator[Path]:
+def found(variant: str = VARIANT) -> Iterator[Path]:
     """Let this process, and those that it starts, find the simulated libraries."""
     before = {name: os.environ.get(name) for name in (HOME, ELSEWHERE)}
     home = build(variant)

@@ -14,6 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -86,8 +88,11 @@ def build(variant: str = "8.5") -> Path:
 
 
 def _fingerprint(variant: Variant) -> str:
-    sources = sorted([*HERE.glob("*.[ch]"), HERE / "build.py"])
-    digest = hashlib.sha256(repr((variant, CFLAGS)).encode())
+    return _digest(sorted([*HERE.glob("*.[ch]"), HERE / "build.py"]), *variant.defines)
+
+
+def _digest(sources: Iterable[Path], *flags: str) -> str:
+    digest = hashlib.sha256(repr((CFLAGS, flags)).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
@@ -95,18 +100,20 @@ def _fingerprint(variant: Variant) -> str:
 
 def _build(variant: Variant, home: Path) -> None:
     """Links in a folder beside it and then renames: running programs keep what they loaded."""
-    objects = home / "objects"
     made = home / "lib64.new"
     shutil.rmtree(made, ignore_errors=True)
-    for folder in (objects, made, home / "lib64"):
+    for folder in (ROOT / "objects", made, home / "lib64"):
         folder.mkdir(parents=True, exist_ok=True)
-    prefixes = {library.prefix for library in variant.libraries if library.prefix}
-    sources = [path for prefix in prefixes for path in sorted(HERE.glob(f"{prefix}*.c"))]
-    compile_one = functools.partial(_compile, defines=variant.defines, folder=objects)
+    needed = [
+        (source, () if library is CORE else variant.defines)
+        for library in variant.libraries
+        for source in _sources(library)
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sources))
+        objects = dict(zip(needed, pool.map(_compile, needed), strict=True))
     for library in variant.libraries:
-        _link(library, objects, made)
+        defines = () if library is CORE else variant.defines
+        _link(library, [objects[source, defines] for source in _sources(library)], made)
     for path in made.iterdir():
         path.replace(home / "lib64" / path.name)
     made.rmdir()
@@ -115,18 +122,28 @@ def _build(variant: Variant, home: Path) -> None:
         (home / place / "version.info").write_text(f"Version={variant.cann}\n")
 
 
-def _compile(source: Path, defines: tuple[str, ...], folder: Path) -> None:
-    _run("gcc", *CFLAGS, *defines, "-c", str(source), "-o", str(folder / f"{source.stem}.o"))
+def _sources(library: Library) -> list[Path]:
+    return sorted(HERE.glob(f"{library.prefix}*.c")) if library.prefix else []
 
 
-def _link(library: Library, objects: Path, folder: Path) -> None:
-    sources = sorted(HERE.glob(f"{library.prefix}*.c")) if library.prefix else []
-    inputs = [str(objects / f"{source.stem}.o") for source in sources]
-    needs = [str(folder / name) for name in library.needs]
+def _compile(needed: tuple[Path, tuple[str, ...]]) -> Path:
+    """Compiles unless another variant, or an earlier build, has the same object."""
+    source, defines = needed
+    digest = _digest([source, *sorted(HERE.glob("*.h"))], *defines)
+    made = ROOT / "objects" / f"{source.stem}-{digest[:16]}.o"
+    if not made.exists():
+        partial = made.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        _run("gcc", *CFLAGS, *defines, "-c", str(source), "-o", str(partial))
+        partial.replace(made)
+    return made
+
+
+def _link(library: Library, objects: list[Path], folder: Path) -> None:
+    flags = ("-Wl,--no-as-needed", "-Wl,-z,defs,-z,nodelete", "-Wl,-rpath,$ORIGIN")
+    needs = [folder / name for name in library.needs]
     _run(
-        *("gcc", "-shared", "-pthread", "-Wl,--no-as-needed", "-Wl,-z,defs,-z,nodelete"),
-        "-Wl,-rpath,$ORIGIN",
-        *(f"-Wl,-soname,{library.name}", "-o", str(folder / library.name), *inputs, *needs),
+        *("gcc", "-shared", "-pthread", *flags, f"-Wl,-soname,{library.name}"),
+        *("-o", str(folder / library.name), *map(str, [*objects, *needs])),
     )
 
 

@@ -69,9 +69,10 @@ static void write_line(const char *call, const int *code, const char *fields, va
                          ",\"pid\":%d,\"tid\":%ld,\"seq\":%llu,\"us\":%lld", (int)getpid(),
                          syscall(SYS_gettid), (unsigned long long)num_lines++,
                          (long long)sim_now_us());
-        if (*fields) {
-            line[used++] = ',';
-            used += vsnprintf(line + used, sizeof line - (size_t)used, fields, arguments);
+        int length = vsnprintf(line + used + 1, sizeof line - (size_t)used - 1, fields, arguments);
+        if (length) {
+            line[used] = ',';
+            used += 1 + length;
         }
         if ((size_t)used > sizeof line - 3) {
             sim_die("the log line of %s has %d bytes", call, used);

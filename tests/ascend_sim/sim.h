@@ -65,7 +65,7 @@ typedef struct {
 SIM_API int sim_enter(sim_call *call, const char *name);
 SIM_API int sim_is_forked(void);
 /* Writes the log line {"call":name,"code":code,"pid":,"tid":,"seq":, FIELDS} and returns the code.
- * fields: JSON members without braces, e.g. "\"bytes\":%zu", or "" for none. */
+ * fields: JSON members without braces, e.g. "\"bytes\":%zu", or what prints nothing for none. */
 SIM_API int sim_leave(const sim_call *call, int code, const char *fields, ...) SIM_PRINTF(3, 4);
 /* A log line that is not a call. */
 SIM_API void sim_note(const char *what, const char *fields, ...) SIM_PRINTF(2, 3);

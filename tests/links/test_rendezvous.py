@@ -128,7 +128,7 @@ def test_an_orderly_end_is_no_failure(make_end: MakeEnd, comm_dir: str) -> None:
     """Who asks only now and then would take it for a link that was never made."""
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
     first, second = (end.links.comm_link("name", {1: 0, 2: 1}) for end in (one, two))
-    assert settle(one, first) is OK
+    assert settle(one, first) is settle(two, second) is OK
     one.links.comm_unlink(first)
     two.wait_for(1, "UNLINKED")
     assert two.links.comm_status(second) is OK

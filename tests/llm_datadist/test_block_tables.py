@@ -33,7 +33,11 @@ def test_one_wrong_block_is_found(length: int, wrong: Any) -> None:
             take("blocks", [*range(length), wrong])
 
 
-@pytest.mark.parametrize("wrong", [range(99), np.arange(99), "1" * 99, {1: 2}, iter([1])], ids=repr)
+@pytest.mark.parametrize(
+    "wrong",
+    [range(99), np.arange(99), "1" * 99, {1: 2}, iter([1])],
+    ids=lambda it: type(it).__name__,
+)
 def test_only_lists_and_tuples_are_tables(wrong: Any) -> None:
     with pytest.raises(TypeError, match="blocks"):
         table_of("blocks", wrong)

@@ -1,0 +1,220 @@
+"""The simulated ACL library as a test calls it: with ctypes, names and codes as in C."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from tests.ascend_sim.build import build
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE_MAX = 2**64 - 1
+HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
+HOST, DEVICE, UNREGISTERED = range(3)
+
+_int32, _uint32, _size, _pointer = (
+    ctypes.c_int32,
+    ctypes.c_uint32,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+)
+_out = _pointer
+ARGUMENTS: dict[str, Sequence[Any]] = {
+    "aclInit": [ctypes.c_char_p],
+    "aclrtSetDevice": [_int32],
+    "aclrtGetDeviceInfo": [_uint32, _int32, _out],
+    "aclrtMalloc": [_out, _size, _int32],
+    "aclrtMallocHost": [_out, _size],
+    "aclrtFree": [_pointer],
+    "aclrtFreeHost": [_pointer],
+    "aclrtHostRegister": [_pointer, ctypes.c_uint64, _int32, _out],
+    "aclrtHostRegisterV2": [_pointer, ctypes.c_uint64, _uint32],
+    "aclrtHostUnregister": [_pointer],
+    "aclrtPointerGetAttributes": [_pointer, _out],
+    "aclrtGetMemInfo": [_int32, _out, _out],
+    "aclrtMemcpy": [_pointer, _size, _pointer, _size, _int32],
+    "aclrtMemcpyAsync": [_pointer, _size, _pointer, _size, _int32, _pointer],
+    "aclrtMemset": [_pointer, _size, _int32, _size],
+    "aclrtMemsetAsync": [_pointer, _size, _int32, _size, _pointer],
+    "aclrtMemcpyBatch": [_out, _out, _out, _out, _size, _out, _out, _size, _out],
+    "aclrtMemcpyBatchAsync": [_out, _out, _out, _out, _size, _out, _out, _size, _out, _pointer],
+    "aclrtCreateContext": [_out, _int32],
+    "aclrtDestroyContext": [_pointer],
+    "aclrtSetCurrentContext": [_pointer],
+    "aclrtCreateStreamWithConfig": [_out, _uint32, _uint32],
+    "aclrtDestroyStream": [_pointer],
+    "aclrtDestroyStreamForce": [_pointer],
+    "aclrtSynchronizeStream": [_pointer],
+    "aclrtSynchronizeStreamWithTimeout": [_pointer, _int32],
+    "aclrtSetStreamFailureMode": [_pointer, ctypes.c_uint64],
+    "aclrtStreamQuery": [_pointer, _out],
+    "aclrtStreamAbort": [_pointer],
+    "aclrtLaunchHostFunc": [_pointer, _pointer, _pointer],
+    "aclrtCreateEventWithFlag": [_out, _uint32],
+    "aclrtCreateEventExWithFlag": [_out, _uint32],
+    "aclrtDestroyEvent": [_pointer],
+    "aclrtRecordEvent": [_pointer, _pointer],
+    "aclrtResetEvent": [_pointer, _pointer],
+    "aclrtStreamWaitEvent": [_pointer, _pointer],
+    "aclrtQueryEventStatus": [_pointer, _out],
+    "aclrtQueryEventWaitStatus": [_pointer, _out],
+    "aclrtSynchronizeEvent": [_pointer],
+    "aclrtSynchronizeEventWithTimeout": [_pointer, _int32],
+    "aclrtEventElapsedTime": [_out, _pointer, _pointer],
+}
+
+
+class Location(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_uint32), ("type", ctypes.c_int32)]
+
+
+class Attributes(ctypes.Structure):
+    _fields_ = [("location", Location), ("page", ctypes.c_uint32), ("rest", ctypes.c_uint32 * 4)]
+
+
+class BatchAttribute(ctypes.Structure):
+    _fields_ = [("target", Location), ("source", Location), ("reserved", ctypes.c_uint8 * 16)]
+
+
+class Acl:
+    """``acl.aclrtFree(address)`` gives the code, ``acl.made("aclrtMalloc", 64, 0)`` the pointer."""
+
+    def __init__(self, variant: str = "8.5") -> None:
+        libraries = build(variant) / "lib64"
+        self.library = ctypes.CDLL(str(libraries / "libascendcl.so"))
+        self.core = ctypes.CDLL(str(libraries / "libkvsim_core.so"))
+        for name, arguments in ARGUMENTS.items():
+            if hasattr(self.library, name):
+                getattr(self.library, name).argtypes = arguments
+        self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+        self.library.aclrtGetSocName.restype = ctypes.c_char_p
+        self.core.kvsim_leaks.restype = ctypes.c_char_p
+        self.core.kvsim_host_view.argtypes = [ctypes.c_uint64]
+        self.core.kvsim_host_view.restype = ctypes.c_void_p
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self.library, name)
+        return function
+
+    def ok(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.library, name)(*arguments)
+        assert code == 0, f"{name}: {code} {self.library.aclGetRecentErrMsg()!r}"
+
+    def made(self, name: str, *arguments: Any) -> int:
+        """Return the pointer that the call stores first."""
+        out = ctypes.c_void_p()
+        self.ok(name, ctypes.byref(out), *arguments)
+        assert out.value
+        return out.value
+
+    def stored(self, name: str, *arguments: Any) -> int:
+        """Return the integer that the call stores last."""
+        out = ctypes.c_int64(0)
+        self.ok(name, *arguments, ctypes.byref(out))
+        return out.value
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        """Make another device this thread's for a while."""
+        before = self.made("aclrtGetCurrentContext")
+        self.ok("aclrtSetDevice", device)
+        yield
+        self.ok("aclrtResetDevice", device)
+        self.ok("aclrtSetCurrentContext", before)
+
+    def location(self, address: int) -> tuple[int, int]:
+        """Return the type and the number of where an address is."""
+        out = Attributes()
+        self.ok("aclrtPointerGetAttributes", address, ctypes.byref(out))
+        return out.location.type, out.location.id
+
+    def view(self, address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+        """Return the bytes of device memory, live."""
+        return (ctypes.c_ubyte * nbytes).from_address(self.core.kvsim_host_view(address))
+
+    def fault(self, specification: str) -> None:
+        assert self.core.kvsim_fault_add(specification.encode()) == 0, specification
+
+    def set(self, name: str, value: object) -> None:
+        assert self.core.kvsim_set(name.encode(), str(value).encode()) == 0, (name, value)
+
+    def message(self) -> str:
+        text = self.library.aclGetRecentErrMsg()
+        return text.decode() if text else ""
+
+    def leaks(self) -> dict[str, int]:
+        left: dict[str, int] = json.loads(self.core.kvsim_leaks())
+        return {name: count for name, count in left.items() if count}
+
+    def batch(
+        self,
+        pairs: Sequence[tuple[int, int, int]],
+        attributes: Sequence[tuple[int, Location, Location]],
+        *,
+        stream: int | None = None,
+        capacities: Sequence[int] | None = None,
+        reserved: int = 0,
+    ) -> tuple[int, int]:
+        """Copy (target, source, nbytes) of ``pairs``; the code and what failIndex is then.
+
+        ``attributes``: (first item, target, source). Synchronous where no stream is given.
+        """
+        count, wide = len(pairs), len(pairs) or 1
+        targets = (ctypes.c_void_p * wide)(*[it[0] for it in pairs])
+        sources = (ctypes.c_void_p * wide)(*[it[1] for it in pairs])
+        sizes = (ctypes.c_size_t * wide)(*[it[2] for it in pairs])
+        allowed = (ctypes.c_size_t * wide)(*(capacities or [it[2] for it in pairs]))
+        table = (BatchAttribute * max(1, len(attributes)))()
+        for row, (_, target, source) in zip(table, attributes, strict=False):
+            row.target, row.source, row.reserved[3] = target, source, reserved
+        first = (ctypes.c_size_t * len(table))(*[it[0] for it in attributes])
+        failed = ctypes.c_size_t(77)
+        arguments = (targets, allowed, sources, sizes, count, table, first, len(attributes))
+        if stream is None:
+            code = self.library.aclrtMemcpyBatch(*arguments, ctypes.byref(failed))
+        else:
+            code = self.library.aclrtMemcpyBatchAsync(*arguments, ctypes.byref(failed), stream)
+        return code, failed.value
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """Call it in a thread of its own, which has no context yet."""
+    results: list[Any] = []
+    thread = Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_process(program: str, variant: str = "8.5", **settings: object) -> Any:
+    """Run it in a process of its own, which gives what is returned to ``answer``.
+
+    ``acl`` is the library there. Settings are those of the environment, without KVSIM_. Of a
+    process that fails: its code and what it wrote to stderr.
+    """
+    beginning = f"""
+        import ctypes, json, os
+        from tests.ascend_sim.acl_library import *
+        acl = Acl({variant!r})
+        answer = lambda value: print(json.dumps(value), flush=True)
+    """
+    environment = {f"KVSIM_{name.upper()}": str(value) for name, value in settings.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(beginning) + textwrap.dedent(program)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode:
+        return done.returncode, done.stderr
+    return json.loads(done.stdout)
