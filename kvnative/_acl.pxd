@@ -145,17 +145,6 @@ cdef class Device:
     cdef int check_usable(self) except -1
 
 
-# Threads and streams of a device; a backend has it among its owners.
-cdef class Channels:
-    cdef Device device         # before the channels: they use it as long as they are
-    cdef kvn_channel *items[16]  # KVN_MAX_CHANNELS
-    cdef unsigned count
-    cdef object __weakref__
-
-    @staticmethod
-    cdef Channels start(Device device, unsigned count)
-
-
 cdef class DeviceBuffer:
     cdef readonly Device device
     cdef void *start

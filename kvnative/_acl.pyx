@@ -499,6 +499,12 @@ cdef class Device:
 @cython.no_gc_clear
 @cython.internal
 cdef class Channels:
+    # Threads and streams of a device; a backend has it among its owners.
+    cdef Device device         # before the channels: they use it as long as they are
+    cdef kvn_channel *items[16]  # KVN_MAX_CHANNELS
+    cdef unsigned count
+    cdef object __weakref__
+
     @staticmethod
     cdef Channels start(Device device, unsigned count):
         cdef Channels self = Channels.__new__(Channels)

@@ -1,0 +1,254 @@
+"""One end of communicators in a process of its own: ``python -m tests.ascend.hccl_end FD DEVICE``.
+
+A test sends (method, arguments, keywords) and gets (True, what it returned) or (False, (type, message, code, status)).
+Only plain values cross: this module is __main__ there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._acl import AclLibrary
+from kvnative._executor import Executor, Report, Task
+from kvnative._hccl import Communicator, Guards, HcclLibrary, Region, Staging
+from kvnative._lower import Descriptors
+from tests.ascend.simulator import HOME, Controls
+
+UNTOUCHED = 0xA5
+
+
+REPORTED = ("status", "code", "failed", "message", "bytes_done", "unconfirmed")
+
+
+def reported(report: Report) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in REPORTED}
+
+
+def columns(direction: str, rows: Sequence[tuple[int, int, int]]) -> Descriptors:
+    """Descriptors of (local, remote, nbytes)."""
+    local, remote, nbytes = np.array(rows, np.uint64).reshape(-1, 3).T.copy()
+    dst, src = (local, remote) if direction == "get" else (remote, local)
+    return Descriptors.from_columns(dst, src, nbytes)
+
+
+class Memory:
+    """Of one kind, filled with UNTOUCHED: "device", "pinned" or "pageable"."""
+
+    def __init__(self, end: End, kind: str, nbytes: int) -> None:
+        self.kind, self.nbytes, self._device = kind, nbytes, end.device
+        self.owner: Any
+        self.array: NDArray[np.uint8]
+        if kind == "device":
+            self.owner = end.device.allocate(nbytes)
+            self.address = self.owner.address
+            self.write(0, bytes([UNTOUCHED]) * nbytes)
+        else:
+            self.array = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+            self.array[...] = UNTOUCHED
+            self.address = self.array.ctypes.data
+            self.owner = end.device.pin(self.address, nbytes) if kind == "pinned" else None
+
+    def write(self, offset: int, content: bytes) -> None:
+        if self.kind == "device":
+            self._device.write(self.address + offset, content)
+        else:
+            self.array[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
+
+    def read(self) -> bytes:
+        if self.kind != "device":
+            return self.array.tobytes()
+        content = bytearray(self.nbytes)
+        self._device.read(self.address, content)
+        return bytes(content)
+
+
+class End:
+    """A device of this process, and what was made on it; the test knows each by a name."""
+
+    def __init__(self, device: int) -> None:
+        acl = AclLibrary.load()
+        self.library = HcclLibrary.load(acl)
+        self.device = acl.device(device)
+        self.controls = Controls(Path(os.environ[HOME]))
+        self.memories: dict[int, Memory] = {}
+        self.regions: dict[int, Region] = {}
+        self.stagings: dict[str, Staging] = {}
+        self.communicators: dict[str, Communicator] = {}
+        self.tasks: dict[str, tuple[Task, Executor]] = {}
+        self.threads: dict[str, tuple[threading.Thread, list[Any]]] = {}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "path": self.library.path,
+            "generation": self.library.generation,
+            "missing": self.library.missing,
+        }
+
+    # ---- memory ----
+
+    def memory(self, kind: str, nbytes: int) -> int:
+        made = Memory(self, kind, nbytes)
+        self.memories[made.address] = made
+        return made.address
+
+    def write(self, address: int, offset: int, content: bytes) -> None:
+        self.memories[address].write(offset, content)
+
+    def read(self, address: int) -> bytes:
+        return self.memories[address].read()
+
+    def free(self, address: int) -> None:
+        del self.memories[address]
+
+    def region(self, address: int, **changes: Any) -> None:
+        memory = self.memories[address]
+        asked = {"nbytes": memory.nbytes, "on_device": memory.kind == "device"} | changes
+        nbytes = asked.pop("nbytes")
+        self.regions[address] = Region(
+            self.library, self.device, address, nbytes, owner=memory.owner, **asked
+        )
+
+    def deregister(self, address: int) -> None:
+        self.regions[address].close()
+        del self.regions[address]
+
+    def staging(self, name: str, **options: int) -> None:
+        self.stagings[name] = Staging(self.library, self.device, **options)
+
+    def close_staging(self, name: str) -> None:
+        self.stagings[name].close()
+        del self.stagings[name]
+
+    # ---- communicators ----
+
+    def open(self, name: str, table: str, rank: int, **options: Any) -> None:
+        self.communicators[name] = Communicator(
+            self.library, self.device, table, rank, 1 - rank, name, **options
+        )
+
+    def bind(self, name: str, *regions: int | str) -> None:
+        """Regions by address, stagings by name."""
+        for it in regions:
+            region = self.stagings[it].region if isinstance(it, str) else self.regions[it]
+            self.communicators[name].bind(region)
+
+    def unbind(self, name: str, address: int) -> None:
+        self.communicators[name].unbind(self.regions[address])
+
+    def prepare(self, name: str, timeout_ms: float = 5000) -> None:
+        self.communicators[name].prepare(timeout_ms)
+
+    def ask(self, name: str, what: str) -> Any:
+        return getattr(self.communicators[name], what)
+
+    def async_error(self, name: str) -> tuple[int, str]:
+        return self.communicators[name].async_error()
+
+    def cancel(self, name: str, message: str) -> None:
+        self.communicators[name].cancel(message)
+
+    def close(self, name: str) -> None:
+        self.communicators.pop(name).close()
+
+    def close_only(self, name: str) -> None:
+        self.communicators[name].close()
+
+    # ---- at the same time ----
+
+    def call_in_thread(self, key: str, method: str, *arguments: Any) -> None:
+        answers: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(answer(self, method, arguments, {}))
+        )
+        self.threads[key] = thread, answers
+        thread.start()
+
+    def join(self, key: str) -> tuple[bool, Any]:
+        thread, answers = self.threads.pop(key)
+        thread.join()
+        answered: tuple[bool, Any] = answers[0]
+        return answered
+
+    # ---- transfers ----
+
+    def start(
+        self,
+        key: str,
+        name: str,
+        direction: Any,
+        rows: Sequence[tuple[int, int, int]],
+        *,
+        guards: Sequence[tuple[int, int]] = (),
+        staging: str | None = None,
+        local: Any = "device",
+    ) -> None:
+        backend = self.communicators[name].backend(
+            direction,
+            Guards(*np.array(guards, np.uint64).T.copy()) if guards else None,
+            self.stagings[staging] if staging else None,
+            local,
+        )
+        executor = Executor(backend)
+        self.tasks[key] = executor.submit(columns(direction, rows)), executor
+
+    def wait(self, key: str, timeout_ms: float | None = 20000) -> dict[str, Any]:
+        task, executor = self.tasks.pop(key)
+        report = task.wait(timeout_ms)
+        executor.close()
+        return reported(report)
+
+    def transfer(
+        self, *arguments: Any, timeout_ms: float | None = 20000, **options: Any
+    ) -> dict[str, Any]:
+        self.start("", *arguments, **options)
+        return self.wait("", timeout_ms)
+
+    # ---- the simulator ----
+
+    def fault(self, *specifications: str) -> None:
+        self.controls.add_fault(*specifications)
+
+    def faults_left(self) -> int:
+        left = self.controls.faults_left()
+        self.controls.clear_faults()
+        return left
+
+    def set(self, name: str, value: object) -> None:
+        self.controls.set(name, value)
+
+    def left(self) -> dict[str, int]:
+        return self.controls.left()
+
+
+def answer(end: End, method: str, arguments: Any, keywords: Any) -> tuple[bool, Any]:
+    try:
+        return True, getattr(end, method)(*arguments, **keywords)
+    except Exception as error:
+        code, status = getattr(error, "code", 0), getattr(error, "status", 0)
+        return False, (type(error).__name__, str(error), code, status)
+
+
+def serve(connection: Connection, device: int) -> None:
+    """Until the test hangs up."""
+    end = End(device)
+    while True:
+        try:
+            method, arguments, keywords = connection.recv()
+        except EOFError:
+            return
+        connection.send(answer(end, method, arguments, keywords))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,212 @@
+"""Two processes with HCCL between them, and what a test asks of both."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.ascend.simulator import ELSEWHERE, HOME, Log
+from tests.ascend_sim.build import build
+
+ROOT = Path(__file__).resolve().parents[2]
+_names = itertools.count()
+
+
+class Product(NamedTuple):
+    soc: str
+    max_batch: int
+    table_version: str
+
+
+class Outcome(NamedTuple):
+    """A report of the other process."""
+
+    status: int
+    code: int
+    failed: int | None
+    message: str
+    bytes_done: int
+    unconfirmed: tuple[tuple[int, int], ...]
+
+
+A2 = Product("Ascend910B1", 256, "1.0")
+A3 = Product("Ascend910_9391", 256, "1.2")
+A950 = Product("Ascend950PR_9599", 64, "1.2")
+
+
+def rank_table(version: str) -> str:
+    """Of two servers, with device 0 of one and 1 of the other."""
+    servers = []
+    for rank in range(2):
+        device = {"device_id": str(rank), "device_ip": f"10.1.0.{rank + 1}", "rank_id": str(rank)}
+        if version == "1.2":
+            device["super_device_id"] = str(rank)
+        servers.append({"server_id": f"10.0.0.{rank + 1}", "device": [device]})
+    table: dict[str, Any] = {"version": version, "server_count": "2", "server_list": servers}
+    if version == "1.2":
+        members = [{"server_id": it["server_id"]} for it in servers]
+        table["super_pod_list"] = [{"super_pod_id": "0", "server_list": members}]
+    return json.dumps(table | {"status": "completed"})
+
+
+class Failure(Exception):
+    """What the other process raised."""
+
+    def __init__(self, kind: str, message: str, code: int, status: int) -> None:
+        super().__init__(f"{kind}: {message} (status {status})")
+        self.kind, self.message, self.code, self.status = kind, message, code, status
+
+
+class Remote:
+    """An `End`: call its methods here; ``start`` one and take its ``result`` later."""
+
+    def __init__(self, environment: dict[str, str], device: int) -> None:
+        self._connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ascend.hccl_end", str(theirs.fileno()), str(device)],
+            env=environment,
+            cwd=ROOT,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def send(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        self._connection.send((method, arguments, keywords))
+
+    def result(self) -> Any:
+        good, value = self._connection.recv()
+        if not good:
+            raise Failure(*value)
+        return value
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.send(method, *arguments, **keywords)
+            return self.result()
+
+        return call
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def hang_up(self) -> None:
+        self._connection.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+class Ends:
+    """Rank 0 on device 0 of one process, rank 1 on device 1 of another."""
+
+    def __init__(self, folder: Path, variant: str, product: Product, settings: dict[str, str]):
+        self.product = product
+        self.table = rank_table(product.table_version)
+        environment = os.environ | {
+            HOME: str(build(variant)),
+            "KVSIM_DIR": str(folder),
+            "KVSIM_LOG": str(folder / "log"),
+            "KVSIM_SOC": product.soc,
+            "PYTHONPATH": str(ROOT),
+        }
+        environment.pop(ELSEWHERE, None)
+        self.log = Log(folder / "log")
+        self.both = [Remote(environment | settings, device) for device in range(2)]
+
+    def __getitem__(self, rank: int) -> Remote:
+        return self.both[rank]
+
+    def at_once(self, method: str, *arguments: Any) -> list[Any]:
+        """The same at both ends."""
+        for end in self.both:
+            end.send(method, *arguments)
+        return [end.result() for end in self.both]
+
+    def open(self, **options: Any) -> str:
+        """A new communicator at both ends, nothing bound."""
+        name = f"communicator_{next(_names)}"
+        for rank, end in enumerate(self.both):
+            end.open(name, self.table, rank, max_batch=self.product.max_batch, **options)
+        return name
+
+    def memory(self, nbytes: int, kind: str = "device") -> list[int]:
+        """Memory at both ends, registered."""
+        addresses = [end.memory(kind, nbytes) for end in self.both]
+        for end, address in zip(self.both, addresses, strict=True):
+            end.region(address)
+        return addresses
+
+    def connect(self, nbytes: int, *, kind: str = "device", staging: dict[str, int] | None = None):
+        """Everything up to prepare; returns a `Connection`."""
+        name = self.open()
+        addresses = self.memory(nbytes, kind)
+        if staging is not None:
+            self.both[0].staging(name, **staging)
+        self.both[0].bind(name, addresses[0], *([name] if staging is not None else []))
+        self.both[1].bind(name, addresses[1])
+        self.at_once("prepare", name)
+        return Connection(self, name, addresses, staging is not None)
+
+    def hang_up(self) -> None:
+        for end in self.both:
+            end.hang_up()
+
+
+class Connection:
+    """A prepared communicator, with one region at each end."""
+
+    def __init__(self, ends: Ends, name: str, addresses: list[int], staged: bool) -> None:
+        self.ends, self.name, self.addresses, self._staged = ends, name, addresses, staged
+        ends.log.restart()
+
+    def rows(self, nbytes: list[int], local: int | None = None) -> list[tuple[int, int, int]]:
+        """Descriptors one behind the other, at the remote end in the opposite order."""
+        local = self.addresses[0] if local is None else local
+        rows, at, end = [], local, self.addresses[1] + sum(nbytes)
+        for size in nbytes:
+            end -= size
+            rows.append((at, end, size))
+            at += size
+        return rows
+
+    def transfer(self, direction: str, rows: Any, **options: Any) -> Outcome:
+        return Outcome(**self.ends[0].transfer(self.name, direction, rows, **options))
+
+    def start(self, direction: str, rows: Any, **options: Any) -> None:
+        self.ends[0].start(self.name, self.name, direction, rows, **options)
+
+    def wait(self, timeout_ms: float | None = 20000) -> Outcome:
+        return Outcome(**self.ends[0].wait(self.name, timeout_ms))
+
+    def close(self) -> None:
+        """At both ends; nothing of it may be left afterwards."""
+        for end, address in zip(self.ends.both, self.addresses, strict=True):
+            end.close(self.name)
+            end.deregister(address)
+            end.free(address)
+        if self._staged:
+            self.ends[0].close_staging(self.name)
+
+
+@contextmanager
+def two_ends(
+    folder: Path, product: Product = A2, variant: str = "8.5", **settings: object
+) -> Iterator[Ends]:
+    """Settings are environment variables without their KVSIM_."""
+    ends = Ends(
+        folder, variant, product, {f"KVSIM_{name}": str(it) for name, it in settings.items()}
+    )
+    try:
+        yield ends
+    finally:
+        ends.hang_up()

@@ -1,0 +1,170 @@
+"""Puts and gets between two processes: bytes, numbers of calls, on each generation of products."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvnative._backend import KVN_INVALID, KVN_OK, KVN_UNMAPPED
+from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, two_ends
+
+SIZES = [4096, 1, 511, 65536, 64, 3, 20000, 128]
+NBYTES = 1 << 20
+
+
+@pytest.fixture(scope="module", params=[A2, A3, A950], ids=["A2", "A3", "950"])
+def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+    product: Product = request.param
+    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
+        yield ends
+        assert [end.left() for end in ends.both] == [{}, {}]
+    ends.log.restart()
+    assert not ends.log.calls("violation")
+
+
+@pytest.fixture
+def connection(ends: Ends) -> Iterator[Connection]:
+    connection = ends.connect(NBYTES)
+    yield connection
+    connection.close()
+
+
+def contents(seed: int, nbytes: int = NBYTES) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def pieces(content: bytes, sizes: list[int]) -> list[bytes]:
+    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [content[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def test_generation_of_the_product(ends: Ends) -> None:
+    facts = ends[0].facts()
+    assert facts["generation"] == ("per_comm" if ends.product is A950 else "global")
+    assert facts["path"].endswith("libhcomm.so")
+    assert facts["missing"] == ()
+
+
+def test_put(connection: Connection) -> None:
+    ends, total, content = connection.ends, sum(SIZES), contents(1)
+    ends[0].write(connection.addresses[0], 0, content)
+    report = connection.transfer("put", connection.rows(SIZES))
+    assert (report.status, report.bytes_done, report.unconfirmed) == (KVN_OK, total, ())
+    arrived = ends[1].read(connection.addresses[1])
+    assert arrived[:total] == b"".join(reversed(pieces(content[:total], SIZES)))
+    assert set(arrived[total:]) == {0xA5}
+
+
+def test_get(connection: Connection) -> None:
+    ends, total, content = connection.ends, sum(SIZES), contents(2)
+    ends[1].write(connection.addresses[1], 0, content)
+    assert connection.transfer("get", connection.rows(SIZES)).status == KVN_OK
+    arrived = ends[0].read(connection.addresses[0])
+    assert arrived[:total] == b"".join(reversed(pieces(content[:total], SIZES[::-1])))
+    assert set(arrived[total:]) == {0xA5}
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 256, 257, 1000, 3904])
+def test_batches_and_one_synchronization(connection: Connection, count: int) -> None:
+    """3904 descriptors are 61 layers x 64 scattered blocks."""
+    ends, most = connection.ends, connection.ends.product.max_batch
+    assert connection.transfer("put", connection.rows([256] * count)).status == KVN_OK
+    batches = ends.log.calls("HcclBatchPut")
+    assert len(batches) == -(-count // most)
+    assert [it.fields["descriptors"] for it in batches] == [
+        min(most, count - first) for first in range(0, count, most)
+    ]
+    assert successful_synchronizations(ends) == 1
+
+
+def successful_synchronizations(ends: Ends) -> int:
+    """Those before simply asked whether to stop."""
+    return sum(it.code == 0 for it in ends.log.calls("aclrtSynchronizeStreamWithTimeout"))
+
+
+def test_guards_cost_one_get(connection: Connection) -> None:
+    ends, (_, remote) = connection.ends, connection.addresses
+    ends[1].write(remote, NBYTES - 16, (7).to_bytes(8, "little") + (9).to_bytes(8, "little"))
+    guards = [(remote + NBYTES - 8, 9), (remote + NBYTES - 16, 7)]
+    report = connection.transfer("put", connection.rows([4096] * 100), guards=guards)
+    assert report.status == KVN_OK
+    assert ends.log.counts("HcclBatchGet") == {"HcclBatchGet": 1}
+    assert successful_synchronizations(ends) == 1
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_word_that_changed_unmakes_the_transfer(connection: Connection, direction: str) -> None:
+    ends, (_, remote) = connection.ends, connection.addresses
+    ends[1].write(remote, NBYTES - 8, (8).to_bytes(8, "little"))
+    rows = connection.rows([4096] * 3)
+    report = connection.transfer(direction, rows, guards=[(remote + NBYTES - 8, 7)])
+    assert (report.status, report.failed, report.unconfirmed) == (KVN_UNMAPPED, None, ((0, 3),))
+    assert report.message == (
+        "the peer has deregistered the memory meanwhile "
+        f"(guard 0: word at {remote + NBYTES - 8:#x} is 8, expected 7)"
+    )
+    assert not ends[0].ask(connection.name, "disturbed")
+    assert connection.transfer(direction, rows, guards=[(remote + NBYTES - 8, 8)]).status == KVN_OK
+
+
+def test_more_guards_than_a_batch(connection: Connection) -> None:
+    ends, (_, remote) = connection.ends, connection.addresses
+    count = 600
+    ends[1].write(remote, 65536, b"".join(i.to_bytes(8, "little") for i in range(count)))
+    guards = [(remote + 65536 + 8 * i, i) for i in range(count)]
+    assert connection.transfer("get", connection.rows([64]), guards=guards).status == KVN_OK
+    guards[-1] = guards[-1][0], 5
+    report = connection.transfer("get", connection.rows([64]), guards=guards)
+    assert (report.status, report.message[:57]) == (
+        KVN_UNMAPPED,
+        "the peer has deregistered the memory meanwhile (guard 599",
+    )
+
+
+def test_empty_transfers_and_empty_descriptors(connection: Connection) -> None:
+    ends = connection.ends
+    assert connection.transfer("put", []).status == KVN_OK
+    assert connection.transfer("put", connection.rows([0, 16, 0])).status == KVN_OK
+    assert [it.fields["descriptors"] for it in ends.log.calls("HcclBatchPut")] == [1]
+
+
+def test_local_memory_that_is_not_bound_is_refused_by_name(connection: Connection) -> None:
+    ends, (local, _) = connection.ends, connection.addresses
+    rows = connection.rows([4096] * 4)
+    rows[2] = local + NBYTES - 4095, *rows[2][1:]
+    report = connection.transfer("put", rows)
+    assert (report.status, report.failed) == (KVN_INVALID, 2)
+    assert report.message == (
+        f"descriptor 2: local memory [{local + NBYTES - 4095:#x}, {local + NBYTES + 1:#x}) is in no "
+        "region that is bound to the communicator"
+    )
+    assert not ends.log.calls("HcclBatchPut")
+    assert not ends[0].ask(connection.name, "disturbed")
+
+
+def test_two_communicators_move_at_the_same_time(ends: Ends) -> None:
+    first, second = ends.connect(NBYTES), ends.connect(NBYTES)
+    contents_of = [contents(3), contents(4)]
+    for it, content in zip((first, second), contents_of, strict=True):
+        ends[0].write(it.addresses[0], 0, content)
+        it.start("put", it.rows([NBYTES // 256] * 256))
+    for it, content in zip((first, second), contents_of, strict=True):
+        assert it.wait().status == KVN_OK
+        expected = b"".join(reversed(pieces(content, [NBYTES // 256] * 256)))
+        assert ends[1].read(it.addresses[1]) == expected
+        it.close()
+
+
+def test_both_ends_transfer_at_the_same_time(connection: Connection) -> None:
+    ends, half, content = connection.ends, NBYTES // 2, contents(5)
+    for end, address in zip(ends.both, connection.addresses, strict=True):
+        end.write(address, 0, content[:half])
+    here, there = connection.addresses
+    rows = [[(here, there + half, half)], [(there, here + half, half)]]
+    for end, its in zip(ends.both, rows, strict=True):
+        end.send("transfer", connection.name, "put", its)
+    assert [end.result()["status"] for end in ends.both] == [KVN_OK, KVN_OK]
+    for end, address in zip(ends.both, connection.addresses, strict=True):
+        assert end.read(address) == content[:half] * 2
