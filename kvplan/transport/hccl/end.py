@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvnative._backend import NativeError
 from kvnative._hccl import Communicator, Region, Staging
 from kvplan.ascend.device import device_error
-from kvplan.status import invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.hccl.regions import Regions
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class HcclEnd:
         pinned = None
         try:
             if not on_device and native.locate(address)[0] != "host":
-                pinned = self.device.pin(address, nbytes, keep=owner)
+                pinned = self._pin(address, nbytes, owner)
             region = Region(
                 self.library, native, address, nbytes, on_device=on_device, owner=(owner, pinned)
             )
@@ -154,3 +154,12 @@ class HcclEnd:
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes at {address:#x}") from error
         return region, pinned
+
+    def _pin(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
+        try:
+            return self.device.pin(address, nbytes, keep=owner)
+        except LLMException as error:
+            raise LLMException(
+                f"HCCL reaches pinned host memory alone, and this cannot be: {error.args[0]}",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            ) from error
