@@ -76,7 +76,13 @@ def test_data_types_have_sizes(ends: Ends) -> None:
         assert ends[0]("transfer", "put", *arguments) == 0
         assert ends.log("HcclBatchPut")[-1]["bytes"] == NBYTES
     for unknown in (13, 18, 255, -1):
-        arguments = (ends.comms[0], 1, [(ends.memory[0], ends.memory[1], 1)], ends.streams[0], unknown)
+        arguments = (
+            ends.comms[0],
+            1,
+            [(ends.memory[0], ends.memory[1], 1)],
+            ends.streams[0],
+            unknown,
+        )
         assert ends[0]("transfer", "put", *arguments) == PARA
 
 

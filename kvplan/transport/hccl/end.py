@@ -9,6 +9,8 @@ from kvnative._backend import NativeError
 from kvnative._hccl import Communicator, Region, Staging
 from kvplan.ascend.device import device_error
 from kvplan.status import invalid
+from kvplan.transport.hccl.board import WORD_NBYTES
+from kvplan.transport.hccl.pinning import Pinning
 from kvplan.transport.hccl.regions import Regions
 
 if TYPE_CHECKING:
@@ -57,11 +59,17 @@ class HcclEnd:
         self.staging = staging
         self.aside = aside
         self.regions = Regions(self._make_region)
+        self._pinning = Pinning(device)
         self._traffic_class = traffic_class
         self._service_level = service_level
-        buffer = board.buffer
+        words = board.ref
         self._board_region = Region(
-            library, device.native, buffer.address, buffer.nbytes, on_device=True, owner=buffer
+            library,
+            device.native,
+            words.address,
+            words.num_slots * WORD_NBYTES,
+            on_device=True,
+            owner=board.buffer,
         )
         self._open: set[Communicator] = set()
         self._mutex = threading.Lock()  # of what is open
@@ -118,6 +126,7 @@ class HcclEnd:
     def shut(self) -> None:
         """Let HCCL forget the board and the staging memory; all connections are down."""
         self._board_region.close()
+        self.board.close()
         if self.staging is not None:
             self.staging.close()
 
@@ -134,7 +143,7 @@ class HcclEnd:
 
     def _make_region(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
-    ) -> tuple[Region, PinnedMemory | None]:
+    ) -> tuple[Region, tuple[PinnedMemory, ...]]:
         limit = _MAX_NBYTES[on_device]
         if self.library.generation == "per_comm" and nbytes > limit:
             raise invalid(
@@ -142,10 +151,8 @@ class HcclEnd:
                 f"product it takes at most {limit}: make pools and allocations smaller"
             )
         native = self.device.native
-        pinned = None
         try:
-            if not on_device and native.locate(address)[0] != "host":
-                pinned = self.device.pin(address, nbytes, keep=owner)
+            pinned = () if on_device else self._pinning.pin(address, nbytes)
             region = Region(
                 self.library, native, address, nbytes, on_device=on_device, owner=(owner, pinned)
             )
