@@ -43,9 +43,13 @@ def refused(match: str, status: str = "LLM_PARAM_INVALID") -> Any:
 def engine_on(
     simulator: Controls, device_id: int = 3, cluster_id: int = 2, **options: Any
 ) -> Iterator[LlmDataDist]:
-    """An engine on a device, of which nothing may be left when it is finalized and collected."""
+    """An engine on a device, of which nothing may be left when it is finalized and collected.
+
+    Without other options it uses the device for nothing but caches.
+    """
+    given = {"transport": "local", "device_id": device_id, **options}
     with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
-        datadist.initialize(Options(accelerator="ascend", device_id=device_id, **options))
+        datadist.initialize(Options(accelerator="ascend", **given))
         yield datadist
     del datadist
     gc.collect()

@@ -202,7 +202,7 @@ class TestChoice:
     def test_engines_share_a_device_until_the_last_has_gone(self, simulator: Controls) -> None:
         with engine_on(simulator, cluster_id=1) as first:
             with LlmDataDist(2, LlmRole.MIX) as second:
-                second.initialize(Options(accelerator="ascend", device_id=3))
+                second.initialize(Options(accelerator="ascend", device_id=3, transport="local"))
                 assert first.device is not None
                 assert second.device is not None
                 assert first.device.native is second.device.native

@@ -73,6 +73,7 @@ class HcclEnd:
         )
         self._open: set[Communicator] = set()
         self._mutex = threading.Lock()  # of what is open
+        self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str) -> tuple[Communicator, int]:
         """A connection with all memory of now bound, and the highest number of its regions.
@@ -110,10 +111,15 @@ class HcclEnd:
         return communicator, newest
 
     def close(self, communicator: Communicator) -> None:
-        """Take a connection down; waits for what it transfers. Idempotent."""
+        """Take a connection down; waits for what it transfers. Idempotent.
+
+        One that is being prepared ends when HCCL lets it: who prepares it must call this then.
+        """
         communicator.close()
         with self._mutex:
-            self._open.discard(communicator)
+            if communicator.state == "closed":
+                self._open.discard(communicator)
+        self._finish()
 
     def end_region(self, held: HeldRegion) -> None:
         """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
@@ -124,7 +130,19 @@ class HcclEnd:
             self._end_region(held)
 
     def shut(self) -> None:
-        """Let HCCL forget the board and the staging memory; all connections are down."""
+        """Take all connections down, and when the last is, let HCCL forget all of this end."""
+        with self._mutex:
+            communicators = list(self._open)
+            self._is_shutting = True
+        for it in communicators:
+            self.close(it)
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._mutex:
+            if not self._is_shutting or self._open or self._is_shut:
+                return
+            self._is_shut = True
         self._board_region.close()
         self.board.close()
         if self.staging is not None:
