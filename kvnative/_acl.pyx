@@ -408,6 +408,20 @@ cdef class Device:
             PyBuffer_Release(&view)
         check_acl(status, &failure)
 
+    def clear(self, address, nbytes) -> None:
+        """Zero memory of the device, and wait. Bounds are the caller's.
+
+        Raises:
+            AclError: the device refuses.
+        """
+        cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef int status
+        self.check_usable()
+        with nogil:
+            status = kvn_device_clear(&self.device, where, size, &failure)
+        check_acl(status, &failure)
+
     def memory(self) -> tuple[int, int]:
         """Return the free and all bytes of the device's HBM."""
         cdef size_t free_nbytes = 0, total_nbytes = 0

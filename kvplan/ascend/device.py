@@ -101,13 +101,15 @@ class AscendDevice:
         return product_of(self.native.soc_name)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New memory of the device, which holds anything; it goes with its last reference.
+        """New zeroed memory of the device; it goes with its last reference.
 
         Raises:
             LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else ACL says.
         """
         try:
-            return self.native.allocate(nbytes)
+            buffer = self.native.allocate(nbytes)
+            self.native.clear(buffer.address, nbytes)
+            return buffer
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes of {self._memory()}") from error
 
