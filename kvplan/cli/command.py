@@ -25,7 +25,9 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
-    "info": Command("tell what this machine has, and what works on it", info.add_arguments, info.run),
+    "info": Command(
+        "tell what this machine has, and what works on it", info.add_arguments, info.run
+    ),
     "keygen": Command("make the key of a cluster", keygen.add_arguments, keygen.run),
 }
 

@@ -21,7 +21,7 @@ def look(device_id: int, timeout_s: float) -> dict[str, Any]:
     If it did not come to its end, `stopped` says in which step, and what happened there.
     """
     reader, writer = os.pipe()
-    with open(reader, "rb", buffering=0) as notes:
+    with os.fdopen(reader, "rb", buffering=0) as notes:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "kvplan.cli.info.look", str(writer), str(device_id)],

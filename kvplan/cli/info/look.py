@@ -30,8 +30,9 @@ COSTS: Final = {
     "aclrtMemcpyBatchAsync": "pinned host memory is copied one descriptor at a time, or by "
     "aclrtMemcpyBatch where that is there",
     "aclrtHostRegisterV2": "none: aclrtHostRegister pins host memory",
-    "aclrtGetPhyDevIdByLogicDevId": "the physical number of a device is taken to be its logical "
-    "one; where it is not (a container with some of the devices), give llm.LocalCommRes",
+    "aclrtGetPhyDevIdByLogicDevId": "the physical number of a device is taken from "
+    "ASCEND_RT_VISIBLE_DEVICES, else to be its logical one; where it is not (a container with some "
+    "of the devices), give llm.LocalCommRes",
     "aclrtGetDeviceInfo": "on A3 the numbers of the super pod are not known: give llm.LocalCommRes",
     "aclrtCreateEventExWithFlag": "transport hccl does not work: no staging memory",
     "aclrtSynchronizeEventWithTimeout": "transport hccl does not work: no staging memory",
@@ -110,6 +111,7 @@ def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, obj
     found: dict[str, object] = {"id": device_id}
     try:
         found |= device.describe()
+        found["max_batch"] = None if device.product is None else device.product.max_batch
         found["address"] = device_address(device, "").to_dict()
     except (LLMException, NativeError) as error:
         found["why_not" if len(found) == 1 else "no_address"] = _reason(error)

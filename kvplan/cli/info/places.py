@@ -41,5 +41,11 @@ def _place(path: Path, origin: str, names: tuple[str, ...]) -> Place:
 
 def _of_loader(names: tuple[str, ...]) -> Place:
     found = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    has = [str(Path(it) / name) for it in found if it for name in names if (Path(it) / name).exists()]
-    return {"path": ":".join(filter(None, found)), "origin": "the loader, $LD_LIBRARY_PATH", "has": has}
+    has = [
+        str(Path(it) / name) for it in found if it for name in names if (Path(it) / name).exists()
+    ]
+    return {
+        "path": ":".join(filter(None, found)),
+        "origin": "the loader, $LD_LIBRARY_PATH",
+        "has": has,
+    }

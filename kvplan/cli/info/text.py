@@ -20,7 +20,9 @@ def render(found: Found) -> str:
 def _host(found: Found) -> Iterator[str]:
     python, system = found["python"], found["platform"]
     yield f"kvplan {found['kvplan']}"
-    yield _row("python", f"{python['version']} ({python['implementation']}), {python['executable']}")
+    yield _row(
+        "python", f"{python['version']} ({python['implementation']}), {python['executable']}"
+    )
     yield _row(
         "platform",
         f"{system['system']}, {system['machine']}, {system['libc']}, {system['cores']} cores",
@@ -56,7 +58,9 @@ def _accelerator(found: Found) -> Iterator[str]:
 def _device(it: Found) -> str:
     if "soc" not in it:
         return str(it["why_not"])
-    product = it["product"] or "no one-sided transfers"
+    product = "no one-sided transfers"
+    if it["product"]:
+        product = f"{it['product']}, {it['max_batch']} descriptors a batch of HCCL"
     parts = [
         f"{it['soc']} ({product}), physical {it['physical_id']}",
         f"{_gib(it['free_bytes'])} of {_gib(it['total_bytes'])} GiB free",

@@ -10,7 +10,6 @@ import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._host import Arena
-from kvplan.execution.memory import HostMemory
 from kvplan.execution.transfers import Transfers
 from kvplan.planning import plan_pull_blocks
 from kvplan.status import LLMException
@@ -64,9 +63,10 @@ def _there_and_back(
 def _host(device: AscendDevice | None, stack: ExitStack) -> NDArray[np.uint8]:
     """Tensors as an engine has them: in an arena, which the device reaches by itself."""
     arena = Arena(_DESC.nbytes)
-    tensors = np.frombuffer(arena, np.uint8).reshape(_DESC.num_tensors, *_DESC.shape)
+    whole: NDArray[np.uint8] = np.frombuffer(memoryview(arena), np.uint8)
+    tensors = whole.reshape(_DESC.num_tensors, *_DESC.shape)
     if device is not None:
-        pinned = device.pin(HostMemory.from_arrays([tensors]).addresses[0], _DESC.nbytes, arena)
+        pinned = device.pin(tensors.ctypes.data, tensors.nbytes, arena)
         stack.callback(pinned.close)
     return tensors
 

@@ -72,11 +72,12 @@ def _over_hccl(
         )
     takes = device.product.registers if device is not None and device.product else frozenset()
     if local in takes:
-        aside = "; what is not registered goes through staging memory"
-        return Way(local, remote, "direct", f"HcclBatchPut, HcclBatchGet{aside}")
+        return Way(local, remote, "direct", "by HCCL; staged where local memory is not registered")
     if options.staging_nbytes:
-        return Way(local, remote, "staged", "through device memory at this end, pipelined")
-    return Way(local, remote, "refused", "there is no staging memory (kvplan.staging_nbytes=0)")
+        return Way(local, remote, "staged", "by HCCL, through device memory at this end, pipelined")
+    return Way(
+        local, remote, "refused", "HCCL does not take it as it is, and there is no staging memory"
+    )
 
 
 def _over_local(
@@ -91,7 +92,9 @@ def _over_local(
             local, remote, "refused", "peers on this host reach no device memory: link over hccl"
         )
     if local == "host":
-        how = "allocated caches are mapped and copied, registered ones go by process_vm_readv/writev"
+        how = (
+            "allocated caches are mapped and copied, registered ones go by process_vm_readv/writev"
+        )
         return Way(local, remote, "direct", how)
     how = "caches that the peer's engine has allocated, by copies of ACL from pageable memory; not "
     return Way(local, remote, "direct", f"{how}what it has registered: copy that to a HOST cache")
