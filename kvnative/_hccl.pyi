@@ -163,6 +163,9 @@ class Communicator:
         staging: Staging | None = None,
         local: Literal["device", "host"] = "device",
     ) -> Backend: ...
+    # Gives the peer up, without waiting: what is queued and running ends at once with KVN_PEER_GONE
+    # and the message, and so does whatever is submitted later. `close` then does not wait long.
+    def cancel(self, message: str) -> None: ...
     # (HcclResult, its text); (0, "") where nothing is wrong or there is no connection.
     def async_error(self) -> tuple[int, str]: ...
     # Unbinds, destroys. Waits for transfers in flight (cancel them first). Idempotent. While another

@@ -14,12 +14,13 @@ struct kvn_communicator {
     atomic_bool disturbed;
     atomic_bool cancelled;
     aclrtEvent events[2];
+    pthread_mutex_t farewell_mutex; /* of its own: who cancels does not wait for a call of HCCL */
+    char farewell[256]; /* why it was cancelled */
     pthread_mutex_t mutex; /* guards what follows, and HCCL's calls for the connection */
     pthread_cond_t changed; /* the state, or `transfers` */
     kvn_communicator_state state;
     bool closing;       /* no transfer begins any more */
     uint32_t transfers; /* running: 0 or 1, as the channel has one thread */
-    char farewell[256]; /* why it was cancelled */
     /* Guards' words; the region is bound like any other. */
     void *device_words;
     void *host_words;
@@ -105,6 +106,7 @@ static void release(kvn_communicator *self)
     kvn_connection_free(&self->connection);
     pthread_cond_destroy(&self->changed);
     pthread_mutex_destroy(&self->mutex);
+    pthread_mutex_destroy(&self->farewell_mutex);
     free(self);
 }
 
@@ -118,6 +120,7 @@ int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
     if (!self)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a communicator");
     pthread_mutex_init(&self->mutex, NULL);
+    pthread_mutex_init(&self->farewell_mutex, NULL);
     pthread_cond_init(&self->changed, NULL);
     self->max_batch = options->max_batch;
     self->state = KVN_COMM_OPEN;
@@ -244,12 +247,12 @@ int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure)
 
 void kvn_communicator_cancel(kvn_communicator *self, const char *message)
 {
-    pthread_mutex_lock(&self->mutex);
+    pthread_mutex_lock(&self->farewell_mutex);
     if (!atomic_load(&self->cancelled)) {
         snprintf(self->farewell, sizeof self->farewell, "%s", message);
         atomic_store(&self->cancelled, true);
     }
-    pthread_mutex_unlock(&self->mutex);
+    pthread_mutex_unlock(&self->farewell_mutex);
 }
 
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self)
@@ -292,9 +295,9 @@ int kvn_communicator_halted(kvn_communicator *self, kvn_channel_fault *fault)
 {
     if (!atomic_load(&self->cancelled))
         return KVN_CANCELLED;
-    pthread_mutex_lock(&self->mutex);
+    pthread_mutex_lock(&self->farewell_mutex);
     memcpy(fault->message, self->farewell, sizeof fault->message);
-    pthread_mutex_unlock(&self->mutex);
+    pthread_mutex_unlock(&self->farewell_mutex);
     return KVN_PEER_GONE;
 }
 

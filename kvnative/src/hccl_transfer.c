@@ -47,18 +47,30 @@ static int blame_owner(kvn_passage *p, int status)
     return KVN_UNMAPPED;
 }
 
+/* Whoever aborts a request aborts its stream too: then what failed here failed for that. */
+static int give_up(kvn_passage *p)
+{
+    kvn_channel_fault *fault = p->fault;
+    if (fault->code == KVN_ACL_STREAM_ABORTED)
+        fault->message[0] = '\0';
+    fault->code = 0;
+    fault->failed = KVN_NO_DESCRIPTOR;
+    return kvn_communicator_halted(p->communicator, fault);
+}
+
 static int wind_up(kvn_passage *p, int status)
 {
+    const bool is_halted = kvn_is_halted(&p->halt);
     kvn_channel_fault ignored;
     kvn_channel_fault_begin(&ignored);
     /* Batches before the one at fault are on the stream. */
     kvn_passage_synchronize(p, &ignored);
-    if (status == KVN_CANCELLED)
-        status = kvn_communicator_halted(p->communicator, p->fault);
+    if (is_halted)
+        status = give_up(p);
     if (p->is_untouched)
         return status;
     kvn_communicator_disturb(p->communicator);
-    if (kvn_is_halted(&p->halt)) {
+    if (is_halted) {
         if (status == KVN_CANCELLED)
             ask_hccl(p);
         return status;

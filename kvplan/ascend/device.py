@@ -109,9 +109,9 @@ class AscendDevice:
         try:
             buffer = self.native.allocate(nbytes)
             self.native.clear(buffer.address, nbytes)
-            return buffer
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes of {self._memory()}") from error
+        return buffer
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
         """Let the device reach host memory by itself, until nobody holds the result, or `close`.

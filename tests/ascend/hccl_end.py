@@ -224,6 +224,9 @@ class End:
         self.controls.clear_faults()
         return left
 
+    def faults_left_now(self) -> int:
+        return self.controls.faults_left()
+
     def set(self, name: str, value: object) -> None:
         self.controls.set(name, value)
 

@@ -261,7 +261,7 @@ static HcclResult batch_call(const request *r)
     if (!code)
         code = transfer(&call, r, &nbytes, name);
     return hccl_leave(&call, code,
-                      "\"name\":\"%s\",\"remote_rank\":%u,\"n\":%u,\"bytes\":%llu,"
+                      "\"name\":\"%s\",\"remote_rank\":%u,\"descriptors\":%u,\"bytes\":%llu,"
                       "\"stream\":%llu",
                       name, r->remote_rank, r->num_descs, (unsigned long long)nbytes,
                       (unsigned long long)(uintptr_t)r->stream);

@@ -1,4 +1,4 @@
-"""One end of a communicator in a process of its own, driven by a test: ``python -m ...hccl_end FD``.
+"""One end of a communicator in a process of its own: ``python -m tests.ascend_sim.hccl_end FD``.
 
 The test sends (name, arguments) and gets what the method of `End` returned. Calls of the simulated
 library return their code; nothing is raised, for a test asks for codes.
@@ -14,8 +14,6 @@ from ctypes import byref, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from tests.ascend_sim.build import build
 
 DEVICE, PINNED, REGISTERED = 0, 1, 2
 
@@ -55,15 +53,16 @@ def config(
 class End:
     """The simulated libraries, and what this process has made with them."""
 
-    def __init__(self, variant: str, device: int) -> None:
-        lib64 = Path(build(variant)) / "lib64"
-        acl = "libascendcl.so" if variant == "8.1" else "libacl_rt.so"
-        hccl = "libhcomm.so" if (lib64 / "libhcomm.so").exists() else "libhccl.so"
-        self.core = ctypes.CDLL(str(lib64 / "libkvsim_core.so"))
+    def __init__(self, lib64: str, device: int) -> None:
+        acl, hccl = (
+            next(path for name in names if Path(path := f"{lib64}/{name}").exists())
+            for names in (("libacl_rt.so", "libascendcl.so"), ("libhcomm.so", "libhccl.so"))
+        )
+        self.core = ctypes.CDLL(f"{lib64}/libkvsim_core.so")
         self.core.kvsim_host_view.restype = c_void_p
         self.core.kvsim_leaks.restype = c_char_p
-        self.acl = ctypes.CDLL(str(lib64 / acl))
-        self.hccl = ctypes.CDLL(str(lib64 / hccl))
+        self.acl = ctypes.CDLL(acl)
+        self.hccl = ctypes.CDLL(hccl)
         self.hccl.HcclGetErrorString.restype = c_char_p
         self.device = device
         self.buffers: list[Any] = []
@@ -260,8 +259,7 @@ class End:
 
 def serve(connection: Connection) -> None:
     """Until the test hangs up."""
-    variant, device = connection.recv()
-    end = End(variant, device)
+    end = End(*connection.recv())
     while True:
         try:
             name, arguments = connection.recv()

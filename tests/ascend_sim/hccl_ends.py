@@ -22,18 +22,18 @@ _names = itertools.count()
 
 
 class Remote:
-    """An `End` in a process of its own: ``remote("method", ...)``, or ``start`` and then ``result``."""
+    """An `End` in a process of its own: ``end("method", ...)``, or ``start`` and ``result``."""
 
     def __init__(self, environment: dict[str, str], variant: str, device: int) -> None:
         self._connection, theirs = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ascend_sim.hccl_end", str(theirs.fileno())],
+            [sys.executable, "-S", "-m", "tests.ascend_sim.hccl_end", str(theirs.fileno())],
             env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self._connection.send((variant, device))
+        self._connection.send((str(build(variant) / "lib64"), device))
 
     def start(self, name: str, *arguments: Any) -> None:
         self._connection.send((name, arguments))
@@ -79,7 +79,6 @@ class Ends:
     """Rank 0 on device 0 of one process, rank 1 on device 1 of another."""
 
     def __init__(self, folder: Path, variant: str, settings: dict[str, str]) -> None:
-        build(variant)
         self.log_path = folder / "log.jsonl"
         environment = {"KVSIM_DIR": str(folder), "KVSIM_LOG": str(self.log_path)} | settings
         self.both = [Remote(environment, variant, device) for device in range(2)]

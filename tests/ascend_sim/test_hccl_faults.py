@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ascend_sim.hccl_end import DEVICE, REGISTERED
-from tests.ascend_sim.hccl_ends import NBYTES, Ends, two_ends
+from tests.ascend_sim.hccl_ends import Ends, two_ends
 
 INTERNAL, TIMEOUT, REMOTE, OOM = 4, 9, 21, 24
 SYNC_TIMEOUT, REMOTE_GONE = 507046, 507057

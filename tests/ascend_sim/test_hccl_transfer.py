@@ -76,7 +76,13 @@ def test_data_types_have_sizes(ends: Ends) -> None:
         assert ends[0]("transfer", "put", *arguments) == 0
         assert ends.log("HcclBatchPut")[-1]["bytes"] == NBYTES
     for unknown in (13, 18, 255, -1):
-        arguments = (ends.comms[0], 1, [(ends.memory[0], ends.memory[1], 1)], ends.streams[0], unknown)
+        arguments = (
+            ends.comms[0],
+            1,
+            [(ends.memory[0], ends.memory[1], 1)],
+            ends.streams[0],
+            unknown,
+        )
         assert ends[0]("transfer", "put", *arguments) == PARA
 
 
@@ -87,7 +93,7 @@ def test_limit_of_a_batch(ends: Ends) -> None:
     assert put(ends, []) == 0
     assert synchronize(ends) == 0
     lines = ends.log("HcclBatchPut")
-    assert [(line["n"], line["bytes"]) for line in lines] == [(256, 256), (257, 0), (0, 0)]
+    assert [(line["descriptors"], line["bytes"]) for line in lines] == [(256, 256), (257, 0), (0, 0)]
     assert {(line["name"], line["remote_rank"]) for line in lines} == {(ends.name, 1)}
 
 

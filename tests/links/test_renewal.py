@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.engine.links import LinkState
+from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.renewing import Connection, Meeting, RenewingTransport
 
@@ -138,26 +141,27 @@ def test_the_peer_is_told_what_is_not_used_any_more(pair: Pair) -> None:
     assert one.unused_there == []
 
 
-def test_many_links_are_made_crosswise_although_each_waits_for_the_other(
-    make_end: MakeEnd,
-) -> None:
-    """More connects at a time than there would be threads if they were few."""
+def test_all_links_of_an_end_can_wait_for_their_peers_at_once(make_end: MakeEnd) -> None:
+    """With fewer threads than links, ends that wait for each other crosswise would not meet."""
+    num_ends = 12
+    all_there = threading.Barrier(num_ends * (num_ends - 1))
 
-    class Blocking(RenewingTransport):
-        def connect(self, metadata: bytes, **given: object) -> object:
-            key = given["session"], 0
-            assert self._meeting.attend(key, lambda: False)  # type: ignore[arg-type]
+    class Blocking(LocalTransport):
+        def refusal(self, metadata: bytes) -> None:
+            return None
+
+        def connect(self, metadata: bytes, **given: Any) -> Any:
+            all_there.wait(DEADLINE_S)
             return super().connect(metadata, **given)
 
-    meeting = Meeting()
-    ends = [make_end(i, transports=[Blocking(meeting)]) for i in range(1, 12)]
+    ends = [make_end(i, transports=[Blocking()]) for i in range(1, num_ends + 1)]
 
-    def link_with_all(end: End) -> None:
-        others = [it.cluster for it in ends if it.cluster_id > end.cluster_id]
-        if others:
-            end.link(*others, timeout_ms=15000)
+    def link_with_later(end: End) -> None:
+        later = [it.cluster for it in ends if it.cluster_id > end.cluster_id]
+        if later:
+            end.link(*later, timeout_ms=15000)
 
-    with ThreadPoolExecutor(len(ends)) as threads:
-        for it in [threads.submit(link_with_all, end) for end in ends]:
+    with ThreadPoolExecutor(num_ends) as threads:
+        for it in [threads.submit(link_with_later, end) for end in ends]:
             it.result(DEADLINE_S)
-    assert all(it.links.live() == len(ends) - 1 for it in ends)
+    assert all(it.links.live() == num_ends - 1 for it in ends)

@@ -1,0 +1,182 @@
+"""Transfers through staging memory: host memory of both kinds, device memory that is not bound."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvnative._backend import KVN_FAILED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT
+from tests.ascend.hccl_ends import A2, A950, Connection, Ends, Product, two_ends
+
+NBYTES = 1 << 20
+SLOTS = {"slot_nbytes": 65536, "slots": 2, "lanes": 1}
+# Larger than a slot, than two, tiny ones, and of odd lengths.
+SIZES = [200_000, 65536, 1, 63, 65, 65535, 140_001, *[977] * 300]
+
+
+@pytest.fixture(scope="module", params=[A2, A950], ids=["A2", "950"])
+def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+    product: Product = request.param
+    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
+        yield ends
+        assert [end.left() for end in ends.both] == [{}, {}]
+    ends.log.restart()
+    assert not ends.log.calls("violation")
+
+
+@pytest.fixture
+def connection(ends: Ends) -> Iterator[Connection]:
+    connection = ends.connect(NBYTES, staging=SLOTS)
+    yield connection
+    ends[0].faults_left()
+    connection.close()
+
+
+def through(connection: Connection, kind: str) -> dict[str, Any]:
+    return {"staging": connection.name, "local": "device" if kind == "device" else "host"}
+
+
+def reversed_pieces(content: bytes, sizes: list[int]) -> bytes:
+    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return b"".join(reversed([content[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]))
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned", "pageable"])
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_bytes(connection: Connection, kind: str, direction: str) -> None:
+    ends, remote, total = connection.ends, connection.addresses[1], sum(SIZES)
+    local = ends[0].memory(kind, NBYTES)  # of which HCCL knows nothing
+    content = random.Random(kind + direction).randbytes(total)
+    rows = connection.rows(SIZES, local)
+    if direction == "put":
+        ends[0].write(local, 0, content)
+    else:
+        ends[1].write(remote, 0, content)
+    report = connection.transfer(direction, rows, **through(connection, kind))
+    assert (report.status, report.bytes_done) == (KVN_OK, total), report
+    arrived = ends[1].read(remote) if direction == "put" else ends[0].read(local)
+    sizes = SIZES if direction == "put" else SIZES[::-1]
+    assert arrived[:total] == reversed_pieces(content, sizes)
+    assert set(arrived[total:]) == {0xA5}
+    ends[0].free(local)
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_chunks_fill_slots_and_keep_batches_small(connection: Connection, direction: str) -> None:
+    ends = connection.ends
+    local = ends[0].memory("pinned", NBYTES)
+    rows = connection.rows([256] * 1024, local)  # 4 slots full
+    assert connection.transfer(direction, rows, **through(connection, "pinned")).status == KVN_OK
+    calls = ends.log.calls("HcclBatchPut" if direction == "put" else "HcclBatchGet")
+    most = ends.product.max_batch
+    assert [it.fields["descriptors"] for it in calls] == [most] * (1024 // most)
+    assert len(ends.log.calls("aclrtMemcpyAsync")) == 1024
+    ends[0].free(local)
+
+
+def test_guards_are_read_after_the_last_chunk(connection: Connection) -> None:
+    ends, remote = connection.ends, connection.addresses[1]
+    local = ends[0].memory("pinned", NBYTES)
+    ends[1].write(remote, NBYTES - 8, (3).to_bytes(8, "little"))
+    rows = connection.rows([65536] * 5, local)
+    options = through(connection, "pinned") | {"guards": [(remote + NBYTES - 8, 3)]}
+    assert connection.transfer("put", rows, **options).status == KVN_OK
+    calls = [it.name for it in ends.log.calls("HcclBatchPut", "HcclBatchGet")]
+    assert calls == ["HcclBatchPut"] * 5 + ["HcclBatchGet"]
+    ends[0].free(local)
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+@pytest.mark.parametrize("kind", ["device", "pinned", "pageable"])
+def test_peer_that_hangs_does_not_hold_the_deadline(
+    connection: Connection, kind: str, direction: str
+) -> None:
+    """The third of eight chunks never ends; the lane serves the next transfer."""
+    ends = connection.ends
+    local = ends[0].memory(kind, NBYTES)
+    ends[0].fault("HcclBatchPut:3=hang" if direction == "put" else "HcclBatchGet:3=hang")
+    rows = connection.rows([65536] * 8, local)
+    report = connection.transfer(direction, rows, timeout_ms=100, **through(connection, kind))
+    assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
+    assert report.message.startswith("the deadline passed: 0 of 524288 bytes were moved")
+    assert ends[0].faults_left() == 0
+    assert ends[0].ask(connection.name, "disturbed")
+    content = random.Random(5).randbytes(524288)
+    (ends[0] if direction == "put" else ends[1]).write(
+        local if direction == "put" else connection.addresses[1], 0, content
+    )
+    assert connection.transfer(direction, rows, **through(connection, kind)).status == KVN_OK
+    arrived = ends[1].read(connection.addresses[1]) if direction == "put" else ends[0].read(local)
+    assert arrived[:524288] == reversed_pieces(content, [65536] * 8)
+    ends[0].free(local)
+
+
+@pytest.mark.parametrize("call", ["aclrtMemcpyAsync", "aclrtRecordEvent", "aclrtStreamWaitEvent"])
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_call_that_fails_in_the_middle(connection: Connection, call: str, direction: str) -> None:
+    ends = connection.ends
+    local = ends[0].memory("device", NBYTES)
+    ends[0].fault(f"{call}:4=507000")
+    rows = connection.rows([65536] * 8, local)
+    report = connection.transfer(direction, rows, **through(connection, "device"))
+    assert (report.status, report.code, report.unconfirmed) == (KVN_FAILED, 507000, ((0, 8),))
+    assert f"{call}: 507000" in report.message
+    assert report.failed == (3 if call == "aclrtMemcpyAsync" else None)
+    assert connection.transfer(direction, rows, **through(connection, "device")).status == KVN_OK
+    ends[0].free(local)
+
+
+@pytest.mark.parametrize("call", ["aclrtMemcpyAsync", "batch"])
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_an_error_that_shows_when_waited_for(
+    connection: Connection, call: str, direction: str
+) -> None:
+    """Of the stream of copies or of that of operations: neither waits for the other for ever."""
+    ends = connection.ends
+    local = ends[0].memory("device", NBYTES)
+    name = f"HcclBatch{direction.capitalize()}" if call == "batch" else call
+    ends[0].fault(f"{name}:2=sync:507053")
+    rows = connection.rows([65536] * 8, local)
+    report = connection.transfer(direction, rows, **through(connection, "device"))
+    assert (report.code, report.unconfirmed) == (507053, ((0, 8),))
+    assert "507053" in report.message
+    assert connection.transfer(direction, rows, **through(connection, "device")).status == KVN_OK
+    ends[0].free(local)
+
+
+def test_a_lane_at_a_time(ends: Ends) -> None:
+    """The second transfer waits for the lane; its deadline ends that, or the first one's end."""
+    first = ends.connect(NBYTES, staging=SLOTS)
+    second = ends.connect(NBYTES, staging=SLOTS)
+    local = ends[0].memory("pinned", NBYTES)
+    third = ends.open()
+    region = ends.memory(NBYTES)
+    ends[0].bind(third, first.name, region[0])
+    ends[1].bind(third, region[1])
+    ends.at_once("prepare", third)
+    ends[0].fault("HcclBatchPut:1=hang")
+    ends[0].start("a", first.name, "put", first.rows([4096], local), **through(first, "pinned"))
+    while ends[0].faults_left_now():
+        pass  # until the first has begun
+    rows = [(local, region[1], 4096)]
+    ends[0].start("b", third, "put", rows, staging=first.name, local="host")
+    report = ends[0].wait("b", 50)
+    assert report["status"] == KVN_TIMEOUT
+    assert report["message"].endswith("; all 1 lanes of the staging memory are in use")
+    assert not ends[0].ask(third, "disturbed")
+    assert second.transfer("put", second.rows([4096], local), **through(second, "pinned")).status == 0
+    ends[0].start("c", third, "put", rows, staging=first.name, local="host")
+    ends[0].cancel(first.name, "the peer of this link has left")
+    report = ends[0].wait("a")
+    assert (report["status"], report["message"]) == (KVN_PEER_GONE, "the peer of this link has left")
+    assert ends[0].wait("c")["status"] == KVN_OK
+    for end, address in zip(ends.both, region, strict=True):
+        end.close(third)
+        end.deregister(address)
+        end.free(address)
+    ends[0].free(local)
+    first.close()
+    second.close()
