@@ -172,6 +172,12 @@ class TestSimulatedDevices:
             assert (device["product"], device["max_batch"]) == ("A2", 256)
             assert device["free_bytes"] <= device["total_bytes"] == 32 * GIB
         assert set(ways(it, "hccl").values()) == {"direct"}
+        assert ways(it, "local") == {
+            ("host", "host"): "direct",
+            ("host", "device"): "refused",
+            ("device", "host"): "direct",
+            ("device", "device"): "refused",
+        }
         assert [(copy["works"], copy["one_by_one"]) for copy in it["copies"]] == [(True, "")] * 3
         assert left(log) == set()
 
