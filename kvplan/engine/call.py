@@ -17,6 +17,7 @@ from kvplan.validation import mismatch, shown
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
     from kvplan.engine.links import PeerClaim, PeerLink
+    from kvplan.engine.links.peer_table import PeerCache
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import TensorMemory
     from kvplan.planning import Plan
@@ -40,6 +41,7 @@ class Call:
         "_claim",
         "_engine",
         "_moves",
+        "_named",
         "_operation",
         "_started",
         "link",
@@ -53,6 +55,7 @@ class Call:
         self._cache_id = -1
         self.link: PeerLink | None = None
         self._claim: PeerClaim | None = None
+        self._named: tuple[BlocksCacheKey, PeerCache] | None = None
         self.plan: Plan | None = None
         self._started = perf_counter()
         if moves:
@@ -112,6 +115,7 @@ class Call:
             found, slot = link.cache(key), key.batch_index
         elif isinstance(key, BlocksCacheKey):
             found = link.cache(key)
+            self._named = key, found
         else:
             _check_names_one(argument, key)
             if self._moves:
@@ -142,6 +146,25 @@ class Call:
         """
         link = self._link_of(argument, given)
         return link.tensors(given.addresses, given.stride or stride, paged=paged)
+
+    def is_outdated(self, error: LLMException) -> bool:
+        """Whether it failed because its key is of another cache by now, and may be prepared anew.
+
+        Not all links can see that a peer has freed a cache before they use it.
+        """
+        link, named, self._named = self.link, self._named, None  # so that it is tried once more
+        if (
+            link is None
+            or named is None
+            or error.status_code != LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        ):
+            return False
+        key, used = named
+        link.doubt()
+        try:
+            return link.cache(key) is not used
+        except LLMException:
+            return False
 
     def show(self, hooks: Mapping[object, PlanHook]) -> None:
         """Let the hooks see the plan that is about to be executed."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.call import Call
 from kvplan.engine.log import log_operation, status_of
+from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
@@ -61,7 +62,13 @@ class Running(ABC):
             plan, src, dst = self._prepare(call, operation, *args, **kwargs)
             if timeout_ms is None and call.link is not None:
                 timeout_ms = engine.wait_ms
-            engine.transfers.execute(plan, src, dst, timeout_ms)
+            try:
+                engine.transfers.execute(plan, src, dst, timeout_ms)
+            except LLMException as error:
+                if not call.is_outdated(error):
+                    raise
+                plan, src, dst = self._prepare(call, operation, *args, **kwargs)
+                engine.transfers.execute(plan, src, dst, timeout_ms)
         except BaseException as error:
             call.end(error)
             raise
