@@ -76,6 +76,9 @@ cdef extern from "acl_device.h" nogil:
         const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, int kind,
         kvn_failure *failure
     )
+    int kvn_device_clear(
+        const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure
+    )
     int kvn_device_memory(
         const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes, kvn_failure *failure
     )

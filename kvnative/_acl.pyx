@@ -142,8 +142,8 @@ cdef class AclLibrary:
 
     cdef int check_process(self) except -1:
         if self.library.pid != getpid():
-            raise NativeError(f"the Ascend runtime was opened by process {self.library.pid} and does"
-                              f" not work in process {getpid()}, forked from it: start such"
+            raise NativeError(f"the Ascend runtime was opened by process {self.library.pid} and"
+                              f" does not work in process {getpid()}, forked from it: start such"
                               f" processes with spawn")
         return 0
 
@@ -322,11 +322,13 @@ cdef class Device:
         buffer.nbytes = size
         return buffer
 
-    def pin(self, address, nbytes) -> Pinned:
-        """Pin [address, address + nbytes) of this process until the result is closed.
+    def pin(self, address, nbytes, keep: object = None) -> Pinned:
+        """Pin [address, address + nbytes) of this process until the result is closed or let go.
 
-        The memory must be mapped as long. Copies between it and the device then go without the help
-        of a processor.
+        Copies between it and the device then go without the help of a processor.
+
+        Args:
+            keep: the memory's owner, kept as long: it must be mapped until it is unpinned.
 
         Raises:
             ValueError: no page begins at address, or the range overlaps another that is pinned.
@@ -339,6 +341,7 @@ cdef class Device:
         self.check_usable()
         pinned = Pinned.__new__(Pinned)
         pinned.device = self
+        pinned.keep = keep
         pinned.address = start
         pinned.nbytes = size
         with nogil:
@@ -406,6 +409,20 @@ cdef class Device:
                                          KVN_ACL_DEVICE_TO_HOST, &failure)
         finally:
             PyBuffer_Release(&view)
+        check_acl(status, &failure)
+
+    def clear(self, address, nbytes) -> None:
+        """Zero memory of the device, and wait. Bounds are the caller's.
+
+        Raises:
+            AclError: the device refuses.
+        """
+        cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef int status
+        self.check_usable()
+        with nogil:
+            status = kvn_device_clear(&self.device, where, size, &failure)
         check_acl(status, &failure)
 
     def memory(self) -> tuple[int, int]:
@@ -531,7 +548,8 @@ cdef class DeviceBuffer:
                 kvn_device_free(&self.device.device, self.start, &ignored)
 
     def __repr__(self):
-        return f"<DeviceBuffer of {self.nbytes} bytes at {self.address:#x} of device {self.device.id}>"
+        return (f"<DeviceBuffer of {self.nbytes} bytes at {self.address:#x} of device"
+                f" {self.device.id}>")
 
 
 @cython.final
@@ -541,6 +559,7 @@ cdef class Pinned:
     """Host memory that is pinned for a device, until it is closed or let go."""
 
     cdef readonly Device device
+    cdef object keep           # let go after the memory is unpinned
     cdef readonly uint64_t address
     cdef readonly uint64_t nbytes
     cdef bint held
@@ -564,6 +583,7 @@ cdef class Pinned:
             return
         with nogil:
             status = kvn_device_unpin(&self.device.device, self.address, &failure)
+        self.keep = None
         check_acl(status, &failure)
 
     def __dealloc__(self):

@@ -114,6 +114,7 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtHostUnregister, (void *address))                                             \
     X(aclError, aclrtPointerGetAttributes, (const void *address, kvn_acl_pointer *attributes))    \
     X(aclError, aclrtGetMemInfo, (int memory, size_t *free, size_t *total))                       \
+    X(aclError, aclrtMemset, (void *address, size_t room, int32_t value, size_t nbytes))          \
     X(aclError, aclrtMemcpy,                                                                      \
       (void *dst, size_t room, const void *src, size_t nbytes, int kind))                         \
     X(aclError, aclrtMemcpyAsync,                                                                 \

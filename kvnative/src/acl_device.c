@@ -152,6 +152,14 @@ int kvn_device_copy(const kvn_device *device, uint64_t dst, uint64_t src, uint64
     return KVN_OK;
 }
 
+int kvn_device_clear(const kvn_device *device, uint64_t address, uint64_t nbytes,
+                     kvn_failure *failure)
+{
+    if (nbytes)
+        CALL(device, failure, aclrtMemset, (void *)(uintptr_t)address, nbytes, 0, nbytes);
+    return KVN_OK;
+}
+
 int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
                       kvn_failure *failure)
 {

@@ -66,6 +66,9 @@ int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_acl_locati
 /* Synchronous aclrtMemcpy; `kind` is KVN_ACL_HOST_TO_DEVICE or KVN_ACL_DEVICE_TO_HOST. */
 int kvn_device_copy(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, int kind,
                     kvn_failure *failure);
+/* Zeroes device memory, and waits. */
+int kvn_device_clear(const kvn_device *device, uint64_t address, uint64_t nbytes,
+                     kvn_failure *failure);
 int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
                       kvn_failure *failure);
 

@@ -69,9 +69,9 @@ int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
 
 aclrtStream kvn_channel_stream(const kvn_channel *channel) { return channel->stream; }
 
-/* Stops what the stream does and gives it up; another thread may interrupt it until then. False
- * where the system does neither, and the work goes on; unless that `has_ended`: then only the handle
- * is lost. */
+/* Stops what the stream does and gives it up; another thread may interrupt it until then. A stream
+ * that cannot be destroyed is empty when it was aborted, and used on. False where the system does
+ * neither, and the work goes on; unless that `has_ended`: then only the handle is lost. */
 static bool drop_stream(kvn_channel *channel, bool has_ended)
 {
     const kvn_acl *acl = channel->device->acl;
@@ -80,12 +80,12 @@ static bool drop_stream(kvn_channel *channel, bool has_ended)
     pthread_mutex_lock(&channel->mutex);
     aborted = acl->aclrtStreamAbort(channel->stream) == KVN_ACL_OK;
     destroyed = acl->aclrtDestroyStreamForce(channel->stream) == KVN_ACL_OK;
-    if (aborted || destroyed || has_ended)
+    if (destroyed || (has_ended && !aborted))
         channel->stream = NULL;
     pthread_mutex_unlock(&channel->mutex);
     if (!aborted || !destroyed)
         kvn_acl_forget(acl); /* what led here is the error to tell */
-    return !channel->stream;
+    return aborted || !channel->stream;
 }
 
 int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault)

@@ -101,15 +101,17 @@ class AscendDevice:
         return product_of(self.native.soc_name)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New memory of the device, which holds anything; it goes with its last reference.
+        """New zeroed memory of the device; it goes with its last reference.
 
         Raises:
             LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else ACL says.
         """
         try:
-            return self.native.allocate(nbytes)
+            buffer = self.native.allocate(nbytes)
+            self.native.clear(buffer.address, nbytes)
         except NativeError as error:
             raise device_error(error, f"{nbytes} bytes of {self._memory()}") from error
+        return buffer
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
         """Let the device reach host memory by itself, until nobody holds the result, or `close`.

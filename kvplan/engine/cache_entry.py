@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Final
 
 from kvplan.control.messages import MAX_NBYTES
 from kvplan.engine.cache_memory import CacheMemory, check_anew, memory_at, offered_ranges
+from kvplan.logs import Log
 from kvplan.planning.layout import Side, side
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.protocol import kind_of
 from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
     from kvplan.ascend.device import AscendDevice
     from kvplan.transport.protocol import Registrable, Transport
+
+_LOG = Log("kvplan")
 
 MAX_TOLD_NBYTES: Final = MAX_NBYTES // 2
 """Of one cache, and of all in one message, by the estimate of `told_nbytes`."""
@@ -173,13 +176,26 @@ def offer(
     """
     metadata = {}
     for transport in transports if ranges else ():
-        if kind_of(ranges[0]) not in transport.reaches:
-            metadata[transport.name] = b""
-            continue
+        metadata[transport.name] = b""
+        if kind_of(ranges[0]) in transport.reaches:
+            try:
+                metadata[transport.name] = _offer_by(transport, ranges, writable, undo)
+            except LLMException as error:
+                if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
+                    raise
+                _LOG.info("peers do not reach a cache over transport %s: %s", transport.name, error)
+    return MappingProxyType(metadata)
+
+
+def _offer_by(
+    transport: Transport, ranges: Sequence[Registrable], writable: bool, undo: ExitStack
+) -> bytes:
+    with ExitStack() as unless_all:
         registrations = []
         for memory_range in ranges:
             registration = transport.register(memory_range, writable=writable)
-            undo.callback(transport.deregister, registration)
+            unless_all.callback(transport.deregister, registration)
             registrations.append(registration)
-        metadata[transport.name] = transport.metadata(registrations)
-    return MappingProxyType(metadata)
+        metadata = transport.metadata(registrations)
+        undo.push(unless_all.pop_all())
+        return metadata

@@ -24,6 +24,7 @@ from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
+    from kvplan.ascend.device import AscendDevice
     from kvplan.engine.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
     from kvplan.execution import Transfers
 
@@ -76,6 +77,14 @@ class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOpera
     def listen_address(self) -> str | None:
         """Where others link to ("127.0.0.1:43121", with the real port); None for a client."""
         return None if self._engine is None else self._engine.listen_address
+
+    @property
+    def device(self) -> AscendDevice | None:
+        """The accelerator that caches with Placement.DEVICE lie on; None: there is none.
+
+        It is this engine's until `finalize`.
+        """
+        return None if self._engine is None else self._engine.device
 
     def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
         """Begin to take calls, and to listen if the options say where; a second time: nothing.

@@ -81,7 +81,7 @@ class CacheRegistry:
     def allocate(self, desc: CacheDesc, *, paged: bool, keys: Sequence[AnyKey] = ()) -> CacheEntry:
         """Make a cache in memory of the engine: of the placement's pool, else an arena of its own.
 
-        Fresh memory of the host is zeroed; a device's, and pages of a pool, hold whatever they did.
+        Fresh memory is zeroed; pages of a pool hold whatever they held before.
 
         Args:
             desc: of the cache; its tensors lie one behind the other.

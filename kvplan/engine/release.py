@@ -20,12 +20,14 @@ _open: set[Engine] = set()
 def released_with(owner: object, engine: Engine) -> None:
     """Close `engine` when `owner` is collected, or the process ends."""
     _open.add(engine)
-    weakref.finalize(owner, _release_soon, engine).atexit = False
+    # Not the engine itself: its owner may live on for long after it was closed.
+    weakref.finalize(owner, _release_soon, weakref.ref(engine)).atexit = False
 
 
-def _release_soon(engine: Engine) -> None:
+def _release_soon(held: weakref.ref[Engine]) -> None:
     # The collector runs in any thread, also in one that `close` would wait for, and holding locks.
-    if not (engine.inherited or engine.closed):
+    engine = held()
+    if not (engine is None or engine.inherited or engine.closed):
         with suppress(RuntimeError):  # no more threads: then at exit
             Thread(target=release, args=(engine,), name="kvplan-release", daemon=True).start()
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
 
 _ABANDONED = {native.KVN_TIMEOUT, native.KVN_CANCELLED}
+_LOSING = {native.KVN_UNMAPPED, native.KVN_PEER_GONE, native.KVN_FAILED}
 _FAILED = LLMStatusCode.LLM_FAILED
 _CODES = {
     native.KVN_TIMEOUT: LLMStatusCode.LLM_TIMEOUT,
@@ -51,8 +52,9 @@ def outcome(
     """
     if lost is None:
         moved = report.status == native.KVN_OK
-        # A range that is not mapped may be so because its owner has gone: then that is the reason.
-        lost = _lost(memories) if moved or report.status == native.KVN_UNMAPPED else None
+        # What failed may have failed because a side's owner, or the way to it, has gone: then that
+        # is the reason.
+        lost = _lost(memories) if moved or report.status in _LOSING else None
         if not moved:
             if report.status == native.KVN_CANCELLED:
                 lost = lost or reason

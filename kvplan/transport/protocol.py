@@ -120,7 +120,8 @@ class Transport(Protocol):
 
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not as asked; LLM_OUT_OF_MEMORY: no
-                room for another registration.
+                room for another registration; LLM_FEATURE_NOT_ENABLED: it does not reach this
+                memory, and why.
             TypeError: neither a buffer nor (address, nbytes), or of a kind that is not reached.
         """
 

@@ -42,7 +42,7 @@ def on_host(device: Device, contents: NDArray[np.uint8], pinned: bool) -> Side:
     pages = mmap.mmap(-1, contents.nbytes)
     seen = np.frombuffer(pages, np.uint8)
     seen[:] = contents
-    owners = (device.pin(seen.ctypes.data, contents.nbytes),) if pinned else ()
+    owners = (device.pin(seen.ctypes.data, contents.nbytes, keep=seen),) if pinned else ()
     return Side(seen.ctypes.data, seen, owners)
 
 

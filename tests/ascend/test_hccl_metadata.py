@@ -34,8 +34,7 @@ def ranges(draw: st.DrawFn) -> Range:
     cuts = sorted({address + it for it in draw(st.lists(st.integers(1, nbytes - 1), max_size=3))})
     edges = [address - draw(st.integers(0, 1)), *cuts, address + nbytes + draw(st.integers(0, 9))]
     regions = tuple(
-        RegionRef(draw(st.integers(0, 99)), first, last - first)
-        for first, last in pairwise(edges)
+        RegionRef(draw(st.integers(0, 99)), first, last - first) for first, last in pairwise(edges)
     )
     slot, generation = draw(st.integers(0, 15)), draw(st.integers(0, 2**63 - 1))
     writable, on_device = draw(st.booleans()), draw(st.booleans())

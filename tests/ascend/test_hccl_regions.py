@@ -32,7 +32,7 @@ class Hccl:
             def close(self) -> None:
                 del outer.known[key]
 
-        return Native(), None
+        return Native(), ()
 
     def bytes(self) -> set[int]:
         return {at for start, size in self.known for at in range(start, start + size)}

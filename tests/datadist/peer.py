@@ -29,7 +29,11 @@ class Peer:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
         )
-        self.begin()
+        try:
+            self.begin()
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self) -> None:
         """Let it have an engine."""

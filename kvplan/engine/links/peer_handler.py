@@ -92,7 +92,8 @@ class PeerHandler:
         """Take what a peer tells."""
         link = channel.bound
         if not isinstance(link, PeerLink) or not link.is_live:
-            channel.close(f"cluster {self._end.cluster_id} has no such link")
+            ended = link.reason if isinstance(link, PeerLink) else ""
+            channel.close(ended or f"cluster {self._end.cluster_id} has no such link")
         elif isinstance(body, Table):
             try:
                 link.learn(body)

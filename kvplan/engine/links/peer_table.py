@@ -171,7 +171,7 @@ def unreached(cache: PeerCache, transport: str) -> LLMException:
     kind, remedy = (
         ("device", "both engines need a device, and a transport between devices (hccl)")
         if cache.desc.placement is Placement.DEVICE
-        else ("host", "link over a transport that does (local, on one host)")
+        else ("host", "let its engine allocate it, or link over another transport (local)")
     )
     return LLMException(
         f"{cache.side.name} is in {kind} memory, which transport {transport} does not reach: "

@@ -22,12 +22,14 @@ class Aside:
 
     def __init__(self, name: str) -> None:
         self._todo: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._is_closed = False
         self._thread = threading.Thread(target=_run, args=(self._todo,), name=name, daemon=True)
         self._thread.start()
 
     def do(self, job: Callable[[], object]) -> None:
-        """Have `job()` called later; what it raises is logged."""
-        self._todo.put(job)
+        """Have `job()` called later, unless closed; what it raises is logged."""
+        if not self._is_closed:  # else it would be held for ever
+            self._todo.put(job)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was given so far is done; returns whether it was in time."""
@@ -37,6 +39,7 @@ class Aside:
 
     def close(self) -> None:
         """End the thread once all is done; what comes later is not done any more."""
+        self._is_closed = True
         self._todo.put(None)
 
 

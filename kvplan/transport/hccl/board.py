@@ -10,6 +10,7 @@ from kvplan.transport.hccl.metadata import MAX_SLOTS, BoardRef
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
+    from kvnative._acl import DeviceBuffer
     from kvplan.ascend.device import AscendDevice
 
 WORD_NBYTES = 8
@@ -36,7 +37,7 @@ class DeviceBoard:
                 status_code=LLMStatusCode.LLM_PARAM_INVALID,
             )
         self._device = device
-        self.buffer = device.allocate(num_slots * WORD_NBYTES)
+        self.buffer: DeviceBuffer | None = device.allocate(num_slots * WORD_NBYTES)
         self.ref = BoardRef(self.buffer.address, num_slots)
         device.write(self.ref.address, bytes(num_slots * WORD_NBYTES))
         self._free: list[int] = []
@@ -81,6 +82,10 @@ class DeviceBoard:
         self._write(slot, 0)
         with self._mutex:
             self._free.append(slot)
+
+    def close(self) -> None:
+        """Let go of the memory: no connection reaches it any more."""
+        self.buffer = None
 
     def address_of(self, slot: int) -> int:
         """Of a slot's word."""

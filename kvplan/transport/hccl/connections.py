@@ -71,11 +71,13 @@ class Connections:
         # Re-entrant: letting go of a connection runs its finalizer.
         self._mutex = threading.RLock()
         self._current: Connection | None = None
-        self._making: dict[int, Communicator] = {}
+        self._communicators: dict[int, Communicator] = {}  # that are not taken down yet
+        self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
-        self._waiting: dict[int, Communicator] = {}  # for the peer to use it no more
-        self._unused_there: set[int] = set()
         self._abandoned: set[int] = set()
+        # Generations that one end uses no more, and the other still may.
+        self._unused_here: set[int] = set()
+        self._unused_there: set[int] = set()
         self._why_closed: LLMException | None = None
 
     def connect(self, timeout_ms: float) -> None:
@@ -109,25 +111,21 @@ class Connections:
             communicator, newest = self._end.open(self._table, name)
         except NativeError as error:
             raise link_failed(f"HCCL communicator {name}: {error}") from error
-        made = False
         try:
-            with self._mutex:
-                self._check_wanted(generation)
-                self._making[generation] = communicator
+            self._begin(generation, communicator)
             communicator.prepare(timeout_ms)
+            self._keep(generation, communicator, newest)
+        except BaseException as error:
             with self._mutex:
-                self._check_wanted(generation)
-                self._made[generation] = self._held(generation, communicator, newest)
-            made = True
-        except NativeError as error:
-            with self._mutex:
-                self._check_wanted(generation)  # else that is the reason
+                self._communicators.pop(generation, None)
+            self._end.close(communicator)
+            if not isinstance(error, NativeError):
+                raise
+            self._check_wanted(generation)  # else that is the reason
             raise link_failed(f"HCCL communicator {name}: {error}") from error
         finally:
             with self._mutex:
-                self._making.pop(generation, None)
-            if not made:
-                self._end.close(communicator)
+                self._making.discard(generation)
 
     def adopt(self, generation: int, metadata: bytes) -> None:
         """See `Renewable`."""
@@ -139,40 +137,41 @@ class Connections:
     def abandon(self, generation: int) -> None:
         """See `Renewable`."""
         with self._mutex:
-            making = self._making.get(generation)
             made = self._made.pop(generation, None)
-            if making is not None or made is None:
-                self._abandoned.add(generation)
             if made is not None:
-                # No transfer has used it, and the peer will not.
-                self._unused_there.add(generation)
-        if making is not None:
-            making.close()  # at once: its prepare still runs, which then takes it down
+                self._unused_there.add(generation)  # the peer will not use it
+                return
+            self._abandoned.add(generation)
+            making = self._communicators.get(generation)
+        if making is not None and generation in self._making:
+            self._take_down(making)  # its prepare still runs, which then ends it
 
     def unused(self, generation: int) -> None:
         """See `Renewable`."""
         with self._mutex:
-            communicator = self._waiting.pop(generation, None)
-            current = self._current
-            if communicator is None and current is not None and generation <= current.generation:
+            if generation not in self._communicators:
+                return
+            if generation not in self._unused_here:
                 self._unused_there.add(generation)
-        if communicator is not None:
-            self._end.aside.do(partial(self._end.close, communicator))
+                return
+            self._unused_here.discard(generation)
+            communicator = self._communicators.pop(generation)
+        self._take_down(communicator)
 
     def close(self, why: LLMException) -> None:
-        """Hold nothing any more; what is in use here goes with its last transfer. Idempotent."""
+        """Stop what is transferred, and take everything down, without waiting. Idempotent."""
         with self._mutex:
             if self._why_closed is not None:
                 return
             self._why_closed = why
-            making, waiting = list(self._making.values()), list(self._waiting.values())
-            self._made.clear()
-            self._waiting.clear()
+            ending, self._communicators = list(self._communicators.values()), {}
+            dropped = self._current, dict(self._made)
             self._current = None
-        for it in making:
-            it.close()
-        for it in waiting:
-            self._end.aside.do(partial(self._end.close, it))
+            self._made.clear()
+        del dropped  # outside of the lock
+        for it in ending:
+            it.cancel(str(why.args[0]))
+            self._take_down(it)
 
     @property
     def closed(self) -> bool:
@@ -189,12 +188,23 @@ class Connections:
             before, self._current = self._current, made
         del before  # outside of the lock
 
-    def _held(self, generation: int, communicator: Communicator, newest: int) -> Connection:
-        """A connection that is let go of with its last user."""
+    def _begin(self, generation: int, communicator: Communicator) -> None:
+        with self._mutex:
+            self._check_wanted(generation)
+            self._communicators[generation] = communicator
+            self._making.add(generation)
+
+    def _keep(self, generation: int, communicator: Communicator, newest: int) -> None:
+        """It is made: a connection that is let go of with its last user."""
         held = Connection(generation, communicator, newest)
         let_go = partial(_let_go, ref(self), self._end, generation, communicator)
-        finalize(held, self._end.aside.do, let_go)
-        return held
+        with self._mutex:
+            self._check_wanted(generation)
+            finalize(held, self._end.aside.do, let_go)
+            self._made[generation] = held
+
+    def _take_down(self, communicator: Communicator) -> None:
+        self._end.aside.do(partial(self._end.close, communicator))
 
     def _check_wanted(self, generation: int) -> None:
         if self._why_closed is not None:
@@ -214,15 +224,18 @@ class Connections:
         identity = b"".join([*(it.encode() for it in instances), self._session])
         return f"kvplan-{hashlib.sha256(identity).hexdigest()[:32]}-{generation}"
 
-    def _retire(self, generation: int, communicator: Communicator) -> bool:
+    def _retire(self, generation: int) -> bool:
         """Nothing here uses it any more. Returns whether it can be taken down at once."""
         with self._mutex:
-            if self._why_closed is not None or generation in self._unused_there:
-                self._unused_there.discard(generation)
+            if self._why_closed is not None:
                 return True
-            self._waiting[generation] = communicator
+            if peer_too := generation in self._unused_there:
+                self._unused_there.discard(generation)
+                self._communicators.pop(generation, None)
+            else:
+                self._unused_here.add(generation)
         self.tell_unused(generation)
-        return False
+        return peer_too
 
 
 def _let_go(
@@ -230,7 +243,7 @@ def _let_go(
 ) -> None:
     """The last user of a connection has gone; not in its thread, which may hold anything."""
     connections = owner()
-    if connections is None or connections._retire(generation, communicator):
+    if connections is None or connections._retire(generation):
         end.close(communicator)
 
 

@@ -9,6 +9,8 @@ from kvnative._backend import NativeError
 from kvnative._hccl import Communicator, Region, Staging
 from kvplan.ascend.device import device_error
 from kvplan.status import invalid
+from kvplan.transport.hccl.board import WORD_NBYTES
+from kvplan.transport.hccl.pinning import Pinning
 from kvplan.transport.hccl.regions import Regions
 
 if TYPE_CHECKING:
@@ -57,14 +59,21 @@ class HcclEnd:
         self.staging = staging
         self.aside = aside
         self.regions = Regions(self._make_region)
+        self._pinning = Pinning(device)
         self._traffic_class = traffic_class
         self._service_level = service_level
-        buffer = board.buffer
+        words = board.ref
         self._board_region = Region(
-            library, device.native, buffer.address, buffer.nbytes, on_device=True, owner=buffer
+            library,
+            device.native,
+            words.address,
+            words.num_slots * WORD_NBYTES,
+            on_device=True,
+            owner=board.buffer,
         )
         self._open: set[Communicator] = set()
         self._mutex = threading.Lock()  # of what is open
+        self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str) -> tuple[Communicator, int]:
         """A connection with all memory of now bound, and the highest number of its regions.
@@ -102,10 +111,15 @@ class HcclEnd:
         return communicator, newest
 
     def close(self, communicator: Communicator) -> None:
-        """Take a connection down; waits for what it transfers. Idempotent."""
+        """Take a connection down; waits for what it transfers. Idempotent.
+
+        One that is being prepared ends when HCCL lets it: who prepares it must call this then.
+        """
         communicator.close()
         with self._mutex:
-            self._open.discard(communicator)
+            if communicator.state == "closed":
+                self._open.discard(communicator)
+        self._finish()
 
     def end_region(self, held: HeldRegion) -> None:
         """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
@@ -116,8 +130,21 @@ class HcclEnd:
             self._end_region(held)
 
     def shut(self) -> None:
-        """Let HCCL forget the board and the staging memory; all connections are down."""
+        """Take all connections down, and when the last is, let HCCL forget all of this end."""
+        with self._mutex:
+            communicators = list(self._open)
+            self._is_shutting = True
+        for it in communicators:
+            self.close(it)
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._mutex:
+            if not self._is_shutting or self._open or self._is_shut:
+                return
+            self._is_shut = True
         self._board_region.close()
+        self.board.close()
         if self.staging is not None:
             self.staging.close()
 
@@ -134,7 +161,7 @@ class HcclEnd:
 
     def _make_region(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
-    ) -> tuple[Region, PinnedMemory | None]:
+    ) -> tuple[Region, tuple[PinnedMemory, ...]]:
         limit = _MAX_NBYTES[on_device]
         if self.library.generation == "per_comm" and nbytes > limit:
             raise invalid(
@@ -142,10 +169,8 @@ class HcclEnd:
                 f"product it takes at most {limit}: make pools and allocations smaller"
             )
         native = self.device.native
-        pinned = None
         try:
-            if not on_device and native.locate(address)[0] != "host":
-                pinned = self.device.pin(address, nbytes, keep=owner)
+            pinned = () if on_device else self._pinning.pin(address, nbytes)
             region = Region(
                 self.library, native, address, nbytes, on_device=on_device, owner=(owner, pinned)
             )

@@ -30,7 +30,7 @@ class MakeRegion(Protocol):
 
     def __call__(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
-    ) -> tuple[Region, PinnedMemory | None]:
+    ) -> tuple[Region, tuple[PinnedMemory, ...]]:
         """Register it, and pin what must be pinned for that.
 
         `owner` keeps it where it is as long as HCCL knows it; None: the caller does.
@@ -42,7 +42,7 @@ class HeldRegion:
 
     Attributes:
         native: as HCCL knows it.
-        pinned: what is pinned for it alone.
+        pinned: what pins it.
         ref: as peers are told it.
         on_device: whether it is memory of the device.
         is_kept: whether something keeps its memory where it is, as long as HCCL knows it.
@@ -53,7 +53,7 @@ class HeldRegion:
     def __init__(
         self,
         native: Region,
-        pinned: PinnedMemory | None,
+        pinned: tuple[PinnedMemory, ...],
         ref: RegionRef,
         *,
         on_device: bool,
@@ -74,8 +74,7 @@ class HeldRegion:
     def close(self) -> None:
         """Let HCCL forget it; it is bound nowhere."""
         self.native.close()
-        if self.pinned is not None:
-            self.pinned.close()
+        self.pinned = ()
 
 
 class Regions:

@@ -1,0 +1,115 @@
+"""One end of HCCL links in this process: a device, its transport, and memory that tests see."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan import CacheDesc, DataType
+from kvplan.ascend.device import AscendDevice
+from kvplan.ascend.memory import DeviceMemory
+from kvplan.transport.hccl.link import HcclLink
+from kvplan.transport.hccl.memory import HcclPeerMemory
+from kvplan.transport.hccl.transport import HcclTransport
+from kvplan.transport.protocol import DeviceRange
+from tests.ascend.simulator import controls
+
+BLOCKS, BLOCK, TENSORS = 40, 3000, 3
+TENSOR = BLOCKS * BLOCK
+DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8)
+SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
+DEADLINE_S = 20.0
+
+
+class Side:
+    """A device with room for the tensors of DESC."""
+
+    def __init__(self, device_id: int, *, registers: bool = True, **options: Any) -> None:
+        self.device = AscendDevice(device_id)
+        self.transport = HcclTransport(self.device, **options)
+        self.buffer = self.device.allocate(TENSORS * TENSOR)
+        self.addresses = [self.buffer.address + i * TENSOR for i in range(TENSORS)]
+        self.registration = self.register() if registers else None
+
+    def register(self) -> Any:
+        it = self.buffer
+        return self.transport.register(DeviceRange(it.address, it.nbytes, it))
+
+    @property
+    def seen(self) -> NDArray[np.uint8]:
+        """The bytes of the tensors, as this test sees them."""
+        return seen(self.buffer).reshape(TENSORS, BLOCKS, BLOCK)
+
+    def fill(self, seed: int) -> NDArray[np.uint8]:
+        """Put a pattern into the tensors, and return a copy of it."""
+        self.seen[:] = np.random.default_rng(seed).integers(0, 256, self.seen.shape, np.uint8)
+        return self.seen.copy()
+
+    @property
+    def memory(self) -> DeviceMemory:
+        sizes = np.full(TENSORS, TENSOR, np.uint64)
+        addresses = np.array(self.addresses, np.uint64)
+        return DeviceMemory(self.device, addresses, sizes, writable=True, owner=self.buffer)
+
+    def peer_memory(
+        self, link: HcclLink, *, writable: bool = False, metadata: bytes | None = None
+    ) -> HcclPeerMemory:
+        """The tensors of this side, as the other has them over its link."""
+        return link.memory(self.addresses, TENSOR, writable=writable, metadata=metadata)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.device.close()
+        self.__dict__.clear()  # a fixture may hold this longer than memory may be left
+
+
+def seen(buffer: Any) -> NDArray[np.uint8]:
+    """Memory of a device, as this test sees it; it must not outlive that."""
+    view = controls().host_view(buffer.address)
+    return np.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(view), np.uint8)
+
+
+def link_both(
+    one: Side, two: Side, session: bytes = b"session", timeout_ms: float = 10000
+) -> tuple[HcclLink, HcclLink]:
+    """Link two ends, each by a thread of its own."""
+    metadata = one.transport.metadata(), two.transport.metadata()
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(side.transport.connect, it, timeout_ms=timeout_ms, session=session)
+            for side, it in zip((one, two), reversed(metadata), strict=True)
+        ]
+        first, second = (it.result(DEADLINE_S) for it in calls)
+    join(first, second)
+    return first, second
+
+
+def join(one: HcclLink, two: HcclLink) -> None:
+    """Have both renew at once when one asks, as engines do."""
+    generations = [0]
+    mutex = threading.Lock()
+
+    def ask() -> None:
+        with mutex, ThreadPoolExecutor(2) as threads:
+            generations.append(generations[-1] + 1)
+            generation = generations[-1]
+            metadata = one.renewable.metadata(), two.renewable.metadata()
+            both = one.renewable, two.renewable
+            made = [threads.submit(it.renew, generation, timeout_ms=5000) for it in both]
+            done, _ = wait(made, DEADLINE_S, FIRST_EXCEPTION)
+            failure = next((error for it in done if (error := it.exception())), None)
+            if failure is not None:
+                for it in both:
+                    it.abandon(generation)
+                raise failure
+            one.renewable.adopt(generation, metadata[1])
+            two.renewable.adopt(generation, metadata[0])
+
+    for here, there in ((one, two), (two, one)):
+        here.renewable.ask = ask
+        here.renewable.tell_unused = there.renewable.unused

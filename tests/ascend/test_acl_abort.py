@@ -1,0 +1,174 @@
+"""Deadlines, cancelling and streams that hang: the call returns soon, the channel goes on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvnative._acl import Device
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_FAILED,
+    KVN_NO_DEVICE_MEMORY,
+    KVN_OK,
+    KVN_TIMEOUT,
+    Executor,
+)
+from tests.ascend.acl_cases import DIRECTIONS, FOREVER, HAS_BATCH, UNTOUCHED, Case, between
+from tests.ascend.simulator import Controls, Log
+from tests.native.scatter import indices
+
+SOON = 1.0  # seconds: an abort takes some 10 ms, and test machines stall
+ABORT, CREATE, DESTROY = "aclrtStreamAbort", "aclrtCreateStream", "aclrtDestroyStreamForce"
+
+
+def call_of(direction: str) -> str:
+    """What moves bytes in that direction, once it has fallen back where it has to."""
+    batch = HAS_BATCH and direction != "device_to_device"
+    return "aclrtMemcpyBatchAsync" if batch else "aclrtMemcpyAsync"
+
+
+def warmed(device: Device, simulator: Controls, direction: str = "host_to_device") -> Executor:
+    """An executor whose device has fallen back, where it has to."""
+    executor = Executor(device.backend(direction))
+    assert executor.run(between(device, simulator, direction, [8]).descriptors).status == KVN_OK
+    return executor
+
+
+def assert_goes_on(executor: Executor, case: Case) -> None:
+    case.target[:] = UNTOUCHED
+    for _ in range(3):  # all channels of it have a turn
+        report = executor.run(case.descriptors)
+        assert (report.status, report.message) == (KVN_OK, "")
+    case.assert_moved()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_deadline_ends_a_stream_that_hangs(
+    device: Device, simulator: Controls, sim_log: Log, direction: str
+) -> None:
+    executor = warmed(device, simulator, direction)
+    case = between(device, simulator, direction, [100] * 10)
+    simulator.add_fault(f"{call_of(direction)}:1=hang")
+    sim_log.restart()
+    began = time.monotonic()
+    report = executor.run(case.descriptors, timeout_ms=30)
+    assert 0.03 <= time.monotonic() - began < SOON
+    assert (report.status, report.failed, report.unconfirmed) == (KVN_TIMEOUT, None, ((0, 10),))
+    assert report.message == (
+        "the deadline passed: 0 of 1000 bytes were moved, 10 of 10 descriptors are not confirmed"
+    )
+    assert sim_log.counts(ABORT, DESTROY) == {ABORT: 1, DESTROY: 1}
+    assert_goes_on(executor, case)
+
+
+def test_parts_of_a_transfer_that_are_through_stay_confirmed(
+    device: Device, simulator: Controls
+) -> None:
+    executor = warmed(device, simulator, "device_to_device")
+    case = between(device, simulator, "device_to_device", [100] * 400)
+    simulator.add_fault("aclrtMemcpyAsync:1=hang")
+    task = executor.submit(case.descriptors)
+    while task.report.bytes_done < 300 * 100:  # three of four streams get on
+        task.wait(1, give_up=False)
+    report = task.cancel()
+    assert report.status == KVN_CANCELLED
+    assert [last - first for first, last in report.unconfirmed] == [100]
+    assert all(case.arrived(it) for it in set(range(400)) - indices(report.unconfirmed))
+
+
+def test_what_waits_behind_others_is_cancelled_at_once(device: Device, simulator: Controls) -> None:
+    executor = warmed(device, simulator)
+    call = call_of("host_to_device")
+    cases = [between(device, simulator, "host_to_device", [400], seed=it) for it in range(4)]
+    simulator.add_fault(f"{call}:1=hang; {call}:2=hang")
+    hanging = [executor.submit(it.descriptors) for it in cases[:2]]  # one on each channel
+    behind = [executor.submit(it.descriptors) for it in cases[2:]]
+    report = behind[0].cancel()
+    assert (report.status, report.unconfirmed) == (KVN_CANCELLED, ((0, 1),))
+    assert (cases[2].target == UNTOUCHED).all()
+    for task in hanging:
+        assert task.cancel().status == KVN_CANCELLED
+    assert behind[1].wait(FOREVER).status == KVN_OK
+    cases[3].assert_moved()
+
+
+def test_a_slow_transfer_is_stopped_in_its_midst(device: Device, simulator: Controls) -> None:
+    executor = warmed(device, simulator)
+    case = between(device, simulator, "host_to_device", [1 << 16] * 32)
+    simulator.set("bandwidth", 1 << 20)  # it would take two seconds
+    try:
+        began = time.monotonic()
+        report = executor.run(case.descriptors, timeout_ms=20)
+        assert time.monotonic() - began < SOON
+    finally:
+        simulator.set("bandwidth", 0)
+    assert report.status == KVN_TIMEOUT
+    assert_goes_on(executor, case)
+
+
+@pytest.mark.skipif(HAS_BATCH, reason="pageable memory is then copied without a stream")
+def test_a_call_that_does_not_return_is_interrupted(device: Device, simulator: Controls) -> None:
+    """Copying pageable memory waits for the stream, inside the call."""
+    executor = warmed(device, simulator)
+    case = between(device, simulator, "host_to_device", [100] * 10, pinned=False)
+    simulator.add_fault("aclrtMemcpyAsync:4=hang")
+    began = time.monotonic()
+    report = executor.run(case.descriptors, timeout_ms=20)
+    assert time.monotonic() - began < SOON
+    assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 10),))
+    assert report.message.endswith("10 of 10 descriptors are not confirmed")
+    assert_goes_on(executor, case)
+
+
+def test_without_a_new_stream_transfers_fail_until_there_is_one(
+    device: Device, simulator: Controls
+) -> None:
+    executor = warmed(device, simulator, "device_to_device")
+    case = between(device, simulator, "device_to_device", [100] * 10)
+    simulator.add_fault("aclrtMemcpyAsync:1=hang", f"{CREATE}:1=207008")
+    assert executor.run(case.descriptors, timeout_ms=5).status == KVN_TIMEOUT
+    while simulator.faults_left():  # until the channel without a stream has its turn
+        report = executor.run(case.descriptors)
+    assert (report.status, report.code) == (KVN_NO_DEVICE_MEMORY, 207008)
+    assert report.message.startswith(
+        "no stream on device 3: aclrtCreateStream: 207008 (out of streams)"
+    )
+    assert report.unconfirmed == ((0, 10),)
+    assert_goes_on(executor, case)
+
+
+@pytest.mark.parametrize("refused", [ABORT, DESTROY])
+def test_a_stream_that_can_only_be_aborted_or_only_destroyed(
+    device: Device, simulator: Controls, refused: str
+) -> None:
+    executor = warmed(device, simulator)
+    case = between(device, simulator, "host_to_device", [100] * 10)
+    simulator.add_fault(f"{call_of('host_to_device')}:1=hang", f"{refused}:1=207000")
+    began = time.monotonic()
+    assert executor.run(case.descriptors, timeout_ms=5).status == KVN_TIMEOUT
+    assert time.monotonic() - began < SOON
+    assert_goes_on(executor, case)
+
+
+def test_a_failure_is_told_before_the_deadline_that_ends_the_rest(
+    device: Device, simulator: Controls
+) -> None:
+    """One part fails at once, another hangs: the reason is the failure."""
+    executor = warmed(device, simulator, "device_to_device")
+    case = between(device, simulator, "device_to_device", [100] * 400)
+    simulator.add_fault("aclrtMemcpyAsync:1=hang; aclrtMemcpyAsync:300=507899")
+    report = executor.run(case.descriptors, timeout_ms=300)
+    assert (report.status, report.code) == (KVN_FAILED, 507899)
+    assert report.failed in indices(report.unconfirmed)
+    assert_goes_on(executor, case)
+
+
+def test_an_executor_that_closes_cancels_what_hangs(device: Device, simulator: Controls) -> None:
+    executor = warmed(device, simulator)
+    case = between(device, simulator, "host_to_device", [100] * 10)
+    simulator.add_fault(f"{call_of('host_to_device')}:1=hang")
+    task = executor.submit(case.descriptors)
+    executor.close(cancel=True)
+    assert task.report.status == KVN_CANCELLED

@@ -1,0 +1,251 @@
+"""The library, devices, their memory, and what is pinned for them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvnative._acl import AclError, AclLibrary, Device, DeviceBuffer, Pinned
+from kvnative._backend import (
+    KVN_INVALID,
+    KVN_NO_DEVICE_MEMORY,
+    NativeError,
+)
+from tests.ascend.acl_cases import VARIANT
+from tests.ascend.simulator import Controls, Log, found
+
+OLD = VARIANT == "8.1"
+PAGE = mmap.PAGESIZE
+
+
+# ---- the library ----
+
+
+def test_the_library_is_found_once(simulator: Controls) -> None:
+    library = AclLibrary.load()
+    with found() as home:
+        folder = home / "lib64"
+        file = folder / ("libascendcl.so" if OLD else "libacl_rt.so")
+        assert Path(library.path) == file
+        for path in (None, str(home), str(folder), str(file), file.name):
+            assert AclLibrary.load(path) is library
+
+
+def test_what_it_has_is_told(simulator: Controls) -> None:
+    library = AclLibrary.load()
+    assert library.version == {"8.1": "8.1.RC1"}.get(VARIANT, "8.5.0")
+    newer = ("aclrtHostRegisterV2", "aclrtGetPhyDevIdByLogicDevId", "aclrtGetDeviceInfo")
+    batches = ("aclrtMemcpyBatch", "aclrtMemcpyBatchAsync")
+    assert library.missing == ((*newer, *batches) if OLD else ())
+    assert library.has_batch is not OLD
+    assert library.device_count() == 8
+    assert library.soc_name() == "Ascend910B1"
+
+
+def test_a_library_that_is_not_there_or_not_one(simulator: Controls, tmp_path: Path) -> None:
+    with pytest.raises(NativeError, match=r"no ACL library: .*/nothing/libacl_rt\.so: cannot open"):
+        AclLibrary.load(str(tmp_path / "nothing" / "libacl_rt.so"))
+    with pytest.raises(NativeError, match=r"no ACL library: .* has neither libacl_rt\.so nor lib"):
+        AclLibrary.load(str(tmp_path))
+    with pytest.raises(NativeError, match=r"libm\.so\.6 has no aclInit; kvplan needs"):
+        AclLibrary.load("libm.so.6")
+    with pytest.raises(TypeError, match=r"comes from AclLibrary\.load"):
+        AclLibrary()
+
+
+def test_a_device_that_does_not_exist(simulator: Controls) -> None:
+    with pytest.raises(
+        AclError, match=r"^aclrtSetDevice: 107001 \(no such device\): .*99"
+    ) as caught:
+        AclLibrary.load().device(99)
+    assert (caught.value.code, caught.value.status) == (107001, KVN_INVALID)
+
+
+# ---- devices ----
+
+
+def test_a_device_is_one_object_while_it_is_used(device: Device) -> None:
+    library = device.library
+    assert library.device(3) is device
+    assert library.device(4) is not device
+    device.close()
+    device.close()
+    assert device.is_closed
+    assert library.device(3) is not device
+    with pytest.raises(NativeError, match="device 3 is closed"):
+        device.allocate(1)
+
+
+def test_what_a_device_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (device.id, device.soc_name) == (3, "Ascend910B1")
+    assert device.physical_id == 3
+    if OLD:
+        assert device.attribute(402) is None
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0, 2,4, 6")
+        assert device.physical_id == 6
+    else:
+        assert device.attribute(402) == 3  # PHY_CHIP_ID
+        assert device.attribute(9999) is None
+    with pytest.raises(TypeError, match=r"comes from AclLibrary\.device"):
+        Device()
+
+
+def test_memory_of_the_device(device: Device, simulator: Controls) -> None:
+    free, total = device.memory()
+    data = np.arange(100_000, dtype=np.uint32)
+    buffer = device.allocate(data.nbytes)
+    assert isinstance(buffer, DeviceBuffer)
+    assert (buffer.nbytes, buffer.device) == (data.nbytes, device)
+    assert device.memory()[1] == total
+    device.write(buffer.address, data)
+    back = np.zeros_like(data)
+    device.read(buffer.address + 400, back[100:])
+    assert np.array_equal(back[100:], data[100:])
+    assert simulator.left()["device_bytes"] >= data.nbytes
+    del buffer
+    assert "device_bytes" not in simulator.left()
+    assert device.memory()[0] == free
+
+
+def test_errors_of_memory(device: Device) -> None:
+    with pytest.raises(AclError, match=r"^aclrtMalloc: 207001") as caught:
+        device.allocate(1 << 50)
+    assert caught.value.status == KVN_NO_DEVICE_MEMORY
+    with pytest.raises(ValueError, match="nbytes is 0; it must be at least 1"):
+        device.allocate(0)
+    with pytest.raises(ValueError, match=r"nbytes is -1; it must be in \[0, 2\*\*64\)"):
+        device.allocate(-1)
+    buffer = device.allocate(10)
+    with pytest.raises(AclError, match=r"^aclrtMemcpy: "):
+        device.write(buffer.address, bytes(11))
+    with pytest.raises(BufferError):
+        device.read(buffer.address, bytes(10))
+    with pytest.raises(TypeError, match=r"comes from Device\.allocate"):
+        DeviceBuffer()
+
+
+def test_a_buffer_outlives_the_closing_of_its_device(device: Device, simulator: Controls) -> None:
+    buffer = device.allocate(10)
+    device.close()
+    del buffer
+    assert "device_bytes" not in simulator.left()
+
+
+def test_where_memory_lies(device: Device) -> None:
+    other = device.library.device(5)
+    mine, theirs = device.allocate(100), other.allocate(100)
+    assert device.locate(mine.address + 99) == ("device", 3)
+    assert device.locate(theirs.address) == ("device", 5)
+    pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    # Before 8.5 there is no word for memory that is not pinned.
+    assert device.locate(pages.ctypes.data)[0] == ("host" if OLD else "pageable")
+    pinned = device.pin(pages.ctypes.data, PAGE)
+    assert device.locate(pages.ctypes.data)[0] == "host"
+    pinned.close()
+
+
+# ---- pinned memory ----
+
+
+def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
+    pages = np.frombuffer(mmap.mmap(-1, 8 * PAGE), np.uint8)
+    start = pages.ctypes.data
+    sim_log.restart()
+    pinned = device.pin(start, 4 * PAGE)
+    assert isinstance(pinned, Pinned)
+    assert (pinned.address, pinned.nbytes, pinned.device) == (start, 4 * PAGE, device)
+    assert len(sim_log.calls("aclrtHostRegister" if OLD else "aclrtHostRegisterV2")) == 1
+    beside = device.pin(start + 4 * PAGE, PAGE)
+    for first, pages_long in ((0, 1), (3, 2), (4, 4)):
+        with pytest.raises(
+            ValueError, match=r"overlaps \[0x\w+, 0x\w+\), which is pinned for device 3"
+        ):
+            device.pin(start + first * PAGE, pages_long * PAGE)
+    pinned.close()
+    pinned.close()
+    again = device.pin(start, 4 * PAGE)
+    device.close()
+    again.close()
+    del beside
+    assert simulator.left() == {}
+
+
+def test_what_cannot_be_pinned(device: Device, simulator: Controls) -> None:
+    pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    start = pages.ctypes.data
+    with pytest.raises(ValueError, match=r"address is 0x\w+; it must be that of a page"):
+        device.pin(start + 1, 10)
+    with pytest.raises(ValueError, match="nbytes is 0; it must be at least 1"):
+        device.pin(start, 0)
+    call = "aclrtHostRegister" if OLD else "aclrtHostRegisterV2"
+    simulator.add_fault(f"{call}:1=207001")
+    with pytest.raises(AclError, match=f"^{call}: 207001 "):
+        device.pin(start, PAGE)
+    device.pin(start, PAGE).close()  # nothing of the refused one is left
+
+
+# ---- contexts and threads ----
+
+
+def test_a_threads_own_context_stays_current(device: Device, simulator: Controls) -> None:
+    acl = ctypes.CDLL(device.library.path)
+    before, own, now = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    acl.aclrtGetCurrentContext(ctypes.byref(before))
+    assert acl.aclrtCreateContext(ctypes.byref(own), 1) == 0
+    try:
+        buffer = device.allocate(100)
+        device.write(buffer.address, bytes(100))
+        device.library.device(6)
+        with pytest.raises(AclError):
+            device.allocate(1 << 50)
+        del buffer
+        assert acl.aclrtGetCurrentContext(ctypes.byref(now)) == 0
+        assert now.value == own.value
+    finally:
+        acl.aclrtSetCurrentContext(before)
+        assert acl.aclrtDestroyContext(own) == 0
+
+
+def test_any_thread_may_call(device: Device) -> None:
+    """Its first call of ACL ever: it has no context."""
+    seen: list[int] = []
+
+    def use() -> None:
+        buffer = device.allocate(4)
+        device.write(buffer.address, b"kv__")
+        seen.extend(device.memory())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(seen) == 2
+
+
+def test_backends_share_channels_and_end_with_the_last(device: Device, simulator: Controls) -> None:
+    first, second = (device.backend("host_to_device") for _ in range(2))
+    assert simulator.left()["streams"] == 2
+    third = device.backend("device_to_device")
+    assert simulator.left()["streams"] == 6
+    del first, third
+    gc.collect()
+    assert simulator.left()["streams"] == 2
+    assert second.name == "acl"
+    assert second.capabilities.directions == ("host_to_device",)
+    assert second.capabilities.asynchronous
+
+
+def test_no_stream_for_a_backend(device: Device, simulator: Controls) -> None:
+    simulator.add_fault("aclrtCreateStream:2=207008")
+    with pytest.raises(
+        AclError, match=r"^no stream on device 3: aclrtCreateStream: 207008"
+    ) as caught:
+        device.backend("device_to_host")
+    assert caught.value.status == KVN_NO_DEVICE_MEMORY
+    assert "streams" not in simulator.left()
+    assert device.backend("device_to_host").name == "acl"

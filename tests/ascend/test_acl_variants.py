@@ -1,0 +1,33 @@
+"""The tests of ACL again, each variant of the libraries in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ascend.simulator import VARIANT
+from tests.ascend_sim.build import VARIANTS
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(VARIANT != "8.5", reason="this is such a process")
+@pytest.mark.parametrize("variant", [it for it in VARIANTS if it != "8.5"])
+def test_everything_with(variant: str) -> None:
+    """A process loads a library once."""
+    files = [HERE / "test_acl_device.py"]
+    if variant != "hccl-only":  # whose ACL is that of 8.5
+        files += [HERE / f"test_{it}.py" for it in ("acl_copy", "acl_abort", "acl_processes")]
+        files.append(HERE / "test_channel_concurrency.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "KVSIM_VARIANT": variant},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]

@@ -1,0 +1,228 @@
+"""Caches in device memory: where they come from, what is in them, and that all of it goes back."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, PoolConfig
+from kvplan.ascend.device import AscendDevice
+from tests.ascend.engines import DEVICE, HOST, contents, engine_on, refused, same
+from tests.ascend.simulator import Controls, Log
+
+POOL = 1 << 16
+
+
+def test_a_pool_is_one_allocation_on_the_device(simulator: Controls, sim_log: Log) -> None:
+    with engine_on(simulator, mem_pool_config=PoolConfig(POOL, page_shift=12)) as datadist:
+        assert simulator.left()["device_bytes"] == POOL
+        assert sim_log.counts("aclrtMalloc") == {"aclrtMalloc": 1}
+        caches = [datadist.allocate_cache(DEVICE) for _ in range(3)]
+        first = min(it.tensor_addrs[0] for it in caches)
+        assert all(first <= it < first + POOL for each in caches for it in each.tensor_addrs)
+        assert sim_log.counts("aclrtMalloc") == {"aclrtMalloc": 1}
+        with refused("of the pool's 65536", "LLM_OUT_OF_MEMORY"):
+            datadist.allocate_cache(CacheDesc(1, (1, POOL), DataType.DT_INT8))
+        datadist.deallocate_cache(caches.pop())
+        assert datadist.allocate_cache(DEVICE)
+
+
+def test_without_a_pool_each_cache_has_its_own(simulator: Controls) -> None:
+    with engine_on(simulator) as datadist:
+        first, second = datadist.allocate_cache(DEVICE), datadist.allocate_cache(DEVICE)
+        assert simulator.left() == {"device_bytes": 2 * DEVICE.nbytes}
+        assert not np.any(datadist.read_cache(first))
+        datadist.deallocate_cache(first)
+        assert simulator.left() == {"device_bytes": DEVICE.nbytes}
+        datadist.deallocate_cache(second)
+        assert simulator.left() == {}
+
+
+def test_caches_of_the_host_are_pinned(simulator: Controls) -> None:
+    with engine_on(simulator, host_mem_pool_config=PoolConfig(POOL)) as datadist:
+        assert simulator.left() == {"registered": 1}
+        cache = datadist.allocate_cache(HOST)
+        assert datadist.device is not None
+        assert datadist.device.native.locate(cache.tensor_addrs[0])[0] == "host"
+        datadist.arrays(cache)[1][:] = 7
+        assert (datadist.read_cache(cache)[1] == 7).all()
+
+
+def test_an_array_over_a_pinned_cache_outlives_the_engine(simulator: Controls) -> None:
+    with engine_on(simulator) as datadist:  # nothing is pinned when it has gone
+        array = datadist.arrays(datadist.allocate_cache(HOST))[0]
+    array[:] = 3
+    assert (array == 3).all()
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    simulator: Controls, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_on(simulator) as datadist:
+        simulator.add_fault("aclrtHostRegisterV2:1=207006")
+        host, device = datadist.allocate_blocks_cache(HOST), datadist.allocate_blocks_cache(DEVICE)
+        assert "slowly" in caplog.text
+        expected = contents(1)
+        datadist.write_cache(host, expected)
+        datadist.swap_blocks(host, device, {row: row for row in range(8)})
+        assert same(datadist.read_cache(device), expected)
+
+
+def test_a_device_that_is_full(simulator: Controls) -> None:
+    with engine_on(simulator) as datadist:
+        simulator.add_fault("aclrtMalloc:1=207001")
+        with refused("of device 3, which has .* bytes free.*207001", "LLM_DEVICE_OUT_OF_MEMORY"):
+            datadist.allocate_cache(DEVICE)
+        assert datadist.allocate_cache(DEVICE).cache_id == 2
+    simulator.add_fault("aclrtMalloc:1=207018")
+    with (
+        refused("device 3", "LLM_DEVICE_OUT_OF_MEMORY"),
+        engine_on(simulator, mem_pool_config=PoolConfig(POOL)),
+    ):
+        pass
+    gc.collect()
+    assert simulator.left() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (DataType.DT_FLOAT16, np.float16),
+        (DataType.DT_BF16, np.uint16),
+        (DataType.DT_INT4, np.uint8),
+        (DataType.DT_COMPLEX128, np.complex128),
+    ],
+)
+@pytest.mark.parametrize("placement", list(Placement))
+def test_what_is_written_is_read(
+    simulator: Controls, kind: DataType, dtype: Any, placement: Placement
+) -> None:
+    cache_desc = CacheDesc(2, (1, 3, 4, 6), kind, placement, batch_dim_index=1)
+    shape = (1, 3, 12) if kind is DataType.DT_INT4 else cache_desc.shape
+    given = [np.arange(np.prod(shape)).reshape(shape).astype(dtype) + i for i in range(2)]
+    with engine_on(simulator) as datadist:
+        cache = datadist.allocate_cache(cache_desc)
+        datadist.write_cache(cache, np.stack(given))
+        assert same(datadist.read_cache(cache), given)
+        datadist.write_cache(cache, [np.asfortranarray(it[:, ::-1]) for it in given])
+        assert same(datadist.read_cache(cache), [it[:, ::-1] for it in given])
+
+
+@pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
+def test_what_does_not_fit_is_not_written(simulator: Controls, of: CacheDesc) -> None:
+    good = contents(1)
+    with engine_on(simulator) as datadist:
+        cache = datadist.allocate_cache(of)
+        with refused("arrays has 2 elements; num_tensors=3"):
+            datadist.write_cache(cache, good[:2])
+        with refused(r"arrays\[2\] is of shape \(7, 96\) and uint16"):
+            datadist.write_cache(cache, [*good[:2], good[2][:7]])
+        with refused(r"arrays\[1\] .* and uint32; .* shape \(8, 96\) and uint16"):
+            datadist.write_cache(cache, [good[0], good[1].astype(np.uint32), good[2]])
+        with pytest.raises(TypeError, match="not str"):
+            datadist.write_cache(cache, "abc")
+        assert not np.any(datadist.read_cache(cache))
+        with refused("cache_id=9", "LLM_KV_CACHE_NOT_EXIST"):
+            datadist.read_cache(Cache(of, 9))
+
+
+def test_what_must_not_be_written_is_not(simulator: Controls) -> None:
+    with engine_on(simulator) as datadist:
+        arrays = contents(1)
+        for it in arrays:
+            it.flags.writeable = False
+        cache = datadist.register_cache(HOST, arrays)
+        with refused("writable=False"):
+            datadist.write_cache(cache, contents(2))
+
+
+def test_no_array_shows_device_memory(simulator: Controls) -> None:
+    with engine_on(simulator) as datadist:
+        cache = datadist.allocate_cache(DEVICE)
+        with refused("device 3, which no array.*read_cache", "LLM_FEATURE_NOT_ENABLED"):
+            datadist.arrays(cache)
+        # An address that is taken for the host's all the same is not mapped there.
+        with refused("not mapped|not readable"):
+            kvplan.execute(
+                kvplan.plan_copy_cache(DEVICE, DEVICE),
+                contents(1),
+                Cache(DEVICE, -1, cache.tensor_addrs),
+            )
+
+
+def test_a_device_error_names_the_call(simulator: Controls) -> None:
+    with engine_on(simulator) as datadist:
+        cache = datadist.allocate_cache(DEVICE)
+        simulator.add_fault("aclrtMemcpy:1=507054")
+        with refused("device 3 at 0x[0-9a-f]+: aclrtMemcpy: 507054", "LLM_DEVICE_MEM_ERROR"):
+            datadist.read_cache(cache)
+        assert not np.any(datadist.read_cache(cache))
+
+
+class TestChoice:
+    def test_none_leaves_the_device_alone(self, simulator: Controls, sim_log: Log) -> None:
+        with LlmDataDist(1, LlmRole.MIX) as datadist:
+            datadist.initialize({"kvplan.accelerator": "none"})
+            assert datadist.device is None
+            assert datadist.arrays(datadist.allocate_cache(DEVICE))
+        assert sim_log.calls() == []
+
+    def test_auto_takes_the_device_that_is_there(self, simulator: Controls) -> None:
+        with LlmDataDist(1, LlmRole.MIX) as datadist:
+            datadist.initialize({"llm.DeviceId": "5"})
+            assert datadist.device is not None
+            assert datadist.device.id == 5
+
+    def test_auto_without_that_device_is_the_host(
+        self, simulator: Controls, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        with LlmDataDist(1, LlmRole.MIX) as datadist:
+            datadist.initialize(Options(device_id=99))
+            assert datadist.device is None
+        assert "device_id=99 is out of range [0, 8)" in caplog.text
+
+    @pytest.mark.parametrize("place", ["", "/nowhere/libacl_rt.so"])
+    def test_asked_for_and_not_there(self, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+        monkeypatch.setenv("KVPLAN_ASCEND_LIBRARY", place)
+        datadist = LlmDataDist(1, LlmRole.MIX)
+        with refused(f"accelerator='ascend': no runtime.*{place}", "LLM_FEATURE_NOT_ENABLED"):
+            datadist.initialize(Options(accelerator="ascend"))
+        datadist.initialize()
+        datadist.finalize()
+
+    def test_what_can_be_asked_for(self) -> None:
+        with refused("accelerator.*'npu' must be one of auto, none, ascend"):
+            Options(accelerator="npu")
+
+    def test_engines_share_a_device_until_the_last_has_gone(self, simulator: Controls) -> None:
+        with engine_on(simulator, cluster_id=1) as first:
+            with LlmDataDist(2, LlmRole.MIX) as second:
+                second.initialize(Options(accelerator="ascend", device_id=3, transport="local"))
+                assert first.device is not None
+                assert second.device is not None
+                assert first.device.native is second.device.native
+            cache = first.allocate_cache(DEVICE)
+            first.copy_cache(cache, cache, 0, 1)
+
+
+def test_a_device_of_its_own(simulator: Controls) -> None:
+    device = AscendDevice(4)
+    buffer = device.allocate(100)
+    device.write(buffer.address, bytes(range(100)))
+    found = bytearray(100)
+    device.read(buffer.address, found)
+    assert found == bytes(range(100))
+    described = device.describe()
+    assert (described["id"], described["product"]) == (4, device.product and device.product.name)
+    device.close()
+    device.close()
+    with pytest.raises(kvplan.LLMException, match="closed"):
+        device.read(buffer.address, found)
+    del buffer, device
+    gc.collect()
+    assert simulator.left() == {}

@@ -1,0 +1,187 @@
+"""Device memory and peers of this host, whose memory is reached without the device: what works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    CacheIndex,
+    CacheKey,
+    ClusterInfo,
+    KvCacheExtParam,
+    LlmDataDist,
+    LlmRole,
+    Options,
+    PeerTensors,
+)
+from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, engine_on, refused, same
+from tests.ascend.simulator import Controls
+from tests.datadist.conftest import link
+from tests.datadist.peer import Peer
+
+ALL = list(range(ROWS))
+ONE_EACH = KvCacheExtParam(tensor_num_per_layer=1)
+THEIR_ROWS = np.arange(ROWS * 96, dtype=np.uint16).reshape(ROWS, 96)
+OF_PEER = "CacheDesc(3, (8, 96), DataType.DT_UINT16)"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Peer]:
+    process = Peer()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
+    """Of cluster 2, on a device; peers reach it, and it them, on this host alone."""
+    with engine_on(simulator, listen_ip_info="127.0.0.1:0") as made:
+        yield made
+        del made
+
+
+@pytest.fixture
+def peer(process: Peer, datadist: LlmDataDist) -> Iterator[Peer]:
+    """An engine of cluster 5 in another process, without a device."""
+    address = process.run("""
+        other = LlmDataDist(5, LlmRole.MIX)
+        other.initialize({"llm.ListenIpInfo": "127.0.0.1:0", "kvplan.accelerator": "none"})
+        rows = np.arange(8 * 96, dtype=np.uint16).reshape(8, 96)
+        result = other.listen_address
+    """)
+    datadist.link_clusters([ClusterInfo(5, address)], timeout_ms=5000).raise_for_status()
+    yield process
+    process.run("other.finalize()")
+
+
+@pytest.fixture
+def on_device(simulator: Controls, datadist: LlmDataDist) -> Iterator[LlmDataDist]:
+    """An engine of cluster 1 in this process, on another device, linked with cluster 2."""
+    with LlmDataDist(1, LlmRole.MIX) as made:
+        made.initialize(
+            Options(
+                accelerator="ascend",
+                device_id=4,
+                transport="local",
+                listen_ip_info="127.0.0.1:0",
+            )
+        )
+        link(datadist, made)
+        yield made
+        del made
+
+
+class TestHostPeer:
+    """Its arenas are mapped here, and so the device copies from and to them."""
+
+    def test_blocks_are_pulled_and_pushed(self, peer: Peer, datadist: LlmDataDist) -> None:
+        peer.run(f"""
+            cache = other.allocate_blocks_cache({OF_PEER}, BlocksCacheKey(5))
+            for number, it in enumerate(other.arrays(cache)):
+                it[:] = rows + number
+        """)
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        datadist.pull_blocks(BlocksCacheKey(5), cache, ALL, ALL[::-1])
+        expected = [THEIR_ROWS[::-1] + number for number in range(NUM_TENSORS)]
+        assert same(datadist.read_cache(cache), expected)
+        datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [0, 1])
+        sums = peer.run("result = [int(it[:2].astype(int).sum()) for it in other.arrays(cache)]")
+        assert sums == [int(it[:2].astype(int).sum()) for it in expected]
+
+    def test_layers_are_pushed(self, peer: Peer, datadist: LlmDataDist) -> None:
+        peer.run(f"cache = other.allocate_cache({OF_PEER})")
+        cache = datadist.allocate_cache(DEVICE)
+        datadist.write_cache(cache, contents(1))
+        task = datadist.push_layers(
+            cache, CacheIndex(5, 1, 2), src_batch_index=1, ext_param=ONE_EACH
+        )
+        for layer in range(NUM_TENSORS):
+            task.ready(layer)
+        task.wait(5000)
+        found = peer.run("result = [it[2].tolist() for it in other.arrays(cache)]")
+        assert found == [it[1].tolist() for it in contents(1)]
+
+    def test_what_it_registered_is_no_side_with_a_device(
+        self, peer: Peer, datadist: LlmDataDist
+    ) -> None:
+        peer.run(f"""
+            held = [rows + number for number in range(3)]
+            other.register_cache({OF_PEER}, held)
+        """)
+        device, host = datadist.allocate_cache(DEVICE), datadist.allocate_cache(HOST)
+        with refused("has registered this memory itself", "LLM_FEATURE_NOT_ENABLED"):
+            datadist.pull_cache(CacheIndex(5, 1), device)
+        datadist.pull_cache(CacheIndex(5, 1, 3), host, 1)
+        datadist.copy_cache(host, device, 1, 1)
+        assert all(
+            np.array_equal(it[1], THEIR_ROWS[3] + number)
+            for number, it in enumerate(datadist.read_cache(device))
+        )
+
+
+class TestDevicePeer:
+    """Over a transport that does not reach its device it is told why, and all else works."""
+
+    def test_its_device_caches_are_known_and_not_reached(
+        self, on_device: LlmDataDist, datadist: LlmDataDist
+    ) -> None:
+        there = on_device.allocate_blocks_cache(DEVICE, BlocksCacheKey(1))
+        cache = datadist.allocate_blocks_cache(DEVICE)
+        why = "cache 1 of cluster 1 is in device memory, which transport local does not reach"
+        for key in (BlocksCacheKey(1), CacheIndex(1, 1)):
+            with refused(why, "LLM_FEATURE_NOT_ENABLED"):
+                datadist.pull_blocks(key, cache, [0], [1])
+            with refused(why, "LLM_FEATURE_NOT_ENABLED"):
+                datadist.push_blocks(cache, key, [0], [1])
+        with refused(why, "LLM_FEATURE_NOT_ENABLED"):
+            datadist.push_layers(
+                cache,
+                PeerTensors(1, there.tensor_addrs),
+                src_blocks=[0],
+                dst_blocks=[1],
+                ext_param=ONE_EACH,
+            )
+
+    def test_a_key_is_free_again_when_its_cache_is_not_reached(
+        self, on_device: LlmDataDist, datadist: LlmDataDist
+    ) -> None:
+        on_device.allocate_cache(DEVICE, [CacheKey(1, req_id=7)])
+        cache = datadist.allocate_cache(DEVICE)
+        for _ in range(2):
+            with refused("does not reach", "LLM_FEATURE_NOT_ENABLED"):
+                datadist.pull_cache(CacheKey(1, req_id=7), cache)
+
+    @pytest.mark.parametrize("registered", [False, True])
+    def test_its_host_caches_are_reached(
+        self, on_device: LlmDataDist, datadist: LlmDataDist, registered: bool
+    ) -> None:
+        """Registered memory of this process too: the device copies to any of its addresses."""
+        if registered:
+            theirs = on_device.register_blocks_cache(HOST, contents(1), BlocksCacheKey(1))
+        else:
+            theirs = on_device.allocate_blocks_cache(HOST, BlocksCacheKey(1))
+            on_device.write_cache(theirs, contents(1))
+        mine = datadist.allocate_blocks_cache(DEVICE)
+        datadist.pull_blocks(BlocksCacheKey(1), mine, ALL, ALL)
+        assert same(datadist.read_cache(mine), contents(1))
+        datadist.write_cache(mine, contents(2))
+        datadist.push_blocks(mine, BlocksCacheKey(1), ALL, ALL)
+        assert same(on_device.read_cache(theirs), contents(2))
+
+
+def test_peers_are_told_what_was_mapped_anew(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
+    assert datadist.device is not None
+    buffer = datadist.device.allocate(DEVICE.nbytes)
+    addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]
+    cache = datadist.register_cache(DEVICE, addresses)
+    datadist.remap_registered_memory([(buffer.address, DEVICE.nbytes)])
+    assert datadist.read_cache(cache)
+    with refused("the byte at .* is in none of the 1 registered cache"):
+        datadist.remap_registered_memory([(buffer.address, DEVICE.nbytes + 1)])
+    del buffer
+    with refused("cache 1: "):
+        datadist.remap_registered_memory([(addresses[0], 1)])

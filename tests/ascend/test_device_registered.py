@@ -1,0 +1,149 @@
+"""Device memory that a program has: it is checked to be where the placement says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
+from kvplan.ascend.device import AscendDevice
+from tests.ascend.engines import (
+    DEVICE,
+    HOST,
+    NUM_TENSORS,
+    ROWS,
+    contents,
+    desc,
+    engine_on,
+    refused,
+    same,
+)
+from tests.ascend.simulator import Controls
+
+Allocate = Callable[..., list[int]]
+
+
+@pytest.fixture
+def datadist(simulator: Controls) -> Iterator[LlmDataDist]:
+    with engine_on(simulator) as made:
+        yield made
+        del made
+
+
+@pytest.fixture
+def allocate(datadist: LlmDataDist) -> Iterator[Allocate]:
+    """Memory as torch_npu would have it; the addresses of its tensors."""
+    devices: list[AscendDevice] = []
+    buffers: list[Any] = []
+
+    def make(of: CacheDesc = DEVICE, device_id: int = 3) -> list[int]:
+        devices.append(AscendDevice(device_id))
+        buffers.append(devices[-1].allocate(of.nbytes))
+        start = buffers[-1].address
+        return [start + number * of.tensor_nbytes for number in range(of.num_tensors)]
+
+    make.free = buffers.clear  # type: ignore[attr-defined]
+    yield make
+    buffers.clear()
+    for it in devices:
+        it.close()
+    devices.clear()
+    gc.collect()
+
+
+def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist) -> None:
+    addresses = allocate()
+    cache = datadist.register_blocks_cache(DEVICE, addresses)
+    assert cache.tensor_addrs == tuple(addresses)
+    datadist.write_cache(cache, contents(1))
+    host = datadist.allocate_blocks_cache(HOST)
+    datadist.swap_blocks(cache, host, {row: row for row in range(ROWS)})
+    assert same(datadist.read_cache(host), contents(1))
+    datadist.unregister_cache(cache.cache_id)
+    assert datadist.device is not None
+    datadist.device.read(addresses[0], bytearray(10))  # it is the program's, still
+
+
+def test_addresses_alone_will_do(allocate: Allocate, datadist: LlmDataDist) -> None:
+    ad_hoc = Cache(DEVICE, tensor_addrs=tuple(allocate()))
+    arrays = contents(1)
+    host = Cache(HOST, tensor_addrs=tuple(it.ctypes.data for it in arrays))
+    datadist.swap_blocks(host, ad_hoc, {row: ROWS - 1 - row for row in range(ROWS)})
+    assert same(datadist.read_cache(ad_hoc), [it[::-1] for it in arrays])
+    datadist.copy_blocks(ad_hoc, {0: [1]})
+    datadist.copy_cache(ad_hoc, ad_hoc, 0, 2)
+    found = datadist.read_cache(ad_hoc)
+    assert all(np.array_equal(it[0], it[1]) and np.array_equal(it[0], it[2]) for it in found)
+
+
+def test_memory_that_is_freed_is_found_gone(allocate: Allocate, datadist: LlmDataDist) -> None:
+    addresses = allocate()
+    ad_hoc = Cache(DEVICE, tensor_addrs=tuple(addresses))
+    registered = datadist.register_cache(DEVICE, addresses)
+    allocate.free()  # type: ignore[attr-defined]
+    with refused("tensor 0|address"):
+        datadist.read_cache(ad_hoc)
+    with refused("tensor 0|address"):
+        datadist.copy_cache(ad_hoc, ad_hoc, 0, 1)
+    # A registered cache is the program's word; the device knows better.
+    with refused("aclrtMemcpy", "LLM_"):
+        datadist.read_cache(registered)
+
+
+class TestRefused:
+    def test_host_memory_as_the_devices(self, datadist: LlmDataDist) -> None:
+        arrays = contents(1)
+        with refused("tensor 0 has 1536 bytes at 0x.*is host memory.*not of device 3.*accelerator"):
+            datadist.register_cache(DEVICE, [it.ctypes.data for it in arrays])
+        with refused(r"tensors\[0\] is a ndarray; .*addresses on device 3.*placement=HOST"):
+            datadist.register_cache(DEVICE, arrays)
+        pinned = datadist.allocate_cache(HOST)
+        with refused("is pinned host memory"):
+            datadist.register_cache(DEVICE, pinned.tensor_addrs)
+        with refused("is host memory"):
+            datadist.copy_cache(Cache(DEVICE, -1, tuple(it.ctypes.data for it in arrays)), pinned)
+
+    def test_device_memory_as_the_hosts(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+        addresses = allocate()
+        with refused("tensor 0 at 0x.*memory of device 3, and not of the host"):
+            datadist.register_cache(HOST, addresses)
+        with refused("and not of the host"):
+            datadist.read_cache(Cache(HOST, -1, tuple(addresses)))
+
+    def test_memory_of_another_device(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+        with refused(r"memory of another device \(5\), and not of device 3"):
+            datadist.register_cache(DEVICE, allocate(device_id=5))
+
+    def test_a_range_that_ends_elsewhere(self, allocate: Allocate, datadist: LlmDataDist) -> None:
+        addresses = allocate()
+        beyond = CacheDesc(NUM_TENSORS, (1 << 20,), DataType.DT_INT64)
+        with refused("tensor 0|address"):
+            datadist.register_cache(beyond, addresses)
+
+    def test_no_address(self, datadist: LlmDataDist) -> None:
+        with refused(r"tensors\[1\]=0"):
+            datadist.register_cache(DEVICE, [1, 0, 2])
+        with refused("tensor 0|address"):
+            datadist.register_cache(DEVICE, [1 << 40, 2 << 40, 3 << 40])
+        assert datadist.caches() == []
+
+
+def test_a_read_only_cache_is_not_written(allocate: Allocate, datadist: LlmDataDist) -> None:
+    registry = datadist._running().registry
+    cache = registry.register(DEVICE, allocate(), paged=False, writable=False).cache
+    with refused("read-only"):
+        datadist.copy_cache(cache, cache, 0, 1)
+    with refused("writable=False"):
+        datadist.write_cache(cache, contents(1))
+
+
+def test_arrays_are_registered_as_the_hosts(datadist: LlmDataDist) -> None:
+    arrays = contents(1)
+    host = datadist.register_blocks_cache(HOST, arrays)
+    device = datadist.allocate_blocks_cache(desc(Placement.DEVICE))
+    datadist.swap_blocks(host, device, {2: 3})
+    assert np.array_equal(datadist.read_cache(device)[1][3], arrays[1][2])

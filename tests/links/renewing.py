@@ -1,0 +1,111 @@
+"""A transport whose connection both ends must renew: the local one, with a connection in name."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.local import LocalTransport
+from tests.links.end import DEADLINE_S
+
+
+class Meeting:
+    """Where both ends of a connection wait for each other, by session and generation."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.there: defaultdict[tuple[bytes, int], int] = defaultdict(int)
+        self.given_up: set[tuple[bytes, int]] = set()
+
+    def attend(self, key: tuple[bytes, int], gives_up: Callable[[], bool]) -> bool:
+        """Return whether both came."""
+        with self.changed:
+            self.there[key] += 1
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.there[key] == 2 or gives_up(), DEADLINE_S)
+            return self.there[key] == 2
+
+
+class Connection:
+    """Records what it is told, and fails as a test wants."""
+
+    def __init__(self, meeting: Meeting, session: bytes) -> None:
+        self.ask: Callable[[], None] | None = None
+        self.tell_unused: Callable[[int], None] = lambda generation: None
+        self.current = 0
+        self.made: list[int] = []
+        self.abandoned: list[int] = []
+        self.unused_there: list[int] = []
+        self.refusal: LLMException | None = None
+        self.holds = threading.Event()  # cleared: it takes until it is set again
+        self.holds.set()
+        self._meeting = meeting
+        self._session = session
+
+    def metadata(self) -> bytes:
+        return b"newest"
+
+    def renew(self, generation: int, *, timeout_ms: float) -> None:
+        assert timeout_ms > 0
+        assert self.holds.wait(DEADLINE_S)
+        if self.refusal is not None:
+            raise self.refusal
+        key = self._session, generation
+        if not self._meeting.attend(key, lambda: generation in self.abandoned):
+            raise LLMException("given up", status_code=LLMStatusCode.LLM_LINK_FAILED)
+        self.made.append(generation)
+
+    def adopt(self, generation: int, metadata: bytes) -> None:
+        assert metadata == b"newest"
+        assert generation in self.made
+        assert generation > self.current
+        with self._meeting.changed:
+            self.current = generation
+            self._meeting.changed.notify_all()
+
+    def abandon(self, generation: int) -> None:
+        with self._meeting.changed:
+            self.abandoned.append(generation)
+            self._meeting.changed.notify_all()
+
+    def unused(self, generation: int) -> None:
+        with self._meeting.changed:
+            self.unused_there.append(generation)
+            self._meeting.changed.notify_all()
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        with self._meeting.changed:
+            assert self._meeting.changed.wait_for(holds, DEADLINE_S)
+
+
+class _Link:
+    """A local link, with that connection."""
+
+    def __init__(self, link: Any, renewable: Connection) -> None:
+        self._link = link
+        self.renewable = renewable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+
+class RenewingTransport(LocalTransport):
+    """Its connections meet those of the transports that share its meeting."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__()
+        self._meeting = meeting
+        self.connections: list[Connection] = []
+
+    def refusal(self, metadata: bytes) -> None:
+        return None
+
+    def connect(self, metadata: bytes, **given: Any) -> Any:
+        link = super().connect(metadata, **given)
+        session = given.get("session", b"")
+        assert session
+        self.connections.append(Connection(self._meeting, session))
+        return _Link(link, self.connections[-1])

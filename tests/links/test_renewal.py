@@ -1,0 +1,167 @@
+"""Both ends renew the connection behind a link: whoever asks, whatever fails, whoever goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.engine.links import LinkState
+from kvplan.transport.local import LocalTransport
+from tests.links.end import DEADLINE_S, End
+from tests.links.renewing import Connection, Meeting, RenewingTransport
+
+MakeEnd = Callable[..., End]
+REFUSAL = LLMException("HcclCommPrepare: 4", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+class Pair:
+    """Two linked ends in this process, and the connection of each."""
+
+    def __init__(self, make_end: MakeEnd, wait_ms: int = 15000) -> None:
+        meeting = Meeting()
+        transports = [RenewingTransport(meeting), RenewingTransport(meeting)]
+        self.one = make_end(1, transports=[transports[0]], sync_kv_cache_wait_time=wait_ms)
+        self.two = make_end(2, transports=[transports[1]], sync_kv_cache_wait_time=wait_ms)
+        self.one.link(self.two.cluster)
+        self.connections = [it.connections[0] for it in transports]
+
+    def wait_until_both_use(self, generation: int) -> None:
+        for it in self.connections:
+            it.wait_until(lambda it=it: it.current == generation)
+
+
+@pytest.fixture
+def pair(make_end: MakeEnd) -> Pair:
+    return Pair(make_end)
+
+
+def ask(connection: Connection) -> None:
+    assert connection.ask is not None
+    connection.ask()
+
+
+def refusal_of(connection: Connection) -> LLMException:
+    with pytest.raises(LLMException) as refused:
+        ask(connection)
+    return refused.value
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+def test_one_end_asks_and_both_use_the_next_generation(pair: Pair, asker: int) -> None:
+    ask(pair.connections[asker])
+    assert pair.connections[asker].current == 1
+    pair.wait_until_both_use(1)
+    ask(pair.connections[1 - asker])
+    pair.wait_until_both_use(2)
+    assert [it.abandoned for it in pair.connections] == [[], []]
+
+
+def test_both_ends_ask_at_once_and_again_and_again(pair: Pair) -> None:
+    def ask_often(connection: Connection) -> None:
+        for _ in range(25):
+            ask(connection)
+
+    with ThreadPoolExecutor(4) as threads:
+        for it in [threads.submit(ask_often, it) for it in pair.connections * 2]:
+            it.result(DEADLINE_S)
+    newest = max(it.current for it in pair.connections)
+    pair.wait_until_both_use(newest)
+    assert 1 <= newest <= 100
+    assert pair.connections[0].made == pair.connections[1].made
+    assert [it.abandoned for it in pair.connections] == [[], []]
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_at_one_end_leaves_both_as_they_were(
+    pair: Pair, asker: int, failing: int
+) -> None:
+    pair.connections[failing].refusal = REFUSAL
+    error = refusal_of(pair.connections[asker])
+    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert "HcclCommPrepare: 4" in str(error)
+    for it in pair.connections:
+        it.wait_until(lambda it=it: bool(it.abandoned))
+        assert it.current == 0
+    assert pair.one.state(2) is pair.two.state(1) is LinkState.LINKED
+    pair.connections[failing].refusal = None
+    ask(pair.connections[asker])
+    pair.wait_until_both_use(2)
+
+
+def test_whoever_cannot_wait_longer_hears_so_and_it_goes_on(make_end: MakeEnd) -> None:
+    pair = Pair(make_end, wait_ms=1)
+    one, two = pair.connections
+    two.holds.clear()
+    error = refusal_of(one)
+    assert error.status_code == LLMStatusCode.LLM_TIMEOUT
+    assert "was not renewed within 1 ms; it goes on" in str(error)
+    two.holds.set()
+    pair.wait_until_both_use(1)
+
+
+def test_the_end_of_the_link_ends_a_renewal(pair: Pair) -> None:
+    one, two = pair.connections
+    two.holds.clear()
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(refusal_of, one)
+        one.wait_until(lambda: any(count for count in one._meeting.there.values()))
+        pair.two.links.unlink([1], 5000, force=True).raise_for_status()
+        error = asking.result(DEADLINE_S)
+        two.holds.set()
+    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert "has unlinked by force" in str(error)
+    assert refusal_of(one).status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert refusal_of(two).status_code == LLMStatusCode.LLM_NOT_YET_LINK
+
+
+def test_finalize_while_a_renewal_waits_for_the_peer(pair: Pair) -> None:
+    one, two = pair.connections
+    two.holds.clear()
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(refusal_of, one)
+        one.wait_until(lambda: any(count for count in one._meeting.there.values()))
+        pair.one.links.close()
+        assert asking.result(DEADLINE_S).status_code in {
+            LLMStatusCode.LLM_NOT_YET_LINK,
+            LLMStatusCode.LLM_ENGINE_FINALIZED,
+        }
+        two.holds.set()
+
+
+def test_the_peer_is_told_what_is_not_used_any_more(pair: Pair) -> None:
+    one, two = pair.connections
+    one.tell_unused(0)
+    two.wait_until(lambda: two.unused_there == [0])
+    assert one.unused_there == []
+
+
+def test_all_links_of_an_end_can_wait_for_their_peers_at_once(make_end: MakeEnd) -> None:
+    """With fewer threads than links, ends that wait for each other crosswise would not meet."""
+    num_ends = 12
+    all_there = threading.Barrier(num_ends * (num_ends - 1))
+
+    class Blocking(LocalTransport):
+        def refusal(self, metadata: bytes) -> None:
+            return None
+
+        def connect(self, metadata: bytes, **given: Any) -> Any:
+            all_there.wait(DEADLINE_S)
+            return super().connect(metadata, **given)
+
+    ends = [make_end(i, transports=[Blocking()]) for i in range(1, num_ends + 1)]
+
+    def link_with_later(end: End) -> None:
+        later = [it.cluster for it in ends if it.cluster_id > end.cluster_id]
+        if later:
+            end.link(*later, timeout_ms=15000)
+
+    with ThreadPoolExecutor(num_ends) as threads:
+        for it in [threads.submit(link_with_later, end) for end in ends]:
+            it.result(DEADLINE_S)
+    assert all(it.links.live() == num_ends - 1 for it in ends)
