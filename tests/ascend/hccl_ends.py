@@ -214,9 +214,7 @@ def two_ends(
     folder: Path, product: Product = A2, variant: str = "8.5", **settings: object
 ) -> Iterator[Ends]:
     """Settings are environment variables, KVSIM_LATENCY_US=1000 say."""
-    ends = Ends(
-        folder, variant, product, {name: str(it) for name, it in settings.items()}
-    )
+    ends = Ends(folder, variant, product, {name: str(it) for name, it in settings.items()})
     try:
         yield ends
     finally:

@@ -26,7 +26,9 @@ PRODUCTS = pytest.mark.parametrize("product", [A2, A950], ids=["A2", "950"])
 
 
 @pytest.fixture(scope="module", params=[A2, A3, A950], ids=["A2", "A3", "950"])
-def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ends]:
     product: Product = request.param
     with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
         yield ends
