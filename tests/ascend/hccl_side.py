@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -102,18 +101,15 @@ def join(one: HcclLink, two: HcclLink) -> None:
             metadata = one.renewable.metadata(), two.renewable.metadata()
             both = one.renewable, two.renewable
             made = [threads.submit(it.renew, generation, timeout_ms=5000) for it in both]
-            failures = [it.exception(DEADLINE_S) for it in made]
-            if any(failures):
+            done, _ = wait(made, DEADLINE_S, FIRST_EXCEPTION)
+            failure = next((error for it in done if (error := it.exception())), None)
+            if failure is not None:
                 for it in both:
                     it.abandon(generation)
-                raise next(it for it in failures if it is not None)
+                raise failure
             one.renewable.adopt(generation, metadata[1])
             two.renewable.adopt(generation, metadata[0])
 
     for here, there in ((one, two), (two, one)):
         here.renewable.ask = ask
-        here.renewable.tell_unused = _teller(there)
-
-
-def _teller(there: HcclLink) -> Callable[[int], None]:
-    return lambda generation: there.renewable.unused(generation)
+        here.renewable.tell_unused = there.renewable.unused

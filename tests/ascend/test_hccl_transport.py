@@ -14,7 +14,6 @@ import pytest
 import kvplan
 from kvplan import LLMException, LLMStatusCode
 from kvplan.execution import HostMemory
-from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import (
     BLOCK,
@@ -178,14 +177,12 @@ def test_an_ended_registration_inside_a_pool_is_no_cache_any_more(
     remote = two.peer_memory(link)
     kvplan.execute(PULL, remote, one.memory)
     two.transport.deregister(part)
-    before = one.seen.copy()
     error = refusal(kvplan.execute, PULL, remote, one.memory)
     assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     # The same slot and address, but another registration.
     again = two.register()
     assert again.range.slot == part.range.slot
     assert refusal(kvplan.execute, PULL, remote, one.memory).status_code == error.status_code
-    del before
     kvplan.execute(
         PULL, two.peer_memory(link, metadata=two.transport.metadata([again])), one.memory
     )
@@ -226,7 +223,6 @@ class TestRenewal:
     ) -> None:
         two = make_side(1, registers=False)
         link, back = link_both(one, two)
-        first = one.peer_memory(back)
         two.register()
         later = two.peer_memory(link, metadata=two.transport.metadata())
         simulator.add_fault("HcclCommInitClusterInfoMemConfig:1=4")
@@ -234,7 +230,6 @@ class TestRenewal:
         assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
         assert "HcclCommInitClusterInfoMemConfig" in str(error)
         assert link.connection().generation == back.connection().generation == 0
-        kvplan.execute(PUSH, one.memory, first) if False else None
         kvplan.execute(PULL, later, one.memory)
         assert link.connection().generation == 2
 
@@ -428,7 +423,3 @@ class TestRegistering:
         link, _ = link_both(one, two)
         error = refusal(link.memory, [two.buffer.address - 1], 10)
         assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-
-
-def _is_link(link: object) -> bool:
-    return isinstance(link, HcclLink)

@@ -227,13 +227,15 @@ class Connections:
     def _retire(self, generation: int) -> bool:
         """Nothing here uses it any more. Returns whether it can be taken down at once."""
         with self._mutex:
-            if self._why_closed is not None or generation in self._unused_there:
+            if self._why_closed is not None:
+                return True
+            if peer_too := generation in self._unused_there:
                 self._unused_there.discard(generation)
                 self._communicators.pop(generation, None)
-                return True
-            self._unused_here.add(generation)
+            else:
+                self._unused_here.add(generation)
         self.tell_unused(generation)
-        return False
+        return peer_too
 
 
 def _let_go(
