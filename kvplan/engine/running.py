@@ -59,7 +59,6 @@ class Running(ABC):
         engine = self._running()
         call = Call(engine, operation.__name__, moves=True)
         try:
-<<<<<<< HEAD
             plan, src, dst = self._prepare(call, operation, *args, **kwargs)
             if timeout_ms is None and call.link is not None:
                 timeout_ms = engine.wait_ms
@@ -70,32 +69,10 @@ class Running(ABC):
                     raise
                 plan, src, dst = self._prepare(call, operation, *args, **kwargs)
                 engine.transfers.execute(plan, src, dst, timeout_ms)
-=======
-            try:
-                self._execute_once(call, operation, timeout_ms, *args, **kwargs)
-            except LLMException as error:
-                if not call.can_be_tried_again(error):
-                    raise
-                self._execute_once(call, operation, timeout_ms, *args, **kwargs)
->>>>>>> main
         except BaseException as error:
             call.end(error)
             raise
         call.end(None)
-
-    def _execute_once(
-        self,
-        call: Call,
-        operation: Operation[P],
-        timeout_ms: float | None,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        engine = self._running()
-        plan, src, dst = self._prepare(call, operation, *args, **kwargs)
-        if timeout_ms is None and call.link is not None:
-            timeout_ms = engine.wait_ms
-        engine.transfers.execute(plan, src, dst, timeout_ms)
 
     def _submit(self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs) -> TransferTask:
         engine = self._running()

@@ -87,11 +87,7 @@ class PeerLink(LinkLife):
         """
         found = self._known(index)
         if found is None or (isinstance(index, BlocksCacheKey) and self._is_freed(found)):
-<<<<<<< HEAD
             self._catch_up()
-=======
-            self.sync()  # all that the peer told before its answer is known then
->>>>>>> main
             found = self._known(index)
         if found is not None:
             return found
@@ -165,11 +161,7 @@ class PeerLink(LinkLife):
         """
         known = find_addressed(self._table.caches(), addresses)
         if known is None or self._is_freed(known.cache):
-<<<<<<< HEAD
             self._catch_up()
-=======
-            self.sync()
->>>>>>> main
             known = find_addressed(self._table.caches(), addresses)
         if known is None:
             raise not_addressed(self._table.caches(), str(self), addresses)
@@ -193,19 +185,6 @@ class PeerLink(LinkLife):
         if not cache.metadata:
             raise unreached(cache, self.transport)
         return link
-
-    @property
-    def version(self) -> int:
-        """Of what the peer has told of its caches; another number: there is news."""
-        return self._table.version
-
-    def sync(self) -> None:
-        """Hear all that the peer has to tell of its caches by now.
-
-        Raises:
-            LLMException: LLM_TIMEOUT, or the link has ended.
-        """
-        self._ask(Sync(), Synced)
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """The peer's cache and batch index that have `key`.
