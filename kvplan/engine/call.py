@@ -17,7 +17,6 @@ from kvplan.validation import mismatch, shown
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
     from kvplan.engine.links import PeerClaim, PeerLink
-    from kvplan.engine.links.peer_table import PeerCache
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import TensorMemory
     from kvplan.planning import Plan
@@ -41,9 +40,9 @@ class Call:
         "_claim",
         "_engine",
         "_moves",
-        "_named",
         "_operation",
         "_started",
+        "_version",
         "link",
         "plan",
     )
@@ -54,8 +53,8 @@ class Call:
         self._moves = moves
         self._cache_id = -1
         self.link: PeerLink | None = None
+        self._version = -1  # of what the peer had told when its cache was looked up
         self._claim: PeerClaim | None = None
-        self._named: tuple[BlocksCacheKey, PeerCache] | None = None
         self.plan: Plan | None = None
         self._started = perf_counter()
         if moves:
@@ -112,10 +111,9 @@ class Call:
         link = self._link_of(argument, key)
         slot = 0
         if isinstance(key, CacheKeyByIdAndIndex):
-            found, slot = link.cache(key), key.batch_index
+            found, slot = link.cache(key, writable=writable), key.batch_index
         elif isinstance(key, BlocksCacheKey):
-            found = link.cache(key)
-            self._named = key, found
+            found = link.cache(key, writable=writable)
         else:
             _check_names_one(argument, key)
             if self._moves:
@@ -147,31 +145,27 @@ class Call:
         link = self._link_of(argument, given)
         return link.tensors(given.addresses, given.stride or stride, paged=paged)
 
-    def is_outdated(self, error: LLMException) -> bool:
-        """Whether it failed because its key is of another cache by now, and may be prepared anew.
-
-        Not all links can see that a peer has freed a cache before they use it.
-        """
-        link, named, self._named = self.link, self._named, None  # so that it is tried once more
-        if (
-            link is None
-            or named is None
-            or error.status_code != LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        ):
-            return False
-        key, used = named
-        link.doubt()
-        try:
-            return link.cache(key) is not used
-        except LLMException:
-            return False
-
     def show(self, hooks: Mapping[object, PlanHook]) -> None:
         """Let the hooks see the plan that is about to be executed."""
         assert self.plan is not None
         event = PlanEvent(self.plan, self._operation, self._cache_id, self._cluster_id)
         for hook in tuple(hooks.values()):
             hook(event)
+
+    def can_be_tried_again(self, error: LLMException) -> bool:
+        """Whether the peer's cache had gone, unknown to this end, and there is news of it now.
+
+        A transport may find that out as late as the transfer.
+        """
+        link = self.link
+        is_gone = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        if link is None or not is_gone or self._claim is not None:
+            return False
+        try:
+            link.sync()
+        except LLMException:
+            return False
+        return link.version != self._version
 
     def end(self, error: BaseException | None) -> None:
         """Give back what the call holds, and record how it went. Once, whatever it came to."""
@@ -209,8 +203,10 @@ class Call:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
         link = engine.links.get(key.cluster_id)
         if self._moves:
-            self.link = link  # first: what ends has not begun, at worst
-            link.begin(self)
+            if self.link is None:
+                self.link = link  # first: what ends has not begun, at worst
+                link.begin(self)
+            self._version = link.version
         return link
 
     @property

@@ -72,22 +72,27 @@ class PeerLink(LinkLife):
         self._wait_s = wait_ms / 1000
         self._releases = Releases(self, control, self._asking, self._wait_s)
         self._table = PeerTable(cluster_id)
-        self._is_doubted = False  # what the table says: a cache was gone of which it was not told
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id}"
 
-    def cache(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache:
+    def cache(
+        self, index: CacheKeyByIdAndIndex | BlocksCacheKey, *, writable: bool = False
+    ) -> PeerCache:
         """The peer's cache that `index` names; one that is not known yet is asked for.
+
+        Args:
+            writable: whether it is to be written: then it must be the peer's still.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
                 not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
         found = self._known(index)
-        if found is None or (isinstance(index, BlocksCacheKey) and self._is_freed(found)):
-            self._catch_up()
+        is_key = isinstance(index, BlocksCacheKey)
+        if found is None or ((is_key or writable) and self._may_be_freed(found, sure=not is_key)):
+            self.sync()  # all that the peer told before its answer is known then
             found = self._known(index)
         if found is not None:
             return found
@@ -100,21 +105,17 @@ class PeerLink(LinkLife):
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
-    def doubt(self) -> None:
-        """Ask the peer what is new before one of its keys or addresses is taken for known again."""
-        self._is_doubted = True
+    def _may_be_freed(self, cache: PeerCache, *, sure: bool = False) -> bool:
+        """Whether the peer may have freed it, which news has not told yet: its key is another's.
 
-    def _catch_up(self) -> None:
-        self._is_doubted = False  # first: doubts that come meanwhile stay
-        self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
-
-    def _is_freed(self, cache: PeerCache) -> bool:
-        """Whether the peer has freed it, which news may not have told yet: its key is another's.
-
-        Some links cannot see that; what they use then fails, and the next use asks.
+        Args:
+            sure: that the transfer finds that out before it moves a byte, if it can be seen.
         """
-        if self._is_doubted:
+        link = self.transport_link
+        if link is None or not link.sees_freed:
             return True
+        if sure:
+            return False
         try:
             self.memory(cache, writable=False).check()
         except LLMException as error:
@@ -160,8 +161,8 @@ class PeerLink(LinkLife):
                 otherwise as `cache` and `memory`.
         """
         known = find_addressed(self._table.caches(), addresses)
-        if known is None or self._is_freed(known.cache):
-            self._catch_up()
+        if known is None or self._may_be_freed(known.cache):
+            self.sync()
             known = find_addressed(self._table.caches(), addresses)
         if known is None:
             raise not_addressed(self._table.caches(), str(self), addresses)
@@ -185,6 +186,19 @@ class PeerLink(LinkLife):
         if not cache.metadata:
             raise unreached(cache, self.transport)
         return link
+
+    @property
+    def version(self) -> int:
+        """Of what the peer has told of its caches; another number: there is news."""
+        return self._table.version
+
+    def sync(self) -> None:
+        """Hear all that the peer has to tell of its caches by now.
+
+        Raises:
+            LLMException: LLM_TIMEOUT, or the link has ended.
+        """
+        self._ask(Sync(), Synced)
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """The peer's cache and batch index that have `key`.
@@ -222,8 +236,6 @@ class PeerLink(LinkLife):
         """An operation has its outcome; after an error no memory is taken for granted."""
         if error is not None:
             self.forget()
-            if getattr(error, "status_code", None) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
-                self.doubt()
         super().end(operation, nbytes_pulled, nbytes_pushed, error)
 
     def forget(self) -> None:
