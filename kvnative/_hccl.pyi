@@ -148,7 +148,8 @@ class Communicator:
     def regions(self) -> tuple[Region, ...]: ...
     # Only before prepare: HcclError (KVN_INVALID) afterwards.
     def bind(self, region: Region) -> None: ...
-    # Any time; transfers of either side that use it then fail. It does not wait for them.
+    # Any time, before the region is closed; waits for a prepare, not for transfers. A peer that uses the
+    # region nevertheless fails, or on some links does not notice: that is what guards are for.
     def unbind(self, region: Region) -> None: ...
     # Blocks until the peer has come too; without the GIL. HCCL takes whole seconds: rounded up, at
     # least 1. HcclError with KVN_TIMEOUT when the peer did not come; the communicator is "failed".

@@ -482,9 +482,10 @@ cdef class Communicator:
             self.bound.append(region)
 
     def unbind(self, Region region not None) -> None:
-        """Take a region back at any time: transfers of either side that use it then fail.
+        """Take a region back, so that it can be closed; at any time, but a prepare is waited for.
 
-        Waits for a prepare in flight.
+        A peer that uses it nevertheless fails, or on some links does not notice: that is what
+        guards are for.
 
         Raises:
             HcclError: it is not bound (KVN_INVALID); or HCCL refuses, then it counts as unbound all

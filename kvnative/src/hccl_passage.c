@@ -102,13 +102,26 @@ static int look_at(kvn_passage *p, aclrtStream stream)
                : kvn_passage_fail(p, "aclrtSynchronizeStreamWithTimeout", code);
 }
 
+/* A stream goes on after an operation that failed, and so its events happen all the same. Of a peer
+ * that is gone every further operation would be tried, each for the seconds that HCCL tries. */
+static int look_at_connection(kvn_passage *p)
+{
+    char text[256];
+    int status;
+    p->fault->code = kvn_communicator_async_error(p->communicator, text, sizeof text);
+    if (p->fault->code == KVN_HCCL_SUCCESS)
+        return KVN_OK;
+    status = kvn_passage_synchronize(p, p->fault); /* the stream's own error says more */
+    return status == KVN_OK ? KVN_FAILED : status;
+}
+
 int kvn_passage_wait(kvn_passage *p, aclrtEvent event, aclrtStream other)
 {
     for (;;) {
         int status;
         const aclError code = p->acl->aclrtSynchronizeEventWithTimeout(event, SLICE_MS);
         if (code == KVN_ACL_OK)
-            return KVN_OK;
+            return look_at_connection(p);
         if (code != KVN_ACL_EVENT_TIMEOUT)
             return kvn_passage_fail(p, "aclrtSynchronizeEventWithTimeout", code);
         kvn_acl_forget(p->acl);

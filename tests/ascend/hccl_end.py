@@ -208,6 +208,12 @@ class End:
         executor.close()
         return reported(report)
 
+    def cancel_task(self, key: str) -> dict[str, Any]:
+        task, executor = self.tasks.pop(key)
+        report = task.cancel()
+        executor.close()
+        return reported(report)
+
     def transfer(
         self, *arguments: Any, timeout_ms: float | None = 20000, **options: Any
     ) -> dict[str, Any]:

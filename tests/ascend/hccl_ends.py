@@ -185,13 +185,24 @@ class Connection:
     def start(self, direction: str, rows: Any, **options: Any) -> None:
         self.ends[0].start(self.name, self.name, direction, rows, **options)
 
+    def begin(self, direction: str, rows: Any, **options: Any) -> None:
+        """Start it, and return once it has issued something."""
+        self.start(direction, rows, **options)
+        call, pid = f"HcclBatch{direction.capitalize()}", self.ends[0].process.pid
+        while not self.ends.log.calls(call, pid=pid):
+            pass
+
     def wait(self, timeout_ms: float | None = 20000) -> Outcome:
         return Outcome(**self.ends[0].wait(self.name, timeout_ms))
 
+    def close_communicator(self) -> None:
+        for end in self.ends.both:
+            end.close(self.name)
+
     def close(self) -> None:
         """At both ends; nothing of it may be left afterwards."""
+        self.close_communicator()
         for end, address in zip(self.ends.both, self.addresses, strict=True):
-            end.close(self.name)
             end.deregister(address)
             end.free(address)
         if self._staged:
@@ -202,9 +213,9 @@ class Connection:
 def two_ends(
     folder: Path, product: Product = A2, variant: str = "8.5", **settings: object
 ) -> Iterator[Ends]:
-    """Settings are environment variables without their KVSIM_."""
+    """Settings are environment variables, KVSIM_LATENCY_US=1000 say."""
     ends = Ends(
-        folder, variant, product, {f"KVSIM_{name}": str(it) for name, it in settings.items()}
+        folder, variant, product, {name: str(it) for name, it in settings.items()}
     )
     try:
         yield ends

@@ -83,7 +83,8 @@ static int pin(int device, void *pointer, uint64_t nbytes) {
     return code == SIM_ALREADY_REGISTERED && KVSIM_CANN < 805 ? SIM_PARAM : code;
 }
 
-/* The address for programs of the device, which are not simulated, is the same. */
+/* The device's own programs, which are not simulated, would know the memory by another address: one
+ * that no call takes. */
 ACL aclrtHostRegister(void *pointer, uint64_t nbytes, int32_t type, void **device_pointer) {
     sim_call call;
     int device;
@@ -98,7 +99,7 @@ ACL aclrtHostRegister(void *pointer, uint64_t nbytes, int32_t type, void **devic
     }
     code = code ? code : pin(device, pointer, nbytes);
     if (!code) {
-        *device_pointer = pointer;
+        *device_pointer = (void *)(uintptr_t)sim_space_take(nbytes, PAGE);
     }
     return sim_leave(&call, code, "\"address\":%llu,\"bytes\":%llu", ID(pointer),
                      (unsigned long long)nbytes);

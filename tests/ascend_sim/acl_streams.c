@@ -102,7 +102,7 @@ ACL aclrtSetStreamFailureMode(void *handle, uint64_t mode) {
     }
     code = code ? code : sim_stream_find(handle, &stream);
     if (!code) {
-        code = mode ? sim_stream_stop_on_failure(stream) : 0;
+        code = sim_stream_set_failure_mode(stream, mode == 1);
         sim_stream_release(stream);
     }
     return sim_leave(&call, code, "\"stream\":%llu", ID(handle));

@@ -49,7 +49,7 @@ void sim_condition_init(pthread_cond_t *condition);
 /* ---- reserved space ---- */
 
 /* Address space of a device, or 0; never given twice. */
-uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment);
+SIM_API uint64_t sim_space_take(uint64_t nbytes, uint64_t alignment);
 /* Bytes that all processes hold on the device; adds change for this one unless that exceeds limit. */
 int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used);
 
@@ -77,7 +77,8 @@ SIM_API int sim_peer_access(int device, int peer, int change);
 SIM_API int sim_stream_create(uint32_t flags, void **handle);
 SIM_API int sim_stream_destroy(void *handle, int force);
 SIM_API int sim_stream_abort(sim_stream *stream);
-SIM_API int sim_stream_stop_on_failure(sim_stream *stream);
+/* Once for a stream; to stop is for all streams of its context. */
+SIM_API int sim_stream_set_failure_mode(sim_stream *stream, int stops);
 /* 1 all is done, 0 not yet, or an error of the work. */
 SIM_API int sim_stream_is_idle(sim_stream *stream, int *idle);
 /* Of the context of the thread, of NULL for all: force drops what they have not done. */

@@ -23,7 +23,7 @@ typedef struct {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static slot own_slots[NUM_SLOTS]; /* without KVSIM_DIR */
 
-/* The shared table, locked, or -1: there is none. */
+/* The shared table, locked, or -1: there is none, or the test that made its folder is over. */
 static int open_table(slot *slots) {
     char path[256];
     sim_settings settings = sim_settings_now();
@@ -32,6 +32,9 @@ static int open_table(slot *slots) {
     }
     snprintf(path, sizeof path, "%s/hbm", settings.directory);
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (fd < 0 && errno == ENOENT) {
+        return -1;
+    }
     if (fd < 0 || flock(fd, LOCK_EX) || pread(fd, slots, NUM_SLOTS * sizeof *slots, 0) < 0) {
         sim_die("%s cannot be used", path);
     }
@@ -73,7 +76,10 @@ int sim_hbm_change(int device, int64_t change, uint64_t limit, uint64_t *used) {
     uint64_t total;
     slot *own = own_slot(slots, device, &total);
     int refused = change > 0 && total + (uint64_t)change > limit;
-    if (!refused && change) {
+    if (!refused && change < 0 && own->nbytes < (uint64_t)-change) {
+        change = -(int64_t)own->nbytes; /* it was counted in the table of another folder */
+    }
+    if (!refused) {
         own->nbytes += (uint64_t)change;
         total += (uint64_t)change;
     }

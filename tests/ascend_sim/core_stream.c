@@ -7,6 +7,7 @@
 #include "core_log.h"
 
 #define MAX_STREAMS 1024
+#define FAST 0x3U /* fast launch, fast synchronization; others cannot be waited for, for one */
 
 static sim_stream *streams;
 static int num_streams;
@@ -57,6 +58,9 @@ uint64_t sim_stream_aborts(const sim_stream *stream) { return stream->aborts; }
 int sim_stream_create(uint32_t flags, void **handle) {
     if (flags & ~0x3FU) {
         return sim_error(SIM_PARAM, "flag=0x%x of a stream", flags);
+    }
+    if (flags & ~FAST) {
+        return sim_error(SIM_UNSUPPORTED, "flag=0x%x: the simulator has no such streams", flags);
     }
     sim_lock();
     sim_context *context = sim_context_current();
@@ -207,13 +211,15 @@ int sim_stream_is_idle(sim_stream *stream, int *idle) {
     return code;
 }
 
-int sim_stream_stop_on_failure(sim_stream *stream) {
+int sim_stream_set_failure_mode(sim_stream *stream, int stops) {
     sim_lock();
-    for (sim_stream *other = streams; other; other = other->next) {
-        other->stop_on_failure |= other->context == stream->context;
+    int code = stream->has_failure_mode ? sim_error(SIM_PARAM, "the mode was set before") : 0;
+    stream->has_failure_mode = 1;
+    for (sim_stream *other = streams; other && !code; other = other->next) {
+        other->stop_on_failure |= stops && other->context == stream->context;
     }
     sim_unlock();
-    return 0;
+    return code;
 }
 
 /* With the lock, which it gives up: returns when no operation runs or waits. */

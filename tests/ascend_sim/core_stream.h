@@ -30,6 +30,7 @@ struct sim_stream {
     int is_stopping; /* an abort waits for the running operation */
     int is_ending;
     int error; /* first since the last wait */
+    int has_failure_mode;
     int stop_on_failure;
     struct sim_stream *next;
 };

@@ -144,6 +144,7 @@ static void run_first(sim_stream *stream) {
 
 void *sim_stream_thread(void *argument) {
     sim_stream *stream = argument;
+    pthread_setname_np(pthread_self(), "kvsim-stream"); /* else it has that of who made the stream */
     sim_lock();
     for (;;) {
         if (stream->first && !stream->is_stopping) {

@@ -129,10 +129,11 @@ HcclResult HcclRemapRegistedMemory(HcclComm *comms, HcclMem *mems, uint64_t numC
     else if (!code && (!numComms || !numMems))
         code = hccl_refuse(&call, HCCL_E_PARA, "%llu communicators and %llu ranges; at least 1 each",
                            (unsigned long long)numComms, (unsigned long long)numMems);
-    pthread_mutex_lock(&hccl_mutex);
-    for (uint64_t i = 0; !code && i < numComms; i++)
+    for (uint64_t i = 0; !code && i < numComms; i++) {
+        pthread_mutex_lock(&hccl_mutex);
         code = remap_one(&call, comms[i], mems, numMems);
-    pthread_mutex_unlock(&hccl_mutex);
+        pthread_mutex_unlock(&hccl_mutex);
+    }
     return hccl_leave(&call, code, "\"comms\":%llu,\"ranges\":%llu", (unsigned long long)numComms,
                       (unsigned long long)numMems);
 }

@@ -177,22 +177,27 @@ static int enter_initialization(void)
     return alone;
 }
 
+static void leave_initialization(void)
+{
+    pthread_mutex_lock(&hccl_mutex);
+    initializing--;
+    pthread_mutex_unlock(&hccl_mutex);
+}
+
 HcclResult HcclCommInitClusterInfoMemConfig(const char *rankTable, uint32_t rank, void *config,
                                             HcclComm *comm_out)
 {
     hccl_call call;
     HcclCommConfig5 checked = {.commName = ""};
     HcclResult code = hccl_enter(&call, "HcclCommInitClusterInfoMemConfig");
-    const int alone = enter_initialization();
-    if (!code && !alone) {
+    if (!code && enter_initialization()) {
+        code = make(&call, rankTable, rank, config, comm_out, &checked);
+        leave_initialization();
+    } else if (!code) {
         sim_note("violation", "\"what\":\"concurrent init\"");
         code = hccl_refuse(&call, HCCL_E_PARA, "concurrent init: another thread is initializing");
+        leave_initialization();
     }
-    if (!code)
-        code = make(&call, rankTable, rank, config, comm_out, &checked);
-    pthread_mutex_lock(&hccl_mutex);
-    initializing--;
-    pthread_mutex_unlock(&hccl_mutex);
     return hccl_leave(&call, code, "\"name\":\"%s\",\"rank\":%u,\"comm\":%llu",
                       code ? "" : checked.commName, rank,
                       code ? 0 : (unsigned long long)(uintptr_t)*comm_out);

@@ -7,6 +7,8 @@ library return their code; nothing is raised, for a test asks for codes.
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import struct
 import sys
 import threading
@@ -127,9 +129,11 @@ class End:
     def init_together(self, table: str, rank: int, names: list[str]) -> list[int]:
         """Initializations from as many threads at once."""
         codes: list[int] = []
+        all_there = threading.Barrier(len(names))
 
         def one(name: str) -> None:
             self.acl.aclrtSetDevice(c_int32(self.device))
+            all_there.wait()
             codes.append(self.init(table, rank, config(name))[0])
 
         threads = [threading.Thread(target=one, args=(name,)) for name in names]
@@ -209,6 +213,12 @@ class End:
         return function(
             c_void_p(comm), c_uint32(remote_rank), descs, c_uint32(len(pieces)), c_void_p(stream)
         )
+
+    def transfer_and_kill(self, pid: int, *arguments: Any) -> list[int]:
+        """Two transfers, and then the process is killed: sooner than a test could do it."""
+        codes = [self.transfer("put", *arguments) for _ in range(2)]
+        os.kill(pid, signal.SIGKILL)
+        return codes
 
     def synchronize(self, stream: int, timeout_ms: int = 5000) -> int:
         return self.acl.aclrtSynchronizeStreamWithTimeout(c_void_p(stream), c_int32(timeout_ms))

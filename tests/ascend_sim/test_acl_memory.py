@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.ascend_sim.acl_library import DEVICE, HOST, UNREGISTERED, Acl, Attributes, in_process
+from tests.ascend_sim.acl_library import (
+    DEFAULT,
+    DEVICE,
+    HOST,
+    UNREGISTERED,
+    Acl,
+    Attributes,
+    in_process,
+)
 
 INVALID, PARAM, UNALIGNED, UNSUPPORTED = 100000, 107000, 107008, 207000
 NO_MEMORY, REGISTERED, NOT_REGISTERED = 207001, 507910, 507911
@@ -172,6 +180,7 @@ def test_registration_of_host_memory(acl: Acl) -> None:
     out = ctypes.c_void_p()
     assert acl.aclrtHostRegister(address, PAGE, 4, ctypes.byref(out)) == UNSUPPORTED
     acl.ok("aclrtHostRegister", address, PAGE, 0, ctypes.byref(out))
+    assert acl.aclrtMemcpy(out, PAGE, pinned, PAGE, DEFAULT) == PARAM
     acl.ok("aclrtHostUnregister", address)
     acl.ok("aclrtFreeHost", pinned)
     acl.ok("aclrtFree", device)

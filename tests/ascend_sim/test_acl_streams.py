@@ -146,6 +146,7 @@ def test_destroying_waits_unless_forced(acl: Acl, memory: int) -> None:
 @pytest.mark.parametrize("stops", [0, 1])
 def test_after_an_error(acl: Acl, stream: int, memory: int, stops: int) -> None:
     acl.ok("aclrtSetStreamFailureMode", stream, stops)
+    assert acl.aclrtSetStreamFailureMode(stream, stops) == PARAM
     acl.ok("aclrtMemset", memory, N, 1, N)
     acl.fault("aclrtMemsetAsync:1=sync:507899")
     acl.ok("aclrtMemsetAsync", memory, N, 2, N, stream)

@@ -135,9 +135,9 @@ def test_code_of_a_dead_end(ends: Ends) -> None:
 def test_other_end_killed_in_mid_transfer(ends: Ends) -> None:
     """The stream is slow: the second batch begins after the end was killed."""
     connect(ends)
-    ends[0]("setting", "latency_us", "30000")
-    assert [put(ends), put(ends)] == [0, 0]
-    ends[1].kill()
+    ends[0]("setting", "latency_us", "100000")
+    asked = (ends.comms[0], 1, [(ends.memory[0], ends.memory[1], 1)], ends.streams[0])
+    assert ends[0]("transfer_and_kill", ends[1].process.pid, *asked) == [0, 0]
     assert synchronize(ends) == REMOTE_GONE
 
 

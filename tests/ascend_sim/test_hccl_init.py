@@ -198,7 +198,7 @@ def test_name_is_unique_on_a_device(end: Remote) -> None:
 
 
 def test_finds_concurrent_init(end: Remote, log: Path) -> None:
-    end("setting", "init_us", "20000")
+    end("setting", "init_us", "100000")
     codes = end("init_together", table(), 0, ["first", "second"])
     end("setting", "init_us", "0")
     assert codes == [0, PARA]

@@ -93,7 +93,8 @@ def test_limit_of_a_batch(ends: Ends) -> None:
     assert put(ends, []) == 0
     assert synchronize(ends) == 0
     lines = ends.log("HcclBatchPut")
-    assert [(line["descriptors"], line["bytes"]) for line in lines] == [(256, 256), (257, 0), (0, 0)]
+    sizes = [(line["descriptors"], line["bytes"]) for line in lines]
+    assert sizes == [(256, 256), (257, 0), (0, 0)]
     assert {(line["name"], line["remote_rank"]) for line in lines} == {(ends.name, 1)}
 
 

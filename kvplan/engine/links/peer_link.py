@@ -86,7 +86,7 @@ class PeerLink(LinkLife):
         """
         found = self._known(index)
         if found is None or (isinstance(index, BlocksCacheKey) and self._is_freed(found)):
-            self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
+            self.sync()  # all that the peer told before its answer is known then
             found = self._known(index)
         if found is not None:
             return found
@@ -147,7 +147,7 @@ class PeerLink(LinkLife):
         """
         known = find_addressed(self._table.caches(), addresses)
         if known is None or self._is_freed(known.cache):
-            self._ask(Sync(), Synced)
+            self.sync()
             known = find_addressed(self._table.caches(), addresses)
         if known is None:
             raise not_addressed(self._table.caches(), str(self), addresses)
@@ -171,6 +171,19 @@ class PeerLink(LinkLife):
         if not cache.metadata:
             raise unreached(cache, self.transport)
         return link
+
+    @property
+    def version(self) -> int:
+        """Of what the peer has told of its caches; another number: there is news."""
+        return self._table.version
+
+    def sync(self) -> None:
+        """Hear all that the peer has to tell of its caches by now.
+
+        Raises:
+            LLMException: LLM_TIMEOUT, or the link has ended.
+        """
+        self._ask(Sync(), Synced)
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """The peer's cache and batch index that have `key`.

@@ -160,7 +160,7 @@ class Renewals:
             return
         del self._attempts[attempt.generation]
         self._link.forget()  # what was had from the connection before
-        _LOG.info("link peer=%d generation=%d", self._link.cluster_id, attempt.generation)
+        _LOG.debug("link peer=%d generation=%d", self._link.cluster_id, attempt.generation)
         attempt.outcome.set_result(None)
 
     def _fail(self, attempt: _Attempt, error: LLMException) -> None:

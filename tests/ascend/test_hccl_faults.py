@@ -1,0 +1,223 @@
+"""Transfers that fail: a batch, at synchronization, never; a peer that dies; memory that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvnative._backend import (
+    KVN_CANCELLED,
+    KVN_DEVICE_MEMORY,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_SUSPECT_REMOTE,
+    KVN_TIMEOUT,
+    KVN_UNMAPPED,
+    KVN_UNSUPPORTED,
+)
+from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, two_ends
+
+NBYTES = 1 << 20
+NUM = 1000
+PRODUCTS = pytest.mark.parametrize("product", [A2, A950], ids=["A2", "950"])
+
+
+@pytest.fixture(scope="module", params=[A2, A3, A950], ids=["A2", "A3", "950"])
+def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+    product: Product = request.param
+    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
+        yield ends
+        assert [end.left() for end in ends.both] == [{}, {}]
+    ends.log.restart()
+    assert not ends.log.calls("violation")
+
+
+@pytest.fixture
+def connection(ends: Ends) -> Iterator[Connection]:
+    connection = ends.connect(NBYTES)
+    yield connection
+    assert ends[0].faults_left() == 0
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "status"),
+    [
+        (1, "PARA", KVN_INVALID),
+        (4, "INTERNAL", KVN_FAILED),
+        (5, "NOT_SUPPORT", KVN_UNSUPPORTED),
+        (9, "TIMEOUT", KVN_TIMEOUT),
+        (21, "REMOTE", KVN_FAILED),
+    ],
+)
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_batch_in_the_middle(
+    connection: Connection, direction: str, code: int, words: str, status: int
+) -> None:
+    """What was enqueued before it is over when the failure is reported, and counts for nothing."""
+    ends, most = connection.ends, connection.ends.product.max_batch
+    name = f"HcclBatch{direction.capitalize()}"
+    ends[0].fault(f"{name}:3={code}")
+    report = connection.transfer(direction, connection.rows([64] * NUM))
+    assert (report.status, report.code, report.failed) == (status, code, None)
+    assert (report.bytes_done, report.unconfirmed) == (0, ((0, NUM),))
+    first, last = 2 * most, min(3 * most, NUM) - 1
+    assert report.message.startswith(f"descriptors {first} to {last}: {name}: {code} ({words})")
+    calls = ends.log.calls(name, "aclrtSynchronizeStreamWithTimeout")
+    assert [it.name for it in calls if not it.code][-1] == "aclrtSynchronizeStreamWithTimeout"
+    assert ends[0].ask(connection.name, "disturbed")
+    assert connection.transfer(direction, connection.rows([64] * NUM)).status == KVN_OK
+
+
+def test_a_batch_of_one_names_the_descriptor(connection: Connection) -> None:
+    connection.ends[0].fault("HcclBatchPut:1=4")
+    report = connection.transfer("put", connection.rows([64]))
+    assert report.failed == 0
+    assert report.message.startswith("descriptor 0: HcclBatchPut: 4 (INTERNAL): ")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(507053, KVN_DEVICE_MEMORY), (507057, KVN_SUSPECT_REMOTE), (507899, KVN_FAILED)],
+)
+def test_an_error_that_shows_at_synchronization(
+    connection: Connection, code: int, status: int
+) -> None:
+    ends = connection.ends
+    ends[0].fault(f"HcclBatchPut:2=sync:{code}")
+    report = connection.transfer("put", connection.rows([64] * NUM))
+    assert (report.status, report.code, report.unconfirmed) == (status, code, ((0, NUM),))
+    assert report.message.startswith(f"aclrtSynchronizeStreamWithTimeout: {code}")
+    assert connection.transfer("put", connection.rows([64] * NUM)).status == KVN_OK
+
+
+def test_half_a_batch(connection: Connection) -> None:
+    connection.ends[0].fault("HcclBatchPut:1=partial:507899")
+    report = connection.transfer("put", connection.rows([64] * NUM))
+    assert (report.code, report.unconfirmed) == (507899, ((0, NUM),))
+
+
+@pytest.mark.parametrize("call", ["aclrtMemcpyAsync", "HcclBatchGet"])
+def test_the_reading_of_guards_fails(connection: Connection, call: str) -> None:
+    ends, (_, remote) = connection.ends, connection.addresses
+    ends[0].fault(f"{call}:1={507000 if call.startswith('acl') else 4}")
+    rows, guards = connection.rows([64] * NUM), [(remote, int.from_bytes(b"\xa5" * 8, "little"))]
+    report = connection.transfer("put", rows, guards=[(remote + NBYTES - 8, guards[0][1])])
+    assert (report.status, report.unconfirmed) == (KVN_FAILED, ((0, NUM),))
+    assert f"{call}: " in report.message
+
+
+def test_a_hang_ends_with_the_deadline(connection: Connection) -> None:
+    ends = connection.ends
+    ends[0].fault("HcclBatchPut:2=hang")
+    report = connection.transfer("put", connection.rows([64] * NUM), timeout_ms=50)
+    assert report.status == KVN_TIMEOUT
+    assert report.message == (
+        f"the deadline passed: 0 of {64 * NUM} bytes were moved, {NUM} of {NUM} descriptors are not "
+        "confirmed"
+    )
+    assert connection.transfer("put", connection.rows([64] * NUM)).status == KVN_OK
+
+
+def test_a_long_transfer_that_hangs_ends_with_the_deadline(connection: Connection) -> None:
+    """Longer than what is on the stream at a time: its thread waits before all is issued."""
+    ends = connection.ends
+    ends[0].fault("HcclBatchGet:2=hang")
+    report = connection.transfer("get", connection.rows([16] * 20000), timeout_ms=100)
+    assert report.status == KVN_TIMEOUT
+    assert len(ends.log.calls("HcclBatchGet")) == 2048 // ends.product.max_batch
+    assert connection.transfer("get", connection.rows([16] * 20000)).status == KVN_OK
+
+
+def test_cancelled_communicator_ends_everything_at_once(connection: Connection) -> None:
+    ends = connection.ends
+    ends[0].fault("HcclBatchPut:1=hang")
+    connection.begin("put", connection.rows([64]))
+    ends[0].start("next", connection.name, "put", connection.rows([64]))
+    ends[0].cancel(connection.name, "cluster 7 does not answer")
+    for key in (connection.name, "next"):
+        report = ends[0].wait(key)
+        assert report["status"] == KVN_PEER_GONE
+        assert report["message"] == "cluster 7 does not answer"
+    report = connection.transfer("put", connection.rows([64]))
+    assert (report.status, report.message) == (KVN_PEER_GONE, "cluster 7 does not answer")
+
+
+def test_task_that_is_cancelled(connection: Connection) -> None:
+    ends = connection.ends
+    ends[0].fault("HcclBatchPut:2=hang")
+    connection.begin("put", connection.rows([64] * NUM))
+    assert ends[0].cancel_task(connection.name)["status"] == KVN_CANCELLED
+    ends[0].faults_left()  # it may have been cancelled before that batch
+
+
+@pytest.fixture
+def deregistered(ends: Ends) -> Iterator[tuple[Connection, list[int]]]:
+    """A connection whose peer has taken its memory back, and the peer's board, which says so."""
+    connection, board = ends.connect(NBYTES), ends.memory(4096)
+    connection.close_communicator()
+    connection.name = ends.open()
+    for end, own, words in zip(ends.both, connection.addresses, board, strict=True):
+        end.bind(connection.name, own, words)
+    ends.at_once("prepare", connection.name)
+    ends[1].write(board[1], 0, (1).to_bytes(8, "little"))
+    rows, guards = connection.rows([64] * NUM), [(board[1], 1)]
+    assert connection.transfer("put", rows, guards=guards).status == KVN_OK
+    ends[1].write(board[1], 0, (2).to_bytes(8, "little"))
+    ends[1].unbind(connection.name, connection.addresses[1])
+    ends[1].deregister(connection.addresses[1])
+    yield connection, board
+    ends[1].region(connection.addresses[1])
+    connection.close()
+    for end, words in zip(ends.both, board, strict=True):
+        end.deregister(words)
+        end.free(words)
+
+
+def test_range_that_the_peer_has_deregistered(
+    deregistered: tuple[Connection, list[int]],
+) -> None:
+    """The guard says so, though the stream has an error of its own."""
+    connection, board = deregistered
+    rows = connection.rows([64] * NUM)
+    report = connection.transfer("put", rows, guards=[(board[1], 1)])
+    assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, NUM),))
+    assert report.message.startswith("the peer has deregistered the memory meanwhile (guard 0")
+    report = connection.transfer("get", rows)
+    assert (report.status, report.unconfirmed) == (KVN_FAILED, ((0, NUM),))
+    assert report.code in (4, 507899)
+
+
+@PRODUCTS
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_peer_that_is_killed(
+    tmp_path_factory: pytest.TempPathFactory, product: Product, direction: str, staged: bool
+) -> None:
+    """In the middle of a transfer, and of the next one nothing is tried for ever."""
+    folder = tmp_path_factory.mktemp("kvsim")
+    with two_ends(folder, product, KVSIM_LATENCY_US=5000, KVSIM_RETRY_US=50000) as ends:
+        connection = ends.connect(
+            NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "lanes": 1} if staged else None
+        )
+        local = ends[0].memory("pinned", NBYTES) if staged else None
+        options = {"staging": connection.name, "local": "host"} if staged else {}
+        connection.begin(direction, connection.rows([64] * NUM, local), **options)
+        ends[1].kill()
+        report = connection.wait(None)
+        assert report.status in (KVN_SUSPECT_REMOTE, KVN_FAILED), report
+        assert report.unconfirmed == ((0, NUM),)
+        assert "HcclGetCommAsyncError: 21 (REMOTE)" in report.message
+        assert ends[0].async_error(connection.name)[0] == 21
+        report = connection.transfer(direction, connection.rows([64], local), **options)
+        assert report.status != KVN_OK
+        ends[0].close(connection.name)
+        ends[0].deregister(connection.addresses[0])
+        ends[0].free(connection.addresses[0])
+        if staged:
+            ends[0].free(local)
+            ends[0].close_staging(connection.name)
+        assert ends[0].left() == {}
