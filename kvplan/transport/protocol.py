@@ -156,7 +156,16 @@ class Transport(Protocol):
 
 
 class TransportLink(Protocol):
-    """A way to one peer. All methods may be called from several threads."""
+    """A way to one peer. All methods may be called from several threads.
+
+    Attributes:
+        sees_freed: whether `check` of memory finds what the peer has deregistered. False: only a
+            transfer does, when its bytes have moved; who would write asks the peer before.
+    """
+
+    @property
+    def sees_freed(self) -> bool:
+        """See above."""
 
     @property
     def renewable(self) -> Renewable | None:

@@ -18,7 +18,9 @@ SIZES = [200_000, 65536, 1, 63, 65, 65535, 140_001, *[977] * 300]
 
 
 @pytest.fixture(scope="module", params=[A2, A950], ids=["A2", "950"])
-def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ends]:
     product: Product = request.param
     with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
         yield ends
@@ -167,11 +169,16 @@ def test_a_lane_at_a_time(ends: Ends) -> None:
     assert report["status"] == KVN_TIMEOUT
     assert report["message"].endswith("; all 1 lanes of the staging memory are in use")
     assert not ends[0].ask(third, "disturbed")
-    assert second.transfer("put", second.rows([4096], local), **through(second, "pinned")).status == 0
+    assert (
+        second.transfer("put", second.rows([4096], local), **through(second, "pinned")).status == 0
+    )
     ends[0].start("c", third, "put", rows, staging=first.name, local="host")
     ends[0].cancel(first.name, "the peer of this link has left")
     report = ends[0].wait("a")
-    assert (report["status"], report["message"]) == (KVN_PEER_GONE, "the peer of this link has left")
+    assert (report["status"], report["message"]) == (
+        KVN_PEER_GONE,
+        "the peer of this link has left",
+    )
     assert ends[0].wait("c")["status"] == KVN_OK
     for end, address in zip(ends.both, region, strict=True):
         end.close(third)
