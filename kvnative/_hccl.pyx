@@ -1,4 +1,4 @@
-"""HCCL's one-sided transfers between Ascend devices; its library is found and opened at run time."""
+"""HCCL's one-sided transfers between Ascend devices; its library is found at run time."""
 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
@@ -407,9 +407,9 @@ cdef class Communicator:
         HcclError: HCCL refuses, or the device has no stream left.
     """
 
-    def __init__(self, HcclLibrary library not None, Device device not None, str rank_table not None,
-                 int rank, int remote_rank, str name not None, *, traffic_class=None,
-                 service_level=None, int max_batch=256):
+    def __init__(self, HcclLibrary library not None, Device device not None,
+                 str rank_table not None, int rank, int remote_rank, str name not None, *,
+                 traffic_class=None, service_level=None, int max_batch=256):
         cdef kvn_communicator_options options
         cdef kvn_failure failure
         cdef int status

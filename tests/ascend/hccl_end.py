@@ -1,11 +1,12 @@
 """One end of communicators in a process of its own: ``python -m tests.ascend.hccl_end FD DEVICE``.
 
-A test sends (method, arguments, keywords) and gets (True, what it returned) or (False, (type, message, code, status)).
-Only plain values cross: this module is __main__ there.
+A test sends (method, arguments, keywords) and gets (True, what it returned) or (False, (type,
+message, code, status)). Only plain values cross: this module is __main__ there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -137,6 +138,11 @@ class End:
             self.library, self.device, table, rank, 1 - rank, name, **options
         )
 
+    def open_with(self, table: str, options: dict[str, Any]) -> None:
+        given = {"rank_table": table, "rank": 0, "remote_rank": 1, "name": "name"} | options
+        made = Communicator(self.library, self.device, **given)
+        self.communicators[made.name] = made
+
     def bind(self, name: str, *regions: int | str) -> None:
         """Regions by address, stagings by name."""
         for it in regions:
@@ -219,6 +225,22 @@ class End:
     ) -> dict[str, Any]:
         self.start("", *arguments, **options)
         return self.wait("", timeout_ms)
+
+    # ---- what a framework in the same process does ----
+
+    def set_own_context(self) -> None:
+        """Of another device than ours."""
+        self.acl = ctypes.CDLL(self.library.acl.path)
+        self.own = ctypes.c_void_p()
+        assert self.acl.aclrtCreateContext(ctypes.byref(self.own), ctypes.c_int32(5)) == 0
+
+    def has_own_context(self) -> bool:
+        current = ctypes.c_void_p()
+        assert self.acl.aclrtGetCurrentContext(ctypes.byref(current)) == 0
+        return current.value == self.own.value
+
+    def drop_own_context(self) -> None:
+        assert self.acl.aclrtDestroyContext(self.own) == 0
 
     # ---- the simulator ----
 

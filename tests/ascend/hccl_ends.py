@@ -57,7 +57,7 @@ def rank_table(version: str) -> str:
     return json.dumps(table | {"status": "completed"})
 
 
-class Failure(Exception):
+class RemoteError(Exception):
     """What the other process raised."""
 
     def __init__(self, kind: str, message: str, code: int, status: int) -> None:
@@ -84,7 +84,7 @@ class Remote:
     def result(self) -> Any:
         good, value = self._connection.recv()
         if not good:
-            raise Failure(*value)
+            raise RemoteError(*value)
         return value
 
     def __getattr__(self, method: str) -> Any:
@@ -214,9 +214,7 @@ def two_ends(
     folder: Path, product: Product = A2, variant: str = "8.5", **settings: object
 ) -> Iterator[Ends]:
     """Settings are environment variables, KVSIM_LATENCY_US=1000 say."""
-    ends = Ends(
-        folder, variant, product, {name: str(it) for name, it in settings.items()}
-    )
+    ends = Ends(folder, variant, product, {name: str(it) for name, it in settings.items()})
     try:
         yield ends
     finally:

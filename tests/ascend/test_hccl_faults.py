@@ -1,4 +1,4 @@
-"""Transfers that fail: a batch, at synchronization, never; a peer that dies; memory that is gone."""
+"""Transfers that fail: a batch, at synchronization, never; a peer that dies; memory gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PRODUCTS = pytest.mark.parametrize("product", [A2, A950], ids=["A2", "950"])
 
 
 @pytest.fixture(scope="module", params=[A2, A3, A950], ids=["A2", "A3", "950"])
-def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ends]:
     product: Product = request.param
     with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
         yield ends
@@ -116,8 +118,8 @@ def test_a_hang_ends_with_the_deadline(connection: Connection) -> None:
     report = connection.transfer("put", connection.rows([64] * NUM), timeout_ms=50)
     assert report.status == KVN_TIMEOUT
     assert report.message == (
-        f"the deadline passed: 0 of {64 * NUM} bytes were moved, {NUM} of {NUM} descriptors are not "
-        "confirmed"
+        f"the deadline passed: 0 of {64 * NUM} bytes were moved, {NUM} of {NUM} descriptors are "
+        "not confirmed"
     )
     assert connection.transfer("put", connection.rows([64] * NUM)).status == KVN_OK
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def through(connection: Connection, kind: str) -> dict[str, Any]:
 
 def reversed_pieces(content: bytes, sizes: list[int]) -> bytes:
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return b"".join(reversed([content[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]))
+    return b"".join(reversed([content[a:b] for a, b in pairwise(cuts)]))
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned", "pageable"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -39,7 +40,7 @@ def contents(seed: int, nbytes: int = NBYTES) -> bytes:
 
 def pieces(content: bytes, sizes: list[int]) -> list[bytes]:
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return [content[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [content[a:b] for a, b in pairwise(cuts)]
 
 
 def test_generation_of_the_product(ends: Ends) -> None:
@@ -136,9 +137,10 @@ def test_local_memory_that_is_not_bound_is_refused_by_name(connection: Connectio
     rows[2] = local + NBYTES - 4095, *rows[2][1:]
     report = connection.transfer("put", rows)
     assert (report.status, report.failed) == (KVN_INVALID, 2)
+    first, last = local + NBYTES - 4095, local + NBYTES + 1
     assert report.message == (
-        f"descriptor 2: local memory [{local + NBYTES - 4095:#x}, {local + NBYTES + 1:#x}) is in no "
-        "region that is bound to the communicator"
+        f"descriptor 2: local memory [{first:#x}, {last:#x}) is in no region that is bound to the "
+        "communicator"
     )
     assert not ends.log.calls("HcclBatchPut")
     assert not ends[0].ask(connection.name, "disturbed")

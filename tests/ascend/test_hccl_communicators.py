@@ -1,0 +1,346 @@
+"""The lives of regions and communicators: order, refusals, timeouts, what is left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from kvnative._backend import (
+    KVN_CANCELLED,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_TIMEOUT,
+    KVN_UNSUPPORTED,
+)
+from tests.ascend.hccl_ends import A2, A950, Ends, Product, RemoteError, two_ends
+
+NBYTES = 1 << 16
+BIND_950 = "HcclRegisterMem"  # which registers too
+
+
+@pytest.fixture(scope="module", params=[A2, A950], ids=["A2", "950"])
+def module_ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ends]:
+    product: Product = request.param
+    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
+        yield ends
+    ends.log.restart()
+    assert not ends.log.calls("violation")
+
+
+@pytest.fixture
+def ends(module_ends: Ends) -> Iterator[Ends]:
+    module_ends.log.restart()
+    yield module_ends
+    assert module_ends[0].faults_left() == 0
+    assert [end.left() for end in module_ends.both] == [{}, {}]
+
+
+def refused(ends: Ends, method: str, *arguments: object, **options: object) -> RemoteError:
+    with pytest.raises(RemoteError) as failure:
+        getattr(ends[0], method)(*arguments, **options)
+    return failure.value
+
+
+# ---- regions ----
+
+
+def test_overlap_is_refused_and_both_ranges_are_named(ends: Ends) -> None:
+    address = ends[0].memory("device", NBYTES)
+    ends[0].region(address)
+    failure = refused(ends, "region", address)
+    assert failure.kind == "ValueError"
+    end = f"{address + NBYTES:#x}"
+    assert failure.message == (
+        f"[{address:#x}, {end}) overlaps the device region [{address:#x}, {end}) of device 0"
+    )
+    ends[0].deregister(address)
+    ends[0].region(address)
+    ends[0].deregister(address)
+    ends[0].free(address)
+
+
+@pytest.mark.parametrize("nbytes", [0, (64 << 30) + 1])
+def test_sizes_that_hccl_does_not_take(ends: Ends, nbytes: int) -> None:
+    address = ends[0].memory("device", NBYTES)
+    failure = refused(ends, "region", address, nbytes=nbytes)
+    assert failure.kind == "ValueError"
+    assert failure.message == (
+        f"nbytes is {nbytes}; of device memory HCCL registers 1 to {64 << 30} bytes at a time"
+    )
+    ends[0].free(address)
+
+
+def test_region_that_is_bound_cannot_be_closed(ends: Ends) -> None:
+    connection = ends.connect(NBYTES)
+    address = connection.addresses[0]
+    failure = refused(ends, "deregister", address)
+    assert (failure.kind, failure.status, failure.code) == ("HcclError", KVN_INVALID, 0)
+    assert failure.message.endswith("is bound to 1 communicator(s)")
+    ends[0].unbind(connection.name, address)
+    ends[0].deregister(address)
+    ends[0].region(address)
+    connection.close()
+
+
+def test_pinned_host_memory(ends: Ends) -> None:
+    if ends.product is A950:
+        name = ends.open()
+        address = ends[0].memory("pinned", NBYTES)
+        ends[0].region(address)
+        failure = refused(ends, "bind", name, address)
+        assert (failure.code, failure.status) == (5, KVN_UNSUPPORTED)
+        assert failure.message.startswith("HcclRegisterMem: 5 (NOT_SUPPORT)")
+        for end in ends.both:
+            end.close(name)
+        ends[0].deregister(address)
+        ends[0].free(address)
+        return
+    connection = ends.connect(NBYTES, kind="pinned")
+    ends[0].write(connection.addresses[0], 0, b"pinned" * 100)
+    assert connection.transfer("put", connection.rows([600]), local="host").status == KVN_OK
+    assert ends[1].read(connection.addresses[1])[:600] == b"pinned" * 100
+    connection.close()
+
+
+# ---- making them ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"traffic_class": 256}, "traffic_class is 256; it must be None or in [0, 255]"),
+        ({"service_level": 8}, "service_level is 8; it must be None or in [0, 7]"),
+        ({"max_batch": 257}, "max_batch is 257; it must be in [1, 256]"),
+        ({"max_batch": 0}, "max_batch is 0; it must be in [1, 256]"),
+        ({"name": ""}, "name is 0 bytes long; it must be 1 to 127"),
+        ({"name": "n" * 128}, "name is 128 bytes long; it must be 1 to 127"),
+        ({"rank": 1}, "rank is 1 and remote_rank 1; they must be two numbers >= 0"),
+    ],
+)
+def test_arguments_out_of_range(ends: Ends, options: dict[str, object], message: str) -> None:
+    failure = refused(ends, "open_with", ends.table, options)
+    assert (failure.kind, failure.message) == ("ValueError", message)
+
+
+def test_longest_name_and_settings_of_rdma(ends: Ends) -> None:
+    options = {"name": "n" * 127, "traffic_class": 132, "service_level": 4}
+    ends[0].open_with(ends.table, options)
+    ends[0].close("n" * 127)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "aclrtCreateStream",
+        "aclrtMalloc",
+        "aclrtMallocHost",
+        "aclrtCreateEventExWithFlag",
+        "HcclRegisterGlobalMem",
+        "HcclCommInitClusterInfoMemConfig",
+        "HcclCommBindMem",
+    ],
+)
+def test_a_step_that_fails_leaves_nothing(ends: Ends, call: str) -> None:
+    if ends.product is A950:
+        call = {"HcclRegisterGlobalMem": BIND_950, "HcclCommBindMem": BIND_950}.get(call, call)
+    code = 15 if call.startswith("Hccl") else 207001
+    ends[0].fault(f"{call}:1={code}")
+    failure = refused(ends, "open", "name", ends.table, 0)
+    assert (failure.kind, failure.code) == ("HcclError", code)
+    assert f"{call}: {code}" in failure.message
+
+
+def test_wrong_rank_table_has_the_vendors_text(ends: Ends) -> None:
+    failure = refused(ends, "open", "name", "{}", 0)
+    assert failure.kind == "HcclError"
+    assert failure.message.startswith("HcclCommInitClusterInfoMemConfig: ")
+    assert len(failure.message) > len("HcclCommInitClusterInfoMemConfig: 1 (PARA): ")
+
+
+def test_threads_initialize_one_after_another(ends: Ends) -> None:
+    """HCCL cannot do it at the same time; the simulator notes that as a violation."""
+    for i in range(4):
+        ends[0].call_in_thread(str(i), "open", f"name-{i}", ends.table, 0)
+    assert [ends[0].join(str(i))[0] for i in range(4)] == [True] * 4
+    for i in range(4):
+        ends[0].close(f"name-{i}")
+
+
+# ---- order ----
+
+
+def test_memory_is_bound_before_prepare(ends: Ends) -> None:
+    connection = ends.connect(NBYTES)
+    address = ends[0].memory("device", NBYTES)
+    ends[0].region(address)
+    failure = refused(ends, "bind", connection.name, address)
+    assert (failure.kind, failure.status) == ("HcclError", KVN_INVALID)
+    assert failure.message == (
+        f"communicator {connection.name} is ready: memory is bound before prepare"
+    )
+    failure = refused(ends, "prepare", connection.name)
+    assert failure.message == f"communicator {connection.name} is ready: it is prepared once"
+    failure = refused(ends, "unbind", connection.name, address)
+    assert failure.message.endswith(f"is not bound to communicator {connection.name}")
+    ends[0].deregister(address)
+    ends[0].free(address)
+    connection.close()
+
+
+def test_region_is_bound_once_and_not_when_closed(ends: Ends) -> None:
+    name = ends.open()
+    (address, other) = ends.memory(NBYTES)
+    ends[0].bind(name, address)
+    assert refused(ends, "bind", name, address).message.endswith("is bound already")
+    for end in ends.both:
+        end.close(name)
+    ends[0].deregister(address)
+    ends[1].deregister(other)
+    for end, it in zip(ends.both, (address, other), strict=True):
+        end.free(it)
+
+
+def test_order_of_calls_at_the_end(ends: Ends) -> None:
+    connection = ends.connect(NBYTES)
+    ends.log.restart()
+    connection.close()
+    pid = ends[0].process.pid
+    calls = [it.name for it in ends.log.calls(pid=pid) if it.name.startswith("Hccl")]
+    if ends.product is A950:
+        assert calls == [
+            *["HcclDisableMemAccess"] * 2,
+            *["HcclDeregisterMem"] * 2,
+            "HcclCommDestroy",
+        ]
+    else:
+        assert calls == [
+            *["HcclCommUnbindMem"] * 2,
+            "HcclCommDestroy",
+            *["HcclDeregisterGlobalMem"] * 2,
+        ]
+
+
+# ---- prepare ----
+
+
+@pytest.mark.parametrize("timeout_ms", [1, 1000])
+def test_peer_that_does_not_come(ends: Ends, timeout_ms: int) -> None:
+    """HCCL takes whole seconds, and 0 would mean two minutes."""
+    name = ends.open()
+    began = time.monotonic()
+    failure = refused(ends, "prepare", name, timeout_ms)
+    assert 0.9 < time.monotonic() - began < 10
+    assert (failure.kind, failure.status, failure.code) == ("HcclError", KVN_TIMEOUT, 9)
+    assert ends[0].ask(name, "state") == "failed"
+    report = ends[0].transfer(name, "put", [(4096, 4096, 1)])
+    assert report["status"] == KVN_FAILED
+    assert report["message"] == (
+        f"communicator {name} is not connected: its prepare failed: nothing can be transferred"
+    )
+    for end in ends.both:
+        end.close(name)
+
+
+@pytest.mark.parametrize("timeout_ms", [0, -1])
+def test_timeouts_that_cannot_be(ends: Ends, timeout_ms: int) -> None:
+    name = ends.open()
+    failure = refused(ends, "prepare", name, timeout_ms)
+    assert (failure.kind, failure.message) == (
+        "ValueError",
+        f"timeout_ms is {timeout_ms}; it must be > 0",
+    )
+    assert ends[0].ask(name, "state") == "open"
+    for end in ends.both:
+        end.close(name)
+
+
+def test_closed_while_another_thread_prepares(ends: Ends) -> None:
+    """That thread closes when HCCL lets it; nobody waits for it."""
+    name = ends.open()
+    addresses = ends.memory(NBYTES)
+    ends[0].bind(name, addresses[0])
+    ends[0].call_in_thread("prepare", "prepare", name, 1000)
+    while ends[0].ask(name, "state") != "preparing":
+        pass
+    ends[0].close_only(name)
+    assert ends[0].ask(name, "state") == "preparing"
+    assert refused(ends, "bind", name, addresses[0]).message == (
+        f"communicator {name} is closed: memory is bound before prepare"
+    )
+    good, raised = ends[0].join("prepare")
+    assert (good, raised[0], raised[3]) == (False, "HcclError", KVN_TIMEOUT)
+    assert ends[0].ask(name, "state") == "closed"
+    assert not ends[0].ask(name, "regions")
+    for end, address in zip(ends.both, addresses, strict=True):
+        end.close(name)
+        end.deregister(address)
+        end.free(address)
+
+
+def test_closed_while_prepare_succeeds(ends: Ends) -> None:
+    name = ends.open()
+    ends[0].call_in_thread("prepare", "prepare", name, 5000)
+    while ends[0].ask(name, "state") != "preparing":
+        pass
+    ends[0].close_only(name)
+    with suppress(RemoteError):  # it may see that the other has closed already
+        ends[1].prepare(name)
+    good, raised = ends[0].join("prepare")
+    assert (good, raised[0], raised[3]) == (False, "HcclError", KVN_CANCELLED)
+    assert raised[1] == f"communicator {name} was closed meanwhile"
+    for end in ends.both:
+        end.close(name)
+
+
+def test_unbinding_waits_for_prepare(ends: Ends) -> None:
+    name = ends.open()
+    addresses = ends.memory(NBYTES)
+    for end, address in zip(ends.both, addresses, strict=True):
+        end.bind(name, address)
+    ends[0].call_in_thread("prepare", "prepare", name, 5000)
+    while ends[0].ask(name, "state") != "preparing":
+        pass
+    ends[0].call_in_thread("unbind", "unbind", name, addresses[0])
+    ends[1].prepare(name)
+    assert ends[0].join("prepare")[0]
+    assert ends[0].join("unbind") == (True, None)
+    for end, address in zip(ends.both, addresses, strict=True):
+        end.close(name)
+        end.deregister(address)
+        end.free(address)
+
+
+# ---- the end ----
+
+
+def test_closed_communicator_takes_nothing(ends: Ends) -> None:
+    connection = ends.connect(NBYTES)
+    rows = connection.rows([64])
+    ends[0].close_only(connection.name)
+    ends[0].close_only(connection.name)
+    assert ends[0].ask(connection.name, "state") == "closed"
+    report = connection.transfer("put", rows)
+    assert (report.status, report.unconfirmed) == (KVN_FAILED, ((0, 1),))
+    assert report.message == (
+        f"communicator {connection.name} is closed: nothing can be transferred"
+    )
+    assert ends[0].async_error(connection.name) == (0, "")
+    connection.close()
+
+
+def test_contexts_of_the_calling_thread_stay(ends: Ends) -> None:
+    """A framework in the same process has its own."""
+    ends[0].set_own_context()
+    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "lanes": 1})
+    assert connection.transfer("put", connection.rows([64])).status == KVN_OK
+    ends[0].async_error(connection.name)
+    ends[0].unbind(connection.name, connection.addresses[0])
+    connection.close()
+    assert ends[0].has_own_context()
+    ends[0].drop_own_context()

@@ -1,0 +1,138 @@
+"""HCCL's library: where it is looked for, what it must have, in each variant of the toolkit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvnative._backend import KVN_OK
+from tests.ascend.hccl_ends import A2, A3, ROOT, Product, rank_table, two_ends
+from tests.ascend.simulator import ELSEWHERE, HOME
+from tests.ascend_sim.build import build
+
+# A library is loaded once a process, so each test has one of its own.
+PROGRAM = """
+import json, sys
+from kvnative._acl import AclLibrary
+from kvnative._hccl import HcclError, HcclLibrary
+acl = AclLibrary.load(sys.argv[1])
+try:
+    hccl = HcclLibrary.load(acl, *sys.argv[2:])
+    told = [hccl.path, hccl.generation, hccl.missing, HcclLibrary.load(acl) is hccl]
+except HcclError as error:
+    told = str(error)
+print(json.dumps(told))
+"""
+
+
+def load(acl: str, *path: str, home: str = "/nonexistent", soc: str = A2.soc) -> Any:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "KVSIM_SOC": soc, HOME: home}
+    environment.pop(ELSEWHERE, None)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, acl, *path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("variant", "file"),
+    [("8.5", "libhcomm.so"), ("8.1", "libhccl.so"), ("hccl-only", "libhccl.so")],
+)
+def test_found_beside_the_acl_library(variant: str, file: str) -> None:
+    lib64 = Path(build(variant)) / "lib64"
+    acl = lib64 / ("libascendcl.so" if variant == "8.1" else "libacl_rt.so")
+    path, generation, missing, same = load(str(acl))
+    assert Path(path).resolve() == (lib64 / file).resolve()
+    assert (generation, missing, same) == ("global", [], True)
+
+
+def test_product_decides_how_memory_is_registered() -> None:
+    home = str(build("8.5"))
+    assert load(f"{home}/lib64/libacl_rt.so", soc="Ascend950PR_9599")[1] == "per_comm"
+
+
+def test_library_that_is_not_there_lists_what_was_tried(tmp_path: Path) -> None:
+    home = str(build("8.5"))
+    told = load(f"{home}/lib64/libacl_rt.so", str(tmp_path / "libhcomm.so"))
+    assert told.startswith(f"no HCCL library: {tmp_path}/libhcomm.so: ")
+    told = load(f"{home}/lib64/libacl_rt.so", str(tmp_path))
+    assert told == f"no HCCL library: {tmp_path} has neither libhcomm.so nor libhccl.so"
+
+
+def test_library_without_one_sided_operations_says_which(tmp_path: Path) -> None:
+    home = str(build("8.5"))
+    told = load(f"{home}/lib64/libacl_rt.so", f"{home}/lib64/libacl_rt.so")
+    assert told.endswith("libacl_rt.so: it lacks HcclCommInitClusterInfoMemConfig")
+
+
+@pytest.mark.parametrize(
+    ("variant", "product"), [("8.1", A2), ("hccl-only", A2), ("8.1", A3)], ids=str
+)
+def test_transfers_with_each_variant(tmp_path: Path, variant: str, product: Product) -> None:
+    with two_ends(tmp_path, product, variant) as ends:
+        connection = ends.connect(1 << 16, staging={"slot_nbytes": 4096, "slots": 2, "lanes": 1})
+        rows = connection.rows([100] * 300)
+        assert connection.transfer("put", rows).status == KVN_OK
+        local = ends[0].memory("pageable", 1 << 16)
+        rows = connection.rows([100] * 300, local)
+        options = {"staging": connection.name, "local": "host"}
+        assert connection.transfer("get", rows, **options).status == KVN_OK
+        assert ends[0].read(local)[:30000] == b"\xa5" * 30000
+        ends[0].free(local)
+        connection.close()
+        assert [end.left() for end in ends.both] == [{}, {}]
+        assert not ends.log.calls("violation")
+
+
+FORK = """
+import os, sys
+from kvnative._acl import AclLibrary
+from kvnative._backend import NativeError
+from kvnative._hccl import Communicator, HcclLibrary, Region
+acl = AclLibrary.load(sys.argv[1])
+hccl = HcclLibrary.load(acl)
+device = acl.device(0)
+buffer = device.allocate(4096)
+region = Region(hccl, device, buffer.address, 4096, on_device=True, owner=buffer)
+communicator = Communicator(hccl, device, sys.argv[2], 0, 1, "forked")
+communicator.bind(region)
+child = os.fork()
+if child == 0:
+    try:
+        communicator.prepare(1000)
+    except NativeError as error:
+        assert "forked" in str(error), error
+        communicator.close()
+        region.close()
+        del communicator, region, buffer, device
+        os._exit(0)
+    os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+communicator.close()
+region.close()
+"""
+
+
+def test_forked_child_touches_nothing() -> None:
+    home = str(build("8.5"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "KVSIM_SOC": A2.soc, HOME: home}
+    acl, table = f"{home}/lib64/libacl_rt.so", rank_table("1.0")
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, acl, table],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
