@@ -106,12 +106,12 @@ class SimulatedAscend:
     @contextmanager
     def slow_transfers(self) -> Iterator[Transfers]:
         """Each step of a stream takes its time: the look at the peer's board comes after it."""
-        controls().set("LATENCY_US", 100_000)
+        controls().set("latency_us", 100_000)
         try:
             with Transfers(1) as transfers:
                 yield transfers
         finally:
-            controls().set("LATENCY_US", 0)
+            controls().set("latency_us", 0)
 
     def left(self) -> dict[str, int]:
         return controls().left()
