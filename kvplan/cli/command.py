@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import kvplan
-from kvplan.cli import keygen
+from kvplan.cli import info, keygen
 from kvplan.status import LLMException
 
 OK: Final = 0
@@ -25,6 +25,9 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
+    "info": Command(
+        "tell what this machine has, and what works on it", info.add_arguments, info.run
+    ),
     "keygen": Command("make the key of a cluster", keygen.add_arguments, keygen.run),
 }
 

@@ -111,9 +111,9 @@ class Call:
         link = self._link_of(argument, key)
         slot = 0
         if isinstance(key, CacheKeyByIdAndIndex):
-            found, slot = link.cache(key), key.batch_index
+            found, slot = link.cache(key, writable=writable), key.batch_index
         elif isinstance(key, BlocksCacheKey):
-            found = link.cache(key)
+            found = link.cache(key, writable=writable)
         else:
             _check_names_one(argument, key)
             if self._moves:

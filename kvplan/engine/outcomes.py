@@ -48,8 +48,10 @@ class Outcomes:
                     _settle(task)
                     return
                 self._thread = thread
+            # Nothing is called between these: no interrupt comes between them, so that what is held
+            # here has its turn.
             self._tasks[task] = None
-        self._turn.put(task)
+            self._turn.put(task)
         if self._cancelled:  # after it was put in: one of both sees it
             task.cancel()
 

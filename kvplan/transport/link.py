@@ -42,6 +42,7 @@ class Link:
     """
 
     renewable = None
+    sees_freed = True
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         self._pid = os.getpid()

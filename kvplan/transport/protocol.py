@@ -103,10 +103,14 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
         """
 
-    def expect(self, memory: Registrable) -> None:
+    def expect(self, memory: Registrable, keep: object = None) -> None:
         """Hear of a pool, before parts of it are registered: links can be made ready for those.
 
         Nobody reaches it for that. It is held until the transport is closed.
+
+        Args:
+            memory: all of it.
+            keep: what else must not go before, such as what pins it.
 
         Raises:
             LLMException: LLM_FAILED, or what the device says.
@@ -156,7 +160,16 @@ class Transport(Protocol):
 
 
 class TransportLink(Protocol):
-    """A way to one peer. All methods may be called from several threads."""
+    """A way to one peer. All methods may be called from several threads.
+
+    Attributes:
+        sees_freed: whether `check` of memory finds what the peer has deregistered. False: only a
+            transfer does, when its bytes have moved; who would write asks the peer before.
+    """
+
+    @property
+    def sees_freed(self) -> bool:
+        """See above."""
 
     @property
     def renewable(self) -> Renewable | None:

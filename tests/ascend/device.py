@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kvplan import Cache, LlmDataDist, Options
+from kvplan import Cache, LlmDataDist, Options, Transfers
 from kvplan.ascend.device import AscendDevice
+from kvplan.ascend.memory import DeviceMemory
 from kvplan.engine.arrays import tensor_arrays
 from tests.ascend.simulator import controls
 
@@ -33,8 +35,10 @@ class OnDevice(LlmDataDist):
 
     def _cleared(self, cache: Cache) -> Cache:
         """Memory of the host is 0 at first, that of a device holds anything."""
-        for array in self.arrays(cache):
-            array[...] = 0
+        memory = self._running().registry.resolve(cache).memory
+        if isinstance(memory, DeviceMemory):
+            for address in cache.tensor_addrs:
+                memory.device.write(address, bytes(cache.cache_desc.tensor_nbytes))
         return cache
 
     def arrays(self, cache: Cache) -> list[NDArray[Any]]:
@@ -98,6 +102,16 @@ class SimulatedAscend:
 
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
         return [it.base.address for it in arrays]
+
+    @contextmanager
+    def slow_transfers(self) -> Iterator[Transfers]:
+        """Each step of a stream takes its time: the look at the peer's board comes after it."""
+        controls().set("latency_us", 100_000)
+        try:
+            with Transfers(1) as transfers:
+                yield transfers
+        finally:
+            controls().set("latency_us", 0)
 
     def left(self) -> dict[str, int]:
         return controls().left()

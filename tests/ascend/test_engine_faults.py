@@ -207,7 +207,7 @@ def test_a_copy_of_the_device_that_fails(
 def test_no_more_memory_on_the_device(
     simulator: Controls, make_engine: MakeEngine, user: LlmDataDist
 ) -> None:
-    simulator.set("HBM_BYTES", 1 << 20)
+    simulator.set("hbm_bytes", 1 << 20)
     try:
         big = CacheDesc(1, (1 << 20,), DataType.DT_INT32)
         error = failed(lambda: user.allocate_cache(big), S.LLM_DEVICE_OUT_OF_MEMORY)
@@ -215,7 +215,7 @@ def test_no_more_memory_on_the_device(
         pool = {"MemPoolConfig": '{"memory_size": 4194304}'}
         failed(lambda: make_engine(3, **pool), S.LLM_DEVICE_OUT_OF_MEMORY)
     finally:
-        simulator.set("HBM_BYTES", 64 << 30)
+        simulator.set("hbm_bytes", 64 << 30)
     user.allocate_cache(big)
 
 

@@ -14,14 +14,24 @@ MOVES = {
     "llm_datadist": {"HcclBatchPut", "HcclBatchGet"},
 }
 PULL = {"HcclBatchGet"}
+KINDS = [
+    "streams",
+    "events",
+    "contexts",
+    "device_bytes",
+    "pinned",
+    "registered",
+    "regions",
+    "comms",
+]
 
 
 def assert_given_back(log: Log, processes: int) -> None:
     """Each process that used a device has ended with nothing left on it."""
     told = [it.fields for it in log.calls("leaks")]
     assert len({it["pid"] for it in told}) == processes
-    kinds = {"call", "pid", "tid", "seq"}
-    assert [it for them in told for it, count in them.items() if it not in kinds and count] == []
+    assert [(kind, it[kind]) for it in told for kind in KINDS if it[kind]] == []
+    assert log.calls("violation") == []
 
 
 @pytest.mark.parametrize("name", SHOWN)

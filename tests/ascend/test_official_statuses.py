@@ -26,7 +26,7 @@ __all__ = ["make_datadist", "make_peer"]  # here these make the official ones
 BLOCKS = [0, 2, 5]
 DEVICE = {**REMOTE, "kvplan.accelerator": "ascend"}
 SOON = {"llm.SyncKvCacheWaitTime": "500"}
-THEIRS = BlocksCacheKey(99)
+THEIRS = BlocksCacheKey(1)
 S = LLMStatusCode
 
 FAULTS = {
@@ -76,16 +76,16 @@ def test_a_push_that_fails(
     manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
 
 
-@pytest.mark.parametrize("fault", ["=sync:507053", "=hang"])
+@pytest.mark.parametrize(("fault", "timeout_ms"), [("=sync:507053", 30_000), ("=hang", 300)])
 def test_a_push_by_layers_that_fails(
-    simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str
+    simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str, timeout_ms: int
 ) -> None:
     simulator.add_fault(f"HcclBatchPut:1{fault}")
-    task = datadist.cache_manager.transfer_cache_async(
-        cache, AllComputed(), [TransferWithCacheKeyConfig(THEIRS)], BLOCKS, BLOCKS
-    )
-    assert task.synchronize() == FAULTS[fault]
-    assert task.get_results() == [FAULTS[fault]]
+    every = range(3)
+    configs = [TransferWithCacheKeyConfig(THEIRS, src_layer_range=every, dst_layer_range=every)]
+    manager = datadist.cache_manager
+    task = manager.transfer_cache_async(cache, AllComputed(), configs, BLOCKS, BLOCKS)
+    assert task.synchronize(timeout_in_millis=timeout_ms) == FAULTS[fault]
 
 
 @pytest.mark.parametrize("fault", ["=507053", "=sync:507054"])

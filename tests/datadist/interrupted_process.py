@@ -59,11 +59,13 @@ def main(machine: str, kind: str, wanted: int) -> None:
                 raise
             interrupts += 1
     signal.setitimer(signal.ITIMER_REAL, 0)
+    deadline = time.monotonic() + DEADLINE_S
+    while user.metrics()["in_flight"] and time.monotonic() < deadline:
+        time.sleep(0.01)
     in_flight = user.metrics()["in_flight"], user.links()[0].in_flight
     # The owner frees a cache that was deallocated when its last claim has ended.
     owner.remove_cache_key(key)
     owner.deallocate_cache(source)
-    deadline = time.monotonic() + DEADLINE_S
     while owner.caches() and time.monotonic() < deadline:
         time.sleep(0.01)
     (unlinked,) = user.unlink_clusters([1], 5000)

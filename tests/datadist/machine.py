@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from kvplan import LlmDataDist
+from kvnative._executor import delay
+from kvplan import LlmDataDist, Transfers
 
 
 class Machine(Protocol):
@@ -31,6 +33,9 @@ class Machine(Protocol):
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
         """Return what a program registers for what `zeros` gave: `data_ptr()` of each."""
 
+    def slow_transfers(self) -> AbstractContextManager[Transfers]:
+        """Let what is moved take 100 ms, and what is done after that come after that."""
+
     def left(self) -> dict[str, int]:
         """Return what this process still has of the device, by kind; nothing may be left."""
 
@@ -47,6 +52,9 @@ class Host:
 
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
         return [it.ctypes.data for it in arrays]
+
+    def slow_transfers(self) -> Transfers:
+        return Transfers(1, wrap=lambda backend: delay(backend, 100))
 
     def left(self) -> dict[str, int]:
         return {}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvnative._executor import Backend, delay
 from kvplan import (
     Cache,
     CacheDesc,
@@ -24,7 +23,6 @@ from kvplan import (
     LLMException,
     LlmRole,
     LLMStatusCode,
-    Transfers,
 )
 from tests.datadist.conftest import MakeEngine, MakePeer
 from tests.datadist.machine import Machine
@@ -35,15 +33,13 @@ SOON_S = 5.0  # on a machine that is busy with other things; measured: 0.1
 
 
 @pytest.fixture
-def slowed(make_engine: MakeEngine, peer: Peer) -> Iterator[tuple[LlmDataDist, Cache]]:
+def slowed(
+    machine: Machine, make_engine: MakeEngine, peer: Peer
+) -> Iterator[tuple[LlmDataDist, Cache]]:
     """A linked engine whose transfers take 100 ms."""
-    with Transfers(1, wrap=_slow) as transfers:
+    with machine.slow_transfers() as transfers:
         user = make_engine(2, transfers=transfers)
         yield linked(user, peer)
-
-
-def _slow(backend: Backend) -> Backend:
-    return delay(backend, 100)
 
 
 def linked(user: LlmDataDist, peer: Peer) -> tuple[LlmDataDist, Cache]:

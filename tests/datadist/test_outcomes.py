@@ -61,8 +61,9 @@ def linked(make_engine: MakeEngine, owner: LlmDataDist) -> Iterator[Linked]:
     ) -> tuple[LlmDataDist, Cache]:
         made.append(Transfers(1, wrap))
         user = make_engine(cluster_id, transfers=made[-1], **options)
+        mine = user.allocate_cache(DESC)  # first: a link that has to be renewed takes its time
         link(user, owner)
-        return user, user.allocate_cache(DESC)
+        return user, mine
 
     yield make
     for transfers in made:

@@ -125,7 +125,7 @@ def test_memory_that_is_another_caches_by_now_is_found(
         push(user, slots, target, src_batch_index=row)
         assert peer.run("result = int(arrays[0][0, 0])") == 1 + 64 * row
         peer.run("datadist.unregister_cache(held.cache_id)")
-        refused(NOT_EXIST, lambda target=target: user.push_layers(slots, target))  # type: ignore[misc]
+        refused(NOT_EXIST, lambda target=target: push(user, slots, target))  # type: ignore[misc]
 
 
 def test_of_two_caches_of_one_memory_the_writable_one_is_written(

@@ -77,15 +77,21 @@ class PeerLink(LinkLife):
     def __str__(self) -> str:
         return f"cluster {self.cluster_id}"
 
-    def cache(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache:
+    def cache(
+        self, index: CacheKeyByIdAndIndex | BlocksCacheKey, *, writable: bool = False
+    ) -> PeerCache:
         """The peer's cache that `index` names; one that is not known yet is asked for.
+
+        Args:
+            writable: whether it is to be written: then it must be the peer's still.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
                 not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
         found = self._known(index)
-        if found is None or (isinstance(index, BlocksCacheKey) and self._is_freed(found)):
+        is_key = isinstance(index, BlocksCacheKey)
+        if found is None or ((is_key or writable) and self._may_be_freed(found, sure=not is_key)):
             self.sync()  # all that the peer told before its answer is known then
             found = self._known(index)
         if found is not None:
@@ -99,8 +105,17 @@ class PeerLink(LinkLife):
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
-    def _is_freed(self, cache: PeerCache) -> bool:
-        """Whether the peer has freed it, which news may not have told yet: its key is another's."""
+    def _may_be_freed(self, cache: PeerCache, *, sure: bool = False) -> bool:
+        """Whether the peer may have freed it, which news has not told yet: its key is another's.
+
+        Args:
+            sure: that the transfer finds that out before it moves a byte, if it can be seen.
+        """
+        link = self.transport_link
+        if link is None or not link.sees_freed:
+            return True
+        if sure:
+            return False
         try:
             self.memory(cache, writable=False).check()
         except LLMException as error:
@@ -146,7 +161,7 @@ class PeerLink(LinkLife):
                 otherwise as `cache` and `memory`.
         """
         known = find_addressed(self._table.caches(), addresses)
-        if known is None or self._is_freed(known.cache):
+        if known is None or self._may_be_freed(known.cache):
             self.sync()
             known = find_addressed(self._table.caches(), addresses)
         if known is None:

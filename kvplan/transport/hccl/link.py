@@ -36,6 +36,7 @@ class HcclLink:
         metadata: of the peer, when the link was made.
     """
 
+    sees_freed = False
     death_fd = None
     """Who watches over the link must do so by other means: the peer may be on another host."""
 

@@ -1,0 +1,78 @@
+"""What a host has without any accelerator: Python, the native modules, limits of the system."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import kvplan
+
+_DESCRIPTORS_OF_A_LINK = 6  # at each end
+
+
+def describe() -> dict[str, object]:
+    """Return what there is, ready for JSON."""
+    return {
+        "kvplan": kvplan.__version__,
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "platform": {
+            "system": f"{platform.system()} {platform.release()}",
+            "machine": platform.machine(),
+            "libc": " ".join(platform.libc_ver()).strip(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "native_modules": _native_modules(),
+        "limits": _limits(),
+    }
+
+
+def _native_modules() -> dict[str, str]:
+    """By name: empty where it loads, else why it does not."""
+    try:
+        import kvnative
+    except ImportError as error:
+        return {"kvnative": str(error)}
+    folder = Path(str(kvnative.__file__)).parent
+    # By the stubs, so that one which was not built is missed.
+    return {it.stem: _load(f"kvnative.{it.stem}") for it in sorted(folder.glob("_*.pyi"))}
+
+
+def _load(module: str) -> str:
+    try:
+        import_module(module)
+    except Exception as error:  # whatever it is, it is what one wants to know
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _limits() -> dict[str, object]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "open_files": {"soft": soft, "hard": hard},
+        "links_by_open_files": soft // _DESCRIPTORS_OF_A_LINK,
+        "ptrace_scope": _number_in("/proc/sys/kernel/yama/ptrace_scope"),
+        "shared_memory_free_bytes": _free("/dev/shm"),
+    }
+
+
+def _number_in(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _free(path: str) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,167 @@
+"""Looks at the accelerator: `python -m kvplan.cli.info.look FD DEVICE_ID`, see `apart`.
+
+Writes a line of JSON to FD for each step that begins and for all that was found, so that nothing is
+lost where a library ends the process, or never comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvnative._backend import NativeError
+from kvplan.cli.info import places, trial
+from kvplan.cli.info.ways import ways_between, ways_within
+from kvplan.status import LLMException
+
+if TYPE_CHECKING:
+    from kvnative._acl import AclLibrary
+    from kvplan.ascend.device import AscendDevice
+
+Note = Callable[..., None]
+
+COSTS: Final = {
+    "aclrtMemcpyBatch": "pageable host memory is copied one descriptor at a time",
+    "aclrtMemcpyBatchAsync": "pinned host memory is copied one descriptor at a time, or by "
+    "aclrtMemcpyBatch where that is there",
+    "aclrtHostRegisterV2": "none: aclrtHostRegister pins host memory",
+    "aclrtGetPhyDevIdByLogicDevId": "the physical number of a device is taken from "
+    "ASCEND_RT_VISIBLE_DEVICES, else to be its logical one; where it is not (a container with some "
+    "of the devices), give llm.LocalCommRes",
+    "aclrtGetDeviceInfo": "on A3 the numbers of the super pod are not known: give llm.LocalCommRes",
+    "aclrtCreateEventExWithFlag": "transport hccl does not work: no staging memory",
+    "aclrtSynchronizeEventWithTimeout": "transport hccl does not work: no staging memory",
+    "aclrtGetVersion": "none, if a version file says which CANN it is",
+}
+
+
+def main() -> None:
+    """See above."""
+    file, device_id = int(sys.argv[1]), int(sys.argv[2])
+
+    def note(**found: Any) -> None:
+        os.write(file, json.dumps(found).encode() + b"\n")
+
+    look(note, device_id)
+
+
+def look(note: Note, device_id: int) -> None:
+    """Tell `note` what there is."""
+    with _open_device(note, device_id) as device:
+        for way in ways_within(device is not None):
+            note(copies=trial.of_copies(way, device))
+        _look_at_transports(note, device)
+
+
+@contextmanager
+def _open_device(note: Note, device_id: int) -> Iterator[AscendDevice | None]:
+    """Look at all devices, and hold that one open; None where it cannot be."""
+    from kvplan.ascend.device import AscendDevice
+    from kvplan.ascend.library import load_library
+
+    note(step="opening the ACL library", accelerator={"places": places.of_acl()})
+    try:
+        library = load_library()
+        note(accelerator=_of_library(library))
+        note(step="asking ACL for its devices (aclInit)")
+        count = library.device_count()
+        note(accelerator={"soc": library.soc_name(), "num_devices": count})
+    except (LLMException, NativeError) as error:
+        note(accelerator={"why_not": _reason(error)})
+        yield None
+        return
+    note(accelerator={"devices": [_of_device(note, library, it) for it in range(count)]})
+    note(step="opening the HCCL library", accelerator={"hccl": _of_hccl(library)})
+    note(step=f"opening device {device_id}")
+    try:
+        device = AscendDevice(device_id, library)
+    except LLMException as error:
+        note(accelerator={"why_not": _reason(error)})
+        yield None
+        return
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def _of_library(library: AclLibrary) -> dict[str, object]:
+    return {
+        "library": library.path,
+        "version": library.version,
+        "missing": [{"name": it, "cost": COSTS.get(it, "")} for it in library.missing],
+        "has_batch": library.has_batch,
+    }
+
+
+def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, object]:
+    from kvplan.ascend.device import AscendDevice
+    from kvplan.transport.hccl.discovery import device_address
+
+    note(step=f"opening device {device_id}")
+    try:
+        device = AscendDevice(device_id, library)
+    except LLMException as error:
+        return {"id": device_id, "why_not": _reason(error)}
+    found: dict[str, object] = {"id": device_id}
+    try:
+        found |= device.describe()
+        found["max_batch"] = None if device.product is None else device.product.max_batch
+        found["address"] = device_address(device, "").to_dict()
+    except (LLMException, NativeError) as error:
+        found["why_not" if len(found) == 1 else "no_address"] = _reason(error)
+    finally:
+        device.close()
+    return found
+
+
+def _of_hccl(library: AclLibrary) -> dict[str, object]:
+    found: dict[str, object] = {"places": places.of_hccl(Path(library.path))}
+    try:
+        from kvnative._hccl import HcclLibrary
+
+        hccl = HcclLibrary.load(library)
+    except Exception as error:  # of a module that does not load, too
+        return {**found, "why_not": _reason(error)}
+    return {
+        **found,
+        "library": hccl.path,
+        "missing": list(hccl.missing),
+        "generation": hccl.generation,
+    }
+
+
+def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
+    from kvplan.transport.choice import TRANSPORTS, TransportOptions
+
+    options = TransportOptions(device=device)
+    for name, make in TRANSPORTS.items():
+        note(step=f"making transport {name}")
+        found: dict[str, object] = {"name": name, "works": False, "reaches": [], "ways": []}
+        try:
+            transport = make(options)
+        except Exception as error:  # as above
+            found["why_not"] = _reason(error)
+        else:
+            found |= {"works": True, "reaches": sorted(transport.reaches)}
+            found["ways"] = [
+                it._asdict() for it in ways_between(name, transport.reaches, device, options)
+            ]
+            transport.close()
+        note(transports=found)
+
+
+def _reason(error: Exception) -> str:
+    """What an error of ours says; of others, what they are as well."""
+    told = str(error.args[0]) if error.args else ""
+    ours = isinstance(error, (LLMException, NativeError))
+    return told if ours and told else f"{type(error).__name__}: {told}"
+
+
+if __name__ == "__main__":
+    main()

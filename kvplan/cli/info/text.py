@@ -1,0 +1,167 @@
+"""What was found, for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Final
+
+_WIDTH: Final = 110
+_NAME: Final = 10
+Found = dict[str, Any]
+
+
+def render(found: Found) -> str:
+    """All of it, ending with a line's end."""
+    parts = (_host, _accelerator, _copies, _transports, _limits, _stopped)
+    return "\n".join(line for part in parts for line in part(found)) + "\n"
+
+
+def _host(found: Found) -> Iterator[str]:
+    python, system = found["python"], found["platform"]
+    yield f"kvplan {found['kvplan']}"
+    yield _row(
+        "python", f"{python['version']} ({python['implementation']}), {python['executable']}"
+    )
+    yield _row(
+        "platform",
+        f"{system['system']}, {system['machine']}, {system['libc']}, {system['cores']} cores",
+    )
+    modules = found["native_modules"]
+    broken = {name: why for name, why in modules.items() if why}
+    yield _row("native", f"{len(modules) - len(broken)} of {len(modules)} modules load")
+    yield from (_row("", f"{name}: {why}") for name, why in broken.items())
+
+
+def _accelerator(found: Found) -> Iterator[str]:
+    it = found["accelerator"]
+    yield ""
+    if "devices" not in it:
+        yield _heading("accelerator: none", it.get("why_not"))
+        yield from _places(it.get("places", []))
+    else:
+        count = it["num_devices"]
+        yield f"accelerator: {it['soc']}, {count} device{'' if count == 1 else 's'}"
+    if "library" in it:
+        yield _row("ACL", f"{it['library']}, CANN {it['version'] or '(of unknown version)'}")
+        batch = "there" if it["has_batch"] else "not there: one call for each descriptor"
+        yield _row("batch copy", batch)
+        yield from _missing(it["missing"])
+    for device in it.get("devices", []):
+        yield _row(f"device {device['id']}", _device(device))
+    if "hccl" in it:
+        yield from _hccl(it["hccl"])
+    if "devices" in it and "why_not" in it:
+        yield _row("", it["why_not"])
+
+
+def _device(it: Found) -> str:
+    if "soc" not in it:
+        return str(it["why_not"])
+    product = "no one-sided transfers"
+    if it["product"]:
+        product = f"{it['product']}, {it['max_batch']} descriptors a batch of HCCL"
+    parts = [
+        f"{it['soc']} ({product}), physical {it['physical_id']}",
+        f"{_gib(it['free_bytes'])} of {_gib(it['total_bytes'])} GiB free",
+    ]
+    if address := it.get("address"):
+        ip = address["device_ip"] or "no address: peers on this host only"
+        parts.append(f"network {ip}")
+    if reason := it.get("no_address"):
+        parts.append(reason)
+    return "; ".join(parts)
+
+
+def _hccl(it: Found) -> Iterator[str]:
+    if "library" in it:
+        how = {
+            "global": "memory is registered once for all links",
+            "per_comm": "memory is registered with each link",
+        }
+        yield _row("HCCL", f"{it['library']}; {how.get(it['generation'], it['generation'])}")
+        if it["missing"]:
+            yield _row("", f"lacks {', '.join(it['missing'])}")
+        return
+    yield _row("HCCL", f"none: {it['why_not']}")
+    yield from _places(it["places"])
+
+
+def _missing(missing: list[Found]) -> Iterator[str]:
+    for it in missing:
+        yield _row("", f"lacks {it['name']}" + (f": {it['cost']}" if it["cost"] else ""))
+
+
+def _places(places: list[Found]) -> Iterator[str]:
+    for it in places:
+        has = ", ".join(it["has"]) or "nothing there"
+        path = it["path"] or "(empty)"
+        yield _row("looked at", f"{path} ({it['origin']}): {has}")
+
+
+def _copies(found: Found) -> Iterator[str]:
+    yield ""
+    yield "inside one process"
+    for it in found["copies"]:
+        told = it["note"] if it["works"] else f"FAILED: {it['why_not']}"
+        if it["works"] and it["remote"] == "device" != it["local"] and it["one_by_one"]:
+            told = f"asynchronous copies, one by one: {it['one_by_one']}"
+        yield _row("", f"{it['local']:<6} <-> {it['remote']:<6}  {told}", indent=20)
+
+
+def _transports(found: Found) -> Iterator[str]:
+    yield ""
+    yield "between processes: the first that works at both ends is used (kvplan.transport=auto)"
+    for it in found["transports"]:
+        if not it["works"]:
+            yield _row(it["name"], f"cannot be used: {it['why_not']}")
+            continue
+        yield _row(it["name"], f"works; peers reach {' and '.join(it['reaches'])} memory here")
+        for way in it["ways"]:
+            ends = f"local {way['local']:<6} remote {way['remote']:<6}"
+            told = f"{way['how']}: {way['note']}" if way["note"] else way["how"]
+            yield _row("", f"{ends}  {told}", indent=29)
+
+
+def _limits(found: Found) -> Iterator[str]:
+    it = found["limits"]
+    files, scope = it["open_files"], it["ptrace_scope"]
+    yield ""
+    yield "limits"
+    yield _row(
+        "open files",
+        f"{files['soft']} (at most {files['hard']}): about {it['links_by_open_files']} links",
+    )
+    if (free := it["shared_memory_free_bytes"]) is not None:
+        yield _row("/dev/shm", f"{_gib(free)} GiB free")
+    if scope:
+        what = "only with kvplan.permit_any_peer" if scope == 1 else "not at all"
+        yield _row("Yama", f"ptrace_scope {scope}: peers reach registered host memory {what}")
+
+
+def _stopped(found: Found) -> Iterator[str]:
+    if it := found["stopped"]:
+        yield ""
+        yield _heading(f"NOT ALL WAS LOOKED AT: {it['step']}", it["reason"])
+        yield from (f"  | {line}" for line in it["said"])
+
+
+def _heading(title: str, reason: str | None) -> str:
+    return textwrap.fill(f"{title}: {reason}" if reason else title, _WIDTH, subsequent_indent="  ")
+
+
+def _row(name: str, told: str, indent: int = 0) -> str:
+    """A line, or several with the rest below its beginning."""
+    return textwrap.fill(
+        told,
+        _WIDTH,
+        initial_indent=f"  {name:<{_NAME}}  ",
+        subsequent_indent=" " * (_NAME + 4 + indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f}"

@@ -1,0 +1,79 @@
+"""Tries the copies inside one process: some scattered blocks, there and back, compared."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvnative._backend import NativeError
+from kvnative._host import Arena
+from kvplan.execution.transfers import Transfers
+from kvplan.planning import plan_pull_blocks
+from kvplan.status import LLMException
+from kvplan.types import CacheDesc, DataType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvplan.ascend.device import AscendDevice
+    from kvplan.ascend.memory import DeviceMemory
+    from kvplan.cli.info.ways import Way
+
+_DESC: Final = CacheDesc(num_tensors=2, shape=(8, 4096), data_type=DataType.DT_UINT8)
+_TIMEOUT_MS: Final = 10_000
+# The blocks at each stop: those of one go to those of the next.
+_STOPS: Final = ([0, 2, 5, 7], [6, 1, 3, 0], [4, 7, 2, 5])
+
+
+def of_copies(way: Way, device: AscendDevice | None) -> dict[str, object]:
+    """Copy that way, and say whether the right bytes came back, and how."""
+    try:
+        with ExitStack() as stack, Transfers() as transfers:
+            fault = _there_and_back(way, device, transfers, stack)
+    except (LLMException, NativeError, MemoryError) as error:
+        fault = str(error.args[0]) if error.args else type(error).__name__
+    one_by_one = "" if device is None else device.native.fallback_reason
+    return {**way._asdict(), "works": not fault, "why_not": fault, "one_by_one": one_by_one}
+
+
+def _there_and_back(
+    way: Way, device: AscendDevice | None, transfers: Transfers, stack: ExitStack
+) -> str:
+    """What is wrong with what came back; empty: nothing."""
+    given, got = (_host(device, stack) for _ in range(2))
+    generator = np.random.default_rng(7)
+    given[:] = generator.integers(1, 256, given.shape, np.uint8)
+    stops: list[Any] = [list(given)]
+    if device is not None and way.remote == "device":
+        stops += [_on(device) for _ in range(1 + (way.local == "device"))]
+    stops.append(list(got))
+    tables = [*_STOPS[: len(stops) - 1], _STOPS[0]]
+    for (source, target), (from_blocks, to_blocks) in zip(
+        pairwise(stops), pairwise(tables), strict=True
+    ):
+        plan = plan_pull_blocks(_DESC, _DESC, from_blocks, to_blocks)
+        transfers.execute(plan, source, target, timeout_ms=_TIMEOUT_MS)
+    wrong = np.flatnonzero((got != given)[:, _STOPS[0]].any(axis=(0, 2)))
+    return f"blocks {[_STOPS[0][it] for it in wrong]} came back wrong" if len(wrong) else ""
+
+
+def _host(device: AscendDevice | None, stack: ExitStack) -> NDArray[np.uint8]:
+    """Tensors as an engine has them: in an arena, which the device reaches by itself."""
+    arena = Arena(_DESC.nbytes)
+    whole: NDArray[np.uint8] = np.frombuffer(memoryview(arena), np.uint8)
+    tensors = whole.reshape(_DESC.num_tensors, *_DESC.shape)
+    if device is not None:
+        pinned = device.pin(tensors.ctypes.data, tensors.nbytes, arena)
+        stack.callback(pinned.close)
+    return tensors
+
+
+def _on(device: AscendDevice) -> DeviceMemory:
+    from kvplan.ascend.memory import DeviceMemory
+
+    buffer = device.allocate(_DESC.nbytes)
+    addresses = [buffer.address + i * _DESC.tensor_nbytes for i in range(_DESC.num_tensors)]
+    return DeviceMemory.from_addresses(device, _DESC, addresses, owner=buffer)

@@ -1,0 +1,282 @@
+"""`kvplan info`, as a shell runs it: without accelerator, with simulated ones, broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvplan
+from kvplan.ascend.products import A2, A3, A950
+from kvplan.cli.info.look import COSTS
+from tests.ascend_sim.build import build
+
+ROOT = Path(__file__).parents[2]
+PLACES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME", "KVPLAN_ASCEND_LIBRARY")
+GIB = 1 << 30
+
+
+def info(*arguments: str, **environment: str) -> str:
+    """What it prints, with these variables and nothing else that says where a library is."""
+    clean = {name: text for name, text in os.environ.items() if name not in PLACES}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "kvplan", "info", *arguments],
+        cwd=ROOT,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def found(*arguments: str, **environment: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(info("--json", *arguments, **environment))
+    return read
+
+
+def simulated(variant: str = "8.5", *arguments: str, **settings: str) -> dict[str, Any]:
+    return found(*arguments, ASCEND_HOME_PATH=str(build(variant)), KVSIM_DEVICES="2", **settings)
+
+
+def transport(it: dict[str, Any], name: str) -> dict[str, Any]:
+    (one,) = [each for each in it["transports"] if each["name"] == name]
+    assert isinstance(one, dict)
+    return one
+
+
+def ways(it: dict[str, Any], name: str) -> dict[tuple[str, str], str]:
+    """(local, remote) -> how."""
+    return {(way["local"], way["remote"]): way["how"] for way in transport(it, name)["ways"]}
+
+
+class TestWithoutAccelerator:
+    def test_says_what_the_host_has(self) -> None:
+        it = found(KVPLAN_ASCEND_LIBRARY="")
+        assert it["kvplan"] == kvplan.__version__
+        assert it["python"]["executable"] == sys.executable
+        assert it["native_modules"]["_executor"] == ""
+        assert set(it["native_modules"].values()) == {""}
+        assert it["limits"]["open_files"]["soft"] >= 6 * it["limits"]["links_by_open_files"] > 0
+        assert it["stopped"] is None
+
+    def test_says_why_there_is_none_and_what_works_without(self) -> None:
+        it = found(KVPLAN_ASCEND_LIBRARY="")
+        assert "KVPLAN_ASCEND_LIBRARY is empty" in it["accelerator"]["why_not"]
+        assert "no accelerator" in transport(it, "hccl")["why_not"]
+        assert ways(it, "local") == {("host", "host"): "direct"}
+        assert [(copy["remote"], copy["works"]) for copy in it["copies"]] == [("host", True)]
+
+    def test_names_every_place_that_was_looked_at(self, tmp_path: Path) -> None:
+        it = found(ASCEND_HOME_PATH=str(tmp_path), ASCEND_HOME="/no/where", LD_LIBRARY_PATH="/also")
+        places = {place["path"]: place for place in it["accelerator"]["places"]}
+        assert places[str(tmp_path)] == {
+            "path": str(tmp_path),
+            "origin": "$ASCEND_HOME_PATH",
+            "has": [],
+        }
+        assert places["/no/where"]["origin"] == "$ASCEND_HOME"
+        assert "/usr/local/Ascend/ascend-toolkit/latest" in places
+        assert "/also" in places
+
+    def test_the_text_is_for_people(self) -> None:
+        text = info(KVPLAN_ASCEND_LIBRARY="")
+        for part in (
+            "accelerator: none",
+            "hccl",
+            "cannot be used",
+            "local host",
+            "direct",
+            "links",
+        ):
+            assert part in text
+        assert max(map(len, text.splitlines())) <= 110
+
+
+class TestBrokenLibraries:
+    def test_a_file_that_is_no_library(self, tmp_path: Path) -> None:
+        (tmp_path / "lib64").mkdir()
+        (tmp_path / "lib64/libacl_rt.so").write_text("of another machine")
+        it = found(ASCEND_HOME_PATH=str(tmp_path))
+        assert "libacl_rt.so: file too short" in it["accelerator"]["why_not"]
+        assert it["accelerator"]["places"][0]["has"] == [str(tmp_path / "lib64/libacl_rt.so")]
+        assert transport(it, "local")["works"]
+
+    def test_a_library_without_the_calls(self, tmp_path: Path) -> None:
+        core = build() / "lib64/libkvsim_core.so"
+        (tmp_path / "libacl_rt.so").symlink_to(core)
+        it = found(KVPLAN_ASCEND_LIBRARY=str(tmp_path / "libacl_rt.so"))
+        assert "has no acl" in it["accelerator"]["why_not"]
+        assert "8.1 or later" in it["accelerator"]["why_not"]
+
+    def broken(self, folder: Path) -> str:
+        library = folder / "libacl_rt.so"
+        source = Path(__file__).with_name("broken_library.c")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+        return str(library)
+
+    def test_one_that_ends_the_process(self, tmp_path: Path) -> None:
+        broken = {"KVPLAN_ASCEND_LIBRARY": self.broken(tmp_path), "BROKEN": "aborts"}
+        it = found(**broken)
+        assert it["stopped"]["step"] == "opening the ACL library"
+        assert it["stopped"]["reason"] == "ended with SIGABRT"
+        assert it["accelerator"]["places"][0]["has"] == ["libacl_rt.so"]
+        text = info(**broken)
+        assert "NOT ALL WAS LOOKED AT: opening the ACL library: ended with SIGABRT" in text
+
+    def test_one_that_never_comes_back(self, tmp_path: Path) -> None:
+        broken = {"KVPLAN_ASCEND_LIBRARY": self.broken(tmp_path), "BROKEN": "hangs"}
+        it = found("--timeout", "2", **broken)
+        assert it["stopped"]["reason"] == "took longer than 2 s"
+
+    def test_a_device_that_cannot_be_opened(self) -> None:
+        it = simulated(KVSIM_FAULTS="aclrtSetDevice:2=507899")
+        first, second = it["accelerator"]["devices"]
+        assert "why_not" not in first
+        assert "aclrtSetDevice: 507899 (internal error of the driver)" in second["why_not"]
+        assert transport(it, "hccl")["works"]
+
+    def test_initialization_that_fails(self) -> None:
+        it = simulated(KVSIM_FAULTS="aclInit:1=507000")
+        assert "aclInit: 507000" in it["accelerator"]["why_not"]
+        assert it["accelerator"]["version"] == "8.5.0"
+        assert transport(it, "local")["works"]
+
+    def test_a_copy_that_fails(self) -> None:
+        it = simulated(KVSIM_FAULTS="aclrtMemcpyBatchAsync:1=sync:507013")
+        tried = {(copy["local"], copy["remote"]): copy for copy in it["copies"]}
+        failed = tried.pop(("host", "device"))
+        assert not failed["works"]
+        assert "507013 (DMA error)" in failed["why_not"]
+        assert all(copy["works"] for copy in tried.values())
+
+
+class TestSimulatedDevices:
+    def test_of_cann_8_5(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        it = simulated(KVSIM_LOG=str(log), KVSIM_HBM_BYTES=str(32 * GIB))
+        accelerator = it["accelerator"]
+        assert accelerator["library"] == str(build() / "lib64/libacl_rt.so")
+        assert (accelerator["version"], accelerator["missing"]) == ("8.5.0", [])
+        assert accelerator["hccl"]["library"] == str(build() / "lib64/libhcomm.so")
+        assert accelerator["hccl"]["generation"] == "global"
+        assert [device["id"] for device in accelerator["devices"]] == [0, 1]
+        for device in accelerator["devices"]:
+            assert (device["product"], device["max_batch"]) == ("A2", 256)
+            assert device["free_bytes"] <= device["total_bytes"] == 32 * GIB
+        assert set(ways(it, "hccl").values()) == {"direct"}
+        assert ways(it, "local") == {
+            ("host", "host"): "direct",
+            ("host", "device"): "refused",
+            ("device", "host"): "direct",
+            ("device", "device"): "refused",
+        }
+        assert [(copy["works"], copy["one_by_one"]) for copy in it["copies"]] == [(True, "")] * 3
+        assert left(log) == set()
+
+    def test_of_cann_8_1(self) -> None:
+        it = simulated("8.1")
+        accelerator = it["accelerator"]
+        assert accelerator["library"].endswith("/libascendcl.so")
+        assert accelerator["version"].startswith("8.1")
+        assert not accelerator["has_batch"]
+        lacks = {symbol["name"]: symbol["cost"] for symbol in accelerator["missing"]}
+        assert "one descriptor at a time" in lacks["aclrtMemcpyBatchAsync"]
+        assert "LocalCommRes" in lacks["aclrtGetPhyDevIdByLogicDevId"]
+        (copy,) = [each for each in it["copies"] if (each["local"], each["remote"]) == TO_DEVICE]
+        assert copy["works"]
+        assert "aclrtMemcpyBatch" in copy["one_by_one"]
+        assert transport(it, "hccl")["works"]
+
+    def test_where_batches_are_refused(self) -> None:
+        it = simulated("batch-unsupported")
+        (copy,) = [each for each in it["copies"] if (each["local"], each["remote"]) == TO_DEVICE]
+        assert copy["works"]
+        assert "207000 (feature not supported)" in copy["one_by_one"]
+
+    def test_with_libhccl_alone(self) -> None:
+        it = simulated("hccl-only")
+        assert it["accelerator"]["hccl"]["library"].endswith("/libhccl.so")
+        assert transport(it, "hccl")["works"]
+
+    def test_without_hccl(self, tmp_path: Path) -> None:
+        (tmp_path / "lib64").mkdir()
+        for name in ("libacl_rt.so", "libkvsim_core.so"):
+            (tmp_path / "lib64" / name).write_bytes((build() / "lib64" / name).read_bytes())
+        it = found(ASCEND_HOME_PATH=str(tmp_path))
+        assert "libhcomm.so" in it["accelerator"]["hccl"]["why_not"]
+        assert it["accelerator"]["hccl"]["places"][0]["origin"] == "beside the ACL library"
+        assert "libhcomm.so" in transport(it, "hccl")["why_not"]
+        assert all(copy["works"] for copy in it["copies"])
+
+    def test_950(self) -> None:
+        it = simulated(KVSIM_SOC="Ascend950")
+        assert it["accelerator"]["devices"][0]["max_batch"] == 64
+        assert it["accelerator"]["hccl"]["generation"] == "per_comm"
+        assert ways(it, "hccl") == {
+            ("host", "host"): "refused",
+            ("host", "device"): "staged",
+            ("device", "host"): "refused",
+            ("device", "device"): "direct",
+        }
+
+    def test_another_device(self) -> None:
+        it = simulated("8.5", "--device-id", "5")
+        assert "device_id=5 is out of range [0, 2)" in it["accelerator"]["why_not"]
+        assert len(it["accelerator"]["devices"]) == 2
+        assert "no accelerator" in transport(it, "hccl")["why_not"]
+
+    def test_the_address_of_a_device(self, tmp_path: Path) -> None:
+        conf = tmp_path / "hccn.conf"
+        conf.write_text("address_0=10.1.2.3\n")
+        it = simulated(KVPLAN_HCCN_CONF=str(conf))
+        first, second = (each["address"] for each in it["accelerator"]["devices"])
+        assert (first["device_ip"], second["device_ip"]) == ("10.1.2.3", None)
+
+    def test_the_text_has_it_all(self) -> None:
+        text = info(ASCEND_HOME_PATH=str(build()), KVSIM_DEVICES="1")
+        for part in (
+            "libacl_rt.so",
+            "CANN 8.5.0",
+            "libhcomm.so",
+            "64.0 of 64.0 GiB",
+            "batch copies",
+        ):
+            assert part in text
+        assert "NOT ALL" not in text
+
+
+TO_DEVICE = ("host", "device")
+
+
+def left(log: Path) -> set[str]:
+    """What the process that looked did not give back."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    leaks = [line for line in lines if line["call"] == "leaks"]
+    assert leaks
+    kinds = ("streams", "events", "device_bytes", "pinned", "regions", "comms")
+    return {kind for line in leaks for kind in kinds if line.get(kind)}
+
+
+def test_what_every_optional_call_costs_is_told() -> None:
+    header = (ROOT / "include/kvnative/acl.h").read_text()
+    optional = header.split("#define KVN_ACL_OPTIONAL(X)")[1].split("typedef struct kvn_acl ")[0]
+    assert set(COSTS) == set(re.findall(r"X\(\w+, (\w+),", optional))
+
+
+@pytest.mark.parametrize("product", [A2, A3, A950], ids=lambda it: it.name)
+def test_documents_say_the_same_of_products(product: Any) -> None:
+    (row,) = [
+        line
+        for line in (ROOT / "docs/ascend.md").read_text().splitlines()
+        if re.match(rf"\| {product.name}\b.*descriptors", line)
+    ]
+    assert f"{product.max_batch} descriptors" in row
+    assert ("host" in product.registers) == ("pinned host memory" in row)
