@@ -92,6 +92,7 @@ class Engine:
                 local_comm_res=options.local_comm_res,
                 rdma_traffic_class=options.rdma_traffic_class,
                 rdma_service_level=options.rdma_service_level,
+                staging_nbytes=options.staging_nbytes,
             )
             transports = make_transports(options.transport, reach)
             for transport in transports:

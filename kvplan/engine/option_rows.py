@@ -199,6 +199,7 @@ ROWS: Final = (
         optional=True,
     ),
     Row("accelerator", ("kvplan.accelerator",), _text, _check_accelerator),
+    _number("staging_nbytes", "kvplan.staging_nbytes", low=0, high=64 << 30),
     _string("transport", "kvplan.transport"),
     _boolean("permit_any_peer", "kvplan.permit_any_peer"),
     _string("cluster_key_file", "kvplan.cluster_key_file", optional=True),

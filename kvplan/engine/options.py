@@ -37,6 +37,8 @@ class Options:
             "none": the placement is a label, and all caches are in host memory; "auto": as "ascend"
             where its runtime library and the device are found, else as "none".
         transport: how peers' memory is reached; "auto" chooses.
+        staging_nbytes: of device memory, through which memory goes that HCCL does not take as it
+            is; 0: none, and such transfers are refused.
         permit_any_peer: let every process of this user trace this one. Where Yama asks for it
             (`kernel.yama.ptrace_scope=1`, as on Ubuntu), peers reach registered memory only so.
         cluster_key_file: path of the key that all engines of a cluster share; None: no
@@ -72,6 +74,7 @@ class Options:
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
     accelerator: str = "auto"
+    staging_nbytes: int = 32 << 20
     transport: str = "auto"
     permit_any_peer: bool = False
     cluster_key_file: str | None = None

@@ -219,7 +219,7 @@ class Pools:
             whole = Span(ground, 0, ground.nbytes, None, of).view(ground.nbytes)
             for transport in transports:
                 if kind_of(whole) in transport.reaches:
-                    transport.expect(whole)
+                    transport.expect(whole, keep=pinned)
 
     def take(self, placement: Placement, nbytes: int) -> Span:
         """Return a span of at least `nbytes` bytes.

@@ -105,7 +105,7 @@ class LocalTransport:
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
 
-    def expect(self, memory: Registrable) -> None:
+    def expect(self, memory: Registrable, keep: object = None) -> None:
         """Do nothing: parts are registered when they are, whatever links there are."""
 
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:

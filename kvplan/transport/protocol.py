@@ -103,10 +103,14 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
         """
 
-    def expect(self, memory: Registrable) -> None:
+    def expect(self, memory: Registrable, keep: object = None) -> None:
         """Hear of a pool, before parts of it are registered: links can be made ready for those.
 
         Nobody reaches it for that. It is held until the transport is closed.
+
+        Args:
+            memory: all of it.
+            keep: what else must not go before, such as what pins it.
 
         Raises:
             LLMException: LLM_FAILED, or what the device says.

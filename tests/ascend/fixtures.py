@@ -25,6 +25,7 @@ def sim_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sim_log(sim_folder: Path) -> Log:
     """What a test's processes call."""
+    controls().set("log", sim_folder / "log")  # another folder's tests may have loaded it first
     return Log(sim_folder / "log")
 
 

@@ -34,7 +34,7 @@ class Side:
         self.transport = HcclTransport(self.device, **options)
         self.buffer = self.device.allocate(TENSORS * TENSOR)
         self.addresses = [self.buffer.address + i * TENSOR for i in range(TENSORS)]
-        self.registration = self.register() if registers else None
+        self.registration: Any = self.register() if registers else None
 
     def register(self) -> Any:
         it = self.buffer

@@ -43,7 +43,7 @@ hosts = st.sampled_from(["10.0.0.1", "10.0.0.10", "10.0.0.2", "host-a"])
 def addresses(draw: st.DrawFn) -> DeviceAddress:
     version = draw(st.sampled_from(["1.0", "1.2"]))
     host = draw(hosts)
-    pods = {"super_device_id": draw(numbers), "super_pod_id": f"pod of {host}"}
+    pods = {"super_device_id": draw(numbers), "super_pod_id": f"pod of {host[0]}"}
     return DeviceAddress(
         version,
         host,
@@ -204,6 +204,23 @@ def test_one_address_for_two_devices_is_refused() -> None:
         DeviceAddress("1.0", "b", "0", "1.1.1.1"),
     )
     assert "the same device_ip" in (why_not(here, there) or "")
+
+
+def test_in_one_super_pod_no_addresses_are_needed() -> None:
+    here = DeviceAddress("1.2", "a", "0", super_device_id="1", super_pod_id="0")
+    there = DeviceAddress("1.2", "b", "0", super_device_id="2", super_pod_id="0")
+    assert json.loads(table_of(here, there).text)["super_pod_list"] == [
+        {"super_pod_id": "0", "server_list": [{"server_id": "a"}, {"server_id": "b"}]}
+    ]
+    twice = DeviceAddress("1.2", "b", "0", super_device_id="1", super_pod_id="0")
+    assert "the same super_device_id, 1" in (why_not(here, twice) or "")
+    elsewhere = DeviceAddress("1.2", "b", "0", super_device_id="1", super_pod_id="1")
+    assert "device_ip of this device 0 is not known" in (why_not(here, elsewhere) or "")
+
+
+def test_an_address_that_only_one_end_knows_is_told_by_neither() -> None:
+    here, there = DeviceAddress("1.0", "a", "0", "1.1.1.1"), DeviceAddress("1.0", "a", "1")
+    assert "device_ip" not in table_of(here, there).text
 
 
 def test_one_host_in_two_pods_is_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvplan.ascend.products import A3
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.ascend.products import A2, A3
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.hccl.device_address import DeviceAddress, device_ip_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,13 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
             LLM_FEATURE_NOT_ENABLED: what the system does not say.
     """
     if local_comm_res:
-        return DeviceAddress.of_local_comm_res(local_comm_res)
+        given = DeviceAddress.of_local_comm_res(local_comm_res)
+        if given.version == "1.2" and device.product is A2:
+            raise invalid(
+                "local_comm_res (llm.LocalCommRes): version is '1.2'; devices of "
+                f"{device.soc_name} have no super pods: it must be 1.0"
+            )
+        return given
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError as error:

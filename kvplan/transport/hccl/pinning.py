@@ -6,6 +6,8 @@ import mmap
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from kvplan.status import LLMException, LLMStatusCode
+
 if TYPE_CHECKING:
     from kvplan.ascend.device import AscendDevice, PinnedMemory
 
@@ -30,7 +32,7 @@ class Pinning:
         No byte of it was given here before, unless that pin has been dropped.
 
         Raises:
-            LLMException: what the device says.
+            LLMException: LLM_FEATURE_NOT_ENABLED: the device does not pin it, and why.
         """
         first, last = address // mmap.PAGESIZE, (address + nbytes - 1) // mmap.PAGESIZE
         if first not in self._pins and self._device.native.locate(address)[0] == "host":
@@ -44,7 +46,17 @@ class Pinning:
             last -= 1
         if first <= last:
             size = (last + 1 - first) * mmap.PAGESIZE
-            made = self._device.pin(first * mmap.PAGESIZE, size)
+            made = self._pin(first * mmap.PAGESIZE, size)
             self._pins[first] = self._pins[last] = made
             held.append(made)
         return tuple(held)
+
+    def _pin(self, address: int, nbytes: int) -> PinnedMemory:
+        try:
+            return self._device.pin(address, nbytes)
+        except LLMException as error:
+            raise LLMException(
+                "HCCL takes pinned memory of the host alone, and this cannot be pinned: "
+                f"{error.args[0]}",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            ) from error

@@ -47,8 +47,13 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
     version = min(here.version, there.version)
     ranked = sorted((here, there), key=_order)
     table: dict[str, Any] = {"version": version}
+    # Of one host or super pod addresses need not be known: then neither is told.
+    with_ip = None not in (here.device_ip, there.device_ip)
     servers = [
-        {"server_id": server_id, "device": [_device(it, ranked.index(it), version) for it in of_it]}
+        {
+            "server_id": server_id,
+            "device": [_device(it, ranked.index(it), version, with_ip=with_ip) for it in of_it],
+        }
         for server_id, of_it in groupby(ranked, key=lambda it: it.server_id)
     ]
     table["server_count"] = str(len(servers))
@@ -68,12 +73,16 @@ def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
             f"both ends use device {here.device_id} of host {here.server_id!r}; HCCL connects two "
             "devices: give each engine a DeviceId of its own"
         )
-    if same_host and here.super_pod_id != there.super_pod_id:
-        pods = f"{here.super_pod_id!r} and {there.super_pod_id!r}"
-        if None not in (here.super_pod_id, there.super_pod_id):
+    same_pod = False
+    if min(here.version, there.version) == "1.2":
+        same_pod = here.super_pod_id == there.super_pod_id
+        if same_host and not same_pod:
+            pods = f"{here.super_pod_id!r} and {there.super_pod_id!r}"
             return f"host {here.server_id!r} would be in two super pods, {pods}"
+        if same_pod and here.super_device_id == there.super_device_id:
+            return f"both ends have the same super_device_id, {here.super_device_id}"
     for whose, it in (("this", here), ("the peer's", there)):
-        if it.device_ip is None and not same_host:
+        if it.device_ip is None and not same_host and not same_pod:
             return (
                 f"device_ip of {whose} device {it.device_id} is not known, which two hosts need: "
                 f"have address_{it.device_id}=<ip> in /etc/hccn.conf, or give llm.LocalCommRes"
@@ -87,10 +96,10 @@ def _order(it: DeviceAddress) -> tuple[str, ...]:
     return it.server_id, it.device_id, it.device_ip or "", it.device_port or ""
 
 
-def _device(it: DeviceAddress, rank: int, version: str) -> dict[str, str]:
+def _device(it: DeviceAddress, rank: int, version: str, *, with_ip: bool) -> dict[str, str]:
     device = {"device_id": it.device_id}
     for name in ("device_ip", "device_port"):
-        if (value := getattr(it, name)) is not None:
+        if with_ip and (value := getattr(it, name)) is not None:
             device[name] = value
     if version == "1.2":
         assert it.super_device_id is not None

@@ -78,9 +78,10 @@ class Registrations:
     def __len__(self) -> int:
         return len(self._by_slot)
 
-    def expect(self, memory: Registrable) -> None:
+    def expect(self, memory: Registrable, keep: object) -> None:
         """Let HCCL know memory whose parts will be registered."""
-        regions = self._cover(self._find(memory, writable=True))
+        found = self._find(memory, writable=True)
+        regions = self._cover(found._replace(keep=(found.keep, keep)))
         with self._mutex:
             if not self._closed:
                 self._expected.append(regions)

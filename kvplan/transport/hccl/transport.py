@@ -126,14 +126,18 @@ class HcclTransport:
         except OSError as error:
             raise LLMException(str(error)) from error
 
-    def expect(self, memory: Registrable) -> None:
+    def expect(self, memory: Registrable, keep: object = None) -> None:
         """Let HCCL know a pool as one region: its parts need no connection to be renewed.
+
+        Args:
+            memory: all of it.
+            keep: what must not go before HCCL has forgotten it, such as what pins it.
 
         Raises:
             LLMException: as `register`.
         """
         self._check_process()
-        self._registrations.expect(memory)
+        self._registrations.expect(memory, keep)
 
     def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.

@@ -1,0 +1,79 @@
+"""The HCCL transport on each product, and each library that the products come with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ascend.simulator import ELSEWHERE
+
+ROOT = Path(__file__).parents[2]
+A2, A3, A950 = "Ascend910B3", "Ascend910_9391", "Ascend950PR"
+
+
+def on(soc: str, variant: str, folder: Path) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "KVSIM_SOC": soc,
+        "KVSIM_DIR": str(folder),
+        "KVSIM_LOG": str(folder / "log"),
+    }
+    environment.pop(ELSEWHERE, None)
+    process = subprocess.run(
+        (sys.executable, "-m", "tests.ascend.hccl_pair_process", variant),
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    told: dict[str, Any] = json.loads(process.stdout)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("soc", "variant", "product", "version"),
+    [
+        (A2, "8.5", "A2", "1.0"),
+        (A2, "8.1", "A2", "1.0"),
+        (A2, "hccl-only", "A2", "1.0"),
+        (A2, "batch-unsupported", "A2", "1.0"),
+        (A3, "8.5", "A3", "1.2"),
+    ],
+)
+def test_products_that_register_once(
+    soc: str, variant: str, product: str, version: str, tmp_path: Path
+) -> None:
+    told = on(soc, variant, tmp_path)
+    assert told == {
+        "product": product,
+        "version": version,
+        "variant": variant,
+        "reaches": ["device", "host"],
+        "pulled": True,
+        "pushed": True,
+        "pulled to the host": True,
+        "generation": 1,
+        "host memory": "registered",
+        "deregistered": told["deregistered"],
+        "left": {},
+    }
+    assert told["deregistered"] != "LLM_SUCCESS"
+
+
+def test_the_product_that_registers_with_each_connection(tmp_path: Path) -> None:
+    told = on(A950, "8.5", tmp_path)
+    assert told["product"] == "950"
+    assert told["reaches"] == ["device"]
+    assert told["pulled"] is told["pushed"] is told["pulled to the host"] is True
+    assert told["generation"] == 1
+    assert "on this product (950) HCCL reaches device memory alone" in told["host memory"]
+    assert told["deregistered"] != "LLM_SUCCESS"
+    assert told["left"] == {}
