@@ -1,7 +1,7 @@
 # What other Cython modules may see of ACL: cimport this to work with a Device and its streams.
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from posix.types cimport pid_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
+from kvnative._acl_library cimport AclLibrary, kvn_acl, kvn_acl_library
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
@@ -21,35 +21,6 @@ cdef extern from "kvnative/acl.h" nogil:
     ctypedef struct kvn_acl_location:
         uint32_t id
         int32_t type
-    ctypedef struct kvn_acl:
-        pass
-
-
-cdef extern from "acl_library.h" nogil:
-    ctypedef struct kvn_acl_library:
-        kvn_acl calls
-        pid_t pid
-
-    int kvn_acl_library_open(
-        const char *const *paths, size_t num_paths, kvn_acl_library *out, kvn_failure *failure
-    )
-    void kvn_acl_library_path(const kvn_acl_library *library, char *out, size_t room)
-    const char *kvn_acl_missing(const kvn_acl *acl, size_t n)
-    int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure)
-    int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failure)
-    int kvn_acl_library_check(const kvn_acl_library *library, kvn_failure *failure)
-    int kvn_acl_library_devices(
-        const kvn_acl_library *library, uint32_t *count, kvn_failure *failure
-    )
-    const char *kvn_acl_library_soc(const kvn_acl_library *library)
-    int kvn_acl_library_interface(const kvn_acl_library *library, int32_t *version)
-    int kvn_acl_library_physical(
-        const kvn_acl_library *library, int32_t logical, int32_t *physical
-    )
-    int kvn_acl_library_attribute(
-        const kvn_acl_library *library, int32_t device, int attribute, int64_t *value,
-        kvn_failure *failure
-    )
 
 
 cdef extern from "acl_device.h" nogil:
@@ -102,32 +73,6 @@ cdef extern from "acl_copy.h" nogil:
     kvn_backend *kvn_acl_copy_create(
         kvn_device *device, kvn_channel **channels, unsigned num_channels, int direction
     )
-
-
-# Raises what `failure` says of a call of ACL: AclError, or ValueError for an argument that was
-# refused before any call.
-cdef int check_acl(int status, const kvn_failure *failure) except -1
-
-
-cdef class AclLibrary:
-    cdef kvn_acl_library library
-    cdef object lock
-    cdef object devices        # id -> Device, weak
-    cdef bint initialized
-    cdef bint ours             # this process was not initialized by anybody else
-    cdef readonly str path
-    cdef readonly object version
-    cdef readonly tuple missing
-    cdef object __weakref__
-
-    @staticmethod
-    cdef AclLibrary open_files(list files)
-    cdef list list_missing(self)
-    cdef object interface_version(self)
-    # NativeError in a forked child.
-    cdef int check_process(self) except -1
-    # aclInit, once.
-    cdef int begin(self) except -1
 
 
 cdef class Device:

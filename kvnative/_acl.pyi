@@ -1,35 +1,13 @@
-"""Ascend devices through ACL, whose library is found and opened at run time."""
+"""Ascend devices through ACL: their memory, and the backends that copy to, from and in it."""
 
 from typing import Literal, Never, final
 
 from typing_extensions import Buffer
 
-from kvnative._backend import Backend, NativeError
+from kvnative._acl_library import AclError, AclLibrary
+from kvnative._backend import Backend
 
 __all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "Pinned"]
-
-class AclError(NativeError):
-    code: int
-    status: int
-    def __init__(self, message: str, code: int = 0, status: int = -9) -> None: ...
-
-@final
-class AclLibrary:
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @staticmethod
-    def load(path: str | None = None) -> AclLibrary: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def version(self) -> str | None: ...
-    @property
-    def missing(self) -> tuple[str, ...]: ...
-    @property
-    def has_batch(self) -> bool: ...
-    def device_count(self) -> int: ...
-    def soc_name(self) -> str: ...
-    def device(self, device_id: int) -> Device: ...
-    def finalize(self) -> None: ...
 
 @final
 class Device:

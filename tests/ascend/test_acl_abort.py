@@ -84,6 +84,8 @@ def test_what_waits_behind_others_is_cancelled_at_once(device: Device, simulator
     cases = [between(device, simulator, "host_to_device", [400], seed=it) for it in range(4)]
     simulator.add_fault(f"{call}:1=hang; {call}:2=hang")
     hanging = [executor.submit(it.descriptors) for it in cases[:2]]  # one on each channel
+    while simulator.faults_left():  # both hang before anything is behind them
+        hanging[0].wait(1, give_up=False)
     behind = [executor.submit(it.descriptors) for it in cases[2:]]
     report = behind[0].cancel()
     assert (report.status, report.unconfirmed) == (KVN_CANCELLED, ((0, 1),))

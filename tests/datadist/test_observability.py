@@ -275,7 +275,7 @@ def test_an_exception_of_a_programs_own_is_logged_and_counted(
     with pytest.raises(LLMException) as raised:
         engine.copy_cache(cache, cache, 0, 1)
     assert raised.value is error
-    error.__traceback__ = None  # the parameter lives on, and would hold the engine's memory
+    error.__traceback__ = None  # it lives on, and what its frames hold
     assert engine.metrics()["operations"]["copy_cache"]["statuses"] == {"LLM_FAILED": 1}
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any, Final
 
+_KILLED_S: Final = 2.0
 _SAID: Final = 12
 """Lines of what a process that died has said, the last ones."""
 
@@ -34,12 +35,12 @@ def look(device_id: int, timeout_s: float) -> dict[str, Any]:
             return _gather(b"", f"no process could be started: {error}")
         finally:
             os.close(writer)
-        with process:
-            try:
-                lines, said, ended = _read(notes.fileno(), process, timeout_s)
-            finally:
-                process.kill()
-        return _gather(lines, "" if ended else f"took longer than {timeout_s:g} s", process, said)
+        try:
+            lines, said, ended = _read(notes.fileno(), process, timeout_s)
+        finally:
+            is_gone = _end(process)
+        late = f"took longer than {timeout_s:g} s{'' if is_gone else ', and cannot be killed'}"
+        return _gather(lines, "" if ended else late, process, said)
 
 
 def _read(
@@ -66,6 +67,18 @@ def _read(
             ended = False
     lines, said = (bytes(it) for it in written.values())
     return lines, said, ended
+
+
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it could be ended: one that waits inside a driver cannot, and is left alone."""
+    assert process.stderr is not None
+    process.kill()
+    process.stderr.close()
+    try:
+        process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _gather(

@@ -1,0 +1,226 @@
+"""The ACL library, found and opened at run time, and its errors."""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from posix.unistd cimport getpid
+
+from kvnative._host cimport kvn_failure
+from kvnative._native cimport KVN_FAILED, KVN_INVALID, KVN_OK, KVN_UNSUPPORTED
+
+import os
+import threading
+import weakref
+
+from kvnative._backend import NativeError
+from kvnative.ascend_files import candidates, toolkit_version
+
+__all__ = ["AclError", "AclLibrary"]
+
+NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before, and kept for old links
+
+cdef dict LIBRARIES = {}  # path -> AclLibrary: a library is never closed
+LIBRARIES_LOCK = threading.Lock()
+
+
+class AclError(NativeError):
+    """A call of ACL failed: the message has the call, its code in words and the vendor's text.
+
+    Attributes:
+        code: the aclError; 0 where the failure is not ACL's.
+        status: one of the KVN_ constants.
+    """
+
+    def __init__(self, message, code=0, status=KVN_FAILED):
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+cdef int check_acl(int status, const kvn_failure *failure) except -1:
+    if status == KVN_OK:
+        return 0
+    message = failure.message.decode("utf-8", "replace")
+    if status == KVN_INVALID and failure.code == 0:
+        raise ValueError(message)
+    raise AclError(message, failure.code, status)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class AclLibrary:
+    """The ACL library of this process.
+
+    Attributes:
+        path: the file that it was found in.
+        version: of the toolkit, "8.5.0" say, or of its ACL interface, "acl 1.16.0"; None: unknown.
+        missing: names of the calls that later versions have and this one lacks.
+    """
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("an AclLibrary comes from AclLibrary.load()")
+
+    @staticmethod
+    def load(path: str | None = None) -> AclLibrary:
+        """Open the library, or return the one that is open.
+
+        Args:
+            path: its file, the folder of a toolkit, or a name for the loader's own search; None to
+                look where the environment and the installer of the toolkit say, then to ask the
+                loader.
+
+        Raises:
+            NativeError: it is not there, or cannot be opened, or is too old: says what was tried.
+        """
+        tried = []
+        for files in candidates(NAMES, path):
+            try:
+                return AclLibrary.open_files(files)
+            except AclError as error:
+                tried.append(str(error))
+        told = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
+        raise NativeError(f"no ACL library: {told}")
+
+    @staticmethod
+    cdef AclLibrary open_files(list files):
+        cdef kvn_failure failure
+        cdef const char *paths[2]
+        cdef char found[4096]
+        cdef AclLibrary self = AclLibrary.__new__(AclLibrary)
+        cdef int status
+        cdef size_t count = min(len(files), 2)
+        encoded = [os.fsencode(it) for it in files]
+        for i in range(count):
+            paths[i] = <const char *>encoded[i]
+        with nogil:
+            status = kvn_acl_library_open(paths, count, &self.library, &failure)
+        check_acl(status, &failure)
+        kvn_acl_library_path(&self.library, found, sizeof(found))
+        self.path = os.fsdecode(<bytes>found)
+        self.lock = threading.Lock()
+        self.devices = weakref.WeakValueDictionary()
+        self.missing = tuple(self.list_missing())
+        self.version = toolkit_version(self.path) or self.interface_version()
+        with LIBRARIES_LOCK:
+            return LIBRARIES.setdefault(os.path.realpath(self.path), self)
+
+    cdef list list_missing(self):
+        cdef list names = []
+        cdef const char *name = kvn_acl_missing(&self.library.calls, 0)
+        while name is not NULL:
+            names.append(name.decode())
+            name = kvn_acl_missing(&self.library.calls, len(names))
+        return names
+
+    cdef object interface_version(self):
+        cdef int32_t numbers[3]
+        if not kvn_acl_library_interface(&self.library, numbers):
+            return None
+        return f"acl {numbers[0]}.{numbers[1]}.{numbers[2]}"
+
+    cdef int check_process(self) except -1:
+        if self.library.pid != getpid():
+            raise NativeError(f"the Ascend runtime was opened by process {self.library.pid} and"
+                              f" does not work in process {getpid()}, forked from it: start such"
+                              f" processes with spawn")
+        return 0
+
+    cdef int begin(self) except -1:
+        cdef kvn_failure failure
+        cdef int first = 0
+        cdef int status
+        self.check_process()
+        if self.initialized:
+            return 0
+        with self.lock:
+            if not self.initialized:
+                with nogil:
+                    status = kvn_acl_library_init(&self.library, &first, &failure)
+                check_acl(status, &failure)
+                self.ours = first != 0
+                self.initialized = True
+        return 0
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it has batch copies; a device may still not support them."""
+        return "aclrtMemcpyBatch" not in self.missing
+
+    def device_count(self) -> int:
+        """Return how many devices this process can use.
+
+        Raises:
+            AclError: there is no driver, say.
+        """
+        cdef kvn_failure failure
+        cdef uint32_t count = 0
+        cdef int status
+        self.begin()
+        with nogil:
+            status = kvn_acl_library_devices(&self.library, &count, &failure)
+        check_acl(status, &failure)
+        return count
+
+    def soc_name(self) -> str:
+        """Return the name of the devices' chip, "Ascend910B1" say."""
+        self.begin()
+        return kvn_acl_library_soc(&self.library).decode(errors="replace")
+
+    def device(self, int device_id):
+        """Return the device of this number, the same object as long as anybody uses it.
+
+        Raises:
+            AclError: there is no such device, or it cannot be used.
+        """
+        from kvnative._acl import _open_device  # which needs this module itself
+
+        self.begin()
+        with self.lock:
+            device = self.devices.get(device_id)
+            if device is None:
+                device = _open_device(self, device_id)
+                self.devices[device_id] = device
+            return device
+
+    def finalize(self) -> None:
+        """Call aclFinalize, if it was this library's first user who called aclInit.
+
+        Only for a process whose other parts do not use ACL: they could not any more.
+
+        Raises:
+            NativeError: a device is still in use.
+        """
+        cdef kvn_failure failure
+        cdef int status
+        self.check_process()
+        with self.lock:
+            if not self.initialized or not self.ours:
+                return
+            if len(self.devices):
+                raise NativeError(f"devices {sorted(self.devices)} are still in use")
+            with nogil:
+                status = kvn_acl_library_finalize(&self.library, &failure)
+            check_acl(status, &failure)
+            self.initialized = False
+
+    cdef int physical_number(self, int32_t device) except? -1:
+        cdef int32_t physical = -1
+        if kvn_acl_library_physical(&self.library, device, &physical):
+            return physical
+        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",")
+        if device < len(visible) and visible[device].strip().isdigit():
+            return int(visible[device])
+        return device
+
+    cdef object attribute_of(self, int32_t device, int number):
+        cdef kvn_failure failure
+        cdef int64_t value = 0
+        cdef int status
+        with nogil:
+            status = kvn_acl_library_attribute(&self.library, device, number, &value, &failure)
+        if status == KVN_UNSUPPORTED:
+            return None
+        check_acl(status, &failure)
+        return value
+
+    def __repr__(self):
+        return f"<AclLibrary {self.path}>"
