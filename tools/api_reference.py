@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = (
     "kvplan",
+    "kvplan.ascend.device",
+    "kvplan.ascend.memory",
     "kvplan.cli",
     "kvplan.engine.metrics",
     "kvplan.engine.option_rows",
