@@ -1,7 +1,8 @@
-# Declarations of the sources behind _hccl, and its classes.
+# Declarations of the sources behind _hccl, and its class.
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from kvnative._acl cimport AclLibrary, Device, DeviceBuffer, kvn_acl, kvn_device
+from kvnative._acl cimport Device, kvn_device
+from kvnative._hccl_memory cimport HcclLibrary, kvn_hccl, kvn_region, kvn_staging
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
@@ -10,36 +11,8 @@ cdef extern from "kvnative/hccl.h" nogil:
     const uint32_t KVN_HCCL_NOT_SET
 
 
-cdef extern from "hccl_library.h" nogil:
-    ctypedef struct kvn_hccl:
-        bint is_per_comm
-
-    int kvn_hccl_open(
-        const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
-        kvn_failure *failure
-    )
-    void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
-    const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
-
-
-cdef extern from "hccl_region.h" nogil:
-    ctypedef struct kvn_region:
-        uint64_t address
-        uint64_t nbytes
-        bint on_device
-        bint is_open
-
-    int kvn_region_open(
-        kvn_hccl *hccl, const kvn_device *device, uint64_t address, uint64_t nbytes,
-        bint on_device, kvn_region *out, kvn_failure *failure
-    )
-    int kvn_region_close(kvn_region *region, kvn_failure *failure)
-
-
 cdef extern from "hccl_communicator.h" nogil:
     enum:
-        KVN_MAX_GUARDS
-        KVN_COMM_READY
         KVN_COMM_CLOSED
     ctypedef struct kvn_communicator:
         pass
@@ -67,24 +40,6 @@ cdef extern from "hccl_communicator.h" nogil:
     int32_t kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room)
 
 
-cdef extern from "hccl_staging.h" nogil:
-    ctypedef struct kvn_staging:
-        uint64_t slot_nbytes
-        uint32_t slots
-        uint32_t num_lanes
-        bint is_open
-
-    int kvn_staging_check(
-        uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_failure *failure
-    )
-    int kvn_staging_open(
-        kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
-        uint32_t num_lanes, kvn_staging *out, kvn_failure *failure
-    )
-    int kvn_staging_close(kvn_staging *staging, kvn_failure *failure)
-    void kvn_staging_free(kvn_staging *staging)
-
-
 cdef extern from "hccl_passage.h" nogil:
     enum:
         KVN_HCCL_MAX_BATCH
@@ -102,36 +57,6 @@ cdef extern from "hccl_transfer.h" nogil:
     kvn_backend *kvn_transfer_create(
         kvn_communicator *communicator, const kvn_transfer_options *options
     )
-
-
-cdef class HcclLibrary:
-    cdef readonly AclLibrary acl  # before the calls, which lead into it
-    cdef kvn_hccl hccl            # stays in place
-    cdef readonly str path
-    cdef readonly tuple missing
-
-    @staticmethod
-    cdef HcclLibrary open_file(AclLibrary acl, str file)
-
-
-cdef class Region:
-    cdef HcclLibrary library
-    cdef Device device
-    cdef object owner             # of the memory
-    cdef kvn_region region        # stays in place: communicators and the library's list point to it
-    cdef bint made
-
-
-cdef class Guards:
-    cdef uint64_t *words          # count addresses, then as many expected words
-    cdef uint32_t count
-
-
-cdef class Staging:
-    cdef Device device
-    cdef readonly Region region   # owns the memory
-    cdef kvn_staging staging      # stays in place: backends point to it
-    cdef bint made
 
 
 cdef class Communicator:

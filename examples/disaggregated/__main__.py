@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from .device import DEVICES, prepare
+from .device import DEVICES, SIMULATED, prepare
 from .messages import (
     AwaitPush,
     Generated,
@@ -94,6 +94,8 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     settings = Settings(
         options.prompt, options.max_tokens, options.block_size, weights_path(), options.device
     )
+    if options.device == "simulated":
+        console.title(SIMULATED)
     console.title("Prefill reads the prompt; decode has no prompt, only an empty cache")
     prefiller = workers.start("prefill", f"{__package__}.prefill", settings)
     decoder = workers.start("decode", f"{__package__}.decode", settings)

@@ -16,6 +16,7 @@ from .paged_cache import BlockTable, PagedCache
 from .requirements import SetupError
 
 DEVICES = ("host", "ascend", "simulated")
+SIMULATED = "The devices are SIMULATED: no NPU takes part, and no time says anything about one"
 
 
 def prepare(device: str) -> None:
@@ -52,7 +53,7 @@ def described(device: str, datadist: LlmDataDist) -> str:
         return "KV cache in host memory"
     text = f"KV cache in memory of device {datadist.device.id}, {datadist.device.soc_name}"
     if device == "simulated":
-        text += ": SIMULATED, there is no NPU in this run"
+        text += ": SIMULATED"
     return text
 
 

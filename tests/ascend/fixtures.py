@@ -15,8 +15,12 @@ from tests.ascend.simulator import Controls, Log, controls, found
 
 @pytest.fixture(scope="session")
 def sim_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all processes of a test run share; the settings are read once a process."""
-    folder = tmp_path_factory.mktemp("kvsim")
+    """What all processes of a test run share; the settings are read once a process.
+
+    So it is one folder, though each conftest.py that imports this makes a fixture of its own.
+    """
+    folder = tmp_path_factory.getbasetemp() / "kvsim"
+    folder.mkdir(exist_ok=True)
     os.environ["KVSIM_DIR"] = str(folder)
     os.environ["KVSIM_LOG"] = str(folder / "log")
     return folder

@@ -14,23 +14,14 @@ MOVES = {
     "llm_datadist": {"HcclBatchPut", "HcclBatchGet"},
 }
 PULL = {"HcclBatchGet"}
-KINDS = [
-    "streams",
-    "events",
-    "contexts",
-    "device_bytes",
-    "pinned",
-    "registered",
-    "regions",
-    "comms",
-]
+KINDS = "streams events contexts device_bytes pinned registered regions comms"
 
 
 def assert_given_back(log: Log, processes: int) -> None:
     """Each process that used a device has ended with nothing left on it."""
     told = [it.fields for it in log.calls("leaks")]
     assert len({it["pid"] for it in told}) == processes
-    assert [(kind, it[kind]) for it in told for kind in KINDS if it[kind]] == []
+    assert [(kind, it[kind]) for it in told for kind in KINDS.split() if it[kind]] == []
     assert log.calls("violation") == []
 
 

@@ -199,19 +199,21 @@ def test_range_that_the_peer_has_deregistered(
 def test_peer_that_is_killed(
     tmp_path_factory: pytest.TempPathFactory, product: Product, direction: str, staged: bool
 ) -> None:
-    """In the middle of a transfer, and of the next one nothing is tried for ever."""
+    """In the middle of a transfer; and of the next one nothing is tried for ever."""
     folder = tmp_path_factory.mktemp("kvsim")
-    with two_ends(folder, product, KVSIM_LATENCY_US=5000, KVSIM_RETRY_US=50000) as ends:
+    with two_ends(folder, product, KVSIM_LATENCY_US=300000, KVSIM_RETRY_US=20000) as ends:
         connection = ends.connect(
             NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "lanes": 1} if staged else None
         )
         local = ends[0].memory("pinned", NBYTES) if staged else None
         options = {"staging": connection.name, "local": "host"} if staged else {}
-        connection.begin(direction, connection.rows([64] * NUM, local), **options)
+        sizes = [4096] * 3 if staged else [16] * (2 * product.max_batch + 1)  # three batches
+        connection.begin(direction, connection.rows(sizes, local), **options)
         ends[1].kill()
+        ends[0].set("latency_us", 0)
         report = connection.wait(None)
         assert report.status in (KVN_SUSPECT_REMOTE, KVN_FAILED), report
-        assert report.unconfirmed == ((0, NUM),)
+        assert report.unconfirmed == ((0, len(sizes)),)
         assert "HcclGetCommAsyncError: 21 (REMOTE)" in report.message
         assert ends[0].async_error(connection.name)[0] == 21
         report = connection.transfer(direction, connection.rows([64], local), **options)

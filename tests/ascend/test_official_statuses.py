@@ -64,16 +64,14 @@ def cache(datadist: LLMDataDist) -> Cache:
     return cache
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_push_that_fails(
-    simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str
-) -> None:
+def test_a_push_that_fails(simulator: Controls, datadist: LLMDataDist, cache: Cache) -> None:
     manager = datadist.cache_manager
-    simulator.add_fault(f"HcclBatchPut:1{fault}")
-    with pytest.raises(LLMException) as caught:
+    for fault, status in FAULTS.items():
+        simulator.add_fault(f"HcclBatchPut:1{fault}")
+        with pytest.raises(LLMException) as caught:
+            manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
+        assert caught.value.status_code == status, (fault, caught.value)
         manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
-    assert caught.value.status_code == FAULTS[fault], caught.value
-    manager.push_blocks(THEIRS, cache, src_blocks=BLOCKS, dst_blocks=BLOCKS)
 
 
 @pytest.mark.parametrize(("fault", "timeout_ms"), [("=sync:507053", 30_000), ("=hang", 300)])
@@ -88,14 +86,12 @@ def test_a_push_by_layers_that_fails(
     assert task.synchronize(timeout_in_millis=timeout_ms) == FAULTS[fault]
 
 
-@pytest.mark.parametrize("fault", ["=507053", "=sync:507054"])
-def test_a_swap_that_fails(
-    simulator: Controls, datadist: LLMDataDist, cache: Cache, fault: str
-) -> None:
+def test_a_swap_that_fails(simulator: Controls, datadist: LLMDataDist, cache: Cache) -> None:
     manager = datadist.cache_manager
     host = manager.allocate_blocks_cache(desc(6, 8, placement=Placement.HOST))
-    simulator.add_fault(f"aclrtMemcpyBatchAsync:1{fault}")
-    with pytest.raises(LLMException) as caught:
+    for fault in ("=507053", "=sync:507054"):
+        simulator.add_fault(f"aclrtMemcpyBatchAsync:1{fault}")
+        with pytest.raises(LLMException) as caught:
+            manager.swap_blocks(cache, host, {0: 1})
+        assert caught.value.status_code == S.LLM_DEVICE_MEM_ERROR
         manager.swap_blocks(cache, host, {0: 1})
-    assert caught.value.status_code == S.LLM_DEVICE_MEM_ERROR
-    manager.swap_blocks(cache, host, {0: 1})

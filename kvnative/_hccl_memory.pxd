@@ -1,0 +1,90 @@
+# Declarations of the sources behind _hccl_memory, and its classes.
+from libc.stdint cimport uint32_t, uint64_t
+
+from kvnative._acl cimport AclLibrary, Device, kvn_acl, kvn_device
+from kvnative._host cimport kvn_failure
+
+
+cdef extern from "hccl_library.h" nogil:
+    ctypedef struct kvn_hccl:
+        bint is_per_comm
+
+    int kvn_hccl_open(
+        const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
+        kvn_failure *failure
+    )
+    void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
+    const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
+
+
+cdef extern from "hccl_region.h" nogil:
+    ctypedef struct kvn_region:
+        uint64_t address
+        uint64_t nbytes
+        bint on_device
+        bint is_open
+
+    int kvn_region_open(
+        kvn_hccl *hccl, const kvn_device *device, uint64_t address, uint64_t nbytes,
+        bint on_device, kvn_region *out, kvn_failure *failure
+    )
+    int kvn_region_close(kvn_region *region, kvn_failure *failure)
+
+
+cdef extern from "hccl_staging.h" nogil:
+    ctypedef struct kvn_staging:
+        uint64_t slot_nbytes
+        uint32_t slots
+        uint32_t num_lanes
+        bint is_open
+
+    int kvn_staging_check(
+        uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_failure *failure
+    )
+    int kvn_staging_open(
+        kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
+        uint32_t num_lanes, kvn_staging *out, kvn_failure *failure
+    )
+    int kvn_staging_close(kvn_staging *staging, kvn_failure *failure)
+    void kvn_staging_free(kvn_staging *staging)
+
+
+cdef extern from "hccl_communicator.h" nogil:
+    enum:
+        KVN_MAX_GUARDS
+
+
+# Raises HcclError with what `failure` says.
+cdef int check_hccl(int status, const kvn_failure *failure) except -1
+# The same, but ValueError for an argument that was refused before any call.
+cdef int check_arguments(int status, const kvn_failure *failure) except -1
+
+
+cdef class HcclLibrary:
+    cdef readonly AclLibrary acl  # before the calls, which lead into it
+    cdef kvn_hccl hccl            # stays in place
+    cdef readonly str path
+    cdef readonly tuple missing
+
+    @staticmethod
+    cdef HcclLibrary open_file(AclLibrary acl, str file)
+
+
+cdef class Region:
+    cdef HcclLibrary library
+    cdef Device device
+    cdef object owner             # of the memory
+    cdef kvn_region region        # stays in place: communicators and the library's list point to it
+    cdef bint made
+
+
+cdef class Guards:
+    cdef uint64_t *words          # count addresses, then as many expected words
+    cdef uint32_t count
+
+
+cdef class Staging:
+    cdef Device device
+    cdef readonly Region region   # owns the memory
+    cdef kvn_staging staging      # stays in place: backends point to it
+    cdef bint made

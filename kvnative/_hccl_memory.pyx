@@ -1,0 +1,359 @@
+"""HCCL's library, and the memory that it knows: regions, staging memory, guards."""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_Release
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+from posix.unistd cimport getpid
+
+from kvnative._acl cimport AclLibrary, Device, DeviceBuffer
+from kvnative._crossing cimport acquire_uint64
+from kvnative._host cimport kvn_failure, unsigned
+from kvnative._native cimport KVN_FAILED, KVN_INVALID, KVN_OK
+
+import os
+import threading
+
+from kvnative._backend import NativeError
+from kvnative.ascend_files import candidates
+
+__all__ = ["MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Staging"]
+
+MAX_GUARDS = KVN_MAX_GUARDS
+NAMES = ("libhcomm.so", "libhccl.so")  # since CANN 8.5; before
+
+cdef dict LIBRARIES = {}  # path -> HcclLibrary: a library is never closed
+LIBRARIES_LOCK = threading.Lock()
+
+
+class HcclError(NativeError):
+    """A call of HCCL, or one of ACL for it, failed.
+
+    The message has the call, its result in words and the vendor's text.
+
+    Attributes:
+        code: the HcclResult or aclError; 0 where no call was made.
+        status: one of the KVN_ constants.
+    """
+
+    def __init__(self, message, code=0, status=KVN_FAILED):
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+cdef int check_hccl(int status, const kvn_failure *failure) except -1:
+    if status == KVN_OK:
+        return 0
+    raise HcclError(failure.message.decode("utf-8", "replace"), failure.code, status)
+
+
+cdef int check_arguments(int status, const kvn_failure *failure) except -1:
+    if status == KVN_INVALID and failure.code == 0:
+        raise ValueError(failure.message.decode("utf-8", "replace"))
+    return check_hccl(status, failure)
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class HcclLibrary:
+    """The HCCL library of this process.
+
+    Attributes:
+        acl: the ACL library that it works with.
+        path: the file that it was found in.
+        missing: names of calls that some versions have and this one lacks.
+    """
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a HcclLibrary comes from HcclLibrary.load()")
+
+    @staticmethod
+    def load(AclLibrary acl not None, path: str | None = None) -> HcclLibrary:
+        """Open the library, or return the one that is open.
+
+        Args:
+            acl: the ACL library, which must be of the same toolkit.
+            path: its file, the folder of a toolkit, or a name for the loader's own search; None to
+                look beside the ACL library, then where that is looked for.
+
+        Raises:
+            HcclError: it is not there, or cannot be opened, or lacks one-sided operations: says
+                what was tried.
+        """
+        acl.check_process()
+        beside = candidates(NAMES, os.path.dirname(acl.path) or None) if path is None else []
+        files = [file for group in [*beside, *candidates(NAMES, path)] for file in group]
+        tried = []
+        for file in dict.fromkeys(files):
+            try:
+                return HcclLibrary.open_file(acl, file)
+            except HcclError as error:
+                tried.append(f"{file}: {error}")
+        told = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
+        raise HcclError(f"no HCCL library: {told}")
+
+    @staticmethod
+    cdef HcclLibrary open_file(AclLibrary acl, str file):
+        cdef kvn_failure failure
+        cdef char found[4096]
+        cdef int status
+        cdef HcclLibrary self = HcclLibrary.__new__(HcclLibrary)
+        cdef bytes encoded = os.fsencode(file), soc_name = acl.soc_name().encode()
+        cdef const char *place = encoded
+        cdef const char *soc = soc_name
+        self.acl = acl
+        with nogil:
+            status = kvn_hccl_open(place, &acl.library.calls, soc, &self.hccl, &failure)
+        check_hccl(status, &failure)
+        kvn_hccl_path(&self.hccl, found, sizeof(found))
+        self.path = os.fsdecode(<bytes>found) or file
+        missing = []
+        while kvn_hccl_missing(&self.hccl, len(missing)) is not NULL:
+            missing.append(kvn_hccl_missing(&self.hccl, len(missing)).decode())
+        self.missing = tuple(missing)
+        with LIBRARIES_LOCK:
+            return LIBRARIES.setdefault((acl.path, os.path.realpath(self.path)), self)
+
+    @property
+    def generation(self) -> str:
+        """How memory is registered.
+
+        "global": once, then bound to communicators (A2, A3). "per_comm": with each communicator, in
+        bind and prepare (950). The classes are used alike.
+        """
+        return "per_comm" if self.hccl.is_per_comm else "global"
+
+    def __repr__(self):
+        return f"<HcclLibrary {self.path}, {self.generation}>"
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class Region:
+    """A range of memory that HCCL knows, of a device or pinned in the host.
+
+    Args:
+        address, nbytes: the range.
+        on_device: whether it is memory of `device`; else host memory, pinned for it.
+        owner: kept as long as the region, the `DeviceBuffer` or `Pinned`.
+
+    Raises:
+        ValueError: a size that HCCL does not take, or it overlaps a region of the device that is
+            not closed.
+        HcclError: HCCL refuses.
+    """
+
+    def __init__(self, HcclLibrary library not None, Device device not None, address, nbytes, *,
+                 bint on_device, object owner=None):
+        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef int status
+        if self.made:
+            raise TypeError("a Region is made once")
+        device.check_usable()
+        self.library = library
+        self.device = device
+        self.owner = owner
+        with nogil:
+            status = kvn_region_open(&library.hccl, &device.device, start, size, on_device,
+                                     &self.region, &failure)
+        check_arguments(status, &failure)
+        self.made = True
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return self.region.address
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.region.nbytes
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is memory of a device."""
+        return self.region.on_device
+
+    @property
+    def closed(self) -> bool:
+        """Whether HCCL knows it no more."""
+        return not self.region.is_open
+
+    def close(self) -> None:
+        """Deregister it; idempotent, nothing in a forked child.
+
+        Raises:
+            HcclError: it is bound to a communicator (KVN_INVALID); or HCCL refuses, then it counts
+                as closed all the same.
+        """
+        cdef kvn_failure failure
+        cdef int status
+        if not self.made or self.library.acl.library.pid != getpid():
+            return
+        with nogil:
+            status = kvn_region_close(&self.region, &failure)
+        if not self.region.is_open:
+            self.owner = None
+        check_hccl(status, &failure)
+
+    def __dealloc__(self):
+        cdef kvn_failure ignored
+        if self.made and self.library.acl.library.pid == getpid():
+            with nogil:
+                kvn_region_close(&self.region, &ignored)
+
+    def __repr__(self):
+        kind = "device" if self.on_device else "host"
+        end = self.address + self.nbytes
+        return (f"<Region [{self.address:#x}, {end:#x}) of {kind} memory"
+                f"{', closed' if self.closed else ''}>")
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc
+cdef class Guards:
+    """The words by which a peer shows that its memory is still registered.
+
+    A transfer with guards reads them after its data, in stream order; if one is not what was
+    expected it ends with KVN_UNMAPPED and nothing is confirmed.
+
+    Args:
+        addresses: of the words, 8 bytes each, in memory that the peer has bound; uint64.
+        expected: what they must hold; uint64, as many. Both are copied.
+
+    Raises:
+        TypeError, ValueError: no such columns, or not 1 to ``MAX_GUARDS`` words.
+    """
+
+    def __init__(self, addresses, expected):
+        cdef Py_buffer places, values
+        if self.words is not NULL:
+            raise TypeError("Guards are made once")
+        acquire_uint64(&places, addresses, "addresses")
+        try:
+            acquire_uint64(&values, expected, "expected")
+            try:
+                if places.shape[0] != values.shape[0]:
+                    raise ValueError(f"expected: expected {places.shape[0]} items, as in addresses,"
+                                     f" got {values.shape[0]}")
+                if not 1 <= places.shape[0] <= KVN_MAX_GUARDS:
+                    raise ValueError(f"addresses: expected 1 to {KVN_MAX_GUARDS} items, got"
+                                     f" {places.shape[0]}")
+                self.words = <uint64_t *>malloc(2 * places.len)
+                if self.words is NULL:
+                    raise MemoryError()
+                self.count = <uint32_t>places.shape[0]
+                memcpy(self.words, places.buf, places.len)
+                memcpy(self.words + self.count, values.buf, values.len)
+            finally:
+                PyBuffer_Release(&values)
+        finally:
+            PyBuffer_Release(&places)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __dealloc__(self):
+        free(self.words)
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class Staging:
+    """Device memory through which local memory goes that HCCL cannot use itself.
+
+    That is host memory, or device memory that is not bound to the communicator. One serves any
+    number of communicators: bind `region` to each, before its prepare.
+
+    Args:
+        slot_nbytes: of a slot, 4096 to 2**30. A transfer is cut into chunks of that size.
+        slots: of a transfer, 2 to 64: as many chunks are on their way at a time.
+        lanes: transfers at a time, 1 to 64; others wait for one to end, or for their deadline.
+
+    Attributes:
+        region: the whole of it.
+
+    Raises:
+        ValueError: a number out of range.
+        HcclError: no such memory, streams or events.
+    """
+
+    def __init__(self, HcclLibrary library not None, Device device not None, *,
+                 slot_nbytes=4 << 20, slots=4, lanes=2):
+        cdef uint64_t size = unsigned("slot_nbytes", slot_nbytes)
+        cdef uint64_t per_lane = unsigned("slots", slots), num_lanes = unsigned("lanes", lanes)
+        cdef kvn_failure failure
+        cdef DeviceBuffer buffer
+        cdef int status
+        if self.made:
+            raise TypeError("Staging is made once")
+        check_arguments(kvn_staging_check(size, per_lane, num_lanes, &failure), &failure)
+        buffer = device.allocate(size * per_lane * num_lanes)
+        self.device = device
+        self.region = Region(library, device, buffer.address, buffer.nbytes, on_device=True,
+                             owner=buffer)
+        with nogil:
+            status = kvn_staging_open(&device.device, <uintptr_t>buffer.start, size,
+                                      <uint32_t>per_lane, <uint32_t>num_lanes, &self.staging,
+                                      &failure)
+        check_hccl(status, &failure)
+        self.made = True
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.region.nbytes
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Of a slot."""
+        return self.staging.slot_nbytes
+
+    @property
+    def slots(self) -> int:
+        """Of a lane."""
+        return self.staging.slots
+
+    @property
+    def lanes(self) -> int:
+        """Transfers that may use it at a time."""
+        return self.staging.num_lanes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it can be used no more."""
+        return not self.staging.is_open
+
+    def close(self) -> None:
+        """Free the memory; idempotent, nothing in a forked child.
+
+        Raises:
+            HcclError: a communicator is bound to it, or a transfer uses it (KVN_INVALID).
+        """
+        cdef kvn_failure failure
+        cdef int status
+        if not self.made or self.device.library.library.pid != getpid():
+            return
+        self.region.close()
+        with nogil:
+            status = kvn_staging_close(&self.staging, &failure)
+        check_hccl(status, &failure)
+
+    def __dealloc__(self):
+        cdef kvn_failure ignored
+        if not self.made:
+            return
+        if self.device.library.library.pid == getpid():
+            with nogil:
+                kvn_staging_close(&self.staging, &ignored)
+        kvn_staging_free(&self.staging)
+
+    def __repr__(self):
+        return f"<Staging of {self.lanes} x {self.slots} x {self.slot_nbytes} bytes>"
