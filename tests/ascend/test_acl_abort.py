@@ -190,3 +190,18 @@ def test_an_executor_that_closes_cancels_what_hangs(device: Device, simulator: C
     (task,) = begun(simulator, executor, case)
     executor.close(cancel=True)
     assert task.report.status == KVN_CANCELLED
+
+
+@pytest.mark.parametrize("fault", ["hang", "sync:507899"])
+def test_a_wait_in_the_midst_of_a_part_that_is_in_vain_confirms_nothing(
+    device: Device, simulator: Controls, fault: str
+) -> None:
+    """Of more copies than a stream holds the first are waited for before the others are issued."""
+    executor = warmed(device, simulator, "device_to_device")
+    case = between(device, simulator, "device_to_device", [10] * 6000)
+    simulator.add_fault(f"aclrtMemcpyAsync:20={fault}")
+    report = executor.run(case.descriptors, timeout_ms=300 if fault == "hang" else None)
+    assert report.status == (KVN_TIMEOUT if fault == "hang" else KVN_FAILED)
+    confirmed = set(range(6000)) - indices(report.unconfirmed)
+    assert [it for it in confirmed if not case.arrived(it)] == []
+    assert_goes_on(executor, case)

@@ -102,6 +102,24 @@ def test_peer_that_hangs_does_not_hold_the_deadline(
     ends[0].free(local)
 
 
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_copy_that_hangs_does_not_hold_the_deadline(
+    connection: Connection, direction: str
+) -> None:
+    """The next one waits inside ACL, as copies of pageable memory do, for the lane's stream."""
+    ends = connection.ends
+    local = ends[0].memory("pageable", NBYTES)
+    ends[0].fault("aclrtMemcpyAsync:2=hang")
+    rows = connection.rows([4096] * 8, local)
+    report = connection.transfer(direction, rows, timeout_ms=100, **through(connection, "pageable"))
+    assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
+    assert ends[0].faults_left() == 0
+    for _ in range(2):
+        report = connection.transfer(direction, rows, **through(connection, "pageable"))
+        assert report.status == KVN_OK, report
+    ends[0].free(local)
+
+
 @pytest.mark.parametrize("call", ["aclrtMemcpyAsync", "aclrtRecordEvent", "aclrtStreamWaitEvent"])
 @pytest.mark.parametrize("direction", ["get", "put"])
 def test_a_call_that_fails_in_the_middle(connection: Connection, call: str, direction: str) -> None:
