@@ -1,4 +1,4 @@
-"""Host memory that shares pages: it is refused by itself, and the links that there are go on."""
+"""Host memory: what shares pages is refused by itself; what HCCL keeps stops nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from kvnative._backend import NativeError
 from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.hccl.regions import HeldRegion
 from tests.ascend.hccl_side import Side, link_both
 from tests.ascend.simulator import Controls, Log
 
@@ -49,6 +51,20 @@ def test_what_goes_beyond_a_page_that_is_pinned_is_refused_and_links_are_made(
     for start, nbytes in ((64, PAGE), (PAGE + 1000, PAGE), (64, 3 * PAGE)):
         assert "shares a page with other memory" in refused(one, at + start, nbytes)
     link_both(one, two)
+
+
+def test_what_hccl_does_not_take_back_is_logged(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(held: HeldRegion) -> None:
+        close(held)
+        raise NativeError("HcclDeregisterGlobalMem: 4 (INTERNAL)")
+
+    close = HeldRegion.close
+    registration = sides[0].transport.register((pages(1), PAGE))
+    monkeypatch.setattr(HeldRegion, "close", refuse)
+    sides[0].transport.deregister(registration)
+    assert "event=hccl_keeps device=0 reason=HcclDeregisterGlobalMem: 4" in caplog.text
 
 
 def test_memory_in_a_page_that_is_pinned_shares_the_pin(sides: tuple[Side, Side]) -> None:
