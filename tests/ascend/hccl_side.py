@@ -107,7 +107,7 @@ def join(one: HcclLink, two: HcclLink) -> None:
         with mutex, ThreadPoolExecutor(2) as threads:
             generations.append(generations[-1] + 1)
             generation = generations[-1]
-            metadata = one.renewable.metadata(), two.renewable.metadata()
+            metadata = one.renewable.open(generation), two.renewable.open(generation)
             both = one.renewable, two.renewable
             made = [threads.submit(it.renew, generation, timeout_ms=5000) for it in both]
             done, _ = wait(made, DEADLINE_S, FIRST_EXCEPTION)
