@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from kvplan import (
     CacheDesc,
@@ -22,6 +23,13 @@ from tests.datadist.machine import machine_of
 
 DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8)
 DEADLINE_S = 10
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Return once it does; whoever started this process sees that it never did."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds() and time.monotonic() < deadline:
+        pass
 
 
 def main(machine: str, kind: str, wanted: int) -> None:
@@ -59,15 +67,12 @@ def main(machine: str, kind: str, wanted: int) -> None:
                 raise
             interrupts += 1
     signal.setitimer(signal.ITIMER_REAL, 0)
-    deadline = time.monotonic() + DEADLINE_S
-    while user.metrics()["in_flight"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not user.metrics()["in_flight"])
     in_flight = user.metrics()["in_flight"], user.links()[0].in_flight
     # The owner frees a cache that was deallocated when its last claim has ended.
     owner.remove_cache_key(key)
     owner.deallocate_cache(source)
-    while owner.caches() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not owner.caches())
     (unlinked,) = user.unlink_clusters([1], 5000)
     began = time.monotonic()
     user.finalize()
