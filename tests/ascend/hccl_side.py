@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType
+from kvplan import CacheDesc, DataType, plan_pull_blocks, plan_push_blocks
 from kvplan.ascend.device import AscendDevice
 from kvplan.ascend.memory import DeviceMemory
 from kvplan.transport.hccl.link import HcclLink
@@ -23,6 +23,8 @@ BLOCKS, BLOCK, TENSORS = 40, 3000, 3
 TENSOR = BLOCKS * BLOCK
 DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8)
 SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
+PULL = plan_pull_blocks(DESC, DESC, SRC, DST)
+PUSH = plan_push_blocks(DESC, DESC, SRC, DST)
 DEADLINE_S = 20.0
 
 
@@ -72,6 +74,13 @@ def seen(buffer: Any) -> NDArray[np.uint8]:
     """Memory of a device, as this test sees it; it must not outlive that."""
     view = controls().host_view(buffer.address)
     return np.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(view), np.uint8)
+
+
+def moved(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What SRC -> DST leaves, by NumPy alone."""
+    left = dst.copy()
+    left[:, DST] = src[:, SRC]
+    return left
 
 
 def link_both(
