@@ -118,3 +118,19 @@ def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
         regions.cover(10, 40, on_device=True)
     assert list(hccl.known) == [(20, 10)]
     assert len(regions.all()) == 1
+
+
+def test_regions_that_end_while_they_are_looked_at() -> None:
+    regions = Regions(Hccl().make)
+    held = [regions.cover(at, 10, on_device=True) for at in (0, 100)]
+
+    class Ending(np.ndarray[Any, Any]):
+        """Tensors that are compared after the regions have gone."""
+
+        def __add__(self, other: Any) -> Any:
+            for it in held:
+                regions.release(it, end)
+            return np.asarray(self) + other
+
+    addresses = np.array([100], np.uint64).view(Ending)
+    assert regions.newest_of(addresses, np.array([1], np.uint64), on_device=True) == 2

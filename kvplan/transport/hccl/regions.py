@@ -156,7 +156,8 @@ class Regions:
             for it in held:
                 it.users -= 1
                 if not it.users:
-                    self._regions.remove(it)
+                    # Another list: `newest_of` goes on with the one that it has.
+                    self._regions = [other for other in self._regions if other is not it]
                     self._columns = None
                     self.changes += 1
                     unused.append(it)
