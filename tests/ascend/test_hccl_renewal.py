@@ -6,8 +6,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
-from kvplan import CacheDesc, CacheKeyByIdAndIndex, DataType, LlmDataDist
+from kvplan import (
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+)
 from tests.ascend.simulator import Controls, Log
 
 DESC = CacheDesc(2, (4, 4096), DataType.DT_INT32)
@@ -63,3 +71,21 @@ def test_a_transfer_on_the_connection_before_ends_well(
     slow.wait(DEADLINE_S * 1000)
     for array, expected in zip(user.arrays(mine), owner.arrays(theirs), strict=True):
         np.testing.assert_array_equal(array[0], expected[0])
+
+
+def test_no_end_prepares_what_the_other_cannot_open(
+    pair: Pair, simulator: Controls, sim_log: Log
+) -> None:
+    """What is bound to a connection that is being prepared could not be given back for long."""
+    owner, user = pair
+    theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+    key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
+    sim_log.restart()
+    for nth in (1, 2):  # of one end, of the other
+        simulator.add_fault(f"HcclCommInitClusterInfoMemConfig:{nth}=4")
+        with pytest.raises(LLMException, match="HcclCommInitClusterInfoMemConfig: 4") as refused:
+            user.pull_cache(key, mine)
+        assert refused.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+        assert simulator.faults_left() == 0
+    assert sim_log.calls("HcclCommPrepare") == []
+    user.pull_cache(key, mine)

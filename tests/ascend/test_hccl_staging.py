@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +16,15 @@ from kvnative._backend import (
     KVN_PEER_GONE,
     KVN_TIMEOUT,
 )
-from tests.ascend.hccl_ends import A2, A950, Connection, Ends, Product, RemoteError, two_ends
+from tests.ascend.hccl_ends import (
+    A2,
+    A950,
+    Connection,
+    Ends,
+    RemoteError,
+    ends_on,
+    reversed_pieces,
+)
 
 NBYTES = 1 << 20
 SLOTS = {"slot_nbytes": 65536, "slots": 2, "lanes": 1}
@@ -25,16 +32,7 @@ SLOTS = {"slot_nbytes": 65536, "slots": 2, "lanes": 1}
 SIZES = [200_000, 65536, 1, 63, 65, 65535, 140_001, *[977] * 300]
 
 
-@pytest.fixture(scope="module", params=[A2, A950], ids=["A2", "950"])
-def ends(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ends]:
-    product: Product = request.param
-    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
-        yield ends
-        assert [end.left() for end in ends.both] == [{}, {}]
-    ends.log.restart()
-    assert not ends.log.calls("violation")
+ends = ends_on(A2, A950)
 
 
 @pytest.fixture
@@ -47,11 +45,6 @@ def connection(ends: Ends) -> Iterator[Connection]:
 
 def through(connection: Connection, kind: str) -> dict[str, Any]:
     return {"staging": connection.name, "local": "device" if kind == "device" else "host"}
-
-
-def reversed_pieces(content: bytes, sizes: list[int]) -> bytes:
-    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return b"".join(reversed([content[a:b] for a, b in pairwise(cuts)]))
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned", "pageable"])
@@ -206,10 +199,7 @@ def test_a_lane_at_a_time(ends: Ends) -> None:
         "the peer of this link has left",
     )
     assert ends[0].wait("c")["status"] == KVN_OK
-    for end, address in zip(ends.both, region, strict=True):
-        end.close(third)
-        end.deregister(address)
-        end.free(address)
+    ends.take_back(third, region)
     ends[0].free(local)
     first.close()
     second.close()
