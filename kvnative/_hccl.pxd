@@ -70,4 +70,5 @@ cdef class Communicator:
     cdef readonly int remote_rank
 
     cdef int check_made(self) except -1
+    cdef int look(self) noexcept
     cdef int let_go(self) except -1

@@ -15,7 +15,7 @@ from kvnative._hccl_memory cimport (
     check_hccl,
 )
 from kvnative._host cimport kvn_failure
-from kvnative._native cimport KVN_PEER_GET, KVN_PEER_PUT, KVN_PENDING
+from kvnative._native cimport KVN_OK, KVN_PEER_GET, KVN_PEER_PUT, KVN_PENDING
 
 import math
 import threading
@@ -108,7 +108,7 @@ cdef class Communicator:
     def state(self) -> str:
         """One of "open", "preparing", "ready", "failed" (its prepare failed), "closed"."""
         self.check_made()
-        return STATES[kvn_communicator_state_of(self.communicator)]
+        return STATES[self.look()]
 
     @property
     def disturbed(self) -> bool:
@@ -132,11 +132,15 @@ cdef class Communicator:
         cdef kvn_failure failure
         cdef int status
         self.check_made()
+        with self.lock:  # first, because a signal may come as soon as it is bound
+            self.bound.append(region)
         with nogil:
             status = kvn_communicator_bind(self.communicator, &region.region, &failure)
+        if status != KVN_OK:
+            with self.lock:
+                if region in self.bound:
+                    self.bound.remove(region)
         check_hccl(status, &failure)
-        with self.lock:
-            self.bound.append(region)
 
     def unbind(self, Region region not None) -> None:
         """Take a region back, so that it can be closed; at any time, but a prepare is waited for.
@@ -251,9 +255,16 @@ cdef class Communicator:
         if status != KVN_PENDING:
             check_hccl(status, &failure)
 
+    # Waits for a call of HCCL that another thread makes, which may be long: without the GIL.
+    cdef int look(self) noexcept:
+        cdef int state
+        with nogil:
+            state = kvn_communicator_state_of(self.communicator)
+        return state
+
     # Of a closed communicator no region is bound any more.
     cdef int let_go(self) except -1:
-        if kvn_communicator_state_of(self.communicator) == KVN_COMM_CLOSED:
+        if self.look() == KVN_COMM_CLOSED:
             with self.lock:
                 self.bound.clear()
         return 0

@@ -22,6 +22,7 @@ cdef extern from "hccl_region.h" nogil:
         uint64_t address
         uint64_t nbytes
         bint on_device
+        uint32_t num_bound
         bint is_open
 
     int kvn_region_open(

@@ -338,12 +338,17 @@ cdef class Staging:
             HcclError: a communicator is bound to it, or a transfer uses it (KVN_INVALID).
         """
         cdef kvn_failure failure
-        cdef int status
+        cdef int status = KVN_OK
         if not self.made or self.device.library.library.pid != getpid():
             return
+        if self.region.region.num_bound == 0:
+            # Before the region, which lets the memory go: a transfer may use it all the same, if it
+            # was unbound meanwhile.
+            with nogil:
+                status = kvn_staging_close(&self.staging, &failure)
+            if self.staging.is_open:
+                check_hccl(status, &failure)
         self.region.close()
-        with nogil:
-            status = kvn_staging_close(&self.staging, &failure)
         check_hccl(status, &failure)
 
     def __dealloc__(self):

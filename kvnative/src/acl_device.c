@@ -52,8 +52,10 @@ int kvn_device_open(const kvn_acl_library *library, int32_t id, kvn_device *out,
         return kvn_acl_fail(acl, "aclrtSetDevice", code, failure);
     code = acl->aclrtGetCurrentContext(&out->context);
     if (code != KVN_ACL_OK)
-        return kvn_acl_fail(acl, "aclrtGetCurrentContext", code, failure);
+        kvn_acl_fail(acl, "aclrtGetCurrentContext", code, failure);
     kvn_device_leave(out, previous);
+    if (code != KVN_ACL_OK)
+        return failure->status;
     error = pthread_mutex_init(&out->mutex, NULL);
     if (error)
         return kvn_fail(failure, KVN_NO_MEMORY, error, "no mutex for device %d: %s", (int)id,

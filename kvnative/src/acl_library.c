@@ -245,8 +245,7 @@ const char *kvn_acl_words(int code)
     return error ? error->words : "";
 }
 
-/* A text of several lines as one, without a line's end at its end. */
-static void put_on_one_line(char *text)
+void kvn_acl_put_on_one_line(char *text)
 {
     char *end = text;
 
@@ -265,7 +264,7 @@ int kvn_acl_explain(const kvn_acl *acl, const char *call, int code, char *messag
 
     snprintf(message, room, "%s: %d%s%s%s%s%s", call, code, *words ? " (" : "", words,
              *words ? ")" : "", text && *text ? ": " : "", text ? text : "");
-    put_on_one_line(message);
+    kvn_acl_put_on_one_line(message);
     return kvn_acl_status(code);
 }
 

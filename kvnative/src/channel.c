@@ -169,8 +169,8 @@ static void *channel_main(void *argument)
         channel->load--;
     }
     pthread_mutex_unlock(&channel->mutex);
-    if (channel->stream)
-        channel->device->acl->aclrtDestroyStream(channel->stream);
+    if (channel->stream && channel->device->acl->aclrtDestroyStream(channel->stream) != KVN_ACL_OK)
+        channel->device->acl->aclrtDestroyStreamForce(channel->stream);
     return NULL;
 }
 

@@ -55,8 +55,11 @@ static int make_events(kvn_communicator *self, kvn_failure *failure)
         return KVN_OK;
     if (kvn_device_enter(device, &previous, failure) != KVN_OK)
         return failure->status;
-    for (int i = 0; i < 2 && code == KVN_ACL_OK; i++)
+    for (int i = 0; i < 2 && code == KVN_ACL_OK; i++) {
         code = acl->aclrtCreateEventExWithFlag(&self->events[i], KVN_ACL_EVENT_SYNC);
+        if (code != KVN_ACL_OK)
+            self->events[i] = NULL; /* whatever it holds now */
+    }
     if (code != KVN_ACL_OK)
         kvn_acl_fail(acl, "aclrtCreateEventExWithFlag", code, failure);
     kvn_device_leave(device, previous);

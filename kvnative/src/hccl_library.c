@@ -150,6 +150,7 @@ int kvn_hccl_explain(const kvn_hccl *hccl, const char *call, kvn_hccl_result res
     snprintf(message, room, "%s: %d%s%s%s%s%s%s%s", call, result, *words ? " (" : "", words,
              *words ? ")" : "", text && *text ? ": " : "", text && *text ? text : "",
              recent && *recent ? ": " : "", recent && *recent ? recent : "");
+    kvn_acl_put_on_one_line(message);
     return kvn_hccl_status(result);
 }
 

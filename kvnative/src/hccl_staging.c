@@ -7,17 +7,31 @@
 
 #include "clock.h"
 
-#define NS_PER_SLICE 10000000 /* how often who waits for a lane looks whether to stop */
+/* How often who waits looks whether to stop. */
+#define MS_PER_SLICE 10
+#define NS_PER_SLICE (MS_PER_SLICE * INT64_C(1000000))
 
 /* ---- lanes; with the device's context current ---- */
+
+/* Stops its copies. While the system does neither, they go on, and touch memory that is others' as soon
+ * as this returns: then it waits for them to end. */
+static void stop(const kvn_acl *acl, aclrtStream stream)
+{
+    bool aborted, destroyed;
+    do {
+        aborted = acl->aclrtStreamAbort(stream) == KVN_ACL_OK;
+        destroyed = acl->aclrtDestroyStreamForce(stream) == KVN_ACL_OK;
+    } while (!aborted && !destroyed &&
+             acl->aclrtSynchronizeStreamWithTimeout(stream, MS_PER_SLICE) == KVN_ACL_STREAM_TIMEOUT);
+    if (!aborted || !destroyed)
+        kvn_acl_forget(acl); /* what led here is the error to tell */
+}
 
 static void take_down(const kvn_staging *staging, kvn_lane *lane)
 {
     const kvn_acl *acl = staging->device->acl;
-    if (lane->stream) {
-        acl->aclrtStreamAbort(lane->stream);
-        acl->aclrtDestroyStreamForce(lane->stream);
-    }
+    if (lane->stream)
+        stop(acl, lane->stream);
     for (uint32_t i = 0; i < staging->slots; i++) {
         if (lane->filled[i])
             acl->aclrtDestroyEvent(lane->filled[i]);

@@ -131,6 +131,9 @@ class End:
         self.stagings[name].close()
         del self.stagings[name]
 
+    def unbind_staging(self, name: str, staging: str) -> None:
+        self.communicators[name].unbind(self.stagings[staging].region)
+
     # ---- communicators ----
 
     def open(self, name: str, table: str, rank: int, **options: Any) -> None:

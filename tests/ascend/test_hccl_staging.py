@@ -8,8 +8,23 @@ from typing import Any
 
 import pytest
 
-from kvnative._backend import KVN_FAILED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT
-from tests.ascend.hccl_ends import A2, A950, Connection, Ends, ends_on, reversed_pieces
+from kvnative._backend import (
+    KVN_CANCELLED,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_TIMEOUT,
+)
+from tests.ascend.hccl_ends import (
+    A2,
+    A950,
+    Connection,
+    Ends,
+    RemoteError,
+    ends_on,
+    reversed_pieces,
+)
 
 NBYTES = 1 << 20
 SLOTS = {"slot_nbytes": 65536, "slots": 2, "lanes": 1}
@@ -188,3 +203,44 @@ def test_a_lane_at_a_time(ends: Ends) -> None:
     ends[0].free(local)
     first.close()
     second.close()
+
+
+def test_memory_that_a_transfer_uses_is_not_freed(connection: Connection) -> None:
+    """Its region was unbound meanwhile: that alone does not end the transfer."""
+    ends, name = connection.ends, connection.name
+    local = ends[0].memory("pageable", NBYTES)
+    ends[0].fault("aclrtMemcpyAsync:1=hang")
+    ends[0].start("a", name, "put", connection.rows([4096], local), **through(connection, "host"))
+    while ends[0].faults_left_now():
+        pass  # until it has begun
+    ends[0].unbind_staging(name, name)
+    before = ends[0].left()
+    with pytest.raises(RemoteError, match=r"1 transfer\(s\) use the staging memory") as caught:
+        ends[0].close_staging(name)
+    assert caught.value.status == KVN_INVALID
+    assert ends[0].left() == before
+    assert ends[0].cancel_task("a")["status"] == KVN_CANCELLED
+    ends[0].free(local)
+
+
+@pytest.mark.parametrize("num_refused", [1, 3])
+def test_a_lane_that_cannot_be_stopped_is_waited_for(
+    connection: Connection, num_refused: int
+) -> None:
+    """The system refuses to abort the copies and to destroy their stream, a few times."""
+    ends = connection.ends
+    local = ends[0].memory("pinned", NBYTES)
+    rows = connection.rows([4096] * 8, local)
+    before = ends[0].left()
+    ends[0].fault("aclrtMemcpyAsync:2=hang", "HcclBatchPut:1=4")
+    for it in range(num_refused):  # the first of each is the communicator's stream
+        ends[0].fault(
+            f"aclrtStreamAbort:{it + 2}=507899", f"aclrtDestroyStreamForce:{it + 2}=507899"
+        )
+    report = connection.transfer("put", rows, **through(connection, "pinned"))
+    assert (report.code, report.unconfirmed) == (4, ((0, 8),))
+    ends[0].faults_left()
+    report = connection.transfer("put", rows, **through(connection, "pinned"))
+    assert report.status == KVN_OK, report
+    assert ends[0].left() == before  # the stream is not one too many, which would copy still
+    ends[0].free(local)
