@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -22,3 +23,11 @@ settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Before any test loads the simulated libraries, which read this once; see `sim_folder`."""
+    folder = tmp_path_factory.getbasetemp() / "kvsim"
+    folder.mkdir(exist_ok=True)
+    os.environ["KVSIM_DIR"] = str(folder)

@@ -18,7 +18,8 @@ struct kvn_channel {
     pthread_cond_t changed;
     aclrtStream stream; /* written by the thread alone; NULL where it has to be made again */
     kvn_channel_job *running;
-    bool interrupted; /* the running job, by another thread */
+    bool interrupted;    /* the running job, by another thread */
+    aclrtStream beside;  /* another stream that the running job waits for; NULL for none */
     kvn_channel_job *head;
     kvn_channel_job *tail;
     unsigned load; /* jobs queued and running */
@@ -160,6 +161,7 @@ static void *channel_main(void *argument)
         kvn_channel_job *job = take(channel);
         channel->running = job;
         channel->interrupted = false;
+        channel->beside = NULL;
         pthread_mutex_unlock(&channel->mutex);
         job->run(job, channel);
         pthread_mutex_lock(&channel->mutex);
@@ -291,21 +293,39 @@ bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job)
     return queued;
 }
 
+static void abort_stream(const kvn_acl *acl, aclrtStream stream)
+{
+    if (stream && acl->aclrtStreamAbort(stream) != KVN_ACL_OK)
+        kvn_acl_forget(acl);
+}
+
 void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job)
 {
+    const kvn_acl *acl = channel->device->acl;
     aclrtContext previous = NULL;
     kvn_failure ignored;
 
     if (kvn_device_enter(channel->device, &previous, &ignored) != KVN_OK)
         return;
     pthread_mutex_lock(&channel->mutex);
-    if (channel->running == job && channel->stream) {
+    if (channel->running == job) {
         channel->interrupted = true;
-        if (channel->device->acl->aclrtStreamAbort(channel->stream) != KVN_ACL_OK)
-            kvn_acl_forget(channel->device->acl);
+        abort_stream(acl, channel->stream);
+        abort_stream(acl, channel->beside);
     }
     pthread_mutex_unlock(&channel->mutex);
     kvn_device_leave(channel->device, previous);
+}
+
+bool kvn_channel_work_beside(kvn_channel *channel, aclrtStream stream)
+{
+    bool interrupted;
+
+    pthread_mutex_lock(&channel->mutex);
+    channel->beside = stream;
+    interrupted = channel->interrupted;
+    pthread_mutex_unlock(&channel->mutex);
+    return interrupted;
 }
 
 bool kvn_channel_settle(kvn_channel *channel)

@@ -49,8 +49,9 @@ bool kvn_channel_is_ours(const kvn_channel *channel);
 void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job);
 /* Takes a job back that has not begun. False: it runs, or has run. */
 bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job);
-/* Aborts the stream from another thread, if the job runs: for a thread that is blocked in a call
- * (copies of pageable memory wait, full streams do) and so cannot look whether it is to stop. */
+/* Aborts what the job has streams for, if it runs: for a thread that is blocked in a call (copies of
+ * pageable memory wait, full streams do) and so cannot look whether it is to stop. It may enter such
+ * a call after this: then another interrupt is due. */
 void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job);
 /* Jobs queued and running: a hint of where the next is served first. */
 unsigned kvn_channel_load(kvn_channel *channel);
@@ -60,6 +61,9 @@ unsigned kvn_channel_load(kvn_channel *channel);
 /* Makes sure that there is a stream: call it before the job's first use of kvn_channel_stream. */
 int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault);
 aclrtStream kvn_channel_stream(const kvn_channel *channel);
+/* The job uses this stream too, from here on: an interrupt aborts both. NULL before it is destroyed or
+ * given to others. Whether the job was interrupted. */
+bool kvn_channel_work_beside(kvn_channel *channel, aclrtStream stream);
 /* Waits for all that was issued, and looks every 10 ms whether *stop is set: then the stream is
  * aborted and replaced, and KVN_CANCELLED returned. An error of the stream, or one that only shows
  * here: its status, with `fault` filled in and the stream replaced. On return nothing that was

@@ -217,11 +217,13 @@ int kvn_move_staged(kvn_passage *p)
     kvn_staging *staging = p->transfer->staging;
     conveyor c = {.p = p, .slots = staging->slots, .slot_nbytes = staging->slot_nbytes};
     kvn_channel_fault ignored;
+    bool is_clean;
     int status = kvn_staging_claim(staging, &p->halt, &c.lane, p->fault);
     if (status != KVN_OK) {
         p->is_untouched = true;
         return status;
     }
+    kvn_channel_work_beside(p->channel, c.lane->stream);
     status = p->transfer->is_put ? put_all(&c) : get_all(&c);
     if (status == KVN_OK)
         status = kvn_guards_read(p);
@@ -233,6 +235,7 @@ int kvn_move_staged(kvn_passage *p)
         kvn_channel_fault_begin(&ignored);
         kvn_channel_synchronize(p->channel, &KVN_ALWAYS, &ignored);
     }
-    kvn_staging_release(staging, c.lane, status == KVN_OK);
+    is_clean = !kvn_channel_work_beside(p->channel, NULL) && status == KVN_OK;
+    kvn_staging_release(staging, c.lane, is_clean);
     return status;
 }

@@ -144,10 +144,11 @@ int kvn_streamed_abort(kvn_backend *self, kvn_request *request, int why, kvn_rep
     pthread_mutex_unlock(&request->mutex);
     /* Parts behind those of another request would only be dropped when their turn comes. */
     kvn_request_drop_queued(request);
-    if (kvn_streamed_wait(self, request, kvn_now_ns() + PATIENCE_NS, report) == KVN_PENDING)
+    /* Again and again: a thread may have looked just before, and begun to wait just after. */
+    while (kvn_streamed_wait(self, request, kvn_now_ns() + PATIENCE_NS, report) == KVN_PENDING)
         for (unsigned i = 0; i < request->num_parts; i++)
             kvn_channel_interrupt(request->parts[i].channel, &request->parts[i].job);
-    return kvn_streamed_wait(self, request, KVN_FOREVER, report);
+    return kvn_streamed_poll(self, request, report);
 }
 
 void kvn_streamed_release(kvn_backend *self, kvn_request *request)

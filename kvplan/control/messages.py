@@ -170,9 +170,9 @@ class Released(_Body, frozen=True):
 
 
 class Renew(_Body, frozen=True):
-    """Notice: I make this generation of the link's connection; do so too, at once.
+    """Notice: I have opened this generation of the link's connection; do so too, at once.
 
-    Both ends say it, whichever began; `metadata` is the link's transport's.
+    Both ends say it, whichever began, and then make it; `metadata` is the link's transport's.
     """
 
     generation: Generation

@@ -12,7 +12,21 @@ from kvplan.status import LLMException, invalid
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from _typeshed import DataclassInstance
+
 Bounds = tuple[int, int]
+
+
+def write_schema(schema: str, version: int, fields: Mapping[str, object]) -> bytes:
+    """`fields` as what `Document.read_schema` reads: JSON, UTF-8."""
+    document = {"schema": schema, "schema_version": version, **fields}
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def fields_of(value: DataclassInstance) -> dict[str, Any]:
+    """The fields of a dataclass, as they are."""
+    # dataclasses.asdict copies deeply: ten times the time.
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +106,14 @@ class Document:
                     f"{path}.{name} is {show(value)}; it must be a whole number in [{low}, {high}]"
                 )
         return {name: fields[name] for name in bounds}
+
+    def check_range(self, path: str, numbers: Mapping[str, int], num_slots: int) -> None:
+        """Refuse a registered range that ends nowhere, or has no slot on a board of `num_slots`."""
+        address, nbytes, slot = (numbers[it] for it in ("address", "nbytes", "slot"))
+        if address + nbytes > 2**64:
+            raise self.bad(f"{path} ends past 2**64: address {address} + nbytes {nbytes}")
+        if slot >= num_slots:
+            raise self.bad(f"{path}.slot is {slot}; the board has {num_slots} slots")
 
     def flag(self, path: str, value: object) -> bool:
         """`value`, if it is true or false."""

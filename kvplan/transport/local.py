@@ -15,6 +15,7 @@ from kvplan.transport.host_range import host_range
 from kvplan.transport.identity import Identity
 from kvplan.transport.link import Link
 from kvplan.transport.metadata import BoardRef, Metadata, Range
+from kvplan.transport.registration import RegisteredMemory, ranges_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,29 +28,11 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration:
+class Registration(RegisteredMemory[Range]):
     """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
 
     range: Range
     pin: Pin | None  # keeps the memory where it is; None: the caller does
-
-    @property
-    def address(self) -> int:
-        """Of the first byte, in this process."""
-        return self.range.address
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.range.nbytes
-
-    @property
-    def writable(self) -> bool:
-        """Whether peers may write to it."""
-        return self.range.writable
-
-    def __repr__(self) -> str:
-        return f"<Registration of {self.range}>"
 
 
 class LocalTransport:
@@ -162,11 +145,7 @@ class LocalTransport:
             self._check_process()
             board = self._board
             ref = BoardRef(board.fd, board.inode, board.num_slots, board.address)
-            held = self._registrations
-            for it in given or ():
-                if held.get(it.range.slot) is not it:
-                    raise invalid(f"{it!r} is not registered here, or no longer")
-            ranges = tuple(it.range for it in (held.values() if given is None else given))
+            ranges = ranges_of(given, self._registrations)
         return Metadata(self._identity, ref, ranges).to_bytes()
 
     def refusal(self, metadata: bytes) -> str | None:
@@ -243,12 +222,7 @@ class LocalTransport:
 
 
 def _own(registration: protocol.Registration) -> Registration:
-    if not isinstance(registration, Registration):
-        raise TypeError(
-            f"registration is a {type(registration).__name__}; it must be a Registration that "
-            "`register` of a local transport has returned"
-        )
-    return registration
+    return Registration.own(registration, "a local transport")
 
 
 def _refused(error: Exception) -> LLMException:

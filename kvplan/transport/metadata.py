@@ -6,12 +6,11 @@ outside, though, so nothing in it is believed before it is checked.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from reprlib import repr as show  # short, however long or deep the value is
-from typing import Any, Final
+from typing import Final
 
-from kvplan.transport.documents import Document
+from kvplan.transport.documents import Document, fields_of, write_schema
 from kvplan.transport.identity import Identity
 
 SCHEMA: Final = "kvplan.local"
@@ -95,17 +94,15 @@ class Metadata:
 
     def to_bytes(self) -> bytes:
         """As JSON, UTF-8."""
-        document = {
-            "schema": SCHEMA,
-            "schema_version": SCHEMA_VERSION,
-            "identity": _fields(self.identity),
-            "board": _fields(self.board),
+        fields = {
+            "identity": fields_of(self.identity),
+            "board": fields_of(self.board),
             "ranges": [
-                {**_fields(it), "arena": None if it.arena is None else _fields(it.arena)}
+                {**fields_of(it), "arena": None if it.arena is None else fields_of(it.arena)}
                 for it in self.ranges
             ],
         }
-        return json.dumps(document, separators=(",", ":")).encode()
+        return write_schema(SCHEMA, SCHEMA_VERSION, fields)
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Metadata:
@@ -135,21 +132,11 @@ class Metadata:
         )
 
 
-def _fields(value: Identity | BoardRef | Range | ArenaRef) -> dict[str, Any]:
-    # dataclasses.asdict copies deeply: ten times the time.
-    return {name: getattr(value, name) for name in value.__slots__}
-
-
 def _range(path: str, value: object, board: BoardRef) -> Range:
     fields = _PEER.fields(path, value, {"writable", "arena", *_RANGE})
     numbers = _PEER.numbers(path, fields, _RANGE)
     writable = _PEER.flag(f"{path}.writable", fields["writable"])
-    if numbers["address"] + numbers["nbytes"] > 2**64:
-        raise _PEER.bad(
-            f"{path} ends past 2**64: address {numbers['address']} + nbytes {numbers['nbytes']}"
-        )
-    if numbers["slot"] >= board.num_slots:
-        raise _PEER.bad(f"{path}.slot is {numbers['slot']}; the board has {board.num_slots} slots")
+    _PEER.check_range(path, numbers, board.num_slots)
     arena = None
     if fields["arena"] is not None:
         arena_path = f"{path}.arena"

@@ -239,11 +239,18 @@ class Renewable(Protocol):
     ask: Callable[[], None] | None
     tell_unused: Callable[[int], None]
 
-    def metadata(self) -> bytes:
-        """What the peer must know to take the next generation into use."""
+    def open(self, generation: int) -> bytes:
+        """Begin another connection; returns what the peer must know to take it into use.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot be had, and why. All is as before.
+        """
 
     def renew(self, generation: int, *, timeout_ms: float) -> None:
-        """Make another connection; blocks until the peer does so too.
+        """Make the connection that was opened; blocks until the peer does so too.
+
+        What is bound to it cannot be given back meanwhile, and nothing can end the wait: call it
+        when the peer has opened it, and will come.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be had, and why. All is as before.
@@ -257,7 +264,7 @@ class Renewable(Protocol):
         """
 
     def abandon(self, generation: int) -> None:
-        """The peer will not have it; one that is being made, too, ends. Does not block."""
+        """The peer will not have it; one that is open or being made, too, ends. Does not block."""
 
     def unused(self, generation: int) -> None:
         """The peer uses it no more. Does not block."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ascend.fixtures import device, sim_folder, sim_log, simulator
+from tests.ascend.hccl_sides import make_side, one, two
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import engine, idle, make_engine, make_peer, pair, peer, user
 from tests.datadist.machine import Machine, machine_of
@@ -16,11 +17,14 @@ __all__ = [
     "idle",
     "make_engine",
     "make_peer",
+    "make_side",
+    "one",
     "pair",
     "peer",
     "sim_folder",
     "sim_log",
     "simulator",
+    "two",
     "user",
 ]
 

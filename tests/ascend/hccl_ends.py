@@ -13,6 +13,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests.ascend.simulator import ELSEWHERE, HOME, Log
 from tests.ascend_sim.build import build
 
@@ -40,6 +42,23 @@ class Outcome(NamedTuple):
 A2 = Product("Ascend910B1", 256, "1.0")
 A3 = Product("Ascend910_9391", 256, "1.2")
 A950 = Product("Ascend950PR_9599", 64, "1.2")
+_IDS = {A2: "A2", A3: "A3", A950: "950"}
+
+
+def ends_on(*products: Product) -> Any:
+    """A module's fixture: two ends on each of `products`, of which nothing may be left."""
+
+    @pytest.fixture(scope="module", params=products, ids=[_IDS[it] for it in products])
+    def ends(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Ends]:
+        with two_ends(tmp_path_factory.mktemp("kvsim"), request.param) as ends:
+            yield ends
+            assert [end.left() for end in ends.both] == [{}, {}]
+        ends.log.restart()
+        assert not ends.log.calls("violation")
+
+    return ends
 
 
 def rank_table(version: str) -> str:
@@ -146,6 +165,13 @@ class Ends:
             end.region(address)
         return addresses
 
+    def take_back(self, name: str, addresses: list[int]) -> None:
+        """Close a communicator, and the memory at both ends that was bound to it."""
+        for end, address in zip(self.both, addresses, strict=True):
+            end.close(name)
+            end.deregister(address)
+            end.free(address)
+
     def connect(self, nbytes: int, *, kind: str = "device", staging: dict[str, int] | None = None):
         """Everything up to prepare; returns a `Connection`."""
         name = self.open()
@@ -160,6 +186,12 @@ class Ends:
     def hang_up(self) -> None:
         for end in self.both:
             end.hang_up()
+
+
+def reversed_pieces(content: bytes, sizes: list[int]) -> bytes:
+    """What a transfer of `Connection.rows(sizes)` leaves of `content`."""
+    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return b"".join(reversed([content[a:b] for a, b in itertools.pairwise(cuts)]))
 
 
 class Connection:

@@ -11,17 +11,18 @@ import numpy as np
 
 import kvplan
 from kvplan.status import LLMException
-from tests.ascend.hccl_side import BLOCK, BLOCKS, DESC, DST, SRC, TENSOR, TENSORS, Side, link_both
+from tests.ascend.hccl_side import (
+    BLOCK,
+    BLOCKS,
+    PULL,
+    PUSH,
+    TENSOR,
+    TENSORS,
+    Side,
+    link_both,
+    moved,
+)
 from tests.ascend.simulator import controls, found
-
-PULL = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
-PUSH = kvplan.plan_push_blocks(DESC, DESC, SRC, DST)
-
-
-def moved(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-    left = dst.copy()
-    left[:, DST] = src[:, SRC]
-    return left
 
 
 def shown(variant: str) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType
+from kvplan import CacheDesc, DataType, plan_pull_blocks, plan_push_blocks
 from kvplan.ascend.device import AscendDevice
 from kvplan.ascend.memory import DeviceMemory
 from kvplan.transport.hccl.link import HcclLink
@@ -23,6 +23,8 @@ BLOCKS, BLOCK, TENSORS = 40, 3000, 3
 TENSOR = BLOCKS * BLOCK
 DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8)
 SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
+PULL = plan_pull_blocks(DESC, DESC, SRC, DST)
+PUSH = plan_push_blocks(DESC, DESC, SRC, DST)
 DEADLINE_S = 20.0
 
 
@@ -74,6 +76,13 @@ def seen(buffer: Any) -> NDArray[np.uint8]:
     return np.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(view), np.uint8)
 
 
+def moved(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What SRC -> DST leaves, by NumPy alone."""
+    left = dst.copy()
+    left[:, DST] = src[:, SRC]
+    return left
+
+
 def link_both(
     one: Side, two: Side, session: bytes = b"session", timeout_ms: float = 10000
 ) -> tuple[HcclLink, HcclLink]:
@@ -98,7 +107,7 @@ def join(one: HcclLink, two: HcclLink) -> None:
         with mutex, ThreadPoolExecutor(2) as threads:
             generations.append(generations[-1] + 1)
             generation = generations[-1]
-            metadata = one.renewable.metadata(), two.renewable.metadata()
+            metadata = one.renewable.open(generation), two.renewable.open(generation)
             both = one.renewable, two.renewable
             made = [threads.submit(it.renew, generation, timeout_ms=5000) for it in both]
             done, _ = wait(made, DEADLINE_S, FIRST_EXCEPTION)

@@ -14,6 +14,7 @@ from kvnative._executor import (
     KVN_OK,
     KVN_TIMEOUT,
     Executor,
+    Task,
 )
 from tests.ascend.acl_cases import DIRECTIONS, FOREVER, HAS_BATCH, UNTOUCHED, Case, between
 from tests.ascend.simulator import Controls, Log
@@ -36,6 +37,14 @@ def warmed(device: Device, simulator: Controls, direction: str = "host_to_device
     return executor
 
 
+def begun(simulator: Controls, executor: Executor, *cases: Case) -> list[Task]:
+    """Submit transfers; return when the faults that were ordered have happened."""
+    tasks = [executor.submit(it.descriptors) for it in cases]
+    while simulator.faults_left():
+        tasks[0].wait(1, give_up=False)
+    return tasks
+
+
 def assert_goes_on(executor: Executor, case: Case) -> None:
     case.target[:] = UNTOUCHED
     for _ in range(3):  # all channels of it have a turn
@@ -52,14 +61,17 @@ def test_a_deadline_ends_a_stream_that_hangs(
     case = between(device, simulator, direction, [100] * 10)
     simulator.add_fault(f"{call_of(direction)}:1=hang")
     sim_log.restart()
+    (task,) = begun(simulator, executor, case)
     began = time.monotonic()
-    report = executor.run(case.descriptors, timeout_ms=30)
+    report = task.wait(30)
     assert 0.03 <= time.monotonic() - began < SOON
     assert (report.status, report.failed, report.unconfirmed) == (KVN_TIMEOUT, None, ((0, 10),))
     assert report.message == (
         "the deadline passed: 0 of 1000 bytes were moved, 10 of 10 descriptors are not confirmed"
     )
-    assert sim_log.counts(ABORT, DESTROY) == {ABORT: 1, DESTROY: 1}
+    counts = sim_log.counts(ABORT, DESTROY)
+    assert counts[ABORT] in (1, 2)  # who cancels helps, where the channel's thread is late
+    assert counts[DESTROY] == 1
     assert_goes_on(executor, case)
 
 
@@ -83,9 +95,7 @@ def test_what_waits_behind_others_is_cancelled_at_once(device: Device, simulator
     call = call_of("host_to_device")
     cases = [between(device, simulator, "host_to_device", [400], seed=it) for it in range(4)]
     simulator.add_fault(f"{call}:1=hang; {call}:2=hang")
-    hanging = [executor.submit(it.descriptors) for it in cases[:2]]  # one on each channel
-    while simulator.faults_left():  # both hang before anything is behind them
-        hanging[0].wait(1, give_up=False)
+    hanging = begun(simulator, executor, *cases[:2])  # one on each channel
     behind = [executor.submit(it.descriptors) for it in cases[2:]]
     report = behind[0].cancel()
     assert (report.status, report.unconfirmed) == (KVN_CANCELLED, ((0, 1),))
@@ -116,8 +126,9 @@ def test_a_call_that_does_not_return_is_interrupted(device: Device, simulator: C
     executor = warmed(device, simulator)
     case = between(device, simulator, "host_to_device", [100] * 10, pinned=False)
     simulator.add_fault("aclrtMemcpyAsync:4=hang")
+    (task,) = begun(simulator, executor, case)
     began = time.monotonic()
-    report = executor.run(case.descriptors, timeout_ms=20)
+    report = task.wait(20)
     assert time.monotonic() - began < SOON
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 10),))
     assert report.message.endswith("10 of 10 descriptors are not confirmed")
@@ -129,8 +140,10 @@ def test_without_a_new_stream_transfers_fail_until_there_is_one(
 ) -> None:
     executor = warmed(device, simulator, "device_to_device")
     case = between(device, simulator, "device_to_device", [100] * 10)
-    simulator.add_fault("aclrtMemcpyAsync:1=hang", f"{CREATE}:1=207008")
-    assert executor.run(case.descriptors, timeout_ms=5).status == KVN_TIMEOUT
+    simulator.add_fault("aclrtMemcpyAsync:1=hang")
+    (task,) = begun(simulator, executor, case)
+    simulator.add_fault(f"{CREATE}:1=207008")
+    assert task.wait(5).status == KVN_TIMEOUT
     while simulator.faults_left():  # until the channel without a stream has its turn
         report = executor.run(case.descriptors)
     assert (report.status, report.code) == (KVN_NO_DEVICE_MEMORY, 207008)
@@ -147,9 +160,11 @@ def test_a_stream_that_can_only_be_aborted_or_only_destroyed(
 ) -> None:
     executor = warmed(device, simulator)
     case = between(device, simulator, "host_to_device", [100] * 10)
-    simulator.add_fault(f"{call_of('host_to_device')}:1=hang", f"{refused}:1=207000")
+    simulator.add_fault(f"{call_of('host_to_device')}:1=hang")
+    (task,) = begun(simulator, executor, case)
+    simulator.add_fault(f"{refused}:1=207000")
     began = time.monotonic()
-    assert executor.run(case.descriptors, timeout_ms=5).status == KVN_TIMEOUT
+    assert task.wait(5).status == KVN_TIMEOUT
     assert time.monotonic() - began < SOON
     assert_goes_on(executor, case)
 
@@ -161,7 +176,8 @@ def test_a_failure_is_told_before_the_deadline_that_ends_the_rest(
     executor = warmed(device, simulator, "device_to_device")
     case = between(device, simulator, "device_to_device", [100] * 400)
     simulator.add_fault("aclrtMemcpyAsync:1=hang; aclrtMemcpyAsync:300=507899")
-    report = executor.run(case.descriptors, timeout_ms=300)
+    (task,) = begun(simulator, executor, case)
+    report = task.wait(5)
     assert (report.status, report.code) == (KVN_FAILED, 507899)
     assert report.failed in indices(report.unconfirmed)
     assert_goes_on(executor, case)
@@ -171,6 +187,21 @@ def test_an_executor_that_closes_cancels_what_hangs(device: Device, simulator: C
     executor = warmed(device, simulator)
     case = between(device, simulator, "host_to_device", [100] * 10)
     simulator.add_fault(f"{call_of('host_to_device')}:1=hang")
-    task = executor.submit(case.descriptors)
+    (task,) = begun(simulator, executor, case)
     executor.close(cancel=True)
     assert task.report.status == KVN_CANCELLED
+
+
+@pytest.mark.parametrize("fault", ["hang", "sync:507899"])
+def test_a_wait_in_the_midst_of_a_part_that_is_in_vain_confirms_nothing(
+    device: Device, simulator: Controls, fault: str
+) -> None:
+    """Of more copies than a stream holds the first are waited for before the others are issued."""
+    executor = warmed(device, simulator, "device_to_device")
+    case = between(device, simulator, "device_to_device", [10] * 6000)
+    simulator.add_fault(f"aclrtMemcpyAsync:20={fault}")
+    report = executor.run(case.descriptors, timeout_ms=300 if fault == "hang" else None)
+    assert report.status == (KVN_TIMEOUT if fault == "hang" else KVN_FAILED)
+    confirmed = set(range(6000)) - indices(report.unconfirmed)
+    assert [it for it in confirmed if not case.arrived(it)] == []
+    assert_goes_on(executor, case)

@@ -16,21 +16,13 @@ from kvnative._backend import (
     KVN_TIMEOUT,
     KVN_UNSUPPORTED,
 )
-from tests.ascend.hccl_ends import A2, A950, Ends, Product, RemoteError, two_ends
+from tests.ascend.hccl_ends import A2, A950, Ends, RemoteError, ends_on
 
 NBYTES = 1 << 16
 BIND_950 = "HcclRegisterMem"  # which registers too
 
 
-@pytest.fixture(scope="module", params=[A2, A950], ids=["A2", "950"])
-def module_ends(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ends]:
-    product: Product = request.param
-    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
-        yield ends
-    ends.log.restart()
-    assert not ends.log.calls("violation")
+module_ends = ends_on(A2, A950)
 
 
 @pytest.fixture
@@ -45,6 +37,13 @@ def refused(ends: Ends, method: str, *arguments: object, **options: object) -> R
     with pytest.raises(RemoteError) as failure:
         getattr(ends[0], method)(*arguments, **options)
     return failure.value
+
+
+def begin_to_prepare(ends: Ends, name: str, timeout_ms: int) -> None:
+    """Have a thread of the first end do it, and return once it is in there."""
+    ends[0].call_in_thread("prepare", "prepare", name, timeout_ms)
+    while ends[0].ask(name, "state") != "preparing":
+        pass
 
 
 # ---- regions ----
@@ -198,12 +197,7 @@ def test_region_is_bound_once_and_not_when_closed(ends: Ends) -> None:
     (address, other) = ends.memory(NBYTES)
     ends[0].bind(name, address)
     assert refused(ends, "bind", name, address).message.endswith("is bound already")
-    for end in ends.both:
-        end.close(name)
-    ends[0].deregister(address)
-    ends[1].deregister(other)
-    for end, it in zip(ends.both, (address, other), strict=True):
-        end.free(it)
+    ends.take_back(name, [address, other])
 
 
 def test_order_of_calls_at_the_end(ends: Ends) -> None:
@@ -265,9 +259,7 @@ def test_closed_while_another_thread_prepares(ends: Ends) -> None:
     name = ends.open()
     addresses = ends.memory(NBYTES)
     ends[0].bind(name, addresses[0])
-    ends[0].call_in_thread("prepare", "prepare", name, 1000)
-    while ends[0].ask(name, "state") != "preparing":
-        pass
+    begin_to_prepare(ends, name, 1000)
     ends[0].close_only(name)
     assert ends[0].ask(name, "state") == "preparing"
     assert refused(ends, "bind", name, addresses[0]).message == (
@@ -277,17 +269,12 @@ def test_closed_while_another_thread_prepares(ends: Ends) -> None:
     assert (good, raised[0], raised[3]) == (False, "HcclError", KVN_TIMEOUT)
     assert ends[0].ask(name, "state") == "closed"
     assert not ends[0].ask(name, "regions")
-    for end, address in zip(ends.both, addresses, strict=True):
-        end.close(name)
-        end.deregister(address)
-        end.free(address)
+    ends.take_back(name, addresses)
 
 
 def test_closed_while_prepare_succeeds(ends: Ends) -> None:
     name = ends.open()
-    ends[0].call_in_thread("prepare", "prepare", name, 5000)
-    while ends[0].ask(name, "state") != "preparing":
-        pass
+    begin_to_prepare(ends, name, 5000)
     ends[0].close_only(name)
     with suppress(RemoteError):  # it may see that the other has closed already
         ends[1].prepare(name)
@@ -303,17 +290,12 @@ def test_unbinding_waits_for_prepare(ends: Ends) -> None:
     addresses = ends.memory(NBYTES)
     for end, address in zip(ends.both, addresses, strict=True):
         end.bind(name, address)
-    ends[0].call_in_thread("prepare", "prepare", name, 5000)
-    while ends[0].ask(name, "state") != "preparing":
-        pass
+    begin_to_prepare(ends, name, 5000)
     ends[0].call_in_thread("unbind", "unbind", name, addresses[0])
     ends[1].prepare(name)
     assert ends[0].join("prepare")[0]
     assert ends[0].join("unbind") == (True, None)
-    for end, address in zip(ends.both, addresses, strict=True):
-        end.close(name)
-        end.deregister(address)
-        end.free(address)
+    ends.take_back(name, addresses)
 
 
 # ---- the end ----

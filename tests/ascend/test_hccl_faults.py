@@ -18,23 +18,14 @@ from kvnative._backend import (
     KVN_UNMAPPED,
     KVN_UNSUPPORTED,
 )
-from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, two_ends
+from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, ends_on, two_ends
 
 NBYTES = 1 << 20
 NUM = 1000
 PRODUCTS = pytest.mark.parametrize("product", [A2, A950], ids=["A2", "950"])
 
 
-@pytest.fixture(scope="module", params=[A2, A3, A950], ids=["A2", "A3", "950"])
-def ends(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ends]:
-    product: Product = request.param
-    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
-        yield ends
-        assert [end.left() for end in ends.both] == [{}, {}]
-    ends.log.restart()
-    assert not ends.log.calls("violation")
+ends = ends_on(A2, A3, A950)
 
 
 @pytest.fixture

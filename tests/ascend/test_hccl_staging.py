@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from kvnative._backend import KVN_FAILED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT
-from tests.ascend.hccl_ends import A2, A950, Connection, Ends, Product, two_ends
+from tests.ascend.hccl_ends import A2, A950, Connection, Ends, ends_on, reversed_pieces
 
 NBYTES = 1 << 20
 SLOTS = {"slot_nbytes": 65536, "slots": 2, "lanes": 1}
@@ -18,16 +17,7 @@ SLOTS = {"slot_nbytes": 65536, "slots": 2, "lanes": 1}
 SIZES = [200_000, 65536, 1, 63, 65, 65535, 140_001, *[977] * 300]
 
 
-@pytest.fixture(scope="module", params=[A2, A950], ids=["A2", "950"])
-def ends(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ends]:
-    product: Product = request.param
-    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
-        yield ends
-        assert [end.left() for end in ends.both] == [{}, {}]
-    ends.log.restart()
-    assert not ends.log.calls("violation")
+ends = ends_on(A2, A950)
 
 
 @pytest.fixture
@@ -40,11 +30,6 @@ def connection(ends: Ends) -> Iterator[Connection]:
 
 def through(connection: Connection, kind: str) -> dict[str, Any]:
     return {"staging": connection.name, "local": "device" if kind == "device" else "host"}
-
-
-def reversed_pieces(content: bytes, sizes: list[int]) -> bytes:
-    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return b"".join(reversed([content[a:b] for a, b in pairwise(cuts)]))
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned", "pageable"])
@@ -117,6 +102,24 @@ def test_peer_that_hangs_does_not_hold_the_deadline(
     ends[0].free(local)
 
 
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_copy_that_hangs_does_not_hold_the_deadline(
+    connection: Connection, direction: str
+) -> None:
+    """The next one waits inside ACL, as copies of pageable memory do, for the lane's stream."""
+    ends = connection.ends
+    local = ends[0].memory("pageable", NBYTES)
+    ends[0].fault("aclrtMemcpyAsync:2=hang")
+    rows = connection.rows([4096] * 8, local)
+    report = connection.transfer(direction, rows, timeout_ms=100, **through(connection, "pageable"))
+    assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
+    assert ends[0].faults_left() == 0
+    for _ in range(2):
+        report = connection.transfer(direction, rows, **through(connection, "pageable"))
+        assert report.status == KVN_OK, report
+    ends[0].free(local)
+
+
 @pytest.mark.parametrize("call", ["aclrtMemcpyAsync", "aclrtRecordEvent", "aclrtStreamWaitEvent"])
 @pytest.mark.parametrize("direction", ["get", "put"])
 def test_a_call_that_fails_in_the_middle(connection: Connection, call: str, direction: str) -> None:
@@ -181,10 +184,7 @@ def test_a_lane_at_a_time(ends: Ends) -> None:
         "the peer of this link has left",
     )
     assert ends[0].wait("c")["status"] == KVN_OK
-    for end, address in zip(ends.both, region, strict=True):
-        end.close(third)
-        end.deregister(address)
-        end.free(address)
+    ends.take_back(third, region)
     ends[0].free(local)
     first.close()
     second.close()

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 
 from kvnative._backend import KVN_INVALID, KVN_OK, KVN_UNMAPPED
-from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, two_ends
+from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, ends_on, reversed_pieces
 
 SIZES = [4096, 1, 511, 65536, 64, 3, 20000, 128]
 NBYTES = 1 << 20
 
 
-@pytest.fixture(scope="module", params=[A2, A3, A950], ids=["A2", "A3", "950"])
-def ends(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ends]:
-    product: Product = request.param
-    with two_ends(tmp_path_factory.mktemp("kvsim"), product) as ends:
-        yield ends
-        assert [end.left() for end in ends.both] == [{}, {}]
-    ends.log.restart()
-    assert not ends.log.calls("violation")
+ends = ends_on(A2, A3, A950)
 
 
 @pytest.fixture
@@ -36,11 +26,6 @@ def connection(ends: Ends) -> Iterator[Connection]:
 
 def contents(seed: int, nbytes: int = NBYTES) -> bytes:
     return random.Random(seed).randbytes(nbytes)
-
-
-def pieces(content: bytes, sizes: list[int]) -> list[bytes]:
-    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return [content[a:b] for a, b in pairwise(cuts)]
 
 
 def test_generation_of_the_product(ends: Ends) -> None:
@@ -56,7 +41,7 @@ def test_put(connection: Connection) -> None:
     report = connection.transfer("put", connection.rows(SIZES))
     assert (report.status, report.bytes_done, report.unconfirmed) == (KVN_OK, total, ())
     arrived = ends[1].read(connection.addresses[1])
-    assert arrived[:total] == b"".join(reversed(pieces(content[:total], SIZES)))
+    assert arrived[:total] == reversed_pieces(content[:total], SIZES)
     assert set(arrived[total:]) == {0xA5}
 
 
@@ -65,7 +50,7 @@ def test_get(connection: Connection) -> None:
     ends[1].write(connection.addresses[1], 0, content)
     assert connection.transfer("get", connection.rows(SIZES)).status == KVN_OK
     arrived = ends[0].read(connection.addresses[0])
-    assert arrived[:total] == b"".join(reversed(pieces(content[:total], SIZES[::-1])))
+    assert arrived[:total] == reversed_pieces(content[:total], SIZES[::-1])
     assert set(arrived[total:]) == {0xA5}
 
 
@@ -154,7 +139,7 @@ def test_two_communicators_move_at_the_same_time(ends: Ends) -> None:
         it.start("put", it.rows([NBYTES // 256] * 256))
     for it, content in zip((first, second), contents_of, strict=True):
         assert it.wait().status == KVN_OK
-        expected = b"".join(reversed(pieces(content, [NBYTES // 256] * 256)))
+        expected = reversed_pieces(content, [NBYTES // 256] * 256)
         assert ends[1].read(it.addresses[1]) == expected
         it.close()
 

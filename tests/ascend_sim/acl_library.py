@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.ascend_sim.build import build
 
@@ -184,6 +184,27 @@ class Acl:
         else:
             code = self.library.aclrtMemcpyBatchAsync(*arguments, ctypes.byref(failed), stream)
         return code, failed.value
+
+
+class Memories(NamedTuple):
+    """Of one size on the device and, in two kinds, on the host; and a stream."""
+
+    device: int
+    pinned: int
+    pageable: int
+    stream: int
+
+
+@contextmanager
+def memories(acl: Acl, nbytes: int) -> Iterator[Memories]:
+    """Make them, and take them back at the end."""
+    owner = ctypes.create_string_buffer(nbytes)
+    device, pinned = acl.made("aclrtMalloc", nbytes, 0), acl.made("aclrtMallocHost", nbytes)
+    stream = acl.made("aclrtCreateStream")
+    yield Memories(device, pinned, ctypes.addressof(owner), stream)
+    acl.ok("aclrtDestroyStreamForce", stream)
+    acl.ok("aclrtFree", device)
+    acl.ok("aclrtFreeHost", pinned)
 
 
 def in_thread(function: Callable[[], Any]) -> Any:

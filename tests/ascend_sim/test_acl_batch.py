@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 
-from tests.ascend_sim.acl_library import DEVICE, HOST, SIZE_MAX, Acl, Location, in_process
+from tests.ascend_sim.acl_library import (
+    DEVICE,
+    HOST,
+    SIZE_MAX,
+    Acl,
+    Location,
+    Memories,
+    in_process,
+    memories,
+)
 
 INVALID, PARAM, UNSUPPORTED, TIMEOUT = 100000, 107000, 207000, 507046
 UNTOUCHED = 77
@@ -19,26 +27,14 @@ ON_HOST, ON_DEVICE, ELSEWHERE = Location(0, HOST), Location(0, DEVICE), Location
 IN, OUT = (0, ON_DEVICE, ON_HOST), (0, ON_HOST, ON_DEVICE)
 
 
-class Memories(NamedTuple):
-    device: int
-    pinned: int
-    pageable: int
-    stream: int
-
-
 @pytest.fixture
 def at(acl: Acl) -> Iterator[Memories]:
-    owner = ctypes.create_string_buffer(N)
-    device, pinned = acl.made("aclrtMalloc", N, 0), acl.made("aclrtMallocHost", N)
-    acl.ok("aclrtMemset", device, N, 0, N)
-    for item in range(ITEMS):
-        ctypes.memset(pinned + item * ITEM, item + 1, ITEM)
-        ctypes.memset(ctypes.addressof(owner) + item * ITEM, item + 1, ITEM)
-    stream = acl.made("aclrtCreateStream")
-    yield Memories(device, pinned, ctypes.addressof(owner), stream)
-    acl.ok("aclrtDestroyStreamForce", stream)
-    acl.ok("aclrtFree", device)
-    acl.ok("aclrtFreeHost", pinned)
+    with memories(acl, N) as at:
+        acl.ok("aclrtMemset", at.device, N, 0, N)
+        for item in range(ITEMS):
+            ctypes.memset(at.pinned + item * ITEM, item + 1, ITEM)
+            ctypes.memset(at.pageable + item * ITEM, item + 1, ITEM)
+        yield at
 
 
 def pairs(target: int, source: int) -> list[tuple[int, int, int]]:

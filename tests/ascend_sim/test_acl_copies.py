@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 
@@ -15,28 +14,18 @@ from tests.ascend_sim.acl_library import (
     HOST_TO_DEVICE,
     HOST_TO_HOST,
     Acl,
+    Memories,
+    memories,
 )
 
 INVALID, PARAM, UNSUPPORTED, DMA, TIMEOUT = 100000, 107000, 207000, 507013, 507046
 N = 4096
 
 
-class Memories(NamedTuple):
-    device: int
-    pinned: int
-    pageable: int
-    stream: int
-
-
 @pytest.fixture
 def at(acl: Acl) -> Iterator[Memories]:
-    owner = ctypes.create_string_buffer(N)
-    device, pinned = acl.made("aclrtMalloc", N, 0), acl.made("aclrtMallocHost", N)
-    stream = acl.made("aclrtCreateStream")
-    yield Memories(device, pinned, ctypes.addressof(owner), stream)
-    acl.ok("aclrtDestroyStreamForce", stream)
-    acl.ok("aclrtFree", device)
-    acl.ok("aclrtFreeHost", pinned)
+    with memories(acl, N) as at:
+        yield at
 
 
 def test_there_and_back(acl: Acl, at: Memories) -> None:

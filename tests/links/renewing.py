@@ -40,12 +40,18 @@ class Connection:
         self.abandoned: list[int] = []
         self.unused_there: list[int] = []
         self.refusal: LLMException | None = None
+        self.open_refusal: Exception | None = None
+        self.begins = threading.Event()  # cleared: it is not open until it is set again
+        self.begins.set()
         self.holds = threading.Event()  # cleared: it takes until it is set again
         self.holds.set()
         self._meeting = meeting
         self._session = session
 
-    def metadata(self) -> bytes:
+    def open(self, generation: int) -> bytes:
+        assert self.begins.wait(DEADLINE_S)
+        if self.open_refusal is not None:
+            raise self.open_refusal
         return b"newest"
 
     def renew(self, generation: int, *, timeout_ms: float) -> None:

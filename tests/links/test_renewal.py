@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -51,6 +52,15 @@ def refusal_of(connection: Connection) -> LLMException:
     return refused.value
 
 
+@contextmanager
+def suppress_link_failed() -> Iterator[None]:
+    try:
+        yield
+    except LLMException as error:
+        if error.status_code is not LLMStatusCode.LLM_LINK_FAILED:
+            raise
+
+
 @pytest.mark.parametrize("asker", [0, 1])
 def test_one_end_asks_and_both_use_the_next_generation(pair: Pair, asker: int) -> None:
     ask(pair.connections[asker])
@@ -92,6 +102,37 @@ def test_what_fails_at_one_end_leaves_both_as_they_were(
     pair.connections[failing].refusal = None
     ask(pair.connections[asker])
     pair.wait_until_both_use(2)
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("error", [REFUSAL, MemoryError("HcclCommPrepare: 4")])
+def test_what_one_end_cannot_open_no_end_waits_for(
+    pair: Pair, asker: int, failing: int, error: Exception
+) -> None:
+    """Nothing ends that wait, and memory that is bound meanwhile cannot be given back."""
+    pair.connections[failing].open_refusal = error
+    refused = refusal_of(pair.connections[asker])
+    assert refused.status_code == LLMStatusCode.LLM_LINK_FAILED
+    assert "HcclCommPrepare: 4" in str(refused)
+    pair.connections[asker].wait_until(lambda: bool(pair.connections[asker].abandoned))
+    assert not pair.connections[0]._meeting.there
+    pair.connections[failing].open_refusal = None
+    # It may begin before it hears of the failure; it never waits for what has failed already.
+    with suppress_link_failed():
+        ask(pair.connections[1 - asker])
+    ask(pair.connections[1 - asker])
+    pair.wait_until_both_use(max(it.current for it in pair.connections))
+
+
+def test_no_end_waits_for_one_that_does_not_answer(make_end: MakeEnd) -> None:
+    pair = Pair(make_end, wait_ms=100)
+    one, two = pair.connections
+    two.begins.clear()
+    assert refusal_of(one).status_code == LLMStatusCode.LLM_TIMEOUT
+    assert not one._meeting.there
+    two.begins.set()
+    pair.wait_until_both_use(1)
 
 
 def test_whoever_cannot_wait_longer_hears_so_and_it_goes_on(make_end: MakeEnd) -> None:

@@ -1,7 +1,8 @@
 """How both ends of a link renew the connection behind it, while transfers go on.
 
-Each says that it begins a generation, and then whether it has it; each takes it into use once both
-do. Whichever end needs it begins; where both do at once, they mean the same generation.
+Each says that it has opened a generation, makes it when the peer has said so too, and then says
+whether it has it; each takes it into use once both do. Whichever end needs it begins; where both do
+at once, they mean the same generation.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Attempt:
         self.is_made = False
         self.peer_has_made = False
         self.peer_metadata: bytes | None = None
+        self.peer_has_begun = asyncio.Event()  # or it was given up
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Whoever waits for it may have gone; the log has it.
         self.outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -96,6 +98,8 @@ class Renewals:
                 elif attempt is not None:
                     attempt.peer_has_made = True
                     self._settle(attempt)
+                elif reason:  # the peer could not begin it, and will not hear of that number again
+                    self._highest = max(self._highest, generation)
 
     def end(self, reason: str) -> None:
         """The link has ended: nothing is made any more, and whoever waits hears why."""
@@ -121,6 +125,7 @@ class Renewals:
                 return
             attempt = self._begin(generation)
         attempt.peer_metadata = metadata
+        attempt.peer_has_begun.set()
 
     def _begin(self, generation: int) -> _Attempt:
         self._highest = generation
@@ -130,14 +135,25 @@ class Renewals:
 
     async def _make(self, attempt: _Attempt) -> None:
         generation = attempt.generation
-        # First: the peer must come while this end waits for it.
-        await self._send(Renew(generation, self._renewable.metadata()))
         try:
+            metadata = await self._control.in_worker(self._renewable.open, generation)
+            await self._send(Renew(generation, metadata))
+            # Once it waits for the peer, nothing can end that but time.
+            async with asyncio.timeout(_RENEWAL_S):
+                await attempt.peer_has_begun.wait()
+            if self._attempts.get(generation) is not attempt:
+                return
             await self._control.in_worker(
                 self._renewable.renew, generation, timeout_ms=_RENEWAL_S * 1000
             )
+        except TimeoutError:
+            self._fail(attempt, link_failed(f"the peer has not begun it within {_RENEWAL_S:g} s"))
+            return
         except LLMException as error:
             self._fail(attempt, error)
+            return
+        except Exception as error:  # else whoever needs it would wait for this one again and again
+            self._fail(attempt, link_failed(f"{type(error).__name__}: {error}"))
             return
         if self._attempts.get(generation) is not attempt:  # given up meanwhile
             self._renewable.abandon(generation)
@@ -167,6 +183,7 @@ class Renewals:
         """Give it up: the connection that there is stays in use."""
         if self._attempts.pop(attempt.generation, None) is None:
             return
+        attempt.peer_has_begun.set()
         self._renewable.abandon(attempt.generation)
         who = f"renewal {attempt.generation} of the link to cluster {self._link.cluster_id}"
         reason = f"{who}: {error.args[0]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import finalize, ref
@@ -76,6 +76,7 @@ class Connections:
         self._mutex = threading.RLock()
         self._current: Connection | None = None
         self._communicators: dict[int, Communicator] = {}  # that are not taken down yet
+        self._opened: dict[int, int] = {}  # not prepared yet: the newest region that is bound
         self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
         self._abandoned: set[int] = set()
@@ -90,6 +91,7 @@ class Connections:
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be had, and why.
         """
+        self.open(0)
         self.renew(0, timeout_ms=timeout_ms)
         self._use(0, self._peer.newest)
 
@@ -104,11 +106,7 @@ class Connections:
             raise self._closed_error()
         return current
 
-    def metadata(self) -> bytes:
-        """See `Renewable`."""
-        return self._own_metadata().to_bytes()
-
-    def renew(self, generation: int, *, timeout_ms: float) -> None:
+    def open(self, generation: int) -> bytes:
         """See `Renewable`."""
         name = self._name(generation)
         try:
@@ -116,7 +114,26 @@ class Connections:
         except NativeError as error:
             raise link_failed(f"HCCL communicator {name}: {error}") from error
         try:
-            self._begin(generation, communicator)
+            metadata = replace(self._own_metadata(), newest=newest).to_bytes()
+            with self._mutex:
+                self._check_wanted(generation)
+                self._communicators[generation] = communicator
+                self._opened[generation] = newest
+        except BaseException:
+            self._end.close(communicator)
+            raise
+        return metadata
+
+    def renew(self, generation: int, *, timeout_ms: float) -> None:
+        """See `Renewable`."""
+        with self._mutex:
+            self._check_wanted(generation)
+            newest = self._opened.pop(generation, None)
+            if newest is None:
+                raise _given_up(generation)
+            communicator = self._communicators[generation]
+            self._making.add(generation)
+        try:
             communicator.prepare(timeout_ms)
             self._keep(generation, communicator, newest)
         except BaseException as error:
@@ -126,7 +143,7 @@ class Connections:
             if not isinstance(error, NativeError):
                 raise
             self._check_wanted(generation)  # else that is the reason
-            raise link_failed(f"HCCL communicator {name}: {error}") from error
+            raise link_failed(f"HCCL communicator {self._name(generation)}: {error}") from error
         finally:
             with self._mutex:
                 self._making.discard(generation)
@@ -145,10 +162,14 @@ class Connections:
             if made is not None:
                 self._unused_there.add(generation)  # the peer will not use it
                 return
-            self._abandoned.add(generation)
-            making = self._communicators.get(generation)
-        if making is not None and generation in self._making:
-            self._take_down(making)  # its prepare still runs, which then ends it
+            if self._opened.pop(generation, None) is not None:
+                ending = self._communicators.pop(generation, None)
+            else:
+                self._abandoned.add(generation)
+                is_made = generation in self._making  # its prepare still runs, which then ends it
+                ending = self._communicators.get(generation) if is_made else None
+        if ending is not None:
+            self._take_down(ending)
 
     def unused(self, generation: int) -> None:
         """See `Renewable`."""
@@ -172,6 +193,7 @@ class Connections:
             dropped = self._current, dict(self._made)
             self._current = None
             self._made.clear()
+            self._opened.clear()
         del dropped  # outside of the lock
         for it in ending:
             it.cancel(str(why.args[0]))
@@ -192,12 +214,6 @@ class Connections:
             before, self._current = self._current, made
         del before  # outside of the lock
 
-    def _begin(self, generation: int, communicator: Communicator) -> None:
-        with self._mutex:
-            self._check_wanted(generation)
-            self._communicators[generation] = communicator
-            self._making.add(generation)
-
     def _keep(self, generation: int, communicator: Communicator, newest: int) -> None:
         """It is made: a connection that is let go of with its last user."""
         held = Connection(generation, communicator, newest)
@@ -215,7 +231,7 @@ class Connections:
             raise self._closed_error()
         if generation in self._abandoned:
             self._abandoned.discard(generation)
-            raise link_failed(f"generation {generation} was given up")
+            raise _given_up(generation)
 
     def _closed_error(self) -> LLMException:
         why = self._why_closed
@@ -249,6 +265,10 @@ def _let_go(
     connections = owner()
     if connections is None or connections._retire(generation):
         end.close(communicator)
+
+
+def _given_up(generation: int) -> LLMException:
+    return link_failed(f"generation {generation} was given up")
 
 
 def _nobody_is_told(_generation: int) -> None: ...

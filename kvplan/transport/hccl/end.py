@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 from kvnative._backend import NativeError
 from kvnative._hccl import Communicator, Region, Staging
 from kvplan.ascend.device import device_error
+from kvplan.logs import Log
 from kvplan.status import invalid
 from kvplan.transport.hccl.board import WORD_NBYTES
 from kvplan.transport.hccl.pinning import Pinning
 from kvplan.transport.hccl.regions import Regions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvnative._acl import Device
     from kvnative._hccl import HcclLibrary
     from kvplan.ascend.device import AscendDevice, PinnedMemory
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from kvplan.transport.hccl.rank_table import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
 
+_LOG = Log("kvplan")
 _MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region of a device, of the host
 
 
@@ -131,7 +135,7 @@ class HcclEnd:
 
         One that is being prepared ends when HCCL lets it: who prepares it must call this then.
         """
-        communicator.close()
+        self._give_back(communicator.close)
         with self._mutex:
             if communicator.state == "closed":
                 self._open.discard(communicator)
@@ -159,10 +163,10 @@ class HcclEnd:
             if not self._is_shutting or self._open or self._is_shut:
                 return
             self._is_shut = True
-        self._board_region.close()
+        self._give_back(self._board_region.close)
         self.board.close()
         if self.staging is not None:
-            self.staging.close()
+            self._give_back(self.staging.close)
 
     def _end_region(self, held: HeldRegion) -> None:
         with self._mutex:
@@ -170,10 +174,20 @@ class HcclEnd:
         for it in communicators:
             try:
                 it.unbind(held.native)
-            except NativeError:
+            except NativeError as error:
                 if held.native in it.regions:  # else it was closed meanwhile
-                    raise
-        held.close()
+                    self._warn(error)
+        self._give_back(held.close)
+
+    def _give_back(self, close: Callable[[], None]) -> None:
+        """What HCCL does not take back is lost; whoever gives it back has to go on."""
+        try:
+            close()
+        except NativeError as error:
+            self._warn(error)
+
+    def _warn(self, error: NativeError) -> None:
+        _LOG.warning("event=hccl_keeps device=%d reason=%s", self.device.id, error)
 
     def _make_region(
         self, address: int, nbytes: int, *, on_device: bool, owner: object

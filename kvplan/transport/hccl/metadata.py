@@ -5,11 +5,10 @@ Checked as strictly as the local transport's: it comes from outside.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from kvplan.transport.documents import Document
+from kvplan.transport.documents import Document, fields_of, write_schema
 from kvplan.transport.hccl.device_address import DeviceAddress
 
 SCHEMA: Final = "kvplan.hccl"
@@ -100,20 +99,18 @@ class Metadata:
 
     def to_bytes(self) -> bytes:
         """As JSON, UTF-8."""
-        document = {
-            "schema": SCHEMA,
-            "schema_version": SCHEMA_VERSION,
+        fields = {
             "instance": self.instance,
             "product": self.product,
             "device": self.device.to_dict(),
-            "board": _fields(self.board),
+            "board": fields_of(self.board),
             "newest": self.newest,
             "ranges": [
-                {**_fields(it), "regions": [_fields(region) for region in it.regions]}
+                {**fields_of(it), "regions": [fields_of(region) for region in it.regions]}
                 for it in self.ranges
             ],
         }
-        return json.dumps(document, separators=(",", ":")).encode()
+        return write_schema(SCHEMA, SCHEMA_VERSION, fields)
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Metadata:
@@ -144,13 +141,9 @@ def _range(path: str, value: object, board: BoardRef, newest: int) -> Range:
     numbers = _PEER.numbers(path, fields, _RANGE)
     writable = _PEER.flag(f"{path}.writable", fields["writable"])
     on_device = _PEER.flag(f"{path}.on_device", fields["on_device"])
-    start, end = numbers["address"], numbers["address"] + numbers["nbytes"]
-    if end > 2**64:
-        raise _PEER.bad(f"{path} ends past 2**64: address {start} + nbytes {numbers['nbytes']}")
-    if numbers["slot"] >= board.num_slots:
-        raise _PEER.bad(f"{path}.slot is {numbers['slot']}; the board has {board.num_slots} slots")
+    _PEER.check_range(path, numbers, board.num_slots)
     regions = []
-    at = start
+    at, end = numbers["address"], numbers["address"] + numbers["nbytes"]
     for i, given in enumerate(_PEER.elements(f"{path}.regions", fields["regions"])):
         where = f"{path}.regions[{i}]"
         region = RegionRef(
@@ -167,10 +160,6 @@ def _range(path: str, value: object, board: BoardRef, newest: int) -> Range:
     if at < end:
         raise _PEER.bad(f"{path}.regions end at {at}; the range ends at {end}")
     return Range(writable=writable, on_device=on_device, regions=tuple(regions), **numbers)
-
-
-def _fields(value: BoardRef | RegionRef | Range) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def _is_instance(text: str) -> bool:

@@ -12,6 +12,7 @@ from kvplan.transport.hccl.end import whole_pages
 from kvplan.transport.hccl.metadata import Range
 from kvplan.transport.host_range import host_range
 from kvplan.transport.protocol import DeviceRange
+from kvplan.transport.registration import RegisteredMemory, ranges_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,30 +26,12 @@ _LOG = Log("kvplan")
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration:
+class Registration(RegisteredMemory[Range]):
     """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
 
     range: Range
     regions: tuple[HeldRegion, ...]
     keep: object  # keeps the memory where it is; None: the caller does
-
-    @property
-    def address(self) -> int:
-        """Of the first byte, in this process."""
-        return self.range.address
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.range.nbytes
-
-    @property
-    def writable(self) -> bool:
-        """Whether peers may write to it."""
-        return self.range.writable
-
-    def __repr__(self) -> str:
-        return f"<Registration of {self.range}>"
 
 
 class _Found(NamedTuple):
@@ -128,11 +111,7 @@ class Registrations:
         """
         given = None if registrations is None else [_own(it) for it in registrations]
         with self._mutex:
-            held = self._by_slot
-            for it in given or ():
-                if held.get(it.range.slot) is not it:
-                    raise invalid(f"{it!r} is not registered here, or no longer")
-            return tuple(it.range for it in (held.values() if given is None else given))
+            return ranges_of(given, self._by_slot)
 
     def close(self) -> None:
         """End all, and take no more."""
@@ -189,9 +168,4 @@ class Registrations:
 
 
 def _own(registration: protocol.Registration) -> Registration:
-    if not isinstance(registration, Registration):
-        raise TypeError(
-            f"registration is a {type(registration).__name__}; it must be a Registration that "
-            "`register` of an hccl transport has returned"
-        )
-    return registration
+    return Registration.own(registration, "an hccl transport")

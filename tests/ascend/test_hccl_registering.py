@@ -1,0 +1,106 @@
+"""What is registered over HCCL, in which parts, and what its end does to transfers."""
+
+from __future__ import annotations
+
+import kvplan
+from kvplan import LLMStatusCode
+from kvplan.transport.protocol import DeviceRange
+from tests.ascend.hccl_side import PULL, PUSH, Side, link_both
+from tests.ascend.hccl_sides import MakeSide, refusal
+
+
+def test_what_the_owner_deregisters_is_never_a_success(one: Side, two: Side) -> None:
+    one.fill(1)
+    two.fill(2)
+    link, _ = link_both(one, two)
+    remote = two.peer_memory(link, writable=True)
+    two.transport.deregister(two.registration)
+    for plan, src, dst in ((PULL, remote, one.memory), (PUSH, one.memory, remote)):
+        error = refusal(kvplan.execute, plan, src, dst)
+        assert error.status_code != LLMStatusCode.LLM_SUCCESS
+        assert error.unconfirmed == ((0, plan.num_descriptors),)
+
+
+def test_an_ended_registration_inside_a_pool_is_no_cache_any_more(
+    make_side: MakeSide, one: Side
+) -> None:
+    two = make_side(1, registers=False)
+    two.transport.expect(DeviceRange(two.buffer.address, two.buffer.nbytes, two.buffer))
+    part = two.register()
+    link, _ = link_both(one, two)
+    remote = two.peer_memory(link)
+    kvplan.execute(PULL, remote, one.memory)
+    two.transport.deregister(part)
+    error = refusal(kvplan.execute, PULL, remote, one.memory)
+    assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    # The same slot and address, but another registration.
+    again = two.register()
+    assert again.range.slot == part.range.slot
+    assert refusal(kvplan.execute, PULL, remote, one.memory).status_code == error.status_code
+    kvplan.execute(
+        PULL, two.peer_memory(link, metadata=two.transport.metadata([again])), one.memory
+    )
+
+
+def test_what_is_registered_in_parts_is_reached_in_parts(make_side: MakeSide, one: Side) -> None:
+    two = make_side(1, registers=False)
+    page = 2 << 20
+    buffer = two.device.allocate(2 * page)
+    two.transport.register(DeviceRange(buffer.address + page, page))
+    two.transport.register(DeviceRange(buffer.address, 2 * page))
+    link, _ = link_both(one, two)
+    link.memory([buffer.address, buffer.address + page], page)
+    error = refusal(link.memory, [buffer.address + page // 2], page)
+    assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    assert "register the whole first" in str(error)
+
+
+def test_one_range_twice_ends_twice(one: Side, two: Side) -> None:
+    second = two.register()
+    link, _ = link_both(one, two)
+    two.transport.deregister(two.registration)
+    kvplan.execute(
+        PULL,
+        two.peer_memory(link, metadata=two.transport.metadata([second])),
+        one.memory,
+    )
+    two.transport.deregister(second)
+    two.transport.deregister(second)
+    assert two.transport._end.regions.all() == []
+
+
+def test_another_devices_memory_is_refused(one: Side, two: Side) -> None:
+    error = refusal(one.transport.register, DeviceRange(two.buffer.address, 100))
+    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_read_only_memory_is_not_written(make_side: MakeSide, one: Side) -> None:
+    two = make_side(1, registers=False)
+    two.transport.register(
+        DeviceRange(two.buffer.address, two.buffer.nbytes, two.buffer), writable=False
+    )
+    link, _ = link_both(one, two)
+    error = refusal(two.peer_memory, link, writable=True)
+    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_all_slots_of_the_board(make_side: MakeSide) -> None:
+    side = make_side(0, max_registrations=2)
+    side.register()
+    error = refusal(side.register)
+    assert error.status_code == LLMStatusCode.LLM_OUT_OF_MEMORY
+    side.transport.deregister(side.registration)
+    side.register()
+
+
+def test_another_transports_metadata_is_refused(one: Side, two: Side) -> None:
+    link, _ = link_both(one, two)
+    error = refusal(two.peer_memory, link, metadata=one.transport.metadata())
+    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    assert "another" in str(error)
+
+
+def test_an_address_that_is_not_registered(one: Side, two: Side) -> None:
+    link, _ = link_both(one, two)
+    error = refusal(link.memory, [two.buffer.address - 1], 10)
+    assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

@@ -1,0 +1,91 @@
+"""Engines renew their connection over HCCL while they transfer, from both ends at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+)
+from tests.ascend.simulator import Controls, Log
+
+DESC = CacheDesc(2, (4, 4096), DataType.DT_INT32)
+DEADLINE_S = 60.0
+ROUNDS = 8
+
+Pair = tuple[LlmDataDist, LlmDataDist]
+
+
+def test_caches_come_and_go_at_both_ends_while_both_pull(pair: Pair) -> None:
+    """Each cache is newer than the connection: nearly every pull renews it."""
+    meeting = threading.Barrier(2)
+
+    def exchange(own: LlmDataDist, other: LlmDataDist, seed: int) -> None:
+        for turn in range(ROUNDS):
+            source, target = own.allocate_cache(DESC), own.allocate_cache(DESC)
+            for array in own.arrays(source):
+                array[...] = 1000 * seed + turn
+            offered[seed] = source.cache_id
+            meeting.wait(DEADLINE_S)
+            theirs = CacheKeyByIdAndIndex(other.cluster_id, offered[3 - seed], 0)
+            own.pull_cache(theirs, target)
+            for array in own.arrays(target):
+                assert (array[0] == 1000 * (3 - seed) + turn).all()
+            meeting.wait(DEADLINE_S)
+            own.deallocate_cache(source)
+            own.deallocate_cache(target)
+
+    offered: dict[int, int] = {}
+    one, two = pair
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(exchange, one, two, 1), threads.submit(exchange, two, one, 2)]
+        for it in calls:
+            it.result(DEADLINE_S)
+
+
+def test_a_transfer_on_the_connection_before_ends_well(
+    pair: Pair, simulator: Controls, sim_log: Log
+) -> None:
+    owner, user = pair
+    theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+    for i, array in enumerate(owner.arrays(theirs)):
+        array[...] = np.arange(array.size).reshape(array.shape) + i
+    key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
+    user.pull_cache(key, mine)  # renews, so that the next needs not
+    simulator.set("latency_us", 200_000)
+    slow = user.submit_pull_cache(key, mine)
+    simulator.set("latency_us", 0)
+    later, target = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+    sim_log.restart()
+    user.pull_cache(CacheKeyByIdAndIndex(owner.cluster_id, later.cache_id, 0), target)
+    assert sim_log.counts("HcclCommPrepare")["HcclCommPrepare"] == 2
+    slow.wait(DEADLINE_S * 1000)
+    for array, expected in zip(user.arrays(mine), owner.arrays(theirs), strict=True):
+        np.testing.assert_array_equal(array[0], expected[0])
+
+
+def test_no_end_prepares_what_the_other_cannot_open(
+    pair: Pair, simulator: Controls, sim_log: Log
+) -> None:
+    """What is bound to a connection that is being prepared could not be given back for long."""
+    owner, user = pair
+    theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
+    key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
+    sim_log.restart()
+    for nth in (1, 2):  # of one end, of the other
+        simulator.add_fault(f"HcclCommInitClusterInfoMemConfig:{nth}=4")
+        with pytest.raises(LLMException, match="HcclCommInitClusterInfoMemConfig: 4") as refused:
+            user.pull_cache(key, mine)
+        assert refused.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+        assert simulator.faults_left() == 0
+    assert sim_log.calls("HcclCommPrepare") == []
+    user.pull_cache(key, mine)
