@@ -21,6 +21,9 @@ cdef extern from "kvnative/acl.h" nogil:
     ctypedef struct kvn_acl_location:
         uint32_t id
         int32_t type
+    ctypedef struct kvn_acl_pointer:
+        kvn_acl_location location
+        uint32_t page_size
 
 
 cdef extern from "acl_device.h" nogil:
@@ -41,7 +44,7 @@ cdef extern from "acl_device.h" nogil:
     )
     int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure)
     int kvn_device_locate(
-        const kvn_device *device, uint64_t address, kvn_acl_location *out, kvn_failure *failure
+        const kvn_device *device, uint64_t address, kvn_acl_pointer *out, kvn_failure *failure
     )
     int kvn_device_copy(
         const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, int kind,
@@ -88,6 +91,7 @@ cdef class Device:
     cdef Device open_number(AclLibrary library, int32_t number)
     # NativeError in a forked child, and when it is closed.
     cdef int check_usable(self) except -1
+    cdef kvn_acl_pointer look_up(self, object address) except *
 
 
 cdef class DeviceBuffer:

@@ -159,22 +159,35 @@ cdef class Device:
         """Return where memory lies: "device", "host" (pinned), "managed" or "pageable"; its device.
 
         Raises:
-            AclError: nobody knows the address.
+            AclError: the device cannot be asked.
         """
+        cdef kvn_acl_pointer found = self.look_up(address)
+        kind = found.location.type
+        if kind == KVN_ACL_LOCATION_DEVICE:
+            return "device", found.location.id
+        if kind == KVN_ACL_LOCATION_MANAGED:
+            return "managed", found.location.id
+        pinned = kind in (KVN_ACL_LOCATION_HOST, KVN_ACL_LOCATION_HOST_NUMA)
+        return "host" if pinned else "pageable", found.location.id
+
+    def page_nbytes(self, address) -> int:
+        """Return the size of the pages that memory of the device lies in; 0 where nobody knows.
+
+        Raises:
+            AclError: the device cannot be asked.
+        """
+        return self.look_up(address).page_size
+
+    cdef kvn_acl_pointer look_up(self, object address) except *:
         cdef uint64_t where = unsigned("address", address)
         cdef kvn_failure failure
-        cdef kvn_acl_location location
+        cdef kvn_acl_pointer found
         cdef int status
         self.check_usable()
         with nogil:
-            status = kvn_device_locate(&self.device, where, &location, &failure)
+            status = kvn_device_locate(&self.device, where, &found, &failure)
         check_acl(status, &failure)
-        if location.type == KVN_ACL_LOCATION_DEVICE:
-            return "device", location.id
-        if location.type == KVN_ACL_LOCATION_MANAGED:
-            return "managed", location.id
-        pinned = location.type in (KVN_ACL_LOCATION_HOST, KVN_ACL_LOCATION_HOST_NUMA)
-        return "host" if pinned else "pageable", location.id
+        return found
 
     def write(self, address, buffer) -> None:
         """Copy a contiguous buffer to the device, and wait. Bounds are the caller's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def candidates(names: tuple[str, ...], path: str | None = None) -> list[list[str
             others = [str(it) for it in map(file.with_name, others) if it.exists()]
         return [[path, *others]]
     roots = homes() if path is None else [Path(path)]
-    folders = [folder for root in roots for folder in (root / "lib64", root)]
+    below = ("lib64", f"{platform.machine()}-linux/lib64", ".")
+    folders = [root / folder for root in roots for folder in below]
     found = [[str(it / name) for name in names if (it / name).exists()] for it in folders]
     return [*filter(None, found), *([list(names)] if path is None else [])]
 

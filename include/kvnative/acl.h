@@ -20,8 +20,9 @@ typedef void *aclrtEvent;
 /* aclrtMemcpyKind */
 enum { KVN_ACL_HOST_TO_DEVICE = 1, KVN_ACL_DEVICE_TO_HOST = 2, KVN_ACL_DEVICE_TO_DEVICE = 3 };
 
-/* aclrtMemMallocPolicy: huge pages, else normal ones */
-enum { KVN_ACL_MALLOC_HUGE_FIRST = 0 };
+/* aclrtMemMallocPolicy: in huge pages, which HCCS needs to share memory between processes. The first
+ * policy, 0, takes them for more than 1 MiB alone. */
+enum { KVN_ACL_MALLOC_HUGE_ONLY = 1 };
 
 /* aclrtMemLocationType; CANN before 8.5 has the first two alone */
 enum {
@@ -45,12 +46,15 @@ enum { KVN_ACL_EVENT_SYNC = 1 };
 enum {
     KVN_ACL_OK = 0,
     KVN_ACL_REPEATED_INIT = 100002,
+    KVN_ACL_PARAMETER = 107000,
     KVN_ACL_STREAM_ABORTED = 107023,
     KVN_ACL_API_UNSUPPORTED = 200001,
     KVN_ACL_FEATURE_UNSUPPORTED = 207000,
     KVN_ACL_STREAM_TIMEOUT = 507046,
     KVN_ACL_EVENT_TIMEOUT = 507047,
-    KVN_ACL_ALREADY_REGISTERED = 507910
+    KVN_ACL_DRIVER_FAILED = 507899,
+    KVN_ACL_ALREADY_REGISTERED = 507910,
+    KVN_ACL_NOT_REGISTERED = 507911
 };
 
 #define KVN_ACL_MAX_BATCH 4096 /* descriptors of one aclrtMemcpyBatch */

@@ -112,7 +112,7 @@ void kvn_device_leave(const kvn_device *device, aclrtContext previous)
 int kvn_device_allocate(const kvn_device *device, uint64_t nbytes, void **out,
                         kvn_failure *failure)
 {
-    CALL(device, failure, aclrtMalloc, out, nbytes, KVN_ACL_MALLOC_HUGE_FIRST);
+    CALL(device, failure, aclrtMalloc, out, nbytes, KVN_ACL_MALLOC_HUGE_ONLY);
     return KVN_OK;
 }
 
@@ -135,14 +135,27 @@ int kvn_device_free_host(const kvn_device *device, void *address, kvn_failure *f
     return KVN_OK;
 }
 
-int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_acl_location *out,
+static int get_attributes(const kvn_device *device, uint64_t address, kvn_acl_pointer *out,
+                          kvn_failure *failure)
+{
+    CALL(device, failure, aclrtPointerGetAttributes, (const void *)(uintptr_t)address, out);
+    return KVN_OK;
+}
+
+int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_acl_pointer *out,
                       kvn_failure *failure)
 {
-    kvn_acl_pointer pointer = {.location = {.type = KVN_ACL_LOCATION_UNREGISTERED}};
+    const kvn_acl_pointer unknown = {.location = {.type = KVN_ACL_LOCATION_UNREGISTERED}};
+    int status;
 
-    CALL(device, failure, aclrtPointerGetAttributes, (const void *)(uintptr_t)address, &pointer);
-    *out = pointer.location;
-    return KVN_OK;
+    *out = unknown;
+    status = get_attributes(device, address, out, failure);
+    if (status == KVN_OK)
+        return KVN_OK;
+    /* Of some memory of the host (shared, or in huge pages) drivers say that there is none. */
+    *out = unknown;
+    return failure->code == KVN_ACL_PARAMETER || failure->code == KVN_ACL_DRIVER_FAILED ? KVN_OK
+                                                                                        : status;
 }
 
 int kvn_device_copy(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, int kind,
@@ -267,9 +280,17 @@ static int unregister_host(const kvn_device *device, void *address, kvn_failure 
     return KVN_OK;
 }
 
+/* HCCL registers host memory for itself too, and takes our registration away with its own. */
+static int unregister_if_known(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    const int status = unregister_host(device, address, failure);
+
+    return status != KVN_OK && failure->code == KVN_ACL_NOT_REGISTERED ? KVN_OK : status;
+}
+
 int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure)
 {
-    const int status = unregister_host(device, (void *)(uintptr_t)address, failure);
+    const int status = unregister_if_known(device, (void *)(uintptr_t)address, failure);
 
     forget_pinned(device, address); /* also where that failed: nobody can rely on it any more */
     return status;

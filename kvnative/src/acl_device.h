@@ -60,8 +60,8 @@ int kvn_device_free_host(const kvn_device *device, void *address, kvn_failure *f
 /* Pins host memory of others, so that copies need no help of the processor. */
 int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
 int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure);
-/* Where memory lies. */
-int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_acl_location *out,
+/* Where memory lies, and the size of its pages; what ACL does not know is the host's, unregistered. */
+int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_acl_pointer *out,
                       kvn_failure *failure);
 /* Synchronous aclrtMemcpy; `kind` is KVN_ACL_HOST_TO_DEVICE or KVN_ACL_DEVICE_TO_HOST. */
 int kvn_device_copy(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, int kind,

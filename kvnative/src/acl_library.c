@@ -135,16 +135,30 @@ bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3
            library->calls.aclrtGetVersion(&version[0], &version[1], &version[2]) == KVN_ACL_OK;
 }
 
+/* Before 8.5 ACL does not tell, but the runtime below it, which is looked through as well, does. */
+static bool ask_runtime(const kvn_acl_library *library, int32_t logical, int32_t *physical)
+{
+    int32_t (*get_number)(uint32_t logical, uint32_t *physical) = NULL;
+    uint32_t number = 0;
+
+    *(void **)&get_number = find_symbol(library, "rtGetDevicePhyIdByIndex");
+    if (!get_number || get_number((uint32_t)logical, &number) != 0)
+        return false;
+    *physical = (int32_t)number;
+    return true;
+}
+
 bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, int32_t *physical)
 {
     const kvn_acl *acl = &library->calls;
 
-    if (!acl->aclrtGetPhyDevIdByLogicDevId)
+    if (acl->aclrtGetPhyDevIdByLogicDevId) {
+        if (acl->aclrtGetPhyDevIdByLogicDevId(logical, physical) == KVN_ACL_OK)
+            return true;
+        kvn_acl_forget(acl);
         return false;
-    if (acl->aclrtGetPhyDevIdByLogicDevId(logical, physical) == KVN_ACL_OK)
-        return true;
-    kvn_acl_forget(acl);
-    return false;
+    }
+    return ask_runtime(library, logical, physical);
 }
 
 int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, int attribute,

@@ -28,18 +28,21 @@ struct kvn_communicator {
 };
 
 #define WORDS_NBYTES (KVN_MAX_GUARDS * sizeof(uint64_t))
+/* Of their region: what HCCS can share, a huge page. */
+#define WORDS_PAGE (UINT64_C(2) << 20)
+_Static_assert(WORDS_NBYTES <= WORDS_PAGE, "the words fit in a page");
 
 /* ---- its parts ---- */
 
 static int make_words(kvn_communicator *self, kvn_failure *failure)
 {
     kvn_connection *connection = &self->connection;
-    if (kvn_device_allocate(connection->device, WORDS_NBYTES, &self->device_words, failure) !=
+    if (kvn_device_allocate(connection->device, WORDS_PAGE, &self->device_words, failure) !=
             KVN_OK ||
         kvn_device_allocate_host(connection->device, WORDS_NBYTES, &self->host_words, failure) !=
             KVN_OK ||
         kvn_region_open(connection->hccl, connection->device, (uintptr_t)self->device_words,
-                        WORDS_NBYTES, true, &self->words, failure) != KVN_OK)
+                        WORDS_PAGE, true, &self->words, failure) != KVN_OK)
         return failure->status;
     return KVN_OK;
 }

@@ -9,8 +9,8 @@
 #include "acl_library.h"
 #include "kvnative/hccl.h"
 
-/* Most registered ranges of one side of a communicator; HCCL gives no number, so it is ours. */
-#define KVN_HCCL_MAX_REGIONS 1024
+/* Most ranges that a process registers, and that are bound to a communicator: HCCL's own limits. */
+#define KVN_HCCL_MAX_REGIONS 256
 
 typedef struct kvn_hccl_calls {
     kvn_hccl_init_fn init;

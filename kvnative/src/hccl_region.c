@@ -40,11 +40,26 @@ static int check_overlap(const kvn_region *region, kvn_failure *failure)
     return KVN_OK;
 }
 
+/* Under the registry's mutex. */
+static int check_number(const kvn_region *region, kvn_failure *failure)
+{
+    unsigned count = 0;
+    for (const kvn_region *it = region->hccl->regions; it; it = it->next)
+        count++;
+    if (count < KVN_HCCL_MAX_REGIONS)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_NO_MEMORY, 0,
+                    "%u ranges are registered with HCCL, which is the most (each connection takes "
+                    "one, too): use pools, or register larger ranges", count);
+}
+
 static int enroll(kvn_region *region, kvn_failure *failure)
 {
     int status;
     pthread_mutex_lock(&region->hccl->registry);
     status = check_overlap(region, failure);
+    if (status == KVN_OK)
+        status = check_number(region, failure);
     if (status == KVN_OK) {
         region->next = region->hccl->regions;
         region->hccl->regions = region;

@@ -84,16 +84,43 @@ def test_a_device_is_one_object_while_it_is_used(device: Device) -> None:
 
 def test_what_a_device_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (device.id, device.soc_name) == (3, "Ascend910B1")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0, 2,4, 6")  # the system knows better
     assert device.physical_id == 3
     if OLD:
         assert device.attribute(402) is None
-        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0, 2,4, 6")
-        assert device.physical_id == 6
     else:
         assert device.attribute(402) == 3  # PHY_CHIP_ID
         assert device.attribute(9999) is None
     with pytest.raises(TypeError, match=r"comes from AclLibrary\.device"):
         Device()
+
+
+def test_the_smallest_memory_has_a_huge_page(device: Device) -> None:
+    first, second = device.allocate(1), device.allocate(1)
+    assert {device.page_nbytes(it.address) for it in (first, second)} == {2 << 20}
+    assert first.address % (2 << 20) == second.address % (2 << 20) == 0
+
+
+def test_where_memory_lies_that_the_driver_does_not_know(
+    device: Device, simulator: Controls
+) -> None:
+    for code in (107000, 507899):
+        simulator.add_fault(f"aclrtPointerGetAttributes:1={code}")
+        assert device.locate(4096)[0] == "pageable"
+    simulator.add_fault("aclrtPointerGetAttributes:1=507010")
+    with pytest.raises(AclError, match="heartbeat"):
+        device.locate(4096)
+
+
+@pytest.mark.skipif(OLD, reason="8.1 has no code of its own for that")
+def test_hccl_may_unpin_first(device: Device) -> None:
+    pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    pinned = device.pin(pages.ctypes.data, PAGE)
+    acl = ctypes.CDLL(device.library.path)
+    assert acl.aclrtSetDevice(3) == 0
+    assert acl.aclrtHostUnregister(ctypes.c_void_p(pages.ctypes.data)) == 0
+    pinned.close()
+    assert acl.aclrtResetDevice(3) == 0
 
 
 def test_memory_of_the_device(device: Device, simulator: Controls) -> None:

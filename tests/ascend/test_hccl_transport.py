@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import kvplan
 from kvplan import LLMException, LLMStatusCode
 from kvplan.execution import HostMemory
+from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import (
     BLOCK,
     BLOCKS,
@@ -71,9 +73,48 @@ def test_host_memory_that_is_not_registered_goes_through_the_staging_memory(
         held.close()
 
 
+@pytest.fixture
+def over_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HCCL takes RDMA inside the host, too, for which devices have addresses."""
+    lines = [f"address_{number}=10.1.0.{number + 1}\n" for number in range(8)]
+    (tmp_path / "hccn.conf").write_text("".join(lines))
+    monkeypatch.setenv("KVPLAN_HCCN_CONF", str(tmp_path / "hccn.conf"))
+    monkeypatch.setenv("HCCL_INTRA_ROCE_ENABLE", "1")
+
+
+def test_host_memory_of_the_peer_is_not_reached_over_hccs(one: Side, two: Side) -> None:
+    arenas = [it.transport.allocate(TENSOR) for it in (one, two)]
+    for side, arena in zip((one, two), arenas, strict=True):
+        side.transport.register(arena)
+    link, _ = link_both(one, two)
+    error = refusal(link.memory, [arenas[1].address], TENSOR)
+    assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    assert "HCCL does not reach over HCCS" in str(error)
+    for end in (one, two):  # nor is it bound: HCCL would map it for nothing
+        regions = [it for it in end.transport._end.regions.all() if not it.on_device]
+        bound = end.transport._end._open
+        assert regions
+        assert all(it.native not in each.regions for it in regions for each in bound)
+
+
+def test_device_memory_is_registered_by_whole_pages(make_side: MakeSide, one: Side) -> None:
+    two = make_side(1, registers=False)
+    theirs = two.fill(2)
+    ours = one.fill(1)
+    for tensor in range(TENSORS):  # none begins with a page
+        two.transport.register(DeviceRange(two.buffer.address + tensor * TENSOR, TENSOR))
+    (region,) = two.transport._end.regions.all()
+    assert (region.ref.address, region.ref.nbytes) == (two.buffer.address, 2 << 20)
+    link, _ = link_both(one, two)
+    kvplan.execute(PULL, two.peer_memory(link), one.memory)
+    np.testing.assert_array_equal(one.seen, moved(theirs, ours))
+
+
+@pytest.mark.usefixtures("over_rdma")
 def test_registered_host_memory_is_used_directly_at_both_ends(
-    one: Side, two: Side, sim_log: Log
+    make_side: MakeSide, sim_log: Log
 ) -> None:
+    one, two = make_side(0), make_side(1)
     arenas = [it.transport.allocate(TENSORS * TENSOR) for it in (one, two)]
     shape = (TENSORS, BLOCKS, BLOCK)
     ours, theirs = (np.frombuffer(it, np.uint8).reshape(shape) for it in arenas)

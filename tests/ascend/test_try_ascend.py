@@ -66,7 +66,7 @@ A2, A950 = "Ascend910B1", "Ascend950"
 LOCAL = ("DEVICE", "HOST")
 # As docs/ascend.md and kvplan info have it: (local, remote) -> what is refused, what is staged.
 COMBINATIONS = {
-    (A2, "hccl"): (set(), set()),
+    (A2, "hccl"): ({(it, "HOST") for it in LOCAL}, {("HOST", "DEVICE")}),  # HCCS: one host
     (A950, "hccl"): ({(it, "HOST") for it in LOCAL}, {("HOST", "DEVICE")}),
     (A2, "local"): ({(it, "DEVICE") for it in LOCAL}, set()),
 }

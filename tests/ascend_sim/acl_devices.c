@@ -137,6 +137,18 @@ ACL aclrtDeviceEnablePeerAccess(int32_t peer, uint32_t flags) {
 
 ACL aclrtDeviceDisablePeerAccess(int32_t peer) { return change_peer_access(__func__, peer, 0, -1); }
 
+/* Of the runtime below ACL, which older libraries have for it. */
+ACL rtGetDevicePhyIdByIndex(uint32_t logical, uint32_t *physical);
+
+ACL rtGetDevicePhyIdByIndex(uint32_t logical, uint32_t *physical) {
+    sim_settings settings = sim_settings_now();
+    if (logical >= (uint32_t)settings.num_devices || !physical) {
+        return SIM_DEVICE_ID;
+    }
+    *physical = (uint32_t)settings.physical[logical];
+    return 0;
+}
+
 #if KVSIM_CANN >= 805
 
 ACL aclrtGetPhyDevIdByLogicDevId(const int32_t logical, int32_t *const physical);

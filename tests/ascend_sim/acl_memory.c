@@ -31,7 +31,8 @@ static int allocate(const char *name, void **out, size_t nbytes, int32_t policy)
     if (!code && (policy < 0 || (policy & ~0x101100) > 7)) {
         code = sim_error(SIM_INVALID, "policy=0x%x", (unsigned)policy);
     }
-    code = code ? code : sim_memory_allocate(SIM_MEMORY_DEVICE, device, nbytes, &address);
+    code = code ? code : sim_memory_allocate_in(SIM_MEMORY_DEVICE, device, nbytes,
+                                                  (policy & 7) == 1 || (policy & 7) == 4, &address);
     if (!code) {
         *out = (void *)(uintptr_t)address;
     }
@@ -133,7 +134,7 @@ ACL aclrtPointerGetAttributes(const void *pointer, acl_pointer_attributes *attri
                                                                          : ACL_AT_HOST;
         *attributes = (acl_pointer_attributes){
             .location = {place.device < 0 ? 0 : (uint32_t)place.device, type},
-            .page_size = place.device >= 0 && place.memory->nbytes >= 1 << 20 ? 2 << 20 : PAGE,
+            .page_size = place.side == ACL_DEVICE_SIDE ? (uint32_t)place.memory->page : PAGE,
         };
         acl_place_release(&place);
     }

@@ -89,7 +89,13 @@ static sim_memory *make_bytes(sim_memory_kind kind, int device, uint64_t nbytes)
 }
 
 int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address) {
+    return sim_memory_allocate_in(kind, device, nbytes, 0, address);
+}
+
+int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
+                           uint64_t *address) {
     int on_device = kind == SIM_MEMORY_DEVICE;
+    uint64_t page = on_device && (huge || nbytes >= HUGE_PAGE / 2) ? HUGE_PAGE : PAGE;
     uint64_t counted = round_up(nbytes, PAGE);
     sim_settings settings = sim_settings_now();
     uint64_t used;
@@ -100,7 +106,7 @@ int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint6
     }
     sim_memory *memory = make_bytes(kind, device, nbytes);
     if (memory && on_device) {
-        memory->address = sim_space_take(counted, nbytes >= HUGE_PAGE / 2 ? HUGE_PAGE : PAGE);
+        memory->address = sim_space_take(round_up(nbytes, page), page);
     } else if (memory) {
         memory->address = (uint64_t)(uintptr_t)memory->view;
     }
@@ -108,6 +114,7 @@ int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint6
         return sim_error(SIM_NO_MEMORY, "no address space for %llu bytes",
                          (unsigned long long)nbytes);
     }
+    memory->page = page;
     pthread_mutex_lock(&mutex);
     insert(memory);
     pthread_mutex_unlock(&mutex);
@@ -176,12 +183,16 @@ void sim_memory_free_device(int device) {
     }
 }
 
-sim_memory *sim_find(uint64_t address, uint64_t nbytes) {
+static sim_memory *find(uint64_t address, uint64_t nbytes, int to_page_end) {
     pthread_mutex_lock(&mutex);
     size_t index = first_behind(address);
     sim_memory *memory = NULL;
     if (index < num_memories && memories[index]->address <= address) {
-        uint64_t left = memories[index]->nbytes - (address - memories[index]->address);
+        uint64_t room = memories[index]->nbytes;
+        if (to_page_end && memories[index]->page) {
+            room = round_up(room, memories[index]->page);
+        }
+        uint64_t left = room - (address - memories[index]->address);
         memory = nbytes <= left ? memories[index] : NULL;
     }
     if (memory) {
@@ -190,6 +201,10 @@ sim_memory *sim_find(uint64_t address, uint64_t nbytes) {
     pthread_mutex_unlock(&mutex);
     return memory;
 }
+
+sim_memory *sim_find(uint64_t address, uint64_t nbytes) { return find(address, nbytes, 0); }
+
+sim_memory *sim_find_pages(uint64_t address, uint64_t nbytes) { return find(address, nbytes, 1); }
 
 int sim_overlaps_memory(uint64_t address, uint64_t nbytes) {
     pthread_mutex_lock(&mutex);

@@ -113,17 +113,42 @@ static HcclResult begin(hccl_call *call, HcclComm handle, const HcclPrepareConfi
     return HCCL_SUCCESS;
 }
 
-static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told)
+/* Devices of a host (A2) or super pod (A3) share memory over HCCS; others use RDMA. */
+static int is_hccs(const comm *c)
 {
+    const table_rank *ranks = c->table.ranks;
+    const char *rdma = getenv("HCCL_INTRA_ROCE_ENABLE");
+    if (rdma && strcmp(rdma, "1") == 0)
+        return 0;
+    return c->product == SIM_A3 ? strcmp(ranks[0].super_pod_id, ranks[1].super_pod_id) == 0
+                                : strcmp(ranks[0].server_id, ranks[1].server_id) == 0;
+}
+
+static HcclResult check_pages(hccl_call *call, const region *r, const sim_memory *memory)
+{
+    const uint64_t page = memory->page;
+    if (r->address % page == 0)
+        return HCCL_SUCCESS;
+    return hccl_refuse(call, HCCL_E_RUNTIME, "%#llx is not aligned to a page of %llu, which HCCS "
+                       "needs", (unsigned long long)r->address, (unsigned long long)page);
+}
+
+/* What the other end is told: over HCCS nothing of the host's. */
+static HcclResult resolve_locals(hccl_call *call, comm *c, wire_region *told, uint32_t *num_told)
+{
+    const int shared = is_hccs(c);
     for (size_t i = 0; i < c->num_locals; i++) {
         local_region *local = &c->locals[i];
         const region *r = local->of;
-        const HcclResult code = region_resolve(call, c->device, r, &local->memory);
+        HcclResult code = region_resolve(call, c->device, r, &local->memory);
+        if (!code && shared && r->type == HCCL_MEM_DEVICE)
+            code = check_pages(call, r, local->memory);
         if (code)
             return code;
         local->range = local_range(c, r, local->memory);
         local->uses = 1;
-        told[i] = local->range;
+        if (!shared || r->type == HCCL_MEM_DEVICE)
+            told[(*num_told)++] = local->range;
     }
     return HCCL_SUCCESS;
 }
@@ -142,13 +167,13 @@ static HcclResult import_remotes(hccl_call *call, comm *c, peer *p, const wire_r
 static HcclResult meet(hccl_call *call, comm *c, int64_t deadline_us)
 {
     wire_region *told = calloc(c->num_locals + 1, sizeof *told), *regions = NULL;
-    uint32_t num_regions;
+    uint32_t num_told = 0, num_regions;
     HcclResult code;
     if (!told)
         return hccl_refuse(call, HCCL_E_MEMORY, "no memory");
-    code = resolve_locals(call, c, told);
+    code = resolve_locals(call, c, told, &num_told);
     if (!code)
-        code = peer_meet(call, c, MEET_PREPARE, told, (uint32_t)c->num_locals, deadline_us, &c->peer,
+        code = peer_meet(call, c, MEET_PREPARE, told, num_told, deadline_us, &c->peer,
                          &regions, &num_regions);
     if (!code)
         code = import_remotes(call, c, c->peer, regions, num_regions);

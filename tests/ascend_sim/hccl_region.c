@@ -4,6 +4,7 @@
 #include "hccl_sim.h"
 
 #define MAX_DEVICE_BYTES (UINT64_C(64) << 30)
+#define MAX_GLOBAL 256
 #define MAX_HOST_BYTES (UINT64_C(1) << 40)
 /* No pointer of the program: whoever reads through a handle crashes. */
 #define HANDLE_BASE UINT64_C(0x00c1000000000000)
@@ -26,6 +27,14 @@ HcclResult region_check(hccl_call *call, const HcclMem *memory)
     return HCCL_SUCCESS;
 }
 
+static int num_global(void)
+{
+    int count = 0;
+    for (const region *r = regions; r; r = r->next)
+        count += r->global;
+    return count;
+}
+
 HcclResult region_add(hccl_call *call, int global, int device, const HcclMem *memory, region **out)
 {
     const uint64_t address = (uint64_t)(uintptr_t)memory->addr;
@@ -42,6 +51,9 @@ HcclResult region_add(hccl_call *call, int global, int device, const HcclMem *me
                            (unsigned long long)address, (unsigned long long)memory->size,
                            (unsigned long long)r->address, (unsigned long long)r->nbytes);
     }
+    if (global && num_global() == MAX_GLOBAL)
+        return hccl_refuse(call, HCCL_E_UNAVAIL, "%d ranges are registered, the most of a process",
+                           MAX_GLOBAL);
     region *added = calloc(1, sizeof *added);
     if (!added || board_take(&added->place)) {
         free(added);
@@ -75,7 +87,7 @@ void region_drop(region *r)
         at = &(*at)->next;
     *at = r->next;
     board_clear(&r->place);
-    sim_memory *memory = sim_find(r->address, r->nbytes);
+    sim_memory *memory = sim_find_pages(r->address, r->nbytes);
     if (memory)
         sim_memory_release(memory);
     else
@@ -88,7 +100,7 @@ void region_drop(region *r)
 
 HcclResult region_resolve(hccl_call *call, int device, const region *r, sim_memory **memory)
 {
-    sim_memory *found = sim_find(r->address, r->nbytes);
+    sim_memory *found = sim_find_pages(r->address, r->nbytes);
     *memory = NULL;
     if (!found)
         return hccl_refuse(call, HCCL_E_RUNTIME, "[%#llx, +%llu) is no %s",

@@ -95,6 +95,7 @@ typedef struct {
     int device;          /* that owns it; of host memory: current when it was made */
     uint64_t address;    /* as the program knows it */
     uint64_t nbytes;
+    uint64_t page;       /* size of its pages; what is shared or registered may fill the last one */
     unsigned char *view; /* where the bytes can be read and written */
     int fd;              /* memfd of the bytes, from offset 0: /proc/<pid>/fd/<fd> for peers */
     uint64_t serial;     /* never twice in a process: tells an allocation from a later one */
@@ -105,6 +106,8 @@ typedef struct {
 /* The memory that holds the whole range, with a reference: its view stays readable until
  * sim_memory_release, even when the program frees it meanwhile. NULL where there is none. */
 SIM_API sim_memory *sim_find(uint64_t address, uint64_t nbytes);
+/* The same, where the range may go on to the end of the memory's last page. */
+SIM_API sim_memory *sim_find_pages(uint64_t address, uint64_t nbytes);
 SIM_API void sim_memory_release(sim_memory *memory);
 /* Whether any byte of the range lies in reserved space: device memory, living or freed. */
 SIM_API int sim_is_device_space(uint64_t address, uint64_t nbytes);
@@ -112,6 +115,9 @@ SIM_API int sim_is_device_space(uint64_t address, uint64_t nbytes);
 SIM_API int sim_overlaps_memory(uint64_t address, uint64_t nbytes);
 /* Allocation and registration, with ACL codes. */
 SIM_API int sim_memory_allocate(sim_memory_kind kind, int device, uint64_t nbytes, uint64_t *address);
+/* `huge`: in huge pages however small, as of device memory more than half of one is anyway. */
+SIM_API int sim_memory_allocate_in(sim_memory_kind kind, int device, uint64_t nbytes, int huge,
+                                   uint64_t *address);
 SIM_API int sim_memory_free(sim_memory_kind kind, uint64_t address);
 SIM_API int sim_memory_register(int device, uint64_t address, uint64_t nbytes);
 /* Gives back what a device holds (its reset). */

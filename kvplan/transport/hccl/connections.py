@@ -50,6 +50,7 @@ class Connections:
         peer: whom it is to.
         table: both ranks.
         session: what both ends name it by.
+        is_hccs: whether HCCL takes HCCS to the peer.
         own_metadata: tells the peer what is bound.
     """
 
@@ -60,7 +61,10 @@ class Connections:
         table: RankTable,
         session: bytes,
         own_metadata: Callable[[], Metadata],
+        *,
+        is_hccs: bool,
     ) -> None:
+        self.is_hccs = is_hccs
         self.ask: Callable[[], None] | None = None
         self.tell_unused: Callable[[int], None] = _nobody_is_told
         self._end = end
@@ -106,7 +110,7 @@ class Connections:
         """See `Renewable`."""
         name = self._name(generation)
         try:
-            communicator, newest = self._end.open(self._table, name)
+            communicator, newest = self._end.open(self._table, name, is_hccs=self.is_hccs)
         except NativeError as error:
             raise link_failed(f"HCCL communicator {name}: {error}") from error
         try:

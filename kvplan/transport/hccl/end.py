@@ -17,6 +17,7 @@ from kvplan.transport.hccl.regions import Regions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvnative._acl import Device
     from kvnative._hccl import HcclLibrary
     from kvplan.ascend.device import AscendDevice, PinnedMemory
     from kvplan.ascend.products import Product
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region of a device, of the host
+
+
+def whole_pages(device: Device, address: int, nbytes: int) -> tuple[int, int]:
+    """The pages of a device that [address, address + nbytes) lies in: (address, nbytes).
+
+    HCCS shares memory by the page. Of one that is refused no connection could be made at all.
+    """
+    page = device.page_nbytes(address) or 1
+    start = address - address % page
+    return start, -((start - address - nbytes) // page) * page
 
 
 class HcclEnd:
@@ -67,11 +78,12 @@ class HcclEnd:
         self._traffic_class = traffic_class
         self._service_level = service_level
         words = board.ref
+        address, nbytes = whole_pages(device.native, words.address, words.num_slots * WORD_NBYTES)
         self._board_region = Region(
             library,
             device.native,
-            words.address,
-            words.num_slots * WORD_NBYTES,
+            address,
+            nbytes,
             on_device=True,
             owner=board.buffer,
         )
@@ -79,8 +91,10 @@ class HcclEnd:
         self._mutex = threading.Lock()  # of what is open
         self._is_shutting = self._is_shut = False
 
-    def open(self, table: RankTable, name: str) -> tuple[Communicator, int]:
+    def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:
         """A connection with all memory of now bound, and the highest number of its regions.
+
+        Of HCCS without the host's where the product does not take that.
 
         Its prepare must follow, and `close`.
 
@@ -107,8 +121,10 @@ class HcclEnd:
                 communicator.bind(self._board_region)
                 if self.staging is not None:
                     communicator.bind(self.staging.region)
+                kinds = self.product.local_kinds(is_hccs=is_hccs)
                 for it in self.regions.all():
-                    communicator.bind(it.native)
+                    if it.on_device or "host" in kinds:
+                        communicator.bind(it.native)
         except BaseException:
             self.close(communicator)
             raise

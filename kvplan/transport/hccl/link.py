@@ -77,7 +77,8 @@ class HcclLink:
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration (one
                 that has ended by now shows in the transfer); LLM_FEATURE_NOT_ENABLED: a tensor lies
-                in memory that HCCL knows in parts; LLM_PARAM_INVALID: bad sizes or metadata,
+                in memory that HCCL knows in parts, or is not reached over HCCS;
+                LLM_PARAM_INVALID: bad sizes or metadata,
                 another peer's metadata, memory of host and device at once, or a read-only
                 registration to be written; LLM_NOT_YET_LINK: the link was closed.
             TypeError: not whole numbers.
@@ -92,8 +93,23 @@ class HcclLink:
                 f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
                 "one way"
             )
+        if not ranges[0].on_device and "host" not in self._remote_kinds():
+            raise LLMException(
+                f"tensors of {self.peer} are in its host's memory, which HCCL does not reach over "
+                "HCCS, as devices of one host or super pod are connected: have that cache on the "
+                "device, set HCCL_INTRA_ROCE_ENABLE=1 at both ends, or link over transport local",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
         newest = _newest_region(ranges, starts, sizes, held_by)
         return HcclPeerMemory(self, starts, sizes, writable, ranges, newest)
+
+    @property
+    def is_hccs(self) -> bool:
+        """Whether HCCL takes HCCS, and not RDMA."""
+        return self._connections.is_hccs
+
+    def _remote_kinds(self) -> frozenset[str]:
+        return self.end.product.remote_kinds(is_hccs=self.is_hccs)
 
     def guards(self, ranges: Sequence[Range]) -> Guards:
         """What transfers must find on the peer's board after their bytes."""

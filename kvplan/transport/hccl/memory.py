@@ -125,11 +125,12 @@ class HcclPeerMemory:
                 f"device {end.device.id}'s: use the engine of that device",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        newest = self._newest_region(other) if local in end.product.registers else None
+        kinds = end.product.local_kinds(is_hccs=self._link.is_hccs)
+        newest = self._newest_region(other) if local in kinds else None
         if newest is not None:
             return (local, False) if newest <= connection.newest else None
         if end.staging is None:
-            takes = " and ".join(sorted(end.product.registers))
+            takes = " and ".join(sorted(kinds))
             raise LLMException(
                 f"the local side is {local} memory that is not registered with HCCL, and there is "
                 "no staging memory (kvplan.staging_nbytes=0): on this product "

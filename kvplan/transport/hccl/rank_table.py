@@ -6,15 +6,18 @@ Not to be taken for that of `link()`, which the user gives (`kvplan.engine.links
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from kvplan.ascend.products import A2, A3
 from kvplan.transport.identity import link_failed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvplan.ascend.products import Product
     from kvplan.transport.hccl.device_address import DeviceAddress
 
 
@@ -81,8 +84,9 @@ def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
             return f"host {here.server_id!r} would be in two super pods, {pods}"
         if same_pod and here.super_device_id == there.super_device_id:
             return f"both ends have the same super_device_id, {here.super_device_id}"
+    needs_ip = _is_rdma_wanted() or not (same_host or same_pod)
     for whose, it in (("this", here), ("the peer's", there)):
-        if it.device_ip is None and not same_host and not same_pod:
+        if it.device_ip is None and needs_ip:
             return (
                 f"device_ip of {whose} device {it.device_id} is not known, which two hosts need: "
                 f"have address_{it.device_id}=<ip> in /etc/hccn.conf, or give llm.LocalCommRes"
@@ -90,6 +94,20 @@ def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
     if here.device_ip is not None and here.device_ip == there.device_ip:
         return f"both ends have the same device_ip, {here.device_ip}; each device has its own"
     return None
+
+
+def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) -> bool:
+    """Whether HCCL takes HCCS between the two, as it decides from their rank table; else RDMA."""
+    if _is_rdma_wanted():
+        return False
+    if product is A3:
+        return here.super_pod_id == there.super_pod_id
+    return product is A2 and here.server_id == there.server_id
+
+
+def _is_rdma_wanted() -> bool:
+    """HCCL's own variable: RDMA inside a host, too. Both ends must have it alike."""
+    return os.environ.get("HCCL_INTRA_ROCE_ENABLE") == "1"
 
 
 def _order(it: DeviceAddress) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
+from kvplan.transport.hccl.end import whole_pages
 from kvplan.transport.hccl.metadata import Range
 from kvplan.transport.host_range import host_range
 from kvplan.transport.protocol import DeviceRange
@@ -142,6 +143,10 @@ class Registrations:
 
     def _cover(self, found: _Found) -> tuple[HeldRegion, ...]:
         address, nbytes, on_device, keep, whole = found
+        if on_device:
+            native = self._end.device.native
+            address, nbytes = whole_pages(native, address, nbytes)
+            whole = whole and whole_pages(native, *whole)
         regions = self._end.regions.cover(
             address, nbytes, on_device=on_device, owner=keep, whole=whole
         )

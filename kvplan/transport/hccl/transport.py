@@ -20,7 +20,7 @@ from kvplan.transport.hccl.discovery import device_address
 from kvplan.transport.hccl.end import HcclEnd
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.rank_table import table_of, why_not
+from kvplan.transport.hccl.rank_table import is_over_hccs, table_of, why_not
 from kvplan.transport.hccl.registrations import Registration, Registrations
 from kvplan.transport.identity import link_failed
 
@@ -204,7 +204,8 @@ class HcclTransport:
         if reason := self._refusal(peer):
             raise link_failed(reason)
         table = table_of(self._address, peer.device)
-        connections = Connections(self._end, peer, table, session, self._metadata)
+        is_hccs = is_over_hccs(self._product, self._address, peer.device)
+        connections = Connections(self._end, peer, table, session, self._metadata, is_hccs=is_hccs)
         with self._mutex:
             self._check_process()
             self._links = {it for it in self._links if not it.closed}
