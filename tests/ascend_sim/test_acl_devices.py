@@ -53,14 +53,14 @@ def test_a_device_is_set_per_thread_and_shared(acl: Acl) -> None:
     def other() -> tuple[bool, int, int]:
         acl.ok("aclrtSetDevice", 0)
         shared = acl.made("aclrtGetCurrentContext") == mine
-        acl.ok("aclrtSetDevice", 1)
+        acl.ok("aclrtSetDevice", 7)  # which no other test of this process has set
         device = acl.stored("aclrtGetDevice")
-        acl.ok("aclrtResetDevice", 1)
+        acl.ok("aclrtResetDevice", 7)
         gone = acl.aclrtGetDevice(ctypes.byref(ctypes.c_int32()))
         acl.ok("aclrtResetDevice", 0)
         return shared, device, gone
 
-    assert in_thread(other) == (True, 1, NO_CONTEXT)
+    assert in_thread(other) == (True, 7, NO_CONTEXT)
     assert acl.stored("aclrtGetDevice") == 0
 
 

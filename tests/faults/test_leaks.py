@@ -73,7 +73,8 @@ def assert_no_more(after: Footprint, before: Footprint) -> None:
     # A connection that has just ended may hold its descriptors for some moments.
     assert after["descriptors"] <= before["descriptors"] + 4
     assert after["mappings"] <= before["mappings"] + 8  # of malloc, which moves with the load
-    assert after["threads"] <= before["threads"]
+    # Workers come when they are first needed: one more, but not one for each round.
+    assert after["threads"] <= before["threads"] + 1
     assert after["registrations"] == before["registrations"]
     assert after["kib"] <= before["kib"] + GROWTH_KIB
 
