@@ -42,7 +42,6 @@ class Call:
         "_moves",
         "_operation",
         "_started",
-        "_version",
         "link",
         "plan",
     )
@@ -53,7 +52,6 @@ class Call:
         self._moves = moves
         self._cache_id = -1
         self.link: PeerLink | None = None
-        self._version = -1  # of what the peer had told when its cache was looked up
         self._claim: PeerClaim | None = None
         self.plan: Plan | None = None
         self._started = perf_counter()
@@ -152,21 +150,6 @@ class Call:
         for hook in tuple(hooks.values()):
             hook(event)
 
-    def can_be_tried_again(self, error: LLMException) -> bool:
-        """Whether the peer's cache had gone, unknown to this end, and there is news of it now.
-
-        A transport may find that out as late as the transfer.
-        """
-        link = self.link
-        is_gone = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        if link is None or not is_gone or self._claim is not None:
-            return False
-        try:
-            link.sync()
-        except LLMException:
-            return False
-        return link.version != self._version
-
     def end(self, error: BaseException | None) -> None:
         """Give back what the call holds, and record how it went. Once, whatever it came to."""
         seconds = perf_counter() - self._started
@@ -203,10 +186,8 @@ class Call:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
         link = engine.links.get(key.cluster_id)
         if self._moves:
-            if self.link is None:
-                self.link = link  # first: what ends has not begun, at worst
-                link.begin(self)
-            self._version = link.version
+            self.link = link  # first: what ends has not begun, at worst
+            link.begin(self)
         return link
 
     @property

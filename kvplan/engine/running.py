@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.call import Call
 from kvplan.engine.log import log_operation, status_of
-from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
@@ -59,30 +58,14 @@ class Running(ABC):
         engine = self._running()
         call = Call(engine, operation.__name__, moves=True)
         try:
-            try:
-                self._execute_once(call, operation, timeout_ms, *args, **kwargs)
-            except LLMException as error:
-                if not call.can_be_tried_again(error):
-                    raise
-                self._execute_once(call, operation, timeout_ms, *args, **kwargs)
+            plan, src, dst = self._prepare(call, operation, *args, **kwargs)
+            if timeout_ms is None and call.link is not None:
+                timeout_ms = engine.wait_ms
+            engine.transfers.execute(plan, src, dst, timeout_ms)
         except BaseException as error:
             call.end(error)
             raise
         call.end(None)
-
-    def _execute_once(
-        self,
-        call: Call,
-        operation: Operation[P],
-        timeout_ms: float | None,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        engine = self._running()
-        plan, src, dst = self._prepare(call, operation, *args, **kwargs)
-        if timeout_ms is None and call.link is not None:
-            timeout_ms = engine.wait_ms
-        engine.transfers.execute(plan, src, dst, timeout_ms)
 
     def _submit(self, operation: Operation[P], *args: P.args, **kwargs: P.kwargs) -> TransferTask:
         engine = self._running()

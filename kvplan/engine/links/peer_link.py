@@ -92,7 +92,7 @@ class PeerLink(LinkLife):
         found = self._known(index)
         is_key = isinstance(index, BlocksCacheKey)
         if found is None or ((is_key or writable) and self._may_be_freed(found, sure=not is_key)):
-            self.sync()  # all that the peer told before its answer is known then
+            self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
             found = self._known(index)
         if found is not None:
             return found
@@ -162,7 +162,7 @@ class PeerLink(LinkLife):
         """
         known = find_addressed(self._table.caches(), addresses)
         if known is None or self._may_be_freed(known.cache):
-            self.sync()
+            self._ask(Sync(), Synced)
             known = find_addressed(self._table.caches(), addresses)
         if known is None:
             raise not_addressed(self._table.caches(), str(self), addresses)
@@ -186,19 +186,6 @@ class PeerLink(LinkLife):
         if not cache.metadata:
             raise unreached(cache, self.transport)
         return link
-
-    @property
-    def version(self) -> int:
-        """Of what the peer has told of its caches; another number: there is news."""
-        return self._table.version
-
-    def sync(self) -> None:
-        """Hear all that the peer has to tell of its caches by now.
-
-        Raises:
-            LLMException: LLM_TIMEOUT, or the link has ended.
-        """
-        self._ask(Sync(), Synced)
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
         """The peer's cache and batch index that have `key`.
