@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+import itertools
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from kvplan.transport.protocol import Kind
 
 if TYPE_CHECKING:
     from kvplan.ascend.device import AscendDevice
+    from kvplan.ascend.products import Product
     from kvplan.transport.choice import TransportOptions
 
 How = Literal["direct", "staged", "refused"]
@@ -52,7 +53,10 @@ def ways_between(
     """Over a link of that transport, which works here."""
     row = {"hccl": _over_hccl, "local": _over_local}.get(transport, _over_any)
     kinds = KINDS if device is not None else ("host",)
-    return [row(local, remote, reaches, device, options) for local, remote in product(kinds, kinds)]
+    return [
+        row(local, remote, reaches, device, options)
+        for local, remote in itertools.product(kinds, kinds)
+    ]
 
 
 def _over_hccl(
@@ -70,14 +74,29 @@ def _over_hccl(
             f"HCCL takes no {remote} memory on this product: let the peer have that cache in "
             "device memory, or on one host link with kvplan.transport=local",
         )
-    takes = device.product.registers if device is not None and device.product else frozenset()
+    product = None if device is None else device.product
+    takes = product.registers if product is not None else frozenset()
     if local in takes:
-        return Way(local, remote, "direct", "by HCCL; staged where local memory is not registered")
+        note = "by HCCL; staged where local memory is not registered"
+        return Way(local, remote, "direct", note + _over_hccs(local, remote, product))
     if options.staging_nbytes:
         return Way(local, remote, "staged", "by HCCL, through device memory at this end, pipelined")
     return Way(
         local, remote, "refused", "HCCL does not take it as it is, and there is no staging memory"
     )
+
+
+def _over_hccs(local: Kind, remote: Kind, product: Product | None) -> str:
+    """What is otherwise over HCCS, as the end of a note."""
+    if product is None:
+        return ""
+    if remote not in product.remote_kinds(is_hccs=True):
+        how = "refused"
+    elif local not in product.local_kinds(is_hccs=True):
+        how = "staged"
+    else:
+        return ""
+    return f". Over HCCS, between devices of one host or super pod: {how}"
 
 
 def _over_local(
