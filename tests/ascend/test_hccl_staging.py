@@ -102,7 +102,7 @@ def test_peer_that_hangs_does_not_hold_the_deadline(
     local = ends[0].memory(kind, NBYTES)
     ends[0].fault("HcclBatchPut:3=hang" if direction == "put" else "HcclBatchGet:3=hang")
     rows = connection.rows([65536] * 8, local)
-    report = connection.transfer(direction, rows, timeout_ms=100, **through(connection, kind))
+    report = connection.transfer(direction, rows, timeout_ms=400, **through(connection, kind))
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
     assert report.message.startswith("the deadline passed: 0 of 524288 bytes were moved")
     assert ends[0].faults_left() == 0
@@ -126,7 +126,7 @@ def test_a_copy_that_hangs_does_not_hold_the_deadline(
     local = ends[0].memory("pageable", NBYTES)
     ends[0].fault("aclrtMemcpyAsync:2=hang")
     rows = connection.rows([4096] * 8, local)
-    report = connection.transfer(direction, rows, timeout_ms=100, **through(connection, "pageable"))
+    report = connection.transfer(direction, rows, timeout_ms=400, **through(connection, "pageable"))
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 8),))
     assert ends[0].faults_left() == 0
     for _ in range(2):
