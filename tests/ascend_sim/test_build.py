@@ -51,7 +51,8 @@ def test_nothing_but_the_interface_is_exported() -> None:
     )
     names = [line.split()[-1] for line in listing.stdout.splitlines()]
     assert names
-    assert all(name.startswith("acl") for name in names)
+    # ACL's own, and what the runtime below it has for versions in which ACL lacks it.
+    assert all(name.startswith(("acl", "rt")) for name in names)
 
 
 def test_a_second_build_does_nothing() -> None:
