@@ -92,6 +92,7 @@ cdef class Device:
     # NativeError in a forked child, and when it is closed.
     cdef int check_usable(self) except -1
     cdef kvn_acl_pointer look_up(self, object address) except *
+    cdef int copy(self, object address, object buffer, bint to_device) except -1
 
 
 cdef class DeviceBuffer:

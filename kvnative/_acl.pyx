@@ -195,19 +195,7 @@ cdef class Device:
         Raises:
             AclError: the copy failed.
         """
-        cdef uint64_t where = unsigned("address", address)
-        cdef kvn_failure failure
-        cdef Py_buffer view
-        cdef int status
-        self.check_usable()
-        PyObject_GetBuffer(buffer, &view, PyBUF_ANY_CONTIGUOUS)
-        try:
-            with nogil:
-                status = kvn_device_copy(&self.device, where, <uintptr_t>view.buf, view.len,
-                                         KVN_ACL_HOST_TO_DEVICE, &failure)
-        finally:
-            PyBuffer_Release(&view)
-        check_acl(status, &failure)
+        self.copy(address, buffer, True)
 
     def read(self, address, buffer) -> None:
         """Fill a contiguous writable buffer from the device, and wait. Bounds are the caller's.
@@ -215,19 +203,28 @@ cdef class Device:
         Raises:
             AclError: the copy failed.
         """
-        cdef uint64_t where = unsigned("address", address)
+        self.copy(address, buffer, False)
+
+    cdef int copy(self, object address, object buffer, bint to_device) except -1:
+        cdef uint64_t there = unsigned("address", address)
         cdef kvn_failure failure
         cdef Py_buffer view
+        cdef uint64_t here
         cdef int status
         self.check_usable()
-        PyObject_GetBuffer(buffer, &view, PyBUF_ANY_CONTIGUOUS | PyBUF_WRITABLE)
+        PyObject_GetBuffer(buffer, &view,
+                           PyBUF_ANY_CONTIGUOUS | (0 if to_device else PyBUF_WRITABLE))
+        here = <uintptr_t>view.buf
         try:
             with nogil:
-                status = kvn_device_copy(&self.device, <uintptr_t>view.buf, where, view.len,
-                                         KVN_ACL_DEVICE_TO_HOST, &failure)
+                status = kvn_device_copy(
+                    &self.device, there if to_device else here, here if to_device else there,
+                    view.len, KVN_ACL_HOST_TO_DEVICE if to_device else KVN_ACL_DEVICE_TO_HOST,
+                    &failure)
         finally:
             PyBuffer_Release(&view)
         check_acl(status, &failure)
+        return 0
 
     def clear(self, address, nbytes) -> None:
         """Zero memory of the device, and wait. Bounds are the caller's.
