@@ -21,8 +21,9 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 way="mapped",
                 source=_HERE,
                 lines=(
-                    CostLine(fixed_us=30, mib_us=110, upto_nbytes=256 << 10),
-                    CostLine(fixed_us=70, descriptor_us=0.05, mib_us=65),
+                    CostLine(fixed_us=140, descriptor_us=0.9, mib_us=15, upto_nbytes=256 << 10),
+                    CostLine(fixed_us=220, descriptor_us=0.12, mib_us=68, upto_nbytes=24 << 20),
+                    CostLine(fixed_us=220, descriptor_us=0.12, mib_us=65),
                 ),
             ),
             TransportCost(
@@ -32,8 +33,8 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 call_descriptors=1024,
                 source=_HERE,
                 lines=(
-                    CostLine(fixed_us=30, mib_us=110, upto_nbytes=128 << 10),
-                    CostLine(fixed_us=70, descriptor_us=0.05, mib_us=65),
+                    CostLine(fixed_us=120, descriptor_us=2.6, mib_us=270, upto_nbytes=128 << 10),
+                    CostLine(fixed_us=190, descriptor_us=0.54, mib_us=95),
                 ),
             ),
             TransportCost(
