@@ -1,4 +1,4 @@
-"""Where the processes of the demo run: all on this host, or prefill and decode each on their own."""
+"""Where the demo runs: all of it on this host, or prefill and decode on a host each."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ class Host:
         return {} if self.keeper is None else {"kvplan.transport": "ucx"}
 
 
+HERE = Host()
+
+
 @contextmanager
 def hosts(count: int) -> Iterator[tuple[Host, Host]]:
     """Yield where prefill and where decode runs.
@@ -49,7 +52,7 @@ def hosts(count: int) -> Iterator[tuple[Host, Host]]:
         SetupError: two hosts cannot be had here.
     """
     if count == 1:
-        yield Host(), Host()
+        yield HERE, HERE
         return
     try:
         from tools.namespaces import NamespacesError, namespaces

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .hosts import Host
+from .hosts import HERE, Host
 
 PREFILL_CLUSTER = 1
 DECODE_CLUSTER = 2
@@ -24,7 +24,7 @@ class Settings:
     block_size: int
     weights: Path
     device: str = "host"
-    host: Host = Host()
+    host: Host = HERE
 
 
 @dataclass(frozen=True)

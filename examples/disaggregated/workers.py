@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-from .hosts import Host
+from .hosts import HERE, Host
 
 
 class WorkerError(Exception):
@@ -126,7 +126,7 @@ class Workers:
         self._timeout = timeout
         self._workers: list[Worker] = []
 
-    def start(self, name: str, module: str, *arguments: Any, host: Host = Host()) -> Worker:
+    def start(self, name: str, module: str, *arguments: Any, host: Host = HERE) -> Worker:
         """Start `run(channel, *arguments)` of `module` in a new process that inherits nothing."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
