@@ -1,15 +1,20 @@
 """Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
 
 No test finds an Ascend device by itself, whether this machine has one or a test before it has
-loaded the simulated libraries: those that want one ask for the fixture `simulator`.
+loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
+no test finds UCX: those that want it ask for the fixture `ucx`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvplan.transport.ucx.library import Found
+from tests.ucx_library import found, hide
 
 settings.register_profile(
     "ci",
@@ -23,6 +28,7 @@ settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
+hide()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +37,10 @@ def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "kvsim"
     folder.mkdir(exist_ok=True)
     os.environ["KVSIM_DIR"] = str(folder)
+
+
+@pytest.fixture
+def ucx() -> Iterator[Found]:
+    """The UCX library, which this process and those that it starts find."""
+    with found() as library:
+        yield library

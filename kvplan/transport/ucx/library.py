@@ -1,0 +1,123 @@
+"""The UCX library of this host: its file is found here, without loading it; never linked."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvplan.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OVERRIDE: Final = "KVPLAN_UCX_LIBRARY"
+"""Environment variable: where it is set, the only place that is looked at: the library libucp, its
+folder, or the folder of an installation. Empty: there is none."""
+
+NAME: Final = "libucp.so.0"
+"""The others (libucs, libuct, libucm) lie beside it and are found by it."""
+
+_WHEEL: Final = "libucx"
+"""The package that libucx-cu12 installs, as do its like for other versions of CUDA, which kvplan
+does not need: it names that one in its extra `ucx`."""
+
+_LOADER_CACHE: Final = Path("/etc/ld.so.cache")
+_LOADER_FOLDERS: Final = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
+
+
+class Found(NamedTuple):
+    """The library that is to be loaded.
+
+    Attributes:
+        path: of libucp.
+        source: how it was found, for people: "package libucx", "$LD_LIBRARY_PATH".
+    """
+
+    path: str
+    source: str
+
+
+class Place(NamedTuple):
+    """Where the library may be.
+
+    Attributes:
+        path: a file or folder; empty where none can be named.
+        source: who says that it may be there.
+        library: the file that is there; None: it is not.
+    """
+
+    path: str
+    source: str
+    library: Path | None
+
+
+def find() -> Found:
+    """Return the library that comes first: the override's, a wheel's, the system's.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: there is none; says where it was looked for and what
+            to install.
+    """
+    looked_at = []
+    for place in places():
+        if place.library is not None:
+            return Found(str(place.library), place.source)
+        looked_at.append(f"{place.source} ({place.path or 'not there'})")
+    raise LLMException(
+        f"no UCX library ({NAME}) is here: looked at {', '.join(looked_at)}. Install it with "
+        "pip install 'kvplan[ucx]' (TCP and shared memory), or for RDMA the UCX of the system, "
+        f"1.13 or later (package libucx0, ucx, or of MLNX_OFED), or name one in {OVERRIDE}",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    )
+
+
+def places() -> Iterator[Place]:
+    """Where it is looked for, in this order; what comes later is not touched before it is asked."""
+    named = os.environ.get(OVERRIDE)
+    if named is not None:
+        yield Place(named or "empty", f"${OVERRIDE}", _in_installation(named) if named else None)
+        return
+    yield _of_wheel()
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
+        yield _of_folder(folder, "$LD_LIBRARY_PATH")
+    yield _of_folder(str(Path(sys.prefix, "lib")), "this Python's environment")
+    yield _of_cache()
+    for folder in _LOADER_FOLDERS:
+        yield _of_folder(folder, "the system")
+
+
+def _of_wheel() -> Place:
+    """Found without being imported: it would load nothing, but it is not ours to run."""
+    spec = find_spec(_WHEEL)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        return _of_folder(str(Path(folder, "lib")), f"package {_WHEEL}")
+    return Place("", f"package {_WHEEL}", None)
+
+
+def _of_folder(folder: str, source: str) -> Place:
+    path = Path(folder, NAME)
+    return Place(folder, source, path if path.is_file() else None)
+
+
+def _of_cache() -> Place:
+    """What ldconfig has noted, as the loader reads it: the paths stand in it as they are."""
+    try:
+        noted = _LOADER_CACHE.read_bytes()
+    except OSError:
+        noted = b""
+    found = re.findall(rb"\0(/[^\0]*/" + re.escape(NAME.encode()) + rb")(?=\0)", noted)
+    files = [path for path in map(Path, map(os.fsdecode, found)) if path.is_file()]
+    return Place(str(_LOADER_CACHE), "the system", files[0] if files else None)
+
+
+def _in_installation(named: str) -> Path | None:
+    """The file itself, or the one in a folder, or in an installation's lib."""
+    root = Path(named)
+    if not root.is_dir():
+        return root if root.is_file() else None
+    files = (root / folder / NAME for folder in (".", "lib", "lib64"))
+    return next(filter(Path.is_file, files), None)
