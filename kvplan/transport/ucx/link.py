@@ -32,6 +32,7 @@ class UcxLink:
     Attributes:
         metadata: of the peer, when the link was made.
         renewable: nothing, as memory is reached as it comes.
+        way: see `TransportLink`.
     """
 
     renewable = None
@@ -41,17 +42,13 @@ class UcxLink:
         self._native = native
         self.metadata = metadata
         self._known = RangeTable(self.peer, metadata.ranges)
+        self.way = native.way  # of a link that has failed it tells no more
         self._why: LLMException | None = None
 
     @property
     def finds_freed(self) -> Literal["check", "before", "after"]:
         """See `TransportLink`: who serves messages looks at each range before a byte moves."""
         return "before" if self.metadata.mode == "gathered" else "after"
-
-    @property
-    def way(self) -> str:
-        """See `TransportLink`."""
-        return self._native.way
 
     @property
     def peer(self) -> str:

@@ -27,7 +27,7 @@ _NUMBER = (0, 2**63 - 1)
 _RANGE = {"address": _ADDRESS, "nbytes": _SIZE, "slot": (0, MAX_SLOTS - 1), "generation": _NUMBER}
 _REGION = {"number": _NUMBER, "address": _ADDRESS, "nbytes": _SIZE}
 _PROCESS = {"pid": (1, 2**31 - 1)}
-_TOP = ("instance", "host", "pid", "mode", "ucx", "address", "ranges", "regions", "board")
+_TOP = ("instance", "host", "pid", "mode", "ucx", "over", "address", "ranges", "regions", "board")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Metadata:
         host, pid: what people call the process by.
         mode: how it moves bytes.
         version: of UCX, such as "1.22.0"; empty while it is not loaded.
+        over: what UCX may use, such as "tcp/eth0 tcp/eth1"; empty while it is not loaded.
         address: of UCX's worker; empty while it is not loaded.
         ranges: that it names.
         regions: that those lie in; of mode one_sided.
@@ -83,6 +84,7 @@ class Metadata:
     pid: int
     mode: Mode
     version: str = ""
+    over: str = ""
     address: bytes = b""
     ranges: tuple[Range, ...] = ()
     regions: tuple[RegionRef, ...] = ()
@@ -99,6 +101,7 @@ class Metadata:
             "pid": self.pid,
             "mode": self.mode,
             "ucx": self.version,
+            "over": self.over,
             "address": _text_of(self.address),
             "ranges": [fields_of(it) for it in self.ranges],
             "regions": [_fields_of_region(it) for it in self.regions],
@@ -129,6 +132,7 @@ class Metadata:
             _PEER.numbers("document", fields, _PROCESS)["pid"],
             "one_sided" if mode == "one_sided" else "gathered",
             _PEER.text("ucx", fields["ucx"], _is_version, 'a version such as "1.22.0", or empty'),
+            _PEER.text("over", fields["over"], _is_line, "at most 4096 printable characters"),
             _blob("address", fields["address"]),
             tuple(_range(f"ranges[{i}]", it, by_number) for i, it in enumerate(ranges)),
             regions,
@@ -189,6 +193,10 @@ def _is_instance(text: str) -> bool:
 
 def _is_name(text: str) -> bool:
     return 0 < len(text) <= 64 and text.isprintable()
+
+
+def _is_line(text: str) -> bool:
+    return len(text) <= 4096 and text.isprintable()
 
 
 def _is_version(text: str) -> bool:

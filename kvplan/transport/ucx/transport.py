@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from typing import TYPE_CHECKING, Final
-from weakref import WeakSet
 
 from kvnative._backend import NativeError
 from kvplan.execution.outcome import status_code_of
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 _TOKEN_NBYTES: Final = 16
 _MODE_OPTION: Final = "kvplan.ucx_mode"
+_LOOPBACK: Final = "tcp/lo"
 
 
 class UcxTransport:
@@ -90,7 +90,7 @@ class UcxTransport:
             self._registrations.attach,
         )
         self._mutex = threading.RLock()
-        self._links: WeakSet[UcxNativeLink] = WeakSet()
+        self._connecting: set[UcxNativeLink] = set()
         self._closed = False
 
     def allocate(self, nbytes: int) -> Arena:
@@ -176,24 +176,26 @@ class UcxTransport:
         """
         self._check_process()
         peer = Metadata.from_bytes(metadata)
-        if reason := self._refusal(peer):
-            raise link_failed(reason)
         with self._end.use() as end:
+            if reason := self._refusal(peer):  # by now this end's version is known too
+                raise link_failed(reason)
             try:
                 native = end.link(_token_of(session), peer.address or None)
             except NativeError as error:
                 raise link_failed(f"{peer} cannot be reached: {error}") from error
-            with self._mutex:
-                if not self._closed:
-                    self._links.add(native)
             try:
-                self._check_process()
-                native.connect(timeout_ms)
+                with self._mutex:
+                    self._check_process()
+                    self._connecting.add(native)
+                native.connect(max(timeout_ms, 1.0))
             except BaseException as error:
                 native.close("it was never connected")
                 if isinstance(error, NativeError):
                     raise self._unconnected(peer, error, timeout_ms) from error
                 raise
+            finally:
+                with self._mutex:
+                    self._connecting.discard(native)
         return UcxLink(native, peer)
 
     def close(self) -> None:
@@ -207,8 +209,8 @@ class UcxTransport:
             if self._closed:
                 return
             self._closed = True
-            links = list(self._links)
-        for native in links:
+            connecting = tuple(self._connecting)
+        for native in connecting:  # their callers are waited for; the end closes the others
             native.close("the transport is closed")
         self._end.close()
         self._registrations.close()
@@ -231,6 +233,7 @@ class UcxTransport:
             self._pid,
             self.mode,
             self._end.version,
+            "" if native is None else native.transports,
             b"" if native is None else native.address,
             ranges,
         )
@@ -245,7 +248,7 @@ class UcxTransport:
                 f"{peer} uses UCX {peer.mode}, this process {self.mode}; give both engines the "
                 f"same {_MODE_OPTION}"
             )
-        return None
+        return _versions_refusal(self._metadata(()), peer)
 
     def _unconnected(self, peer: Metadata, error: NativeError, timeout_ms: float) -> LLMException:
         ours, theirs = self._end.version, peer.version
@@ -269,6 +272,19 @@ class UcxTransport:
                 f"the transport belongs to process {self._pid}; this is its forked child "
                 f"{os.getpid()}, which needs one of its own"
             )
+
+
+def _versions_refusal(ours: Metadata, theirs: Metadata) -> str | None:
+    """Over the loopback UCX 1.22 brings an older one to abort; over other interfaces all agree."""
+    if not (ours.version and theirs.version) or _LOOPBACK not in f"{ours.over} {theirs.over}":
+        return None
+    if ours.version.split(".")[:2] == theirs.version.split(".")[:2]:
+        return None
+    return (
+        f"UCX is {theirs.version} in {theirs} and {ours.version} here, which do not work together "
+        f"over the loopback ({_LOOPBACK}): use one version, or name another device in "
+        "kvplan.ucx_devices of both engines"
+    )
 
 
 def _token_of(session: bytes) -> bytes:
