@@ -1,5 +1,5 @@
 # Declarations of the sources behind _ucx, and its classes.
-from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from kvnative._host cimport kvn_failure
 
@@ -64,6 +64,28 @@ cdef extern from "ucx_link.h" nogil:
     void kvn_ucx_link_way(kvn_ucx_link *link, char *out, size_t room)
 
 
+cdef extern from "ucx_serve.h" nogil:
+    ctypedef struct kvn_ucx_serve:
+        pass
+    ctypedef struct kvn_ucx_served:
+        uint64_t pulled_nbytes
+        uint64_t pushed_nbytes
+        uint64_t parts
+        uint64_t refused
+        uint64_t broken
+        uint64_t stalled
+
+    kvn_ucx_serve *kvn_ucx_serve_create(
+        kvn_ucx_end *end, uint32_t max_ranges, kvn_failure *failure
+    )
+    int kvn_ucx_serve_add_range(
+        kvn_ucx_serve *self, uint64_t slot, uint64_t address, uint64_t nbytes, bint writable,
+        uint64_t generation, kvn_failure *failure
+    )
+    int kvn_ucx_serve_remove_range(kvn_ucx_serve *self, uint64_t slot, kvn_failure *failure)
+    void kvn_ucx_serve_count(const kvn_ucx_serve *self, kvn_ucx_served *out)
+
+
 # Raises what `failure` says: UcxError, or ValueError for an argument that UCX never saw.
 cdef int check_ucx(int status, const kvn_failure *failure) except -1
 
@@ -77,6 +99,7 @@ cdef class UcxLibrary:
 cdef class UcxEnd:
     cdef UcxLibrary library
     cdef kvn_ucx_end *end
+    cdef kvn_ucx_serve *serve     # the end's; NULL for a one-sided one
     cdef readonly str mode
     cdef readonly bytes address
     cdef readonly str transports
@@ -84,6 +107,8 @@ cdef class UcxEnd:
 
     # TypeError before it was made, NativeError in a forked child.
     cdef int check_made(self) except -1
+    # ValueError for a one-sided end.
+    cdef int check_serves(self) except -1
 
 
 cdef class UcxNativeLink:

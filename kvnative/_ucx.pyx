@@ -1,10 +1,10 @@
 """UCX: its library, found at run time, an engine's end of it, and links to the ends of peers."""
 
 cimport cython
-from libc.stdint cimport uint8_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from kvnative._host cimport kvn_failure
+from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_FAILED, KVN_FOREVER, KVN_INVALID, KVN_OK
 
 import atexit
@@ -120,6 +120,7 @@ cdef class UcxEnd:
         mode: "gathered" or "one_sided"; both ends of a link have the same.
         settings: of UCX, with or without UCX_ before the name; they override the environment.
         name: for UCX's own tools.
+        max_ranges: how many slots for ranges there are, 1 to 2**24; of a gathered end.
 
     Attributes:
         mode: as given.
@@ -132,7 +133,7 @@ cdef class UcxEnd:
     """
 
     def __init__(self, UcxLibrary library not None, *, str mode not None="gathered", settings=(),
-                 str name not None=""):
+                 str name not None="", uint32_t max_ranges=65536):
         cdef kvn_failure failure
         cdef int status
         cdef kvn_ucx_mode number
@@ -164,6 +165,10 @@ cdef class UcxEnd:
         finally:
             free(array)
         check_ucx(status, &failure)
+        if number == KVN_UCX_GATHERED:
+            self.serve = kvn_ucx_serve_create(self.end, max_ranges, &failure)
+            if self.serve is NULL:
+                check_ucx(failure.status, &failure)
         start = <const char *>kvn_ucx_end_address(self.end, &nbytes)
         self.address = start[:nbytes]
         kvn_ucx_end_transports(self.end, transports, sizeof(transports))
@@ -180,11 +185,68 @@ cdef class UcxEnd:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What has been counted: messages, unknown_tokens, malformed, wakeups, rounds, links_failed."""
+        """What has been counted.
+
+        messages, unknown_tokens, malformed, wakeups, rounds, links_failed; of a gathered end also
+        pulled_nbytes and pushed_nbytes (by peers), parts (of their pulls), refused (pieces that lay
+        in no range that is registered), broken (links failed for what their peer sent), stalled
+        (links failed for what their peer did not take).
+        """
         cdef kvn_ucx_counters counters
+        cdef kvn_ucx_served served
         self.check_made()
         kvn_ucx_end_count(self.end, &counters)
-        return counters
+        counted = dict(counters)
+        if self.serve is not NULL:
+            kvn_ucx_serve_count(self.serve, &served)
+            counted.update(served)
+        return counted
+
+    cdef int check_serves(self) except -1:
+        self.check_made()
+        if self.serve is NULL:
+            raise ValueError("the end is one-sided: its memory is mapped, not listed in ranges")
+        return 0
+
+    def add_range(self, slot: int, address: int, nbytes: int, writable: bool,
+                  generation: int) -> None:
+        """Let peers read a range of this process's memory, and write to it if `writable`.
+
+        They name it by slot and generation. The memory must be mapped and stay so until
+        `remove_range` has returned.
+
+        Raises:
+            ValueError: a slot that is out of range or taken, an empty range, or one beyond 2**64; the
+                end is one-sided.
+        """
+        cdef uint64_t place = unsigned("slot", slot), start = unsigned("address", address)
+        cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("generation", generation)
+        cdef bint may_write = writable
+        cdef kvn_failure failure
+        cdef int status
+        self.check_serves()
+        with nogil:
+            status = kvn_ucx_serve_add_range(self.serve, place, start, size, may_write, number,
+                                             &failure)
+        check_ucx(status, &failure)
+
+    def remove_range(self, slot: int) -> None:
+        """Let peers reach it no more; when this returns, nothing reads or writes it for them.
+
+        Waits for what is being sent of it, at most about half a second; then the links that do not
+        take it are failed.
+
+        Raises:
+            ValueError: the slot holds no range; the end is one-sided.
+            UcxError: UCX sends from it even so, and the memory must stay.
+        """
+        cdef uint64_t place = unsigned("slot", slot)
+        cdef kvn_failure failure
+        cdef int status
+        self.check_serves()
+        with nogil:
+            status = kvn_ucx_serve_remove_range(self.serve, place, &failure)
+        check_ucx(status, &failure)
 
     def link(self, bytes token not None, bytes peer_address=None) -> UcxNativeLink:
         """Make a link; connect() it before use.
