@@ -9,14 +9,12 @@ from pathlib import Path
 
 import examples
 from tests.across import network
+from tests.across.engine import OWN_PROCESSES
 from tests.examples.test_llm_datadist_pair import DECODE, PATIENCE, PREFILL
 from tests.ucx_library import found
 from tools.namespaces import Namespace
 
 FOLDER = Path(examples.__file__).parent
-OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""As in a container; `local` cannot reach those of the other one."""
-
 BLOCKS, SLOT = 6 * 3 * 8 * 2 * 16, 6 * 32 * 2 * 16  # numbers of four bytes
 
 
