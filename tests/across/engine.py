@@ -57,7 +57,7 @@ class Engine(Owner):
         self.cache_id = 0
         self.dead = False
 
-    def start(self, cluster_id: int, *, transport: str = "local", **options: Any) -> None:
+    def start(self, cluster_id: int, *, transport: str = "ucx", **options: Any) -> None:
         """Have an engine, which listens."""
         given = {"listen_ip_info": f"{self.host.address}:0", "transport": transport, **options}
         self.cluster_id = cluster_id
