@@ -51,7 +51,7 @@ BUILD = f"build/{FLAVOUR}"
 sanitizer = [f"-fsanitize={SANITIZE}"] if SANITIZE else []
 common_flags = [
     # CPython's own flags carry NDEBUG and -g, Debian's also FORTIFY, which -O0 cannot have.
-    # A sanitizer's report needs names and lines, not variables: -g1 compiles in two thirds of the time.
+    # A sanitizer's report needs names and lines, not variables: -g1 takes two thirds of the time.
     "-g1" if SANITIZE else "-g" if DEBUG else "-g0",
     *(["-UNDEBUG", "-U_FORTIFY_SOURCE", "-fno-omit-frame-pointer"] if CHECKED else []),
     "-std=c11",
