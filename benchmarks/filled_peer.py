@@ -11,11 +11,11 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan import BlocksCacheKey, CacheDesc, DataType, LlmDataDist, LlmRole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -70,6 +70,14 @@ class Filled:
         return Filled(shapes=shapes, **given)
 
 
+class Peer(NamedTuple):
+    """An engine that serves: its cluster id, where it listens, and its process."""
+
+    cluster_id: int
+    address: str
+    process: subprocess.Popen[str]
+
+
 def mark(cluster_id: int, tensor: int, blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
     """What each 8 bytes of these blocks hold."""
     return np.uint64(cluster_id << 48 | tensor << 32) + blocks.astype(np.uint64)
@@ -96,7 +104,7 @@ def check_blocks(
 @contextmanager
 def started(
     engines: Iterable[Filled], commands: Iterable[Sequence[str]] = ()
-) -> Iterator[list[tuple[ClusterInfo, subprocess.Popen[str]]]]:
+) -> Iterator[list[Peer]]:
     """Processes that run `engines`, all at once; each is put behind one of `commands`, if given."""
     prefixes = list(commands) or [()]
     processes: list[subprocess.Popen[str]] = []
@@ -114,7 +122,7 @@ def started(
                 raise RuntimeError(
                     f"peer {process.pid} has not started; its standard error says why"
                 )
-            found.append((ClusterInfo(int(line[0]), line[1]), process))
+            found.append(Peer(int(line[0]), line[1], process))
         yield found
     finally:
         for process in processes:
