@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -107,29 +107,23 @@ def started(
 ) -> Iterator[list[Peer]]:
     """Processes that run `engines`, all at once; each is put behind one of `commands`, if given."""
     prefixes = list(commands) or [()]
-    processes: list[subprocess.Popen[str]] = []
-    try:
+    with ExitStack() as opened:
+        processes = []
         for number, engine in enumerate(engines):
             command = [sys.executable, "-m", "benchmarks.filled_peer", json.dumps(asdict(engine))]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             prefix = prefixes[number % len(prefixes)]
-            processes.append(subprocess.Popen([*prefix, *command], text=True, **pipes))
+            # Its exit closes the standard input, and waits.
+            process = subprocess.Popen([*prefix, *command], text=True, **pipes)
+            processes.append(opened.enter_context(process))
         found = []
         for process in processes:
             assert process.stdout is not None
             line = process.stdout.readline().split()
             if len(line) != 2:
-                raise RuntimeError(
-                    f"peer {process.pid} has not started; its standard error says why"
-                )
+                raise RuntimeError(f"peer {process.pid} has not started: see its standard error")
             found.append(Peer(int(line[0]), line[1], process))
         yield found
-    finally:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in processes:
-            process.wait(30)
 
 
 def serve(engine: Filled) -> None:
