@@ -1,0 +1,68 @@
+"""Where the demo runs: all of it on this host, or prefill and decode on a host each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from .requirements import SetupError
+
+TWO_HOSTS = (
+    "Two hosts, made of network namespaces: each has an interface and an address of its own, and "
+    "the KV cache goes from one to the other by TCP"
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a worker runs.
+
+    Attributes:
+        address: its engine can be reached at.
+        keeper: a process in its network namespace; None: the demo's own.
+    """
+
+    address: str = "127.0.0.1"
+    keeper: int | None = None
+
+    def enter(self) -> None:
+        """Go there; to be called by a process that has just begun."""
+        if self.keeper is not None:
+            from tools.namespaces import enter
+
+            enter(self.keeper)
+
+    def options(self) -> dict[str, str]:
+        """What an engine there is told of how it reaches others.
+
+        Two namespaces of one machine share its memory; `auto` would find that out, and use it.
+        """
+        return {} if self.keeper is None else {"kvplan.transport": "ucx"}
+
+
+HERE = Host()
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[tuple[Host, Host]]:
+    """Yield where prefill and where decode runs.
+
+    Raises:
+        SetupError: two hosts cannot be had here.
+    """
+    if count == 1:
+        yield HERE, HERE
+        return
+    try:
+        from tools.namespaces import NamespacesError, namespaces
+    except ImportError:
+        raise SetupError(
+            "two hosts are made by tools/namespaces.py: run from a checkout of kvplan"
+        ) from None
+    with ExitStack() as opened:
+        try:
+            prefill, decode = opened.enter_context(namespaces(count))
+        except NamespacesError as error:
+            raise SetupError(f"two hosts cannot be made: {error}") from error
+        yield Host(prefill.address, prefill.pid), Host(decode.address, decode.pid)
