@@ -18,8 +18,9 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 DEVICE ?= host
-demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: on two simulated NPUs
-	$(BIN)/python -m examples.disaggregated --device $(DEVICE)
+HOSTS ?= 1
+demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
+	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
 test: lint types unit sanitize ## every check
 

@@ -17,6 +17,8 @@ whether they can be made.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -118,6 +120,29 @@ def namespaces(count: int) -> Iterator[list[Namespace]]:
             each.run("ip", "address", "add", f"{each.address}/24", "dev", INTERFACE)
             each.run("ip", "link", "set", INTERFACE, "up")
         yield made
+
+
+def enter(keeper: int) -> None:
+    """Move this process, which has no thread but this one, to where process `keeper` is.
+
+    For those that are not started by a command: children of multiprocessing, say.
+
+    Raises:
+        OSError: not allowed; or there are threads.
+    """
+    wanted = [
+        name
+        for name in ("user", "mnt", "net")
+        if Path(f"/proc/{keeper}/ns/{name}").stat() != Path(f"/proc/self/ns/{name}").stat()
+    ]
+    folder = Path.cwd()
+    for file in [os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY) for name in wanted]:
+        # os.setns is of Python 3.12.
+        if ctypes.CDLL(None, use_errno=True).setns(file, 0):
+            code = ctypes.get_errno()
+            raise OSError(code, f"setns to the namespaces of {keeper}: {os.strerror(code)}")
+        os.close(file)
+    os.chdir(folder)
 
 
 def refusal() -> str:

@@ -41,15 +41,20 @@ enum {
     KVN_UCX_MAX_MESSAGES = 16
 };
 
-/* Opens a context and a worker, starts the thread. Takes about 400 ms. Later settings override earlier
- * ones, and all of them the mode's own and the environment's. `name` (may be "") is told to UCX's tools. */
+/* Opens a context and a worker, starts the thread. Takes up to 400 ms. Later settings override earlier
+ * ones, and all of them the environment's, which override the mode's own. `name` (may be "") is told to
+ * UCX's tools. Whoever makes it holds it. */
 int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
                        const kvn_ucx_setting *settings, size_t num_settings, const char *name,
                        kvn_ucx_end **out, kvn_failure *failure);
-/* Fails the links that are open, closes their endpoints (at most about a second), stops the thread,
- * destroys the parts, the worker and the context. No other thread may be in a call on the end; links may
- * still be held: they outlive it as failed ones. In a forked child it does nothing but forget. */
-void kvn_ucx_end_destroy(kvn_ucx_end *end);
+/* Fails the links that are open and closes their endpoints (at most about a second), stops the thread. No
+ * link can be made any more; everything else can still be called. Idempotent; not under the turn. */
+void kvn_ucx_end_close(kvn_ucx_end *end);
+/* Held by the maker, who closes it before he lets go, and by each link; with the last, the worker, the
+ * parts and the context are destroyed. In a forked child it does nothing but forget. Whoever calls anything
+ * here holds the end, or a link of it. */
+void kvn_ucx_end_hold(kvn_ucx_end *end);
+void kvn_ucx_end_release(kvn_ucx_end *end);
 
 const kvn_ucx_library *kvn_ucx_end_library(const kvn_ucx_end *end);
 const kvn_ucx *kvn_ucx_end_calls(const kvn_ucx_end *end);
