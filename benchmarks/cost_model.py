@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from benchmarks.filled_peer import Filled, Shape, check_blocks, started
-from kvplan import TRANSPORT_COSTS, CostLine, KvCacheExtParam, LlmDataDist, LlmRole, TransportCost
+from kvplan import (
+    TRANSPORT_COSTS,
+    ClusterInfo,
+    CostLine,
+    KvCacheExtParam,
+    LlmDataDist,
+    LlmRole,
+    TransportCost,
+)
 from kvplan.inspection.transport_cost import COEFFICIENTS
 from kvplan.inspection.units import nbytes_text
 
@@ -169,8 +177,9 @@ def sweep(transport: str, quick: bool) -> Iterator[Sweep]:
     """Two engines, linked by `transport`."""
     options = OPTIONS[transport]
     peer = Filled(PEER, SHAPES, transport == "local-registered", options)
-    with started([peer]) as [(cluster, _)], LlmDataDist(OWN, LlmRole.DECODER) as own:
+    with started([peer]) as [other], LlmDataDist(OWN, LlmRole.DECODER) as own:
         own.initialize(options)
+        cluster = ClusterInfo(other.cluster_id, other.address)
         own.link_clusters([cluster], timeout_ms=30_000).raise_for_status()
         yield Sweep(own, peer, quick)
 

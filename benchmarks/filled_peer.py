@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan import BlocksCacheKey, CacheDesc, DataType, LlmDataDist, LlmRole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -70,6 +70,14 @@ class Filled:
         return Filled(shapes=shapes, **given)
 
 
+class Peer(NamedTuple):
+    """An engine that serves: its cluster id, where it listens, and its process."""
+
+    cluster_id: int
+    address: str
+    process: subprocess.Popen[str]
+
+
 def mark(cluster_id: int, tensor: int, blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
     """What each 8 bytes of these blocks hold."""
     return np.uint64(cluster_id << 48 | tensor << 32) + blocks.astype(np.uint64)
@@ -96,32 +104,26 @@ def check_blocks(
 @contextmanager
 def started(
     engines: Iterable[Filled], commands: Iterable[Sequence[str]] = ()
-) -> Iterator[list[tuple[ClusterInfo, subprocess.Popen[str]]]]:
+) -> Iterator[list[Peer]]:
     """Processes that run `engines`, all at once; each is put behind one of `commands`, if given."""
     prefixes = list(commands) or [()]
-    processes: list[subprocess.Popen[str]] = []
-    try:
+    with ExitStack() as opened:
+        processes = []
         for number, engine in enumerate(engines):
             command = [sys.executable, "-m", "benchmarks.filled_peer", json.dumps(asdict(engine))]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             prefix = prefixes[number % len(prefixes)]
-            processes.append(subprocess.Popen([*prefix, *command], text=True, **pipes))
+            # Its exit closes the standard input, and waits.
+            process = subprocess.Popen([*prefix, *command], text=True, **pipes)
+            processes.append(opened.enter_context(process))
         found = []
         for process in processes:
             assert process.stdout is not None
             line = process.stdout.readline().split()
             if len(line) != 2:
-                raise RuntimeError(
-                    f"peer {process.pid} has not started; its standard error says why"
-                )
-            found.append((ClusterInfo(int(line[0]), line[1]), process))
+                raise RuntimeError(f"peer {process.pid} has not started: see its standard error")
+            found.append(Peer(int(line[0]), line[1], process))
         yield found
-    finally:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in processes:
-            process.wait(30)
 
 
 def serve(engine: Filled) -> None:
