@@ -7,8 +7,18 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import copying, engines, layerwise, lowering, peers_memory, planning
-from benchmarks.table import Row, Run, format_table
+from benchmarks import (
+    copying,
+    engines,
+    latency,
+    layerwise,
+    lowering,
+    network,
+    one_host,
+    peers_memory,
+    planning,
+)
+from benchmarks.table import Blank, Row, Run, Unmeasured, format_table
 
 TOPICS = (
     planning.TOPIC,
@@ -17,6 +27,9 @@ TOPICS = (
     peers_memory.TOPIC,
     engines.TOPIC,
     layerwise.TOPIC,
+    network.TOPIC,
+    latency.TOPIC,
+    one_host.TOPIC,
 )
 ROWS = {name: measure for topic in TOPICS for name, measure in topic.items()}
 """In the order of the table. A new topic is one more file, and its name above."""
@@ -41,15 +54,18 @@ def arguments() -> argparse.Namespace:
     return parsed
 
 
-def measure(names: list[str], quick: bool) -> list[Row]:
+def measure(names: list[str], quick: bool) -> list[Row | Blank]:
     """Measure row after row; what is under way is said on stderr."""
     run = Run(quick)
-    rows = []
+    rows: list[Row | Blank] = []
     with run.opened:
         for number, name in enumerate(names, 1):
             print(f"[{number}/{len(names)}] {name} ...", end=" ", file=sys.stderr, flush=True)
             start = time.perf_counter()
-            rows.append(ROWS[name](run, name))
+            try:
+                rows.append(ROWS[name](run, name))
+            except Unmeasured as error:
+                rows.append(Blank(name, str(error)))
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return rows
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import shutil
-import subprocess
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.compiled import compiled
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -23,25 +21,10 @@ Columns = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 COPIES: Final = {"memcpy": 0, "stream": 1, "movsb": 2}
 READV: Final = 3
 
-_SOURCE = Path(__file__).with_name("limits.c")
-_BUILD = Path(__file__).parents[1] / "build"
-
 
 @cache
 def _library() -> ctypes.CDLL:
-    compiler = os.environ.get("CC") or shutil.which("cc")
-    if not compiler:
-        raise RuntimeError("the physical limit is measured by C code: no cc in PATH and no CC set")
-    command = [compiler, "-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-pthread"]
-    content = _SOURCE.read_bytes() + " ".join(command).encode()
-    built = _BUILD / f"limits-{hashlib.sha256(content).hexdigest()[:12]}.so"
-    if not built.exists():
-        _BUILD.mkdir(exist_ok=True)
-        # Two benchmarks at once: the last one to rename wins, and both files are the same.
-        partial = built.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, str(_SOURCE), "-o", str(partial)], check=True)
-        partial.rename(built)
-    library = ctypes.CDLL(str(built))
+    library = ctypes.CDLL(str(compiled("limits.c", ".so", "-shared", "-fPIC", "-pthread")))
     library.limit_open.restype = ctypes.c_void_p
     library.limit_open.argtypes = (ctypes.c_int,)
     library.limit_close.restype = None

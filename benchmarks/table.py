@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +27,8 @@ class Row:
     sense: Sense = "at most"
     target: float | None = 1.0
     note: str = ""
+    cases: Mapping[str, float] = field(default_factory=dict)
+    """What the row stands for, case by case; only in the JSON lines."""
 
     @property
     def ratio(self) -> float:
@@ -44,7 +46,8 @@ class Row:
         """One line of build/bench.jsonl."""
         figures = {"value": self.value, "unit": self.unit, "limit": self.limit, "ratio": self.ratio}
         rounded = {key: round(x, 4) if isinstance(x, float) else x for key, x in figures.items()}
-        return json.dumps({"name": self.name, **rounded})
+        cases = {key: round(x, 4) for key, x in self.cases.items()}
+        return json.dumps({"name": self.name, **rounded, **({"cases": cases} if cases else {})})
 
     def cells(self) -> tuple[str, ...]:
         """The row as the table prints it."""
@@ -52,6 +55,27 @@ class Row:
         verdict = "" if self.target is None else "met" if self.met else "MISSED"
         figures = (f"{self.value:.2f}", self.unit, f"{self.limit:.2f}", f"{self.ratio:.2f}")
         return (self.name, *figures, target, verdict, self.note)
+
+
+class Unmeasured(Exception):  # noqa: N818
+    """A row cannot be measured on this machine; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A row that was not measured. It neither meets nor misses its target."""
+
+    name: str
+    reason: str
+    met: bool = True
+
+    def to_json(self) -> str:
+        """One line of build/bench.jsonl."""
+        return json.dumps({"name": self.name, "unmeasured": self.reason})
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as the table prints it."""
+        return (self.name, *("-",) * 5, "", f"not measured: {self.reason}")
 
 
 @dataclass
@@ -123,7 +147,7 @@ def timed(call: Callable[[], object], repeats: int = 1) -> Callable[[], float]:
 HEADER = ("name", "value", "unit", "limit", "ratio", "target", "", "")
 
 
-def format_table(rows: Iterable[Row]) -> Iterator[str]:
+def format_table(rows: Iterable[Row | Blank]) -> Iterator[str]:
     """Aligned lines: names and words to the left, figures to the right."""
     cells = [HEADER, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -9,6 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvplan.inspection.estimate import Estimate
+from kvplan.inspection.transport_cost import CostLine, TransportCost
+from kvplan.inspection.transport_costs import TRANSPORT_COSTS
 from kvplan.planning import (
     Coalesce,
     Plan,
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "TRANSPORT_COSTS",
     "BlocksCacheKey",
     "Cache",
     "CacheDesc",
@@ -73,7 +77,9 @@ __all__ = [
     "CacheKeyByIdAndIndex",
     "ClusterInfo",
     "Coalesce",
+    "CostLine",
     "DataType",
+    "Estimate",
     "HostMemory",
     "IpInfo",
     "KvCacheExtParam",
@@ -98,6 +104,7 @@ __all__ = [
     "RemoteCache",
     "TransferTask",
     "Transfers",
+    "TransportCost",
     "execute",
     "plan_copy_blocks",
     "plan_copy_cache",

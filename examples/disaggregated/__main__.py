@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .device import DEVICES, SIMULATED, prepare
+from .hosts import TWO_HOSTS, Host, hosts
 from .messages import (
     AwaitPush,
     Generated,
@@ -79,13 +80,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=DEVICES, default="host",
         help="where the KV caches lie: in host memory; in that of the first two Ascend devices; or "
         "of two simulated ones, which this needs no NPU for")  # fmt: skip
+    add("--hosts", type=int, choices=(1, 2), default=1,
+        help="let prefill and decode run on two hosts, made of network namespaces: with an address "
+        "each, and TCP between them")  # fmt: skip
     add("--timeout", metavar="SECONDS", type=whole(1, 3600), default=120,
         help="give up when no process says a word for so long")  # fmt: skip
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.hosts == 2 and options.device != "host":
+        parser.error(f"--hosts 2 has its KV caches in host memory, not --device {options.device}")
+    return options
 
 
-def demonstrate(options: argparse.Namespace, console: Console, workers: Workers) -> None:
-    """Run the demo from its first line to its last.
+def demonstrate(
+    options: argparse.Namespace, console: Console, workers: Workers, places: tuple[Host, ...]
+) -> None:
+    """Run the demo from its first line to its last; `places`: of prefill and of decode.
 
     Raises:
         WorkerError: a process failed.
@@ -96,9 +105,12 @@ def demonstrate(options: argparse.Namespace, console: Console, workers: Workers)
     )
     if options.device == "simulated":
         console.title(SIMULATED)
+    if options.hosts == 2:
+        console.title(TWO_HOSTS)
+    here, there = (replace(settings, host=it) for it in places)
     console.title("Prefill reads the prompt; decode has no prompt, only an empty cache")
-    prefiller = workers.start("prefill", f"{__package__}.prefill", settings)
-    decoder = workers.start("decode", f"{__package__}.decode", settings)
+    prefiller = workers.start("prefill", f"{__package__}.prefill", here, host=here.host)
+    decoder = workers.start("decode", f"{__package__}.decode", there, host=there.host)
     handover: Handover = workers.answer(prefiller)
 
     decoder.send(handover)
@@ -164,8 +176,14 @@ def main() -> int:
         return 2
     console = Console()
     try:
-        with Workers(console.progress, console.piece, options.timeout) as workers:
-            demonstrate(options, console, workers)
+        with (
+            hosts(options.hosts) as places,
+            Workers(console.progress, console.piece, options.timeout) as workers,
+        ):
+            demonstrate(options, console, workers, places)
+    except SetupError as error:
+        print(f"cannot start: {error}", file=sys.stderr)
+        return 2
     except (WorkerError, DemoError) as error:
         console.lines("")
         print(f"FAILED: {error}", file=sys.stderr)

@@ -41,7 +41,7 @@ def run(channel: Channel, settings: Settings) -> None:
     num_tokens, num_pulled = len(handover.prompt), len(handover.block_table)
 
     with LlmDataDist(DECODE_CLUSTER, LlmRole.DECODER) as datadist:
-        datadist.initialize(options(settings.device, number=1))
+        datadist.initialize(settings.host.options() | options(settings.device, number=1))
         channel.progress(described(settings.device, datadist))
         # A cache of another size, whose blocks fell free in another order.
         needed = blocks_for(num_tokens + settings.max_tokens, settings.block_size)
@@ -74,6 +74,8 @@ def run(channel: Channel, settings: Settings) -> None:
         prefill = ClusterInfo(PREFILL_CLUSTER, handover.listen_address)
         datadist.link_clusters([prefill]).raise_for_status()
         link_seconds = time.perf_counter() - started
+        (link,) = datadist.links()
+        channel.progress(f"linked over {link.transport}")
 
         key = BlocksCacheKey(PREFILL_CLUSTER)
         arguments = (key, cache, handover.block_table, mine)

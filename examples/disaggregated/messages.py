@@ -9,19 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .hosts import HERE, Host
+
 PREFILL_CLUSTER = 1
 DECODE_CLUSTER = 2
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose; `device` is one of `device.DEVICES`."""
+    """What the user chose; `device` is one of `device.DEVICES`, `host` is where the worker runs."""
 
     prompt: Path
     max_tokens: int
     block_size: int
     weights: Path
     device: str = "host"
+    host: Host = HERE
 
 
 @dataclass(frozen=True)

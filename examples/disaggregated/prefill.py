@@ -33,8 +33,8 @@ def run(channel: Channel, settings: Settings) -> None:
     num_blocks = 2 * needed
 
     with LlmDataDist(PREFILL_CLUSTER, LlmRole.PROMPT) as datadist:
-        listen = {"llm.ListenIpInfo": "127.0.0.1:0"}
-        datadist.initialize(listen | options(settings.device, number=0))
+        listen = {"llm.ListenIpInfo": f"{settings.host.address}:0"}
+        datadist.initialize(listen | settings.host.options() | options(settings.device, number=0))
         channel.progress(described(settings.device, datadist))
         cache = datadist.allocate_blocks_cache(
             cache_desc(model.config, num_blocks, settings.block_size),

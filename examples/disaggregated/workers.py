@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
+from .hosts import HERE, Host
+
 
 class WorkerError(Exception):
     """A worker did not do what was asked; the message says which, and why."""
@@ -71,11 +73,12 @@ class Channel:
         return self._connection.recv()
 
 
-def _work(module: str, connection: Connection, arguments: tuple[Any, ...]) -> None:
+def _work(module: str, connection: Connection, arguments: tuple[Any, ...], host: Host) -> None:
     """What a worker process does: the module's `run`, and tell how it failed if it did."""
     # Ctrl-C reaches every process of the terminal; the demo alone decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        host.enter()
         import_module(module).run(Channel(connection), *arguments)
     except (EOFError, BrokenPipeError):
         sys.exit(1)  # the demo is gone: there is nobody to tell
@@ -123,12 +126,12 @@ class Workers:
         self._timeout = timeout
         self._workers: list[Worker] = []
 
-    def start(self, name: str, module: str, *arguments: Any) -> Worker:
+    def start(self, name: str, module: str, *arguments: Any, host: Host = HERE) -> Worker:
         """Start `run(channel, *arguments)` of `module` in a new process that inherits nothing."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_work, args=(module, theirs, arguments), name=name, daemon=True
+            target=_work, args=(module, theirs, arguments, host), name=name, daemon=True
         )
         process.start()
         theirs.close()  # so that a dead worker reads as end of file

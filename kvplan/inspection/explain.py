@@ -10,6 +10,7 @@ from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
+    from kvplan.inspection.transport_cost import TransportCost
     from kvplan.planning.plan import Plan
 
 Format = Literal["tree", "table"]
@@ -38,19 +39,28 @@ def one_line(plan: Plan) -> str:
     )
 
 
-def explain(plan: Plan, format: Format, limit: int | None) -> str:  # noqa: A002
+def explain(
+    plan: Plan,
+    format: Format,  # noqa: A002
+    limit: int | None,
+    cost: TransportCost | None = None,
+) -> str:
     """Return `plan` as text; at most `limit` rows of each list (None: all).
+
+    With `cost` a line more: under the head of a tree, or as the last one of a table.
 
     Raises:
         LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
     """
     if limit is not None and check_type("limit", limit, int) < 1:
         raise invalid(f"limit={limit} must be None or >= 1")
+    moved = [] if cost is None else [cost.outline(plan)]
     match format:
         case "tree":
-            return "\n".join([*_header(plan), *_tree(plan, limit)])
+            under = [f"  {line}" for line in moved]
+            return "\n".join([*_header(plan), *under, *_tree(plan, limit)])
         case "table":
-            return "\n".join(_table(plan, limit))
+            return "\n".join([*_table(plan, limit), *moved])
     raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
 
 
@@ -73,6 +83,7 @@ def _header(plan: Plan) -> list[str]:
         f"{plural(plan.num_slices, plan.dst.row)} x {nbytes_text(plan.dst.stride)}",
         f"  {plural(slices, 'slice')} -> {plural(plan.num_descriptors, 'descriptor')} "
         f"({merged:,} merged) | {nbytes_text(plan.nbytes)}",
+        *(f"  over {way}" for way in (plan.src.way, plan.dst.way) if way),
     ]
 
 

@@ -12,15 +12,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvplan.inspection.diff import diff
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
+from kvplan.inspection.transport_costs import cost_of
 from kvplan.inspection.units import span
 from kvplan.planning.layout import Side
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.status import invalid
 from kvplan.validation import check_index, check_type
+
+if TYPE_CHECKING:
+    from kvplan.inspection.estimate import Estimate
+    from kvplan.inspection.transport_cost import TransportCost
 
 SCHEMA_VERSION = 1
 
@@ -192,13 +197,34 @@ class Plan:
             (dst // self.dst.stride, (dst + nbytes - 1) // self.dst.stride),
         )
 
-    def explain(self, format: Format = "tree", limit: int | None = DEFAULT_LIMIT) -> str:  # noqa: A002
+    def explain(
+        self,
+        format: Format = "tree",  # noqa: A002
+        limit: int | None = DEFAULT_LIMIT,
+        *,
+        transport: str | TransportCost | None = None,
+    ) -> str:
         """Return the plan as text for people: "tree" or "table"; offsets, no addresses.
 
         Args:
             limit: rows of each list that are shown before the rest is only counted; None for all.
+            transport: as for `estimate`: one line more, how the plan would move over it.
         """
-        return explain(self, format, limit)
+        return explain(self, format, limit, None if transport is None else cost_of(transport))
+
+    def estimate(self, transport: str | TransportCost) -> Estimate:
+        """Return how long the plan is expected to take, and what of it.
+
+        Args:
+            transport: a name ("local", "local-registered", "ucx", "ucx-one-sided"), whose costs
+                were measured on a machine of 2 cores, or what `TransportCost.fit` made on yours.
+
+        Raises:
+            TypeError: neither a name nor costs.
+            LLMException: LLM_PARAM_INVALID: a name that there is not; LLM_FEATURE_NOT_ENABLED: a
+                transport of which nobody has measured the costs ("hccl", "acl").
+        """
+        return cost_of(transport).estimate(self)
 
     def diff(self, other: Plan) -> str:
         """Return how `other` differs, as text that ends in a verdict."""

@@ -72,7 +72,9 @@ def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
     with tarfile.open(one(dist, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {"LICENSE", "Makefile", "README.md", "setup.py", "conftest.py", ".ci/run"}
-    sources |= {"tools/sanitize", "tools/tsan.supp", "requirements/constraints.txt"}
+    sources |= {"tools/sanitize", "tools/tsan.supp", "requirements/constraints.txt"} | tree(
+        "tools/*.py"
+    )
     sources |= tree("benchmarks/*.[pc]*") | tree("examples/**/*.py") | tree("docs/**/*.md")
     sources |= tree("kvnative/*.pyx") | tree("kvnative/src/*.[ch]") | tree("tests/**/*.py")
     assert sources - names == set()

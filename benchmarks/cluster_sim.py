@@ -1,0 +1,295 @@
+"""`python -m benchmarks.cluster_sim`: a large cluster on paper, and where the design would stop.
+
+One prefill and one decode engine of it are simulated, event by event, with all that their peers
+send them: the control thread of each, which serves one message at a time, and what the decode
+engine receives. Costs are those that were measured (`control_costs`, `kvplan.TRANSPORT_COSTS`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from benchmarks.control_costs import ControlCosts
+from kvplan import TRANSPORT_COSTS, CacheDesc, DataType, plan_pull_blocks
+
+MEASURED: Final = ControlCosts(
+    call_us=1100,
+    answer_us=2440,
+    link_ms=4.2,
+    beat_us=285,
+    tell_us=82,
+    tell_cache_us=0.29,
+    hear_us=158,
+    claim_us=1000,
+    claimed_us=530,
+    table_nbytes=1670,
+    beat_nbytes=90,
+)
+"""By benchmarks.control_costs, of 32 peers, on a VM of 2 cores."""
+NEWS_S: Final = 0.01
+"""That an engine waits before it tells its peers, so that many changes are told as one."""
+ENDURABLE_S: Final = 0.05
+"""That a message may wait for the control thread, 99 times of 100."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is simulated.
+
+    Attributes:
+        engines: of each role.
+        linked: peers of each engine, of the other role.
+        requests_per_s: that each decode engine takes, and so each prefill engine gives, about.
+        per_request: whether a prompt has a cache of its own, found by its key; False: all are in
+            one paged cache, and block tables come from the scheduler.
+        held_s: for how long a prompt's cache is held.
+        beat_s: the heartbeat interval.
+        tokens, layers, token_nbytes: of a prompt: how many, and the bytes of one in one layer.
+        block_tokens: in a block.
+    """
+
+    engines: int = 1000
+    linked: int = 1000
+    requests_per_s: float = 2.0
+    per_request: bool = True
+    held_s: float = 2.0
+    beat_s: float = 1.0
+    tokens: int = 2048
+    layers: int = 61
+    token_nbytes: int = 1152
+    block_tokens: int = 64
+
+    @property
+    def caches(self) -> float:
+        """That a prefill engine has at a time."""
+        return self.requests_per_s * self.held_s if self.per_request else 1
+
+    def transfer_s(self, transport: str) -> float:
+        """Of one prompt, with nothing else under way."""
+        blocks = self.tokens // self.block_tokens
+        shape = 2 * blocks, self.block_tokens * self.token_nbytes
+        desc = CacheDesc(self.layers, shape, DataType.DT_UINT8)
+        table = range(0, 2 * blocks, 2)
+        plan = plan_pull_blocks(desc, desc, table, table)
+        return plan.estimate(transport).ms / 1e3
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one thing that serves one job after the other.
+
+    Attributes:
+        busy: seconds of work that come in one second; from 1 on it falls behind for ever.
+        waits_s: that jobs which somebody waits for wait before they are begun: of 100 of them, the
+            middle one and the last but one.
+    """
+
+    busy: float
+    waits_s: tuple[float, float]
+
+    @property
+    def endurable(self) -> bool:
+        """Whether it keeps up, and soon enough."""
+        return self.busy < 1 and self.waits_s[1] <= ENDURABLE_S
+
+
+class Job(NamedTuple):
+    """When it comes, the seconds that it takes, and whether somebody waits for it."""
+
+    at: float
+    cost: float
+    awaited: bool = True
+
+
+def serve(jobs: Iterable[Job], seconds: float) -> Load:
+    """Serve jobs one by one, in the order of time in which they are given."""
+    free_at = work = 0.0
+    waits: list[float] = []
+    for job in jobs:
+        begin = max(job.at, free_at)
+        if job.awaited:
+            waits.append(begin - job.at)
+        free_at = begin + job.cost
+        work += job.cost
+    if not waits:
+        return Load(work / seconds, (0.0, 0.0))
+    waits.sort()
+    middle, last = (waits[int(len(waits) * share)] for share in (0.50, 0.99))
+    return Load(work / seconds, (middle, last))
+
+
+class Simulation:
+    """Jobs of one run; every stream of messages has a phase of its own."""
+
+    def __init__(self, cluster: Cluster, costs: ControlCosts, seconds: float) -> None:
+        self._cluster, self._costs, self._seconds = cluster, costs, seconds
+        self._random = random.Random(0)
+
+    def prefill(self) -> Load:
+        """The control thread of a prefill engine: it tells its peers, and is asked for keys."""
+        streams = [self._beats()]
+        if self._cluster.per_request:
+            streams += [self._telling(), self._poisson(self._rate, self._costs.claimed_us)]
+        return serve(heapq.merge(*streams), self._seconds)
+
+    def decode(self) -> Load:
+        """The control thread of a decode engine: it hears from all its peers, and claims keys."""
+        streams = [self._beats()]
+        if self._cluster.per_request:
+            # Of many peers' news each is independent of the others': together they are random.
+            heard = len(list(self._rounds())) / self._seconds * self._cluster.linked
+            streams += [
+                self._poisson(heard, self._costs.hear_us),
+                self._poisson(self._rate, self._costs.claim_us),
+            ]
+        return serve(heapq.merge(*streams), self._seconds)
+
+    def received(self, transfer_s: float) -> Load:
+        """What moves the bytes of a decode engine, one prompt after the other."""
+        return serve(self._poisson(self._rate, 1e6 * transfer_s), self._seconds)
+
+    def news_per_s(self) -> float:
+        """How often a prefill engine tells its peers what has changed."""
+        return len(list(self._rounds())) / self._seconds if self._cluster.per_request else 0.0
+
+    @property
+    def _rate(self) -> float:
+        return self._cluster.requests_per_s
+
+    def _poisson(self, per_s: float, cost_us: float) -> Iterator[Job]:
+        at = self._random.expovariate(per_s)
+        while at < self._seconds:
+            yield Job(at, cost_us / 1e6)
+            at += self._random.expovariate(per_s)
+
+    def _beats(self) -> Iterator[Job]:
+        """Of all links, each in its own phase."""
+        beat_s = self._cluster.beat_s
+        phases = sorted(self._random.uniform(0, beat_s) for _ in range(self._cluster.linked))
+        for number in range(int(self._seconds / beat_s)):
+            for phase in phases:
+                yield Job(number * beat_s + phase, self._costs.beat_us / 1e6)
+
+    def _rounds(self) -> Iterator[float]:
+        """When a prefill engine tells its peers: caches come, and go when they were held."""
+        chance = random.Random(1)
+        come = []
+        at = chance.expovariate(self._rate)
+        while at < self._seconds:
+            come.append(at)
+            at += chance.expovariate(self._rate)
+        told = -1.0
+        for at in sorted([*come, *(it + self._cluster.held_s for it in come)]):
+            if told <= at < self._seconds:
+                told = at + NEWS_S
+                yield told
+
+    def _telling(self) -> Iterator[Job]:
+        """A round is one job for each peer, all of them at once."""
+        costs, cluster = self._costs, self._cluster
+        each = (costs.tell_us + costs.tell_cache_us * cluster.caches) / 1e6
+        for at in self._rounds():
+            yield from itertools.repeat(Job(at, each, awaited=False), cluster.linked)
+
+
+def most_linked(cluster: Cluster, costs: ControlCosts, seconds: float) -> int:
+    """The most peers that an engine can have before a control thread is not endurable."""
+
+    def endurable(linked: int) -> bool:
+        run = Simulation(replace(cluster, linked=linked), costs, seconds)
+        return run.prefill().endurable and run.decode().endurable
+
+    low, high = 0, 1
+    while endurable(high) and high < 65536:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2
+        low, high = (middle, high) if endurable(middle) else (low, middle)
+    return low
+
+
+HEADER = (
+    f"{'peers':>6} {'prompts':>9} {'links':>10} {'prefill':>8} {'wait ms':>14} {'decode':>8} "
+    f"{'wait ms':>14} {'messages/s':>11} {'MB/s':>6}"
+)
+
+
+def row(cluster: Cluster, costs: ControlCosts, seconds: float) -> str:
+    """One line of the table: of a cluster in which each engine has so many peers."""
+    run = Simulation(cluster, costs, seconds)
+    prefill, decode = run.prefill(), run.decode()
+    beats = 2 * cluster.linked / cluster.beat_s
+    tables = run.news_per_s() * cluster.linked
+    nbytes = beats * costs.beat_nbytes + tables * costs.table_nbytes
+    waits = [" / ".join(f"{1e3 * it:.1f}" for it in load.waits_s) for load in (prefill, decode)]
+    return (
+        f"{cluster.linked:6} {'by key' if cluster.per_request else 'by block':>9} "
+        f"{cluster.engines * cluster.linked:10,} {prefill.busy:8.0%} {waits[0]:>14} "
+        f"{decode.busy:8.0%} {waits[1]:>14} {beats + tables:11,.0f} {nbytes / 1e6:6.2f}"
+    )
+
+
+def tables(cluster: Cluster, costs: ControlCosts, asked: argparse.Namespace) -> Iterator[str]:
+    """All that is printed, line by line."""
+    sizes = sorted({32, 128, 512, cluster.engines})
+    yield (
+        f"{cluster.engines} prefill and {cluster.engines} decode engines, "
+        f"{cluster.requests_per_s:g} prompts a second each, of {cluster.tokens} tokens"
+    )
+    yield HEADER
+    for per_request, linked in itertools.product((True, False), sizes):
+        at = replace(cluster, linked=linked, per_request=per_request)
+        yield row(at, costs, asked.seconds)
+    yield "\nAn engine starts, and links with all its peers at once"
+    yield f"{'peers':>6} {'it calls, s':>12} {'is called, s':>13} {'descriptors':>12} {'MiB':>6}"
+    for linked in sizes:
+        seconds = (linked * it / 1e6 for it in (costs.call_us, costs.answer_us))
+        calls, called = seconds
+        memory = linked * asked.link_kib / 1024
+        descriptors = linked * asked.link_descriptors
+        yield f"{linked:6} {calls:12.2f} {called:13.2f} {descriptors:12,} {memory:6.0f}"
+    limit = f"{1e3 * ENDURABLE_S:.0f} ms"
+    yield f"\nThe most peers before a message waits {limit} for a control thread, 1 time of 100"
+    for requests in (0.5, 2.0, 8.0):
+        at = replace(cluster, requests_per_s=requests)
+        by_key, by_block = (
+            most_linked(replace(at, per_request=it), costs, asked.seconds) for it in (True, False)
+        )
+        yield f"{requests:5g} prompts a second: {by_key:6} by key, {by_block:6} by block"
+    yield "\nWhat moves the bytes of a decode engine"
+    for name, cost in TRANSPORT_COSTS.items():
+        if cost.lines:
+            transfer_s = cluster.transfer_s(name)
+            load = Simulation(cluster, costs, 50 * asked.seconds).received(transfer_s)
+            yield (
+                f"{name:18} {1e3 * transfer_s:7.1f} ms a prompt, at most {1 / transfer_s:.0f} a "
+                f"second: {load.busy:.0%} busy; 1 of 100 waits {1e3 * load.waits_s[1]:.0f} ms"
+            )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_sim", description=__doc__)
+    parser.add_argument("--costs", type=Path, help="JSON of control_costs; else those of the file")
+    parser.add_argument("--engines", type=int, default=1000, help="of each role")
+    parser.add_argument("--requests", type=float, default=2.0, help="in a second, of each engine")
+    parser.add_argument("--seconds", type=float, default=20.0, help="that are simulated")
+    parser.add_argument("--link-kib", type=float, default=130.0, help="memory of a link at one end")
+    parser.add_argument("--link-descriptors", type=int, default=6)
+    asked = parser.parse_args()
+    costs = ControlCosts(**json.loads(asked.costs.read_text())) if asked.costs else MEASURED
+    cluster = Cluster(engines=asked.engines, requests_per_s=asked.requests)
+    for line in tables(cluster, costs, asked):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The paged work by ours and by another library, in turns, and the row that tells of all cases."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+from benchmarks.movers.paged import BLOCK, TENSORS
+from benchmarks.pairs import Library, Pair, Place
+from benchmarks.table import Row, Run
+
+DIRECTIONS = ("pull", "push")
+SIZES = (64, 256, 1024)
+"""Blocks of each tensor."""
+TRIALS, TRIAL_BLOCKS = 3, 256
+
+
+class Case(NamedTuple):
+    """GB/s of ours and of the other library."""
+
+    name: str
+    ours: float
+    theirs: float
+    them: str
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+class Comparison:
+    """Cases, and the row made of them: the one where ours does worst."""
+
+    def __init__(self) -> None:
+        self._cases: list[Case] = []
+
+    def add(
+        self, run: Run, place: Place, direction: str, ours: Library, other: Library, *, rounds: int
+    ) -> None:
+        """Measure one direction with every size."""
+        with ExitStack() as opened:
+            pairs = [opened.enter_context(Pair(it, place)) for it in (ours, other)]
+            for blocks in SIZES:
+                candidates = (partial(pair.seconds, direction, blocks) for pair in pairs)
+                times = run.medians(*candidates, rounds=rounds)
+                rates = (TENSORS * blocks * BLOCK / seconds / 1e9 for seconds in times)
+                them = f"{other.name} ({pairs[1].settings})"
+                self._cases.append(Case(f"{place.name} {direction} {blocks}", *rates, them))
+
+    def row(self, name: str, target: float, limit: str) -> Row:
+        """The worst case; all of them are in the JSON lines."""
+        worst = min(self._cases, key=lambda case: case.ratio)
+        note = (
+            f"{worst.name} beside {worst.them}, the least of {len(self._cases)} cases up to "
+            f"{max(case.ratio for case in self._cases):.2f}; limit: {limit}"
+        )
+        cases = {
+            f"{case.name}: {who}": figure
+            for case in self._cases
+            for who, figure in ((f"kvplan beside {case.them}", case.ours), (case.them, case.theirs))
+        }
+        return Row(name, worst.ours, "GB/s", worst.theirs, "at least", target, note, cases)
+
+
+def fastest(libraries: Sequence[Library], place: Place) -> dict[str, Library]:
+    """For each direction, the best choice of settings, by short trials."""
+    if len(libraries) == 1:
+        return dict.fromkeys(DIRECTIONS, libraries[0])
+    seconds: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    for library in libraries:
+        with Pair(library, place) as pair:
+            for direction in DIRECTIONS:
+                _, *trials = [pair.seconds(direction, TRIAL_BLOCKS) for _ in range(TRIALS + 1)]
+                seconds[direction].append(statistics.median(trials))
+    return {it: libraries[times.index(min(times))] for it, times in seconds.items()}

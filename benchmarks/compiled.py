@@ -1,0 +1,34 @@
+"""Our C programs: compiled for this very machine when a benchmark first needs them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+_SOURCES = Path(__file__).parent
+_BUILD = Path(__file__).parents[1] / "build"
+
+
+def compiled(source: str, suffix: str, *flags: str) -> Path:
+    """The program or library made of the file `source` of this folder.
+
+    Raises:
+        RuntimeError: there is no compiler.
+    """
+    compiler = os.environ.get("CC") or shutil.which("cc")
+    if not compiler:
+        raise RuntimeError("the physical limit is measured by C code: no cc in PATH and no CC set")
+    command = [compiler, "-O3", "-march=native", "-std=c11", *flags]
+    content = (_SOURCES / source).read_bytes() + " ".join(command).encode()
+    name = f"{Path(source).stem}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
+    built = _BUILD / name
+    if not built.exists():
+        _BUILD.mkdir(exist_ok=True)
+        # Two benchmarks at once: the last one to rename wins, and both files are the same.
+        partial = built.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, str(_SOURCES / source), "-o", str(partial)], check=True)
+        partial.rename(built)
+    return built

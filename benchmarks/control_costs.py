@@ -1,0 +1,233 @@
+"""`python -m benchmarks.control_costs`: what the control plane costs, message by message.
+
+All engines are in one process, each with its own control thread, whose processor time is read
+before and after. What is measured is a sum of many, divided by how many they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+
+from kvplan import CacheDesc, CacheKey, ClusterInfo, DataType, LlmDataDist, LlmRole, Placement
+from kvplan.control.messages import Ping, Table, TableEntry, encode
+
+TENSORS = 122
+"""Of each cache: keys and values of 61 layers."""
+SMALL = CacheDesc(TENSORS, (1, 64), DataType.DT_UINT8)
+HUB = 0
+NEWS_S = 0.02
+"""Twice as long as an engine waits before it tells news, so that each change is told alone."""
+CACHES = 512
+"""That an engine has while it is measured what each of them adds."""
+ZMTP_NBYTES, PACKET_NBYTES, SEGMENT_NBYTES = 9, 66, 1448
+"""A frame's head at most; Ethernet, IP and TCP around one packet; what it carries."""
+ENTRY = TableEntry(
+    cache_id=1000,
+    num_tensors=TENSORS,
+    shape=SMALL.shape,
+    data_type=SMALL.data_type,
+    placement=Placement.HOST,
+    batch_dim_index=0,
+    seq_len_dim_index=-1,
+    kv_tensor_format=None,
+    paged=False,
+    model_id_of_blocks_key=None,
+    addresses=tuple(range(2**46, 2**46 + TENSORS)),
+    metadata=bytes(200),
+    writable=True,
+)
+TABLE = Table(version=1000, first=False, entries=(ENTRY,), removed=(999,))
+"""One cache that has come, and one that has gone."""
+
+
+@dataclass(frozen=True)
+class ControlCosts:
+    """Microseconds of one control thread's processor time, and bytes on the wire.
+
+    Attributes:
+        call_us, answer_us: of a link that is made, at the end that calls and at the other.
+        link_ms: of the whole process, for both ends, its worker threads too.
+        beat_us: of a link in one heartbeat interval: looking, a Ping out and a Pong in.
+        tell_us: of one change of the caches, to tell one linked peer of it.
+        tell_cache_us: more of it, for each cache that the engine has.
+        hear_us: to hear of it.
+        claim_us, claimed_us: of a pull by a request's key, at the end that pulls and at the owner.
+        table_nbytes, beat_nbytes: of a change told, and of a Ping or Pong, as packets.
+    """
+
+    call_us: float
+    answer_us: float
+    link_ms: float
+    beat_us: float
+    tell_us: float
+    tell_cache_us: float
+    hear_us: float
+    claim_us: float
+    claimed_us: float
+    table_nbytes: int
+    beat_nbytes: int
+
+
+class Crowd:
+    """One engine, the hub, and others; links between them are made by the hub."""
+
+    def __init__(self, opened: ExitStack, peers: int, options: dict[str, str]) -> None:
+        self.hub = self._engine(opened, HUB, options)
+        self.peers = [self._engine(opened, it + 1, options) for it in range(peers)]
+        clusters = [ClusterInfo(it + 1, peer.listen_address) for it, peer in enumerate(self.peers)]
+        before, process = self.read(), time.process_time()
+        self.hub.link_clusters(clusters, timeout_ms=60_000).raise_for_status()
+        time.sleep(5 * NEWS_S)
+        self.link_s = (time.process_time() - process) / peers
+        self.linking = self._since(before)
+
+    @staticmethod
+    def _engine(opened: ExitStack, cluster_id: int, options: dict[str, str]) -> LlmDataDist:
+        role = LlmRole.PROMPT if cluster_id == HUB else LlmRole.DECODER
+        engine = opened.enter_context(LlmDataDist(cluster_id, role))
+        engine.initialize({"llm.ListenIpInfo": "127.0.0.1:0", **options})
+        return engine
+
+    def read(self) -> tuple[float, float]:
+        """Seconds of processor time: of the hub's control thread, and of all others' together."""
+        mine = theirs = 0.0
+        for thread in threading.enumerate():
+            name, _, cluster_id = thread.name.rpartition("-")
+            if name == "kvplan-control" and thread.ident is not None:
+                seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+                if cluster_id == str(HUB):
+                    mine += seconds
+                else:
+                    theirs += seconds
+        return mine, theirs
+
+    def _since(self, before: tuple[float, float]) -> tuple[float, float]:
+        """Microseconds for each link since then: at the hub, and at a peer."""
+        now, count = self.read(), len(self.peers)
+        return 1e6 * (now[0] - before[0]) / count, 1e6 * (now[1] - before[1]) / count
+
+    def cost(self, work: Callable[[], int]) -> tuple[float, float]:
+        """Microseconds for each link and each of the times that `work` says it did something."""
+        before = self.read()
+        times = work()
+        hub, peer = self._since(before)
+        return hub / times, peer / times
+
+
+@contextmanager
+def crowd(peers: int, interval_ms: int = 60_000) -> Iterator[Crowd]:
+    """Linked engines; with a long heartbeat interval unless that is what is measured."""
+    beat = {
+        "kvplan.heartbeat_interval_ms": str(interval_ms),
+        "kvplan.heartbeat_timeout_ms": str(100 * interval_ms),
+    }
+    with ExitStack() as opened:
+        yield Crowd(opened, peers, beat)
+
+
+def beating(peers: int, seconds: float) -> float:
+    """`beat_us`, at an interval short enough to see it."""
+    interval_ms = 50
+    with crowd(peers, interval_ms) as linked:
+
+        def wait() -> int:
+            time.sleep(seconds)
+            return round(1e3 * seconds / interval_ms)
+
+        hub, peer = linked.cost(wait)
+    return (hub + peer) / 2  # one of them sends the Ping, whichever is first
+
+
+def changes(linked: Crowd, caches: int, times: int) -> tuple[float, float]:
+    """Of one change told to one peer, at the hub and at the peer, while there are `caches`."""
+    kept = [linked.hub.allocate_cache(SMALL) for _ in range(caches)]
+    time.sleep(10 * NEWS_S)
+
+    def change() -> int:
+        for _ in range(times):
+            cache = linked.hub.allocate_cache(SMALL)
+            time.sleep(NEWS_S)
+            linked.hub.deallocate_cache(cache)
+            time.sleep(NEWS_S)
+        return 2 * times
+
+    found = linked.cost(change)
+    for cache in kept:
+        linked.hub.deallocate_cache(cache)
+    return found
+
+
+def claims(linked: Crowd, times: int) -> tuple[float, float]:
+    """Of one pull by a request's key: at the owner, which is the hub, and at one that pulls."""
+    mine = [peer.allocate_cache(SMALL) for peer in linked.peers]
+    keys = [CacheKey(HUB, it) for it in range(times * len(mine))]
+    owned = [linked.hub.allocate_cache(SMALL, [key]) for key in keys]
+    time.sleep(10 * NEWS_S)
+
+    def pull() -> int:
+        for number, key in enumerate(keys):
+            which = number % len(mine)
+            linked.peers[which].pull_cache(key, mine[which])
+        return times
+
+    found = linked.cost(pull)
+    for cache in owned:
+        linked.hub.deallocate_cache(cache)
+    return found
+
+
+def measure(peers: int, times: int) -> ControlCosts:
+    """All of it; a few seconds."""
+    with crowd(peers) as linked:
+        call_us, answer_us = linked.linking
+        few, hear_us = changes(linked, 0, times)
+        many, _ = changes(linked, CACHES, times)
+        claimed_us, claim_us = claims(linked, times // 2)
+        link_ms = 1e3 * linked.link_s
+    return ControlCosts(
+        call_us=call_us,
+        answer_us=answer_us,
+        link_ms=link_ms,
+        beat_us=beating(peers, times / 10),
+        tell_us=few,
+        tell_cache_us=max(0.0, many - few) / CACHES,
+        hear_us=hear_us,
+        claim_us=claim_us,
+        claimed_us=claimed_us,
+        table_nbytes=on_the_wire(len(encode(TABLE))),
+        beat_nbytes=on_the_wire(len(encode(Ping()))),
+    )
+
+
+def on_the_wire(nbytes: int) -> int:
+    """Bytes of a frame of `nbytes`, with the heads of its packets."""
+    framed = nbytes + ZMTP_NBYTES
+    return framed + PACKET_NBYTES * -(-framed // SEGMENT_NBYTES)
+
+
+def main() -> None:
+    """Print the costs: the median of several rounds, each one as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_costs", description=__doc__)
+    parser.add_argument("--peers", type=int, default=32)
+    parser.add_argument("--times", type=int, default=20, help="changes; a fifth of it in pulls")
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    rounds = []
+    for _ in range(asked.rounds):
+        rounds.append(asdict(measure(asked.peers, asked.times)))
+        print(json.dumps({name: round(value, 2) for name, value in rounds[-1].items()}))
+    middle = {name: statistics.median(it[name] for it in rounds) for name in rounds[0]}
+    print(f"medians of {len(rounds)} rounds, {asked.peers} peers:")
+    for name, value in middle.items():
+        print(f"  {name:16}{value:10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""`python -m benchmarks.fan_in`: one decode engine that pulls from many prefill engines at once.
+
+Each is a process of its own; with --namespaces they are spread over that many hosts of their own,
+and the decode engine has another one. All bytes are checked; a table says how they were shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from benchmarks.cost_model import OPTIONS
+from benchmarks.fan_in_decode import Orders, Outcome, anonymous_kib
+from benchmarks.filled_peer import Filled, Shape, started
+from tools.namespaces import Namespace, namespaces
+
+KIB: Final = 1 << 10
+FAIR: Final = 0.5
+"""The least bytes of a peer, in units of the most of one, in the sustained part."""
+MAX_LINK_KIB: Final = 4096
+"""Memory that a link may take at either end, from before it was made to the end."""
+
+
+@dataclass(frozen=True)
+class FanIn:
+    """One run.
+
+    Attributes:
+        peers: how many prefill engines.
+        shape: of the cache that each has, all of which is pulled at once.
+        transport: a name of `benchmarks.cost_model`.
+        bursts, sustained_s: see `Orders`.
+        hosts: in how many namespaces the peers are; 0: all on this host.
+    """
+
+    peers: int
+    shape: Shape
+    transport: str
+    bursts: int
+    sustained_s: float
+    hosts: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+        decode: as the decode engine saw it.
+        peer_kib: memory that each peer's process has gained since it was filled.
+    """
+
+    run: FanIn
+    decode: Outcome
+    peer_kib: list[int]
+
+    @property
+    def total_nbytes(self) -> int:
+        """Of one burst."""
+        return self.run.peers * self.run.shape.nbytes
+
+    @property
+    def burst_gigabytes_per_s(self) -> float:
+        """The median burst's, until its last byte."""
+        return self.total_nbytes / statistics.median(map(max, self.decode.finished_s)) / 1e9
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Of the sustained part."""
+        return sum(self.decode.pulled) / self.decode.sustained_s / 1e9
+
+    @property
+    def fairness(self) -> float:
+        """The fewest bytes of one peer over the most, in the sustained part."""
+        return min(self.decode.pulled) / max(self.decode.pulled)
+
+    @property
+    def link_kib(self) -> float:
+        """Memory that each link takes in the decode engine, at the end."""
+        before, *_, after = self.decode.anonymous_kib
+        return (after - before) / self.run.peers
+
+    def faults(self) -> list[str]:
+        """What is not as it must be; wrong bytes and failed pulls have raised before."""
+        found = []
+        if self.fairness < FAIR:
+            found.append(f"shares of {self.fairness:.2f}, at least {FAIR} was expected")
+        if self.link_kib > MAX_LINK_KIB:
+            found.append(f"{self.link_kib:.0f} KiB for each link, at most {MAX_LINK_KIB} may be")
+        if max(self.peer_kib) > MAX_LINK_KIB:
+            found.append(f"a peer gained {max(self.peer_kib)} KiB, at most {MAX_LINK_KIB} may be")
+        return found
+
+
+@contextmanager
+def hosts(number: int) -> Iterator[tuple[Namespace | None, Sequence[Namespace | None]]]:
+    """Where decode runs, and where its peers do; None is this host."""
+    if not number:
+        yield None, [None]
+        return
+    with namespaces(number + 1) as (decode, *rest):
+        yield decode, rest
+
+
+def measure(run: FanIn) -> Result:
+    """Start all, pull, and check.
+
+    Raises:
+        subprocess.CalledProcessError: the decode engine failed; its standard error says why.
+        NamespacesError: there can be none here.
+    """
+    options = OPTIONS[run.transport]
+    registered = run.transport == "local-registered"
+    with ExitStack() as opened:
+        decode, places = opened.enter_context(hosts(run.hosts))
+        engines, commands = [], []
+        for number in range(run.peers):
+            place = places[number % len(places)]
+            address = place.address if place else "127.0.0.1"
+            own = {**options, "llm.ListenIpInfo": f"{address}:0"}
+            engines.append(Filled(number + 1, (run.shape,), registered, own))
+            commands.append(place.command() if place else [])
+        peers = opened.enter_context(started(engines, commands))
+        before = [anonymous_kib(it.process.pid) for it in peers]
+        addresses = [(it.cluster_id, it.address) for it in peers]
+        orders = Orders(addresses, run.shape, run.bursts, run.sustained_s, options)
+        command = [sys.executable, "-m", "benchmarks.fan_in_decode", json.dumps(asdict(orders))]
+        done = subprocess.run(
+            decode.command(*command) if decode else command,
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+        )
+        after = [anonymous_kib(it.process.pid) for it in peers]
+    gained = [b - a for a, b in zip(before, after, strict=True)]
+    return Result(run, Outcome(**json.loads(done.stdout)), gained)
+
+
+def table(result: Result) -> Iterator[str]:
+    """What was measured, in lines."""
+    run, decode = result.run, result.decode
+    where = f"{run.hosts} namespaces" if run.hosts else "this host"
+    last = [max(times) for times in decode.finished_s]
+    first = [min(times) for times in decode.finished_s]
+    middle = [statistics.median(times) for times in decode.finished_s]
+    counts = [it // run.shape.nbytes for it in decode.pulled]
+    before, linked, bursts, end = decode.anonymous_kib
+    opened = decode.descriptors[1] - decode.descriptors[0]
+    rows = [
+        ("peers", f"{run.peers} processes on {where}, over {run.transport}"),
+        ("each pull", f"{run.shape.nbytes / KIB**2:.1f} MiB in blocks of "
+         f"{run.shape.block_nbytes // KIB} KiB; every byte checked"),
+        ("all linked in", f"{1e3 * decode.link_s:.0f} ms"),
+        ("a burst", f"{result.burst_gigabytes_per_s:.2f} GB/s; its first, median and last pull end "
+         f"after {' / '.join(f'{1e3 * statistics.median(it):.0f}' for it in (first, middle, last))}"
+         f" ms (medians of {run.bursts})"),
+        ("sustained", f"{result.gigabytes_per_s:.2f} GB/s over {decode.sustained_s:.1f} s; "
+         f"{decode.cpu_s / decode.sustained_s:.2f} cores in decode"),
+        ("shares", f"{min(counts)} to {max(counts)} pulls a peer: {result.fairness:.2f}"),
+        ("memory of decode", f"{before / KIB:.0f} MiB, linked {linked / KIB:.0f}, after the bursts "
+         f"{bursts / KIB:.0f}, at the end {end / KIB:.0f}: {result.link_kib:.0f} KiB a link"),
+        ("memory of a peer", f"+{statistics.median(result.peer_kib):.0f} KiB, the most "
+         f"+{max(result.peer_kib)}"),
+        ("descriptors, threads", f"{opened / run.peers:.1f} descriptors a link, "
+         f"{decode.threads} threads in decode"),
+    ]  # fmt: skip
+    for name, value in rows:
+        yield f"{name:22}{value}"
+
+
+def main() -> int:
+    """1 where something is not as it must be."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fan_in", description=__doc__)
+    parser.add_argument("--peers", type=int, default=32)
+    parser.add_argument("--transport", choices=OPTIONS, default="local")
+    parser.add_argument("--namespaces", type=int, default=0, help="hosts of the peers; 0: this one")
+    parser.add_argument("--tensors", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=32, help="of 32 KiB, of each tensor")
+    parser.add_argument("--bursts", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of the sustained part")
+    asked = parser.parse_args()
+    shape = Shape(asked.tensors, asked.blocks, 32 * KIB)
+    run = FanIn(
+        asked.peers, shape, asked.transport, asked.bursts, asked.seconds, hosts=asked.namespaces
+    )
+    result = measure(run)
+    print("\n".join(table(result)))
+    for fault in result.faults():
+        print(f"NOT AS IT MUST BE: {fault}")
+    return int(bool(result.faults()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

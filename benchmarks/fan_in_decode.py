@@ -1,0 +1,189 @@
+"""The decode engine of `benchmarks.fan_in`: linked with all peers, it pulls from all at once.
+
+In a process of its own, so that its memory is its own. It reads what to do from its first argument
+and prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.filled_peer import Shape, check_blocks
+from kvplan import BlocksCacheKey, ClusterInfo, LinkState, LlmDataDist, LlmRole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from kvplan import Cache, TransferTask
+
+LOOK_S = 0.0002
+"""Between two looks at the tasks in flight, where none had ended."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What to do.
+
+    Attributes:
+        peers: cluster id and address of each.
+        shape: of the paged cache that each of them has, and of the one that it is pulled into.
+        bursts: how often all are pulled from at once, each once.
+        sustained_s: for how long then each is pulled from again and again.
+        options: of the engine.
+    """
+
+    peers: list[tuple[int, str]]
+    shape: Shape
+    bursts: int
+    sustained_s: float
+    options: dict[str, str]
+
+
+@dataclass
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        link_s: seconds in which all were linked, in one call.
+        finished_s: of each burst, the seconds after which each peer's pull had ended.
+        pulled: bytes by peer, in the sustained part.
+        sustained_s: seconds that it took, with the last pulls ending.
+        anonymous_kib: of this process: before linking, linked, after a burst, at the end.
+        descriptors: open ones: before linking, and linked.
+        threads: when linked.
+        cpu_s: processor time of the sustained part.
+    """
+
+    link_s: float = 0.0
+    finished_s: list[list[float]] = field(default_factory=list)
+    pulled: list[int] = field(default_factory=list)
+    sustained_s: float = 0.0
+    anonymous_kib: list[int] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+    threads: int = 0
+    cpu_s: float = 0.0
+
+
+def anonymous_kib(pid: int | str = "self") -> int:
+    """Memory of a process that is neither shared nor a file's, in KiB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/{pid}/status has no RssAnon")
+
+
+class Decode:
+    """The engine, and what one thread does with it."""
+
+    def __init__(self, datadist: LlmDataDist, orders: Orders) -> None:
+        self._datadist, self._orders = datadist, orders
+        self._random = np.random.default_rng(0)
+        self._ids = [cluster_id for cluster_id, _ in orders.peers]
+        self._numbers = range(len(self._ids))
+        self._caches = [datadist.allocate_blocks_cache(orders.shape.desc) for _ in self._ids]
+        for cache in self._caches:
+            self._clear(cache)
+
+    def run(self) -> Outcome:
+        """Link, pull, look.
+
+        Raises:
+            LLMException: a link or a pull failed.
+            AssertionError: a byte is wrong, or a link is no more.
+        """
+        outcome = Outcome()
+        self._look(outcome)
+        clusters = [ClusterInfo(*peer) for peer in self._orders.peers]
+        began = time.perf_counter()
+        self._datadist.link_clusters(clusters, timeout_ms=60_000).raise_for_status()
+        outcome.link_s = time.perf_counter() - began
+        self._look(outcome)
+        for _ in range(self._orders.bursts):
+            outcome.finished_s.append(self._burst())
+        outcome.anonymous_kib.append(anonymous_kib())
+        cpu, began = time.process_time(), time.perf_counter()
+        outcome.pulled = self._sustained(began + self._orders.sustained_s)
+        outcome.sustained_s = time.perf_counter() - began
+        outcome.cpu_s = time.process_time() - cpu
+        self._look(outcome)
+        states = {it.cluster_id: it.state for it in self._datadist.links()}
+        assert states == dict.fromkeys(self._ids, LinkState.LINKED), states
+        return outcome
+
+    def _burst(self) -> list[float]:
+        """Pull all of each peer's cache, all at once; seconds until each was there."""
+        tables = [self._random.permutation(self._orders.shape.blocks) for _ in range(2)]
+        began = time.perf_counter()
+        finished = [0.0] * len(self._ids)
+        for number in self._ended({it: self._pull(it, *tables) for it in self._numbers}):
+            finished[number] = time.perf_counter() - began
+        for cluster_id, cache in zip(self._ids, self._caches, strict=True):
+            check_blocks(self._datadist.arrays(cache), cluster_id, *tables)
+            self._clear(cache)
+        return finished
+
+    def _sustained(self, deadline: float) -> list[int]:
+        """Pull from each again as soon as it has ended, until `deadline`; the bytes of each."""
+        pulled = [0] * len(self._ids)
+        tables = [self._random.permutation(self._orders.shape.blocks) for _ in range(2)]
+        tasks = {it: self._pull(it, *tables) for it in self._numbers}
+        for number in self._ended(tasks):
+            pulled[number] += self._orders.shape.nbytes
+            if time.perf_counter() < deadline:
+                tasks[number] = self._pull(number, *tables)
+        for cluster_id, cache in zip(self._ids, self._caches, strict=True):
+            check_blocks(self._datadist.arrays(cache), cluster_id, *tables)
+        return pulled
+
+    def _pull(self, number: int, src: NDArray[np.int64], dst: NDArray[np.int64]) -> TransferTask:
+        key = BlocksCacheKey(self._ids[number], 0)
+        return self._datadist.submit_pull_blocks(key, self._caches[number], src, dst)
+
+    def _ended(self, tasks: dict[int, TransferTask]) -> Iterator[int]:
+        """The number of each task as it ends; tasks that are added meanwhile too.
+
+        Raises:
+            LLMException: one has failed, or was not there after a minute.
+        """
+        deadline = time.perf_counter() + 60
+        while tasks:
+            done = [number for number, task in tasks.items() if task.done]
+            for number in done:
+                tasks.pop(number).wait()
+                deadline = time.perf_counter() + 60
+                yield number
+            if not done:
+                time.sleep(LOOK_S)
+                if time.perf_counter() > deadline:
+                    next(iter(tasks.values())).wait(timeout_ms=0)
+
+    def _clear(self, cache: Cache) -> None:
+        for tensor in self._datadist.arrays(cache):
+            tensor[:] = 0
+
+    def _look(self, outcome: Outcome) -> None:
+        outcome.anonymous_kib.append(anonymous_kib())
+        outcome.descriptors.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
+        outcome.threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def main() -> None:
+    """Do what the first argument says."""
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    orders = Orders(**{**given, "shape": Shape(**given["shape"])})
+    with LlmDataDist(0, LlmRole.DECODER) as datadist:
+        datadist.initialize(orders.options)
+        print(json.dumps(asdict(Decode(datadist, orders).run())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

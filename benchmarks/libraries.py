@@ -1,0 +1,126 @@
+"""What moves the paged work between two processes: kvplan, the bare program, and the peers.
+
+A peer is tried with each of its settings that may be its best; see `benchmarks.pairs.fastest`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.compiled import compiled
+from benchmarks.pairs import Library, Place
+from benchmarks.table import Unmeasured
+
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / "build/peers"
+"""The environment that `make bench-peers` makes."""
+
+SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "256K"}
+OVER_TCP = {
+    "defaults": {},
+    "segments of 256 KiB": SEGMENTS,
+    "segments of 256 KiB, no zero-copy put": {**SEGMENTS, "UCX_TCP_PUT_ENABLE": "n"},
+}
+"""Of NIXL's UCX: with its segments of 8 KiB a get is an exchange of very many small messages."""
+
+QUEUES = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "120000",
+}
+"""Of Mooncake: by default it refuses batches of more than 2,048 descriptors."""
+
+
+def bare(place: Place) -> Library:
+    """One TCP connection, writev and readv."""
+    program = str(compiled("sockets.c", ""))
+
+    def follow(line: str) -> list[str]:
+        return [program, "follow", place.serving, str(json.loads(line)["port"])]
+
+    return Library("bare sockets", "", [program, "serve", place.serving, "0"], follow)
+
+
+def kvplan(
+    place: Place,
+    transport: str,
+    *,
+    memory: Literal["arena", "registered"] = "arena",
+    work: Literal["paged", "small"] = "paged",
+) -> Library:
+    """Ours, by `transport`."""
+    command = [sys.executable, "-m", "benchmarks.movers.engine"]
+    command += ["--transport", transport, "--memory", memory, "--work", work]
+    return Library(
+        "kvplan",
+        f"{transport}, {memory}",
+        [*command, "--address", place.serving],
+        lambda line: [*command, "--address", place.moving, line],
+    )
+
+
+def nixl_over_tcp(place: Place) -> list[Library]:
+    """NIXL's choices over TCP."""
+    only = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": place.interface}
+    return [
+        _nixl(f"{_threads(thread)}, {words}", {**only, **more}, thread=thread)
+        for words, more in OVER_TCP.items()
+        for thread in (False, True)
+    ]
+
+
+def nixl_on_one_host() -> list[Library]:
+    """NIXL's choices where all that UCX has between processes of one host is allowed."""
+    return [
+        _nixl(f"{_threads(thread)}, {memory} memory", {}, thread=thread, memory=memory)
+        for memory in ("ordinary", "shared")
+        for thread in (False, True)
+    ]
+
+
+def mooncake_over_tcp(place: Place) -> list[Library]:
+    """Mooncake's choices over TCP."""
+    python = _peers_python()
+    # libibverbs, which it needs even so, lies there where the system has none.
+    folders = [str(it) for it in (PEERS / "system").glob("**/x86_64-linux-gnu")]
+    found = ":".join(filter(None, [*folders, os.environ.get("LD_LIBRARY_PATH")]))
+    environment = {"LD_LIBRARY_PATH": found, "MC_LOG_LEVEL": "ERROR"}
+
+    def choice(words: str, most: int, more: dict[str, str]) -> Library:
+        command = [python, "-m", "benchmarks.movers.mooncake", "--most", str(most), "--address"]
+        return Library(
+            "Mooncake",
+            words,
+            [*command, place.serving],
+            lambda line: [*command, place.moving, line],
+            {**environment, **more},
+        )
+
+    return [
+        choice("batches of 2,048", 2048, {}),
+        choice("one batch", 1 << 20, QUEUES),
+        choice("one batch, 16 connections", 1 << 20, {**QUEUES, "MC_TCP_LANES_PER_PEER": "16"}),
+    ]
+
+
+def _nixl(
+    settings: str, environment: dict[str, str], *, thread: bool, memory: str = "ordinary"
+) -> Library:
+    command = [_peers_python(), "-m", "benchmarks.movers.nixl"]
+    command += ["--thread", str(int(thread)), "--memory", memory]
+    return Library("NIXL", settings, command, lambda line: [*command, line], environment)
+
+
+def _threads(progress: bool) -> str:
+    return f"progress thread {'on' if progress else 'off'}"
+
+
+def _peers_python() -> str:
+    python = PEERS / "bin/python"
+    if not (PEERS / "ready").exists():
+        raise Unmeasured("the peers are not installed: make bench-peers")
+    return str(python)

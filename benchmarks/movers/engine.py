@@ -1,0 +1,138 @@
+"""kvplan as its users call it: planning, lowering and checking are within the time.
+
+The moving end also answers "facade TIMES" and "executor TIMES" with the mean seconds of a pull of
+4 KiB: of a whole call, and of the executor with the descriptor at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from benchmarks.movers.paged import (
+    BLOCK,
+    POOL_BLOCKS,
+    TENSORS,
+    Ids,
+    Pool,
+    answers,
+    obey,
+    ordinary_pool,
+    serve,
+    timed,
+)
+from kvnative._executor import Executor, ThreadPool, host_backend
+from kvplan import BlocksCacheKey, Cache, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan.execution.binding import bind
+
+SERVING, MOVING = 1, 2
+PAGED = CacheDesc(TENSORS, (POOL_BLOCKS, BLOCK), DataType.DT_UINT8)
+SMALL = CacheDesc(1, (2, 4096), DataType.DT_UINT8)
+PAGED_KEY, SMALL_KEY = BlocksCacheKey(SERVING), BlocksCacheKey(SERVING, model_id=1)
+LONG_MS = 60_000
+
+
+@contextmanager
+def engine(cluster_id: int, transport: str, address: str) -> Iterator[LlmDataDist]:
+    """An engine that listens at `address`, and reaches peers by `transport`."""
+    with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
+        datadist.initialize({"llm.ListenIpInfo": f"{address}:0", "kvplan.transport": transport})
+        yield datadist
+
+
+def paged_cache(
+    datadist: LlmDataDist, memory: str, key: BlocksCacheKey | None
+) -> tuple[Cache, Pool]:
+    """A cache in an arena of the engine, or "registered": in memory that was there before."""
+    if memory == "registered":
+        pool = list(ordinary_pool())
+        return datadist.register_blocks_cache(PAGED, pool, key), pool
+    cache = datadist.allocate_blocks_cache(PAGED, key)
+    pool = datadist.arrays(cache)
+    for tensor in pool:
+        tensor[:] = 1
+    return cache, pool
+
+
+class EngineMover:
+    """The engine that pulls and pushes."""
+
+    def __init__(self, datadist: LlmDataDist, cache: Cache, pool: Pool) -> None:
+        self.pool = pool
+        self._datadist, self._cache = datadist, cache
+
+    def prepared(self, direction: str, remote: Ids, local: Ids) -> Callable[[], object]:
+        theirs, ours = remote.tolist(), local.tolist()
+        if direction == "pull":
+            move = partial(self._datadist.pull_blocks, PAGED_KEY, self._cache, theirs, ours)
+        else:
+            move = partial(self._datadist.push_blocks, self._cache, PAGED_KEY, ours, theirs)
+        return partial(move, timeout_ms=LONG_MS)
+
+
+class SmallPulls:
+    """Pulls of one block of 4 KiB."""
+
+    def __init__(self, datadist: LlmDataDist) -> None:
+        cache = datadist.allocate_blocks_cache(SMALL)
+        self._facade = partial(datadist.pull_blocks, SMALL_KEY, cache, [1], [0])
+        self._facade()
+        if datadist.arrays(cache)[0][0].tolist() != [7] * 4096:
+            raise AssertionError("the block came back changed")
+        link = datadist._running().links.get(SERVING)
+        theirs = link.memory(link.cache(SMALL_KEY), writable=False)
+        ours = datadist.memory(cache)
+        plan = datadist.plan_pull_blocks(SMALL_KEY, cache, [1], [0])
+        pool = ThreadPool()
+        executor = Executor(theirs.backend(pool, "get", ours) or host_backend(pool))
+        descriptors = bind(plan, theirs, ours, one_space=theirs.in_process)
+        self._executor = partial(executor.run, descriptors, keep=(theirs, ours))
+
+    def seconds(self, level: str, times: int) -> float:
+        """Mean seconds of a pull at "facade" or "executor"."""
+        pull = self._facade if level == "facade" else self._executor
+        start = time.perf_counter()
+        for _ in range(times):
+            pull()
+        return (time.perf_counter() - start) / times
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--transport", default="auto")
+    add("--memory", choices=("arena", "registered"), default="arena")
+    add("--work", choices=("paged", "small"), default="paged")
+    add("--address", default="127.0.0.1", help="of this end")
+    add("peer", nargs="?", help="what the serving end said")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
+    say = answers()
+    with engine(MOVING if asked.peer else SERVING, asked.transport, asked.address) as datadist:
+        small = asked.work == "small"
+        if asked.peer is None:
+            if small:
+                cache = datadist.allocate_blocks_cache(SMALL, SMALL_KEY)
+                datadist.arrays(cache)[0][:] = 7
+            else:
+                paged_cache(datadist, asked.memory, PAGED_KEY)
+            serve(say, datadist.listen_address)
+            return
+        clusters = [ClusterInfo(SERVING, json.loads(asked.peer))]
+        datadist.link_clusters(clusters, timeout_ms=LONG_MS).raise_for_status()
+        if small:
+            pulls = SmallPulls(datadist)
+            obey(say, lambda level, times: partial(pulls.seconds, level, times))
+        else:
+            obey(say, timed(EngineMover(datadist, *paged_cache(datadist, asked.memory, None))))
+
+
+if __name__ == "__main__":
+    main()

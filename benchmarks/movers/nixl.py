@@ -1,0 +1,92 @@
+"""NIXL: descriptor lists and requests are made before; posting and waiting is timed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+import numpy as np
+from nixl_cu12 import nixl_agent, nixl_agent_config
+from numpy.typing import NDArray
+
+from benchmarks.movers.paged import (
+    BLOCK,
+    POOL_BLOCKS,
+    POOL_NBYTES,
+    POOLS,
+    TENSORS,
+    Ids,
+    OnePool,
+    answers,
+    obey,
+    serve,
+    timed,
+)
+
+OPERATIONS = {"pull": "READ", "push": "WRITE"}
+
+
+def descriptors(address: int) -> NDArray[np.uint64]:
+    """Every block of the pool at `address`, as NIXL takes them: address, size, device."""
+    rows = np.zeros((TENSORS * POOL_BLOCKS, 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(address) + np.arange(len(rows), dtype=np.uint64) * np.uint64(BLOCK)
+    rows[:, 1] = BLOCK
+    return rows
+
+
+def indices(ids: Ids) -> NDArray[np.int32]:
+    """Rows of `descriptors`."""
+    tensors = np.arange(TENSORS)[:, None] * POOL_BLOCKS
+    return (tensors + ids).ravel().astype(np.int32)
+
+
+class NixlMover:
+    """The initiator."""
+
+    def __init__(self, agent: nixl_agent, pool: OnePool, peer: str, address: int) -> None:
+        self.pool = pool
+        self._agent = agent
+        self._local = agent.prep_xfer_dlist("", descriptors(pool.ctypes.data), "DRAM")
+        self._remote = agent.prep_xfer_dlist(peer, descriptors(address), "DRAM")
+
+    def prepared(self, direction: str, remote: Ids, local: Ids) -> Callable[[], object]:
+        agent = self._agent
+        request = agent.make_prepped_xfer(
+            OPERATIONS[direction], self._local, indices(local), self._remote, indices(remote)
+        )
+
+        def move() -> None:
+            state = agent.transfer(request)
+            while state == "PROC":
+                state = agent.check_xfer_state(request)
+            if state != "DONE":
+                raise RuntimeError(f"NIXL answered {state}")
+
+        return move
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--thread", type=int, default=1, help="a progress thread: 0 or 1")
+    parser.add_argument("--workers", type=int, default=0, help="threads of the backend")
+    parser.add_argument("--memory", choices=POOLS, default="ordinary")
+    parser.add_argument("peer", nargs="?", help="what the serving end said")
+    asked = parser.parse_args()
+    say = answers()
+    pool = POOLS[asked.memory]()
+    name = "moving" if asked.peer else "serving"
+    threads = {"enable_prog_thread": bool(asked.thread), "num_threads": asked.workers}
+    agent = nixl_agent(name, nixl_agent_config(**threads))
+    agent.register_memory([(pool.ctypes.data, POOL_NBYTES, 0, "pool")], "DRAM")
+    if asked.peer is None:
+        there = {"metadata": agent.get_agent_metadata().hex(), "address": pool.ctypes.data}
+        serve(say, there, None if asked.thread else agent.get_new_notifs)
+    else:
+        there = json.loads(asked.peer)
+        peer = agent.add_remote_agent(bytes.fromhex(there["metadata"]))
+        obey(say, timed(NixlMover(agent, pool, peer, there["address"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The paged work, and how an end is told to do it. NumPy and nothing else.
+
+The serving end says one line, JSON, which tells how to reach it, and serves until its input ends.
+The moving end gets that line as its last argument. Then it answers each line of its own input,
+"pull BLOCKS" or "push BLOCKS", with one of JSON: how many seconds that took.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+TENSORS, POOL_BLOCKS, BLOCK = 64, 1536, 32 << 10
+TENSOR_NBYTES = POOL_BLOCKS * BLOCK
+POOL_NBYTES = TENSORS * TENSOR_NBYTES
+
+OnePool = NDArray[np.uint8]
+"""Tensors, blocks, bytes."""
+Pool = OnePool | Sequence[OnePool]
+"""The same, or each tensor by itself."""
+Ids = NDArray[np.int64]
+
+
+class Mover(Protocol):
+    """The moving end of one library."""
+
+    pool: Pool
+
+    def prepared(self, direction: str, remote: Ids, local: Ids) -> Callable[[], object]:
+        """A call that moves blocks `remote` of every tensor of the peer to or from `local` of ours.
+
+        What the library lets its users do beforehand is done beforehand; the call is timed.
+        """
+
+
+def pool_at(memory: Any) -> OnePool:
+    """The tensors in `memory`, every page of which is touched."""
+    pool = np.frombuffer(memory, dtype=np.uint8).reshape(TENSORS, POOL_BLOCKS, BLOCK)
+    pool[:, :, :: mmap.PAGESIZE] = 1
+    return pool
+
+
+def ordinary_pool() -> OnePool:
+    """Memory as any allocator gives it."""
+    return pool_at(mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def shared_pool() -> OnePool:
+    """Memory that other processes can map: what a library that is good at it may make use of."""
+    return pool_at(mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_SHARED))
+
+
+POOLS: dict[str, Callable[[], OnePool]] = {
+    "ordinary": ordinary_pool,
+    "shared": shared_pool,
+}
+
+
+def tables(blocks: int) -> list[Ids]:
+    """Random distinct blocks: of the peer, of ours, and once more of ours, others."""
+    rng = np.random.default_rng(blocks)
+    remote, local, elsewhere = (rng.permutation(POOL_BLOCKS)[:blocks] for _ in range(3))
+    return [remote, local, elsewhere]
+
+
+def offsets(ids: Ids) -> NDArray[np.int64]:
+    """Where the blocks of every tensor lie in a pool, in the order of tensors, then `ids`."""
+    tensors = np.arange(TENSORS, dtype=np.int64)[:, None]
+    return (tensors * TENSOR_NBYTES + ids * BLOCK).ravel()
+
+
+def answers() -> IO[str]:
+    """The standard output, for answers alone: what libraries print goes to the standard error."""
+    ours = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return ours
+
+
+def serve(say: IO[str], whereabouts: object, poll: Callable[[], object] | None = None) -> None:
+    """Say how to reach this end; be there until the input ends, and call `poll` all the while."""
+    print(json.dumps(whereabouts), file=say)
+    if poll is None:
+        sys.stdin.read()
+        return
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    while not ended.is_set():
+        poll()
+
+
+def obey(say: IO[str], work: Callable[[str, int], Callable[[], float]]) -> None:
+    """Answer each line of the input, a word and a number, with the seconds of the work it names."""
+    ready: dict[str, Callable[[], float]] = {}
+    for line in sys.stdin:
+        if line not in ready:
+            word, number = line.split()
+            ready[line] = work(word, int(number))
+        print(json.dumps({"seconds": ready[line]()}), file=say)
+
+
+def timed(mover: Mover) -> Callable[[str, int], Callable[[], float]]:
+    """Work for `obey`: of a direction and a number of blocks, checked before the first is timed."""
+
+    def work(direction: str, blocks: int) -> Callable[[], float]:
+        remote, local, elsewhere = tables(blocks)
+        check(mover, remote, local, elsewhere)
+        move = mover.prepared(direction, remote, local)
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            move()
+            return time.perf_counter() - start
+
+        return seconds
+
+    return work
+
+
+def check(mover: Mover, remote: Ids, local: Ids, elsewhere: Ids) -> None:
+    """Push blocks that are all different, pull them back to other places, and compare.
+
+    Raises:
+        AssertionError: they came back changed.
+    """
+
+    def numbers(tensor: int) -> NDArray[np.uint32]:
+        words = len(local) * BLOCK // 4
+        numbers = np.arange(tensor * words, (tensor + 1) * words, dtype=np.uint32)
+        return numbers.reshape(len(local), BLOCK // 4)
+
+    pool = [tensor.view(np.uint32) for tensor in mover.pool]
+    for tensor, words in enumerate(pool):
+        words[local] = numbers(tensor)
+    mover.prepared("push", remote, local)()
+    for words in pool:
+        words[local] = words[elsewhere] = 0
+    mover.prepared("pull", remote, elsewhere)()
+    for tensor, words in enumerate(pool):
+        if not np.array_equal(words[elsewhere], numbers(tensor)):
+            raise AssertionError(f"blocks of tensor {tensor} came back changed")

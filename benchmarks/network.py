@@ -1,0 +1,57 @@
+"""Over TCP: beside a bare program with one connection, and beside the peers over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks import libraries
+from benchmarks.comparing import Comparison, fastest
+from benchmarks.pairs import LOOPBACK, Place, veth
+from benchmarks.table import Row, Run, Topic
+
+TOPIC = Topic()
+TRANSPORT = "ucx"
+ROUNDS, PEER_ROUNDS = 11, 7
+
+
+@contextmanager
+def places() -> Iterator[list[Place]]:
+    """Loopback, and a veth pair."""
+    with veth() as place:
+        yield [LOOPBACK, place]
+
+
+def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
+    """The worst of both places and three sizes."""
+    compared = Comparison()
+    with places() as both:
+        for place in both:
+            ends = libraries.kvplan(place, TRANSPORT), libraries.bare(place)
+            compared.add(run, place, direction, *ends, rounds=ROUNDS)
+    return compared.row(name, 0.90, "one connection, writev and readv")
+
+
+@TOPIC.row("tcp_pull_ratio")
+def tcp_pull(run: Run, name: str) -> Row:
+    """Paged pulls over loopback and a veth pair, to the bare program."""
+    return ratio_to_bare(run, name, "pull")
+
+
+@TOPIC.row("tcp_push_ratio")
+def tcp_push(run: Run, name: str) -> Row:
+    """Paged pushes, the same way."""
+    return ratio_to_bare(run, name, "push")
+
+
+@TOPIC.row("tcp_over_best_peer")
+def tcp_over_peers(run: Run, name: str) -> Row:
+    """Both directions, both places, three sizes, each beside each peer with its best settings."""
+    compared = Comparison()
+    with places() as both:
+        for place in both:
+            ours = libraries.kvplan(place, TRANSPORT)
+            for peers in libraries.nixl_over_tcp(place), libraries.mooncake_over_tcp(place):
+                for direction, peer in fastest(peers, place).items():
+                    compared.add(run, place, direction, ours, peer, rounds=PEER_ROUNDS)
+    return compared.row(name, 3.0, "the peer's best settings")

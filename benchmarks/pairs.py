@@ -1,0 +1,168 @@
+"""Two processes of one library, on one host or in two namespaces, that do the paged work."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import IO, Any, Protocol
+
+from benchmarks.table import Unmeasured
+from tools.namespaces import NamespacesError, namespaces
+
+PATIENCE_S = 120
+"""Until an end that says nothing is given up."""
+
+
+class Starts(Protocol):
+    """subprocess.Popen, or that of a namespace."""
+
+    def __call__(self, *argv: str, **arguments: Any) -> subprocess.Popen[str]: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the two ends are.
+
+    Attributes:
+        name: as the tables call it.
+        serving, moving: the address of each end.
+        interface: over which they reach each other.
+        start_serving, start_moving: start a process at that end.
+    """
+
+    name: str
+    serving: str
+    moving: str
+    interface: str
+    start_serving: Starts
+    start_moving: Starts
+
+
+def _start(*argv: str, **arguments: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(argv, **arguments)
+
+
+LOOPBACK = Place("loopback", "127.0.0.1", "127.0.0.1", "lo", _start, _start)
+
+
+@contextmanager
+def veth() -> Iterator[Place]:
+    """Two namespaces, joined by a veth pair.
+
+    Raises:
+        Unmeasured: they cannot be made here.
+    """
+    with ExitStack() as opened:
+        try:
+            serving, moving = opened.enter_context(namespaces(2))
+        except NamespacesError as error:
+            raise Unmeasured(str(error)) from error
+        ends = serving.address, moving.address
+        yield Place("veth", *ends, moving.interface, serving.start, moving.start)
+
+
+@dataclass(frozen=True)
+class Library:
+    """How the two ends of one library are started, with one choice of its settings.
+
+    Attributes:
+        name: as the tables call it.
+        settings: what was chosen, in words.
+        serve: the command of the serving end.
+        move: of the moving end, given the line that the serving end said.
+        environment: of both, beside that of this process.
+    """
+
+    name: str
+    settings: str
+    serve: Sequence[str]
+    move: Callable[[str], Sequence[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Pair:
+    """Both ends of a library, running; a context manager."""
+
+    def __init__(self, library: Library, place: Place) -> None:
+        self.library = library
+        self._opened = ExitStack()
+        with ExitStack() as opened:
+            self._server = self._end(opened, place.start_serving, library.serve)
+            line = self._answer(self._server)
+            self._mover = self._end(opened, place.start_moving, library.move(line))
+            self._opened = opened.pop_all()
+
+    def _end(self, opened: ExitStack, start: Starts, command: Sequence[str]) -> _End:
+        said = opened.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        process = start(
+            *command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **self.library.environment},
+        )
+        opened.enter_context(process)
+        opened.callback(process.kill)
+        return _End(process, said)
+
+    def _answer(self, end: _End) -> str:
+        line = end.line()
+        if not line:
+            raise RuntimeError(f"{self.library.name}: {end.last_words()}")
+        return line
+
+    def seconds(self, word: str, number: int) -> float:
+        """What the moving end answers to "pull BLOCKS", say.
+
+        Raises:
+            RuntimeError: it died, or says nothing; with its last words.
+        """
+        stdin = self._mover.process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # its last words say why
+            print(word, number, file=stdin, flush=True)
+        answer = json.loads(self._answer(self._mover))
+        self.settings = answer.get("settings", self.library.settings)
+        seconds: float = answer["seconds"]
+        return seconds
+
+    @property
+    def pids(self) -> tuple[int, int]:
+        """Of the serving and of the moving end."""
+        return self._server.process.pid, self._mover.process.pid
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._opened.close()
+
+
+@dataclass(frozen=True)
+class _End:
+    process: subprocess.Popen[str]
+    said: IO[str]
+
+    def line(self) -> str:
+        """The next line of its output; empty: there is none."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            ready = selector.select(PATIENCE_S)
+        return stdout.readline().strip() if ready else ""
+
+    def last_words(self) -> str:
+        """What an end that says nothing said before."""
+        code = self.process.poll()
+        state = f"says nothing for {PATIENCE_S} s" if code is None else f"ended with {code}"
+        self.said.seek(0)
+        return f"an end {state}: {self.said.read()[-1000:].strip()}"

@@ -1,0 +1,83 @@
+"""Where the demo runs: all of it on this host, or prefill and decode on a host each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+
+from kvplan import LLMException
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.transport.ucx.library import find
+
+from .requirements import SetupError
+
+TWO_HOSTS = (
+    "Two hosts, made of network namespaces: each has an interface and an address of its own, and "
+    "the KV cache goes from one to the other by TCP"
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a worker runs.
+
+    Attributes:
+        address: its engine can be reached at.
+        keeper: a process in its network namespace; None: the demo's own.
+        key_file: with the key that lets those who have it link; every host has a copy.
+    """
+
+    address: str = "127.0.0.1"
+    keeper: int | None = None
+    key_file: str = ""
+
+    def enter(self) -> None:
+        """Go there; to be called by a process that has just begun."""
+        if self.keeper is not None:
+            from tools.namespaces import enter
+
+            enter(self.keeper)
+
+    def options(self) -> dict[str, str]:
+        """What an engine there is told of how it reaches others.
+
+        Two namespaces of one machine share its memory; `auto` would find that out, and use it.
+        """
+        if self.keeper is None:
+            return {}
+        return {"kvplan.transport": "ucx", "kvplan.cluster_key_file": self.key_file}
+
+
+HERE = Host()
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[tuple[Host, ...]]:
+    """Yield where prefill and where decode runs.
+
+    Raises:
+        SetupError: two hosts cannot be had here.
+    """
+    if count == 1:
+        yield HERE, HERE
+        return
+    try:
+        from tools.namespaces import NamespacesError, namespaces
+    except ImportError:
+        raise SetupError(
+            "two hosts are made by tools/namespaces.py: run from a checkout of kvplan"
+        ) from None
+    try:
+        find()
+    except LLMException as error:
+        raise SetupError(error.args[0]) from error
+    with ExitStack() as opened:
+        try:
+            made = opened.enter_context(namespaces(count))
+        except NamespacesError as error:
+            raise SetupError(f"two hosts cannot be made: {error}") from error
+        key_file = f"{opened.enter_context(TemporaryDirectory())}/cluster.key"
+        ClusterKey.generate().save(key_file)
+        yield tuple(Host(it.address, it.pid, key_file) for it in made)

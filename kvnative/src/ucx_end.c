@@ -1,0 +1,216 @@
+/* An end is made, described and destroyed here; ucx_turn.c and ucx_attend.c drive it. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ucx_inside.h"
+
+#define CLOSE_NS 1000000000 /* for endpoints to be closed, all together */
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+typedef struct preset {
+    kvn_ucx_mode mode;
+    kvn_ucx_setting setting;
+} preset;
+
+/* Measured over TCP: a message is one segment of 256 KiB that is gathered by the system call, which is four
+ * times as fast as UCX's own sizes. */
+static const preset presets[] = {
+    {KVN_UCX_GATHERED, {"TLS", "tcp"}},
+    {KVN_UCX_GATHERED, {"TCP_TX_SEG_SIZE", "256K"}},
+    {KVN_UCX_GATHERED, {"TCP_RX_SEG_SIZE", "256K"}},
+    {KVN_UCX_GATHERED, {"TCP_MAX_IOV", "32"}},
+    {KVN_UCX_GATHERED, {"TCP_MAX_NUM_EPS", "inf"}},
+    {KVN_UCX_GATHERED, {"ZCOPY_THRESH", "0"}},
+    {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
+};
+
+static int configure(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
+                     kvn_ucp_config *config, kvn_failure *failure)
+{
+    for (size_t i = 0; i < COUNT(presets); i++) {
+        char variable[64];
+        snprintf(variable, sizeof variable, "UCX_%s", presets[i].setting.name);
+        if (presets[i].mode == end->mode && !getenv(variable)) /* a version may not know it */
+            end->calls->ucp_config_modify(config, presets[i].setting.name, presets[i].setting.value);
+    }
+    for (size_t i = 0; i < num_settings; i++) {
+        const kvn_ucs_status status =
+            end->calls->ucp_config_modify(config, settings[i].name, settings[i].value);
+        if (status != KVN_UCS_OK)
+            return kvn_fail(failure, KVN_INVALID, status,
+                            "UCX %u.%u.%u does not take the setting UCX_%.60s=%.100s: %s",
+                            end->library->version[0], end->library->version[1],
+                            end->library->version[2], settings[i].name, settings[i].value,
+                            end->calls->ucs_status_string(status));
+    }
+    return KVN_OK;
+}
+
+static int open_context(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
+                        const char *name, kvn_failure *failure)
+{
+    kvn_ucp_config *config;
+    kvn_ucp_params params = {
+        .field_mask = KVN_UCP_PARAM_FEATURES | (*name ? KVN_UCP_PARAM_NAME : 0),
+        .features = KVN_UCP_FEATURE_AM | KVN_UCP_FEATURE_WAKEUP |
+                    (end->mode == KVN_UCX_ONE_SIDED ? KVN_UCP_FEATURE_RMA : 0),
+        .name = name,
+    };
+    kvn_ucs_status status = end->calls->ucp_config_read(NULL, NULL, &config);
+
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(end->library, "ucp_config_read", status, failure);
+    if (configure(end, settings, num_settings, config, failure) == KVN_OK) {
+        status = end->calls->ucp_init_version(KVN_UCP_API_MAJOR, KVN_UCP_API_MINOR, &params, config,
+                                              &end->context);
+        if (status != KVN_UCS_OK)
+            kvn_ucx_fail(end->library, "ucp_init", status, failure);
+    }
+    end->calls->ucp_config_release(config);
+    return failure->status;
+}
+
+/* The lines of UCX's own description that end in "-- tcp/eth0". */
+static void list_transports(kvn_ucx_end *end)
+{
+    char *text = NULL, *rest = NULL;
+    size_t nbytes, used = 0;
+    FILE *file = open_memstream(&text, &nbytes);
+
+    if (!file)
+        return;
+    end->calls->ucp_context_print_info(end->context, file);
+    fclose(file);
+    for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+        const char *found = strstr(line, " -- ");
+        if (found && strstr(line, "resource") && used < sizeof end->transports)
+            used += (size_t)snprintf(end->transports + used, sizeof end->transports - used, "%s%s",
+                                     used ? " " : "", found + 4);
+    }
+    free(text);
+}
+
+static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
+{
+    /* One thread at a time has the turn, but not always the same. */
+    kvn_ucp_worker_params params = {
+        .field_mask = KVN_UCP_WORKER_PARAM_THREAD_MODE | KVN_UCP_WORKER_PARAM_FLAGS,
+        .thread_mode = KVN_UCS_THREAD_MODE_SERIALIZED,
+        .flags = KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK,
+    };
+    kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, &end->worker);
+
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(end->library, "ucp_worker_create", status, failure);
+    status = end->calls->ucp_worker_get_address(end->worker, &end->address, &end->address_nbytes);
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(end->library, "ucp_worker_get_address", status, failure);
+    status = end->calls->ucp_worker_get_efd(end->worker, &end->worker_fd);
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(end->library, "ucp_worker_get_efd", status, failure);
+    list_transports(end);
+    return KVN_OK;
+}
+
+static void dismantle(kvn_ucx_end *end)
+{
+    if (end->address)
+        end->calls->ucp_worker_release_address(end->worker, end->address);
+    if (end->worker)
+        end->calls->ucp_worker_destroy(end->worker);
+    for (kvn_ucx_part *it = end->parts, *next; it; it = next) {
+        next = it->next;
+        it->destroy(it);
+    }
+    if (end->context)
+        end->calls->ucp_cleanup(end->context);
+    kvn_ucx_turn_fini(end);
+    free(end);
+}
+
+int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
+                       const kvn_ucx_setting *settings, size_t num_settings, const char *name,
+                       kvn_ucx_end **out, kvn_failure *failure)
+{
+    kvn_ucx_end *end = calloc(1, sizeof *end);
+
+    if (!end)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for an end of UCX");
+    failure->status = KVN_OK;
+    end->library = library;
+    end->calls = &library->calls;
+    end->mode = mode;
+    end->pid = getpid();
+    atomic_init(&end->holders, 1);
+    kvn_ucx_turn_init(end);
+    kvn_ucx_hello_install(end);
+    if (open_context(end, settings, num_settings, name, failure) != KVN_OK ||
+        open_worker(end, failure) != KVN_OK || kvn_ucx_table_install(end, failure) != KVN_OK ||
+        kvn_ucx_turn_start(end, failure) != KVN_OK) {
+        dismantle(end);
+        return failure->status;
+    }
+    *out = end;
+    return KVN_OK;
+}
+
+static bool are_endpoints_closed(void *context)
+{
+    const kvn_ucx_end *end = context;
+    return atomic_load(&end->num_endpoints) == 0;
+}
+
+static void fail_links(kvn_ucx_end *end, kvn_ucx_errand *errand)
+{
+    (void)errand;
+    end->is_closed = true;
+    for (size_t i = 0; i < KVN_UCX_TABLE_SIZE; i++)
+        for (kvn_ucx_link *it = end->table[i]; it; it = it->next)
+            kvn_ucx_link_close(it, "its engine was closed");
+}
+
+void kvn_ucx_end_close(kvn_ucx_end *end)
+{
+    kvn_ucx_errand errand = {.run = fail_links};
+
+    if (kvn_ucx_end_is_forked(end))
+        return;
+    kvn_ucx_do_and_wait(end, &errand);
+    kvn_ucx_attend(end, are_endpoints_closed, end, kvn_now_ns() + CLOSE_NS);
+    kvn_ucx_turn_stop(end);
+}
+
+void kvn_ucx_end_hold(kvn_ucx_end *end) { atomic_fetch_add(&end->holders, 1); }
+
+/* No link is left, nor an endpoint, since those hold it. */
+void kvn_ucx_end_release(kvn_ucx_end *end)
+{
+    if (atomic_fetch_sub(&end->holders, 1) == 1 && !kvn_ucx_end_is_forked(end))
+        dismantle(end);
+}
+
+const kvn_ucx_library *kvn_ucx_end_library(const kvn_ucx_end *end) { return end->library; }
+const kvn_ucx *kvn_ucx_end_calls(const kvn_ucx_end *end) { return end->calls; }
+kvn_ucx_mode kvn_ucx_end_mode(const kvn_ucx_end *end) { return end->mode; }
+kvn_ucp_context_h kvn_ucx_end_context(const kvn_ucx_end *end) { return end->context; }
+kvn_ucp_worker_h kvn_ucx_end_worker(const kvn_ucx_end *end) { return end->worker; }
+bool kvn_ucx_end_is_forked(const kvn_ucx_end *end) { return end->pid != getpid(); }
+
+const void *kvn_ucx_end_address(const kvn_ucx_end *end, size_t *nbytes)
+{
+    *nbytes = end->address_nbytes;
+    return end->address;
+}
+
+void kvn_ucx_end_transports(const kvn_ucx_end *end, char *out, size_t room)
+{
+    snprintf(out, room, "%s", end->transports);
+}
+
+void kvn_ucx_end_add_part(kvn_ucx_end *end, kvn_ucx_part *part)
+{
+    part->next = end->parts;
+    end->parts = part;
+}

@@ -1,0 +1,167 @@
+/* A link's endpoint of UCX: made, sent through, described, closed. All under the turn. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "ucx_inside.h"
+
+/* UCX reads an address without being told its length: what a wrong one makes it read is ours, too. */
+#define ADDRESS_PADDING 4096
+
+int kvn_ucx_note_peer(kvn_ucx_link *link, const void *address, size_t nbytes)
+{
+    char *copy = calloc(1, nbytes + ADDRESS_PADDING);
+    if (!copy)
+        return KVN_NO_MEMORY;
+    memcpy(copy, address, nbytes);
+    link->peer = copy;
+    return KVN_OK;
+}
+
+static void on_error(void *argument, kvn_ucp_ep_h ep, kvn_ucs_status status)
+{
+    kvn_ucx_link *link = argument;
+    char text[200];
+
+    (void)ep;
+    snprintf(text, sizeof text, "the connection to the peer's UCX is lost: %s",
+             link->end->calls->ucs_status_string(status));
+    kvn_ucx_link_fail(link, KVN_PEER_GONE, status, text);
+}
+
+int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure)
+{
+    kvn_ucx_end *end = link->end;
+    kvn_ucp_ep_params params = {
+        .field_mask = KVN_UCP_EP_PARAM_REMOTE_ADDRESS | KVN_UCP_EP_PARAM_ERR_HANDLING_MODE |
+                      KVN_UCP_EP_PARAM_ERR_HANDLER,
+        .address = link->peer,
+        .err_mode = KVN_UCP_ERR_HANDLING_MODE_PEER,
+        .err_handler = {.cb = on_error, .arg = link},
+    };
+    const kvn_ucs_status status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
+
+    if (status != KVN_UCS_OK) {
+        link->ep = NULL;
+        return kvn_fail(failure, status == KVN_UCS_ERR_UNREACHABLE ? KVN_FAILED : kvn_ucx_status(status),
+                        status, "UCX cannot reach the peer (this side has %.100s): %s",
+                        end->transports, end->calls->ucs_status_string(status));
+    }
+    kvn_ucx_link_hold(link); /* until the endpoint is closed */
+    atomic_fetch_add(&end->num_endpoints, 1);
+    return KVN_OK;
+}
+
+static void forget_endpoint(kvn_ucx_link *link)
+{
+    kvn_ucx_end *end = link->end;
+
+    if (atomic_fetch_sub(&end->num_endpoints, 1) == 1)
+        kvn_ucx_notify(end);
+    kvn_ucx_link_release(link);
+}
+
+static void on_closed(void *request, kvn_ucs_status status, void *argument)
+{
+    kvn_ucx_link *link = argument;
+
+    (void)status; /* whatever it is, the endpoint is gone */
+    link->end->calls->ucp_request_free(request);
+    forget_endpoint(link);
+}
+
+void kvn_ucx_close_endpoint(kvn_ucx_link *link)
+{
+    kvn_ucp_request_param param = {
+        .op_attr_mask =
+            KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA | KVN_UCP_OP_ATTR_FLAGS,
+        .flags = KVN_UCP_EP_CLOSE_FLAG_FORCE,
+        .send = on_closed,
+        .user_data = link,
+    };
+    kvn_ucp_ep_h ep = link->ep;
+
+    if (!ep)
+        return;
+    link->ep = NULL;
+    kvn_ucs_status_ptr request = link->end->calls->ucp_ep_close_nbx(ep, &param);
+    if (request == NULL || KVN_UCS_IS_ERROR(request))
+        forget_endpoint(link);
+}
+
+static void on_sent(void *request, kvn_ucs_status status, void *argument)
+{
+    kvn_ucx_send *send = argument;
+    kvn_ucx_link *link = send->link;
+    kvn_failure why;
+
+    link->end->calls->ucp_request_free(request);
+    link->num_sending--;
+    if (status != KVN_UCS_OK)
+        on_error(link, NULL, status); /* mostly it has failed before, and this is why it was cancelled */
+    if (status == KVN_UCS_OK || !kvn_ucx_link_has_failed(link, &why))
+        why.status = KVN_OK;
+    send->on_sent(send, why.status);
+    kvn_ucx_link_release(link);
+}
+
+int kvn_ucx_link_send(kvn_ucx_link *link, unsigned id, const void *header, size_t header_nbytes,
+                      const kvn_ucp_dt_iov *pieces, size_t num_pieces, kvn_ucx_send *send)
+{
+    kvn_ucx_end *end = link->end;
+    kvn_ucp_request_param param = {
+        .op_attr_mask = KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA |
+                        KVN_UCP_OP_ATTR_FLAGS | KVN_UCP_OP_ATTR_DATATYPE,
+        .flags = KVN_UCP_AM_SEND_FLAG_EAGER,
+        .send = on_sent,
+        .datatype = num_pieces > 1 ? KVN_UCP_DATATYPE_IOV : KVN_UCP_DATATYPE_BYTES,
+        .user_data = send,
+    };
+    const void *buffer = num_pieces > 1 ? (const void *)pieces : num_pieces ? pieces->buffer : NULL;
+    const size_t count = num_pieces > 1 ? num_pieces : num_pieces ? pieces->length : 0;
+    size_t nbytes = header_nbytes;
+    kvn_failure why;
+
+    for (size_t i = 0; i < num_pieces; i++)
+        nbytes += pieces[i].length;
+    if (num_pieces > KVN_UCX_MESSAGE_PIECES || nbytes > KVN_UCX_MESSAGE_NBYTES)
+        return KVN_INVALID;
+    if (kvn_ucx_link_has_failed(link, &why))
+        return why.status;
+    if (!link->ep)
+        return KVN_INVALID;
+    send->link = link;
+    link->num_sending++;
+    kvn_ucs_status_ptr request =
+        end->calls->ucp_am_send_nbx(link->ep, id, header, header_nbytes, buffer, count, &param);
+    if (request && !KVN_UCS_IS_ERROR(request)) {
+        kvn_ucx_link_hold(link); /* for on_sent */
+        return KVN_PENDING;
+    }
+    link->num_sending--;
+    if (!request)
+        return KVN_OK;
+    on_error(link, NULL, KVN_UCS_POINTER_STATUS(request));
+    return kvn_ucx_link_has_failed(link, &why) ? why.status : KVN_FAILED;
+}
+
+/* The first lane in UCX's own description: "lane[0]:  2:tcp/eth0.0 md[1] ...". */
+void kvn_ucx_describe_endpoint(kvn_ucx_link *link)
+{
+    char *text = NULL;
+    size_t nbytes;
+    FILE *file = link->ep ? open_memstream(&text, &nbytes) : NULL;
+
+    if (!file)
+        return;
+    link->end->calls->ucp_ep_print_info(link->ep, file);
+    fclose(file);
+    const char *lane = strstr(text, "lane[0]:");
+    lane = lane ? strchr(lane + strlen("lane[0]:"), ':') : NULL;
+    if (lane) {
+        const size_t length = strcspn(lane + 1, " .\n");
+        pthread_mutex_lock(&link->mutex);
+        snprintf(link->way, sizeof link->way, "%.*s", (int)length, lane + 1);
+        pthread_mutex_unlock(&link->mutex);
+    }
+    free(text);
+}

@@ -1,0 +1,210 @@
+"""What a transport costs: a line through measured transfers, for each range of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvplan.inspection.estimate import Estimate
+from kvplan.inspection.units import nbytes_text, plural
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import check_type, shown
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvplan.planning.plan import Plan
+
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostLine:
+    """Microseconds of a transfer: the sum of four products.
+
+    Attributes:
+        fixed_us: of every transfer, whatever its size.
+        call_us: of each message or native call.
+        descriptor_us: of each descriptor.
+        mib_us: of each MiB (2**20 bytes).
+        upto_nbytes: the largest transfer that it holds for; None: any.
+    """
+
+    fixed_us: float = 0.0
+    call_us: float = 0.0
+    descriptor_us: float = 0.0
+    mib_us: float = 0.0
+    upto_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in COEFFICIENTS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}={shown(value)} must be a number")
+            if not 0 <= value < float("inf"):
+                raise invalid(f"{name}={value} must be >= 0 and finite")
+        if self.upto_nbytes is not None and check_type("upto_nbytes", self.upto_nbytes, int) < 1:
+            raise invalid(f"upto_nbytes={self.upto_nbytes} must be None or >= 1")
+
+
+COEFFICIENTS: Final = ("fixed_us", "call_us", "descriptor_us", "mib_us")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportCost:
+    """How a transport moves a plan, and what that costs. Frozen; `fit` makes one by measurement.
+
+    Attributes:
+        name: for people, and what `plan.estimate` is given for the rows that kvplan has.
+        way: how bytes move, in a word or two: "mapped", "gathered".
+        call: what a transfer is cut into, in the singular: "message", "native call".
+        call_nbytes, call_descriptors: the most that one of them takes; None: no such bound.
+        lines: by ascending `upto_nbytes`, the last one without; empty: nobody has measured it.
+        source: where the lines come from, or why there are none.
+    """
+
+    name: str
+    way: str
+    call: str = "native call"
+    call_nbytes: int | None = None
+    call_descriptors: int | None = None
+    lines: tuple[CostLine, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "way", "call", "source"):
+            check_type(name, getattr(self, name), str)
+        for name in ("call_nbytes", "call_descriptors"):
+            value = getattr(self, name)
+            if value is not None and check_type(name, value, int) < 1:
+                raise invalid(f"{name}={value} must be None or >= 1")
+        for line in check_type("lines", self.lines, tuple):
+            check_type("lines[]", line, CostLine)
+        bounds = [float("inf") if it is None else it for it in self._bounds]
+        if any(a >= b for a, b in pairwise(bounds)) or bounds[-1:] not in ([], [float("inf")]):
+            raise invalid(f"upto_nbytes of lines={self._bounds} must ascend and end in None")
+
+    @property
+    def _bounds(self) -> list[int | None]:
+        return [line.upto_nbytes for line in self.lines]
+
+    def calls(self, descriptors: int, nbytes: int) -> int:
+        """Messages or native calls that a transfer is cut into."""
+        by_nbytes = 1 if self.call_nbytes is None else -(-nbytes // self.call_nbytes)
+        by_count = 1 if self.call_descriptors is None else -(-descriptors // self.call_descriptors)
+        return max(by_nbytes, by_count)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """What `plan` is expected to take.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: nothing was measured.
+        """
+        nbytes, descriptors = plan.nbytes, plan.num_descriptors
+        line = self._line(nbytes)
+        calls = self.calls(descriptors, nbytes)
+        amounts = (1, calls, descriptors, nbytes / MIB)
+        parts = [
+            getattr(line, name) * amount / 1000
+            for name, amount in zip(COEFFICIENTS, amounts, strict=True)
+        ]
+        head = (plan.operation, self.name, self.way, self.call, calls, descriptors, nbytes)
+        return Estimate(*head, *parts)
+
+    def outline(self, plan: Plan) -> str:
+        """How `plan` would move, in one line: way, calls, bytes, and the time where it is known."""
+        if self.lines:
+            return self.estimate(plan).outline()
+        calls = plural(self.calls(plan.num_descriptors, plan.nbytes), self.call)
+        cut = "" if self.call_nbytes is self.call_descriptors is None else f", {calls}"
+        return f"over {self.name}: {self.way}{cut} | {nbytes_text(plan.nbytes)} | time not known"
+
+    def fit(
+        self, measurements: Iterable[tuple[Plan, float]], name: str | None = None
+    ) -> TransportCost:
+        """This transport with the costs of another machine: yours.
+
+        The lines are fitted by least squares of the relative error, no coefficient below 0.
+
+        Args:
+            measurements: plans, and the milliseconds that each took; at least four for each line,
+                of different sizes and numbers of descriptors. What is slow at first (pages that
+                were never touched) should not be among them.
+            name: of the result; None: as this one's.
+
+        Raises:
+            TypeError: something else than plans and numbers.
+            LLMException: LLM_PARAM_INVALID: a time that is not > 0, or too few of them.
+        """
+        rows = [self._row(plan, ms) for plan, ms in measurements]
+        bounds = self._bounds or [None]
+        lines, above = [], 0
+        for bound in bounds:
+            part = [row for row in rows if above < row[3] * MIB <= (bound or float("inf"))]
+            if len(part) < len(COEFFICIENTS):
+                size = (
+                    "any size"
+                    if bounds == [None]
+                    else (
+                        f"more than {above} bytes"
+                        if bound is None
+                        else f"{above + 1} to {bound} bytes"
+                    )
+                )
+                raise invalid(
+                    f"measurements: {len(part)} of {size}; {self.name} needs at least "
+                    f"{len(COEFFICIENTS)} to fit a line"
+                )
+            values = _non_negative_fit(np.array(part))
+            lines.append(
+                CostLine(**dict(zip(COEFFICIENTS, values, strict=True)), upto_nbytes=bound)
+            )
+            above = bound or 0
+        source = f"fitted to {len(rows)} measured transfers"
+        return replace(self, name=name or self.name, lines=tuple(lines), source=source)
+
+    def _row(self, plan: Plan, ms: float) -> tuple[float, float, float, float, float]:
+        """The amounts that a line has coefficients for, and the time in microseconds."""
+        if isinstance(ms, bool) or not isinstance(ms, int | float):
+            raise TypeError(f"milliseconds of {plan!r} = {shown(ms)} must be a number")
+        if not 0 < ms < float("inf"):
+            raise invalid(f"milliseconds of {plan!r} = {ms} must be > 0 and finite")
+        nbytes, descriptors = plan.nbytes, plan.num_descriptors
+        return 1, self.calls(descriptors, nbytes), descriptors, nbytes / MIB, 1000.0 * ms
+
+    def _line(self, nbytes: int) -> CostLine:
+        for line in self.lines:
+            if line.upto_nbytes is None or nbytes <= line.upto_nbytes:
+                return line
+        raise LLMException(
+            f"transport={self.name!r}: {self.source or 'it has no lines'}; measure transfers, and "
+            "fit() their costs",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+
+
+def _non_negative_fit(rows: NDArray[np.float64]) -> Sequence[float]:
+    """The coefficients >= 0 that bring the sum of squared relative errors to its least.
+
+    The best solution without a bound, over some of the columns, is the best one with it: all 15
+    sets of columns are tried, so no iteration has to converge.
+    """
+    amounts, times = rows[:, :-1], rows[:, -1]
+    scaled = amounts / times[:, None]
+    best: tuple[float, list[float]] = (float("inf"), [])
+    width = scaled.shape[1]
+    for size in range(1, width + 1):
+        for chosen in combinations(range(width), size):
+            part = scaled[:, chosen]
+            solution, *_ = np.linalg.lstsq(part, np.ones(len(part)), rcond=None)
+            error = float(np.square(part @ solution - 1).sum())
+            if (solution >= 0).all() and error < best[0] * (1 - 1e-9):
+                values = [0.0] * width
+                for column, value in zip(chosen, solution, strict=True):
+                    values[column] = float(value)
+                best = error, values
+    return best[1]

@@ -1,0 +1,102 @@
+"""Hosts, made of network namespaces; engines on them, whose processes are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvplan.control.cluster_key import ClusterKey
+from tests.across import network
+from tests.across.engine import Engine
+from tests.ucx_library import found
+from tools.namespaces import Namespace, NamespacesError, namespaces
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def make_hosts() -> Iterator[Callable[[int], list[Namespace]]]:
+    """Makes so many hosts on one network."""
+    with ExitStack() as opened:
+
+        def make(count: int) -> list[Namespace]:
+            try:
+                return opened.enter_context(namespaces(count))
+            except NamespacesError as error:
+                pytest.skip(str(error))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def cable(make_hosts: Callable[[int], list[Namespace]]) -> list[Namespace]:
+    """Two hosts, joined by a cable."""
+    return make_hosts(2)
+
+
+@pytest.fixture
+def hosts(cable: list[Namespace]) -> Iterator[list[Namespace]]:
+    """Two hosts, joined by a cable, which is whole before and after the test."""
+    yield cable
+    if not network.plugged(cable[0]):
+        network.plug(*cable)
+    network.mend(*cable)
+
+
+@pytest.fixture(scope="session")
+def idle() -> Iterator[dict[int, list[Engine]]]:
+    """Processes without an engine, by host: to start one takes longer than most tests."""
+    engines: dict[int, list[Engine]] = {}
+    yield engines
+    for it in (it for them in engines.values() for it in them):
+        it.close()
+
+
+@pytest.fixture(scope="session")
+def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a key that all of them have, without which nobody listens to a network."""
+    file = tmp_path_factory.mktemp("across") / "cluster.key"
+    ClusterKey.generate().save(file)
+    return str(file)
+
+
+@pytest.fixture
+def make_engine(idle: dict[int, list[Engine]], cluster_key: str) -> Iterator[MakeEngine]:
+    """Makes engines: on a host, of a cluster, with options; `before`: words of its command."""
+    made: list[Engine] = []
+    own: list[Engine] = []
+
+    def make(host: Namespace, cluster_id: int, *before: str, **options: object) -> Engine:
+        ready = idle.setdefault(host.pid, [])
+        if ready and not before:
+            engine = ready.pop()
+        else:
+            with found():
+                engine = Engine(host, *before)
+        (own if before else made).append(engine)
+        engine.start(cluster_id, **{"cluster_key_file": cluster_key, **options})
+        return engine
+
+    yield make
+    for engine in [*made, *own]:
+        if engine.dead:
+            engine.close()
+            continue
+        engine.resume()
+        engine.run("it.end()")
+        if engine in own:
+            engine.close()
+        else:
+            idle[engine.host.pid].append(engine)
+
+
+@pytest.fixture
+def pair(hosts: list[Namespace], make_engine: MakeEngine) -> tuple[Engine, Engine]:
+    """Engines of clusters 1 and 2 on two hosts, linked; only the first one's cache is filled."""
+    owner, user = (make_engine(host, number) for number, host in enumerate(hosts, 1))
+    owner.hold(seed=1)
+    user.hold(seed=None)
+    user.link(owner)
+    return owner, user

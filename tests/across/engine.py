@@ -1,0 +1,132 @@
+"""The tests' side of engine_process.py: an engine on one of the hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+from tests.transport.owner import Owner
+from tools.namespaces import Namespace
+
+SHAPE = (2, 32 * 1024)
+"""Of a tensor: two slots of 128 KiB."""
+
+NUM_TENSORS = 64
+NBYTES = NUM_TENSORS * 128 * 1024
+"""Of slot 0 of all of them, which is what is moved: 64 descriptors, 8 MiB."""
+
+OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Before a command: its processes are unknown to the other host, as on one of its own. `local`,
+for which two namespaces are one host, then cannot reach them."""
+
+LONG_MS = 30_000
+PATIENT = {"heartbeat_interval_ms": 5_000, "heartbeat_timeout_ms": 60_000}
+QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 500}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a move."""
+
+    status: str
+    text: str
+    unconfirmed: list[list[int]]
+    seconds: float
+
+
+class Engine(Owner):
+    """A process on a host; after `start` it has an engine, after `hold` a cache.
+
+    Args:
+        host: where it runs.
+        before: words of a command that starts it there: `env X=y`, `unshare ...`.
+    """
+
+    script = Path(__file__).with_name("engine_process.py")
+
+    def __init__(self, host: Namespace, *before: str) -> None:
+        super().__init__(prefix=host.command(*before))
+        self.host = host
+        self.cluster_id = 0
+        self.address = ""
+        self.cache_id = 0
+        self.dead = False
+
+    def start(self, cluster_id: int, *, transport: str = "ucx", **options: Any) -> None:
+        """Have an engine, which listens."""
+        given = {"listen_ip_info": f"{self.host.address}:0", "transport": transport, **options}
+        self.cluster_id = cluster_id
+        self.address = self.run(f"result = it.begin({cluster_id}, {given!r})")
+
+    def hold(self, seed: int | None, memory: str = "allocated") -> None:
+        """Have a cache, with a pattern or, without a seed, zeros."""
+        arguments = f"{memory!r}, {seed}, {NUM_TENSORS}, {SHAPE}"
+        self.cache_id = self.run(f"result = it.hold({arguments})")
+
+    def link(self, *peers: Engine, timeout_ms: int = 10_000) -> None:
+        """Link with all of them, which must succeed."""
+        clusters = ", ".join(f"ClusterInfo({it.cluster_id}, {it.address!r})" for it in peers)
+        self.run(f"it.datadist.link_clusters([{clusters}], {timeout_ms}).raise_for_status()")
+
+    def begin_move(self, direction: str, peer: Engine, timeout_ms: int = LONG_MS) -> None:
+        """Pull from that peer's cache, or push into it; `moved` must follow."""
+        arguments = f"{direction!r}, {peer.cluster_id}, {peer.cache_id}, {timeout_ms}"
+        self.begin(f"result = it.move({arguments})")
+
+    def moved(self) -> Outcome:
+        """What came of the move that was begun."""
+        return Outcome(**self.answer())
+
+    def move(self, direction: str, peer: Engine, timeout_ms: int = LONG_MS) -> Outcome:
+        """Pull from that peer's cache, or push into it."""
+        self.begin_move(direction, peer, timeout_ms)
+        return self.moved()
+
+    def check(self, seed: int, outcome: Outcome | None = None) -> None:
+        """What is confirmed holds the pattern of that seed, and nothing else was touched."""
+        unconfirmed = outcome.unconfirmed if outcome else []
+        assert self.run(f"result = it.wrong({seed}, {unconfirmed})") == []
+
+    def clear(self) -> None:
+        self.run("it.clear()")
+
+    def state(self, peer: Engine) -> str | None:
+        """Of the link with it."""
+        code = f"link = link_of(it.datadist, {peer.cluster_id})"
+        found = self.run(f"{code}\nresult = link and link.state.name")
+        return None if found is None else str(found)
+
+    def wait_for_state(self, peer: Engine, state: str) -> str:
+        """Wait until the link with it is in that state; returns its error."""
+        arguments = f"it.datadist, {peer.cluster_id}, LinkState.{state}"
+        return str(self.run(f"result = wait_for_state({arguments})"))
+
+    def begin(self, code: str) -> None:
+        """Let it execute `code`; `answer` must follow."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(dedent(code)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """The `result` of what was begun."""
+        assert self.process.stdout is not None
+        answer = json.loads(self.process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def stop(self) -> None:
+        """SIGSTOP; on return it has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.dead = True
+        super().kill()

@@ -1,0 +1,103 @@
+"""An engine on a host of its own, told what to do line by line; see engine.py."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kvplan
+from kvplan import Cache, CacheDesc, CacheIndex, LlmDataDist, LLMException, LlmRole, Options
+from tests.faults.contents import Tensor, make_cache, pattern
+from tests.faults.states import link_of, wait_for_state
+from tests.transport.owner_process import serve
+
+LONG_MS = 30_000
+
+
+class Holder:
+    """An engine, and a cache of it: slot 0 is what is moved, nothing may touch slot 1."""
+
+    datadist: LlmDataDist
+    cache: Cache
+    arrays: list[Tensor]
+
+    def begin(self, cluster_id: int, options: dict[str, Any]) -> str | None:
+        """Have an engine; returns where it listens."""
+        self.datadist = LlmDataDist(cluster_id, LlmRole.MIX)
+        self.datadist.initialize(Options(**options))
+        return self.datadist.listen_address
+
+    def hold(self, memory: str, seed: int | None, num_tensors: int, shape: tuple[int, ...]) -> int:
+        """Have a cache of that memory, "allocated" or "registered"; returns its id."""
+        desc = CacheDesc(num_tensors, tuple(shape), kvplan.DataType.DT_INT32)
+        self.cache, self.arrays = make_cache(self.datadist, memory, seed, desc)
+        return self.cache.cache_id
+
+    def move(self, direction: str, peer: int, cache_id: int, timeout_ms: int) -> dict[str, Any]:
+        """Move slot 0 from that cache of the peer, or into it; returns what came of it."""
+        there = CacheIndex(peer, cache_id)
+        if direction == "pull":
+            return outcome(
+                lambda: self.datadist.pull_cache(there, self.cache, timeout_ms=timeout_ms)
+            )
+        return outcome(lambda: self.datadist.push_cache(self.cache, there, timeout_ms=timeout_ms))
+
+    def wrong(self, seed: int, unconfirmed: list[tuple[int, int]]) -> list[str]:
+        """Say what in the cache is not as it must be, a descriptor being slot 0 of a tensor."""
+        missing = {it for first, last in unconfirmed for it in range(first, last)}
+        expected = pattern(seed, self.cache.cache_desc)
+        found = []
+        for number, (array, right) in enumerate(zip(self.arrays, expected, strict=True)):
+            if number not in missing and (array[0] != right[0]).any():
+                found.append(f"slot 0 of tensor {number} is confirmed, and wrong")
+            if array[1:].any() and (array[1:] != right[1:]).any():
+                found.append(f"slot 1 of tensor {number} was touched")
+        return found
+
+    def fill(self, seed: int) -> None:
+        """Give the whole cache another pattern."""
+        for array, values in zip(self.arrays, pattern(seed, self.cache.cache_desc), strict=True):
+            array[:] = values
+
+    def clear(self) -> None:
+        """Zero the whole cache."""
+        for it in self.arrays:
+            it[:] = 0
+
+    def end(self) -> None:
+        """Finalize the engine, and let go of all."""
+        self.datadist.finalize()
+        self.__dict__.clear()
+
+
+def outcome(call: Callable[[], object]) -> dict[str, Any]:
+    """Call it; returns status, message, unconfirmed descriptors and seconds."""
+    began, status, text, unconfirmed = time.monotonic(), "LLM_SUCCESS", "", []
+    try:
+        call()
+    except LLMException as error:
+        status, text = error.status_code.name, str(error)
+        unconfirmed = list(error.unconfirmed)
+    seconds = time.monotonic() - began
+    return {"status": status, "text": text, "unconfirmed": unconfirmed, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    logging.getLogger("kvplan").setLevel(logging.CRITICAL)
+    names: dict[str, Any] = {it: getattr(kvplan, it) for it in kvplan.__all__}
+    serve(
+        names
+        | {
+            "it": Holder(),
+            "np": np,
+            "outcome": outcome,
+            "link_of": link_of,
+            "make_cache": make_cache,
+            "pattern": pattern,
+            "wait_for_state": wait_for_state,
+        }
+    )

@@ -1,0 +1,60 @@
+"""The cluster on paper: its arithmetic, where that can be done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.cluster_sim import MEASURED, Cluster, Job, Load, Simulation, most_linked, serve
+from kvplan import TRANSPORT_COSTS
+
+BY_BLOCK = Cluster(linked=100, per_request=False)
+BY_KEY = Cluster(linked=100, requests_per_s=2.0)
+
+
+def test_jobs_wait_for_those_before_them() -> None:
+    """Begun at 0, 2 and 4 s: waits of 0, 1 and 2 s; what nobody waits for does not count."""
+    jobs = [Job(0, 2), Job(1, 2), Job(2, 1), Job(2, 1, awaited=False)]
+    assert serve(jobs, 10) == Load(busy=0.6, waits_s=(1, 2))
+    assert serve([], 10) == Load(busy=0, waits_s=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("busy", "wait_s", "endurable"), [(0.5, 0.04, True), (0.5, 0.06, False), (1.01, 0, False)]
+)
+def test_what_can_be_endured(busy: float, wait_s: float, endurable: bool) -> None:
+    assert Load(busy, (0, wait_s)).endurable is endurable
+
+
+def test_idle_links_cost_their_heartbeats() -> None:
+    run = Simulation(BY_BLOCK, MEASURED, seconds=10)
+    expected = BY_BLOCK.linked * MEASURED.beat_us / 1e6
+    assert run.prefill().busy == pytest.approx(expected)
+    assert run.decode().busy == pytest.approx(expected)
+    assert run.news_per_s() == 0
+
+
+def test_each_prompt_is_told_to_all_peers_twice() -> None:
+    run = Simulation(BY_KEY, MEASURED, seconds=400)
+    assert run.news_per_s() == pytest.approx(2 * BY_KEY.requests_per_s, rel=0.1)
+    tell_us = MEASURED.tell_us + MEASURED.tell_cache_us * BY_KEY.caches
+    told_us = run.news_per_s() * BY_KEY.linked * tell_us
+    expected = (told_us + 2 * MEASURED.claimed_us + BY_KEY.linked * MEASURED.beat_us) / 1e6
+    assert run.prefill().busy == pytest.approx(expected, rel=0.02)
+
+
+def test_the_most_peers_is_where_a_control_thread_gives_up() -> None:
+    """By block there are heartbeats alone: one second of them is the end."""
+    most = most_linked(BY_BLOCK, MEASURED, seconds=2)
+    assert most == pytest.approx(1e6 / MEASURED.beat_us, rel=0.05)
+    slow = replace(MEASURED, beat_us=2 * MEASURED.beat_us)
+    assert most_linked(BY_BLOCK, slow, seconds=2) == pytest.approx(most / 2, rel=0.05)
+
+
+def test_a_prompt_takes_what_its_plan_is_estimated_to() -> None:
+    cost = TRANSPORT_COSTS["local"]
+    nbytes = 61 * 2048 * 1152
+    line = cost.lines[-1]
+    expected_us = line.fixed_us + 61 * 32 * line.descriptor_us + nbytes / 2**20 * line.mib_us
+    assert 1e6 * BY_KEY.transfer_s("local") == pytest.approx(expected_us)
