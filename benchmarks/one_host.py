@@ -1,4 +1,4 @@
-"""Between two processes of one host: beside the best that NIXL does there, and what waiting costs."""
+"""Between two processes of one host: beside the best of NIXL there, and what it costs to wait."""
 
 from __future__ import annotations
 

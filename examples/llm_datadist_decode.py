@@ -6,6 +6,7 @@ It pulls in request mode, is pushed to in remote mode, and compares every byte t
 what arrived, and what lies beside it.
 """
 
+import argparse
 import sys
 from multiprocessing.connection import Client, Connection
 
@@ -29,6 +30,7 @@ from llm_datadist_prefill import (
     SLOTS,
     THEIRS,
     arguments,
+    ip_and_port,
     linked_by_name,
     numbered,
 )
@@ -43,7 +45,7 @@ def check(what: str, arrived: np.ndarray, expected: np.ndarray) -> None:
     print(f"decode: {what}: {np.count_nonzero(expected)} numbers, all in their places")
 
 
-def request_mode(datadist: LLMDataDist, prefill: Connection, name: str) -> None:
+def request_mode(datadist: LLMDataDist, prefill: Connection, options: argparse.Namespace) -> None:
     """Pull blocks, and a slot by its request, whose key is gone then."""
     config = LLMConfig()
     config.device_id = 1
@@ -54,7 +56,7 @@ def request_mode(datadist: LLMDataDist, prefill: Connection, name: str) -> None:
     blocks, slots = (Tensors(it, config.device_id) for it in empty)
     paged = manager.register_blocks_cache(PAGED, blocks.addresses)
     contiguous = manager.register_cache(SLOTS, slots.addresses)
-    comm_id = linked_by_name(datadist, name)
+    comm_id = linked_by_name(datadist, options)
 
     # Over there they are MINE, as prefill calls them.
     manager.pull_blocks(BlocksCacheKey(PREFILL), paged, src_blocks=MINE, dst_blocks=THEIRS)
@@ -109,9 +111,9 @@ def remote_mode(datadist: LLMDataDist, prefill: Connection, here: str) -> None:
 def main() -> None:
     """Run both modes, one after the other, with one LLMDataDist."""
     options = arguments(__doc__)
-    with Client(("127.0.0.1", options.scheduler)) as prefill:
+    with Client(ip_and_port(options.scheduler)) as prefill:
         datadist = LLMDataDist(LLMRole.DECODER, DECODE)
-        request_mode(datadist, prefill, name=f"pair-{options.scheduler}")
+        request_mode(datadist, prefill, options)
         remote_mode(datadist, prefill, options.decode)
 
 

@@ -5,7 +5,8 @@
 
 First in request mode: prefill waits until decode has pulled blocks, and a slot by the request it
 holds. Then in remote mode: prefill pushes blocks, and then the same layer by layer, each one when
-the model has computed it. Decode compares every byte, and exits with 1 if one is wrong.
+the model has computed it. Decode compares every byte, and exits with 1 if one is wrong. Between
+two hosts, both programs are given the same addresses: --prefill, --decode and --scheduler.
 """
 
 import argparse
@@ -52,12 +53,21 @@ def ip_and_port(address: str) -> tuple[str, int]:
     return ip, int(port)
 
 
-def linked_by_name(datadist: LLMDataDist, name: str) -> int:
+def rank_table(*ips: str) -> str:
+    """Rank and device 0 on the host with the first address, 1 on that with the second."""
+    servers = {ip: {"server_id": ip, "device": []} for ip in ips}  # one, if they are one host
+    for i, ip in enumerate(ips):
+        device = {"device_id": str(i), "device_ip": ip, "rank_id": str(i)}
+        servers[ip]["device"].append(device)
+    table = {"version": "1.0", "server_count": str(len(servers)), "status": "completed"}
+    return json.dumps(table | {"server_list": list(servers.values())})
+
+
+def linked_by_name(datadist: LLMDataDist, options: argparse.Namespace) -> int:
     """Link both clusters, each of which calls this; returns the communicator's id."""
-    devices = [{"device_id": str(i), "device_ip": "127.0.0.1", "rank_id": str(i)} for i in range(2)]
-    server = {"server_id": "127.0.0.1", "device": devices}
-    table = {"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}
-    comm_id = datadist.link(name, {PREFILL: 0, DECODE: 1}, json.dumps(table))
+    table = rank_table(*(ip_and_port(it)[0] for it in (options.prefill, options.decode)))
+    name = f"pair-{ip_and_port(options.scheduler)[1]}"
+    comm_id = datadist.link(name, {PREFILL: 0, DECODE: 1}, table)
     while (status := datadist.query_register_mem_status(comm_id)) == RegisterMemStatus.PREPARING:
         time.sleep(0.01)
     if status != RegisterMemStatus.OK:
@@ -65,7 +75,7 @@ def linked_by_name(datadist: LLMDataDist, name: str) -> int:
     return comm_id
 
 
-def request_mode(datadist: LLMDataDist, decode: Connection, name: str) -> None:
+def request_mode(datadist: LLMDataDist, decode: Connection, options: argparse.Namespace) -> None:
     """Keep caches with keys until decode has pulled from them."""
     config = LLMConfig()
     config.device_id = 0
@@ -80,7 +90,7 @@ def request_mode(datadist: LLMDataDist, decode: Connection, name: str) -> None:
     waiting = manager.allocate_cache(SLOTS, [CacheKey(PREFILL, REQUEST)])
     manager.copy_cache(waiting, computed, dst_batch_index=0, src_batch_index=1)
     manager.deallocate_cache(waiting)  # lives on until its key is pulled
-    comm_id = linked_by_name(datadist, name)
+    comm_id = linked_by_name(datadist, options)
     decode.recv()
     datadist.unlink(comm_id)
     datadist.finalize()
@@ -156,18 +166,18 @@ def arguments(text: str) -> argparse.Namespace:
     add = parser.add_argument
     add("--prefill", default="127.0.0.1:26001", help="where prefill's engine listens")
     add("--decode", default="127.0.0.1:26000", help="where decode's engine listens")
-    add("--scheduler", default=26100, type=int, help="port for what the two tell each other")
+    add("--scheduler", default="127.0.0.1:26100", help="where prefill waits for decode")
     return parser.parse_args()
 
 
 def main() -> None:
     """Run both modes, one after the other, with one LLMDataDist."""
     options = arguments(__doc__)
-    with Listener(("127.0.0.1", options.scheduler)) as listener:
+    with Listener(ip_and_port(options.scheduler)) as listener:
         print("prefill: waiting for decode", flush=True)
         with listener.accept() as decode:
             datadist = LLMDataDist(LLMRole.PROMPT, PREFILL)
-            request_mode(datadist, decode, name=f"pair-{options.scheduler}")
+            request_mode(datadist, decode, options)
             remote_mode(datadist, decode, options.prefill, options.decode)
     print("prefill: all was sent")
 

@@ -92,7 +92,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def demonstrate(
-    options: argparse.Namespace, console: Console, workers: Workers, places: tuple[Host, Host]
+    options: argparse.Namespace, console: Console, workers: Workers, places: tuple[Host, ...]
 ) -> None:
     """Run the demo from its first line to its last; `places`: of prefill and of decode.
 

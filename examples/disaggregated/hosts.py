@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+
+from kvplan import LLMException
+from kvplan.control.cluster_key import ClusterKey
+from kvplan.transport.ucx.library import find
 
 from .requirements import SetupError
 
@@ -21,10 +26,12 @@ class Host:
     Attributes:
         address: its engine can be reached at.
         keeper: a process in its network namespace; None: the demo's own.
+        key_file: with the key that lets those who have it link; every host has a copy.
     """
 
     address: str = "127.0.0.1"
     keeper: int | None = None
+    key_file: str = ""
 
     def enter(self) -> None:
         """Go there; to be called by a process that has just begun."""
@@ -38,14 +45,16 @@ class Host:
 
         Two namespaces of one machine share its memory; `auto` would find that out, and use it.
         """
-        return {} if self.keeper is None else {"kvplan.transport": "ucx"}
+        if self.keeper is None:
+            return {}
+        return {"kvplan.transport": "ucx", "kvplan.cluster_key_file": self.key_file}
 
 
 HERE = Host()
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[tuple[Host, Host]]:
+def hosts(count: int) -> Iterator[tuple[Host, ...]]:
     """Yield where prefill and where decode runs.
 
     Raises:
@@ -60,9 +69,15 @@ def hosts(count: int) -> Iterator[tuple[Host, Host]]:
         raise SetupError(
             "two hosts are made by tools/namespaces.py: run from a checkout of kvplan"
         ) from None
+    try:
+        find()
+    except LLMException as error:
+        raise SetupError(error.args[0]) from error
     with ExitStack() as opened:
         try:
-            prefill, decode = opened.enter_context(namespaces(count))
+            made = opened.enter_context(namespaces(count))
         except NamespacesError as error:
             raise SetupError(f"two hosts cannot be made: {error}") from error
-        yield Host(prefill.address, prefill.pid), Host(decode.address, decode.pid)
+        key_file = f"{opened.enter_context(TemporaryDirectory())}/cluster.key"
+        ClusterKey.generate().save(key_file)
+        yield tuple(Host(it.address, it.pid, key_file) for it in made)

@@ -59,7 +59,7 @@ static const char *look_up(kvn_ucx *calls, void *file, const symbol *symbols, si
     return NULL;
 }
 
-int kvn_ucx_load(const char *path, kvn_ucx_library *out, kvn_failure *failure)
+int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure)
 {
     void (*version)(unsigned *, unsigned *, unsigned *);
     Dl_info found;

@@ -18,7 +18,7 @@ typedef struct kvn_ucx_library {
 /* Opens libucp at `path` (a bare name: where the loader finds it) and the libucs that it brings. It leaves
  * the process as it was: no handlers of signals, nothing printed. KVN_UNSUPPORTED, with the reason, when
  * it cannot be opened, is older than 1.13 or lacks a call. */
-int kvn_ucx_load(const char *path, kvn_ucx_library *out, kvn_failure *failure);
+int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure);
 
 /* The KVN_ status of a ucs_status_t. */
 int kvn_ucx_status(kvn_ucs_status status);

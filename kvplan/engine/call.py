@@ -119,7 +119,7 @@ class Call:
                 found, slot = claim.cache, claim.batch_index
             else:
                 found, slot = link.find(key)
-        theirs = found.side
+        theirs = link.side(found)
         if theirs.paged is not paged:
             _refuse_kind(argument, str(key), paged, table)
         if slot >= (1 if paged else theirs.count):

@@ -93,13 +93,19 @@ class Engine:
                 rdma_traffic_class=options.rdma_traffic_class,
                 rdma_service_level=options.rdma_service_level,
                 staging_nbytes=options.staging_nbytes,
+                ucx_mode=options.ucx_mode,
+                ucx_devices=options.ucx_devices,
+                ucx_settings=options.ucx_settings,
+                label=f"kvplan-{cluster_id}",
             )
-            transports = make_transports(options.transport, reach)
+            transports, missing = make_transports(options.transport, reach)
             for transport in transports:
                 held.callback(transport.close)
             self.registry = CacheRegistry(transports, options, self._announce, self.device)
             held.callback(self.registry.close)
-            self.links = Links(cluster_id, lambda: self.role, options, self.registry, transports)
+            self.links = Links(
+                cluster_id, lambda: self.role, options, self.registry, transports, missing
+            )
             held.callback(self.links.close)
             self.links.start()
             self.listen(options.listen_ip_info, stacklevel=3)  # who initializes

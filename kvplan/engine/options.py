@@ -39,6 +39,12 @@ class Options:
         transport: how peers' memory is reached; "auto" chooses.
         staging_nbytes: of device memory, through which memory goes that HCCL does not take as it
             is; 0: none, and such transfers are refused.
+        ucx_mode: how bytes move over UCX: "gathered", in messages that carry many blocks each;
+            "one_sided", a get or put for each descriptor; "auto": one_sided where there is RDMA.
+            Both ends of a link must have the same.
+        ucx_devices: that UCX may use, with commas between, such as "eth0,mlx5_0:1"; empty: UCX
+            chooses, but not the loopback where there is another.
+        ucx_settings: of UCX, a JSON object such as {"UCX_TLS": "tcp"}; what it says counts.
         permit_any_peer: let every process of this user trace this one. Where Yama asks for it
             (`kernel.yama.ptrace_scope=1`, as on Ubuntu), peers reach registered memory only so.
         cluster_key_file: path of the key that all engines of a cluster share; None: no
@@ -76,6 +82,9 @@ class Options:
     accelerator: str = "auto"
     staging_nbytes: int = 32 << 20
     transport: str = "auto"
+    ucx_mode: str = "auto"
+    ucx_devices: str = ""
+    ucx_settings: str = ""
     permit_any_peer: bool = False
     cluster_key_file: str | None = None
     heartbeat_interval_ms: int = 1000

@@ -83,6 +83,7 @@ def _header(plan: Plan) -> list[str]:
         f"{plural(plan.num_slices, plan.dst.row)} x {nbytes_text(plan.dst.stride)}",
         f"  {plural(slices, 'slice')} -> {plural(plan.num_descriptors, 'descriptor')} "
         f"({merged:,} merged) | {nbytes_text(plan.nbytes)}",
+        *(f"  over {way}" for way in (plan.src.way, plan.dst.way) if way),
     ]
 
 

@@ -31,6 +31,8 @@ class Side:
     placement: Placement
     name: str = field(default="", compare=False)
     """What people call it; no part of what the plan does."""
+    way: str = field(default="", compare=False)
+    """Of a peer's: how it is reached from here, for people. A plan that is read again has none."""
 
     @property
     def tensor_nbytes(self) -> int:
@@ -92,6 +94,7 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         paged=paged,
         placement=desc.placement,
         name=name,
+        way="",
     )
 
 

@@ -67,13 +67,16 @@ def _parse(document: Any) -> Plan:
     )
 
 
+_SIDE_FIELDS = {it.name for it in fields(Side)} - {"way"}
+
+
 def _side_to_dict(side: Side) -> dict[str, Any]:
-    values = {field.name: getattr(side, field.name) for field in fields(Side)}
+    values = {name: getattr(side, name) for name in _SIDE_FIELDS}
     return values | {"placement": side.placement.name}
 
 
 def _side_from_dict(name: str, document: Any) -> Side:
-    _check_fields(name, document, {field.name for field in fields(Side)})
+    _check_fields(name, document, _SIDE_FIELDS)
     return Side(
         num_tensors=_positive(f"{name}.num_tensors", document["num_tensors"]),
         count=_positive(f"{name}.count", document["count"]),

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from kvnative._host import Arena
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.metadata import ArenaRef
 
 if TYPE_CHECKING:
@@ -17,6 +18,23 @@ if TYPE_CHECKING:
 
 # What this process offers, so that a link to itself finds the arena instead of mapping it anew.
 _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
+
+
+def new_arena(nbytes: int) -> Arena:
+    """New zeroed memory, whose pages come at first use.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED: no
+            file descriptor is left, say.
+    """
+    try:
+        return Arena(nbytes)
+    except ValueError as error:
+        raise invalid(str(error)) from error
+    except MemoryError as error:
+        raise LLMException(str(error), status_code=LLMStatusCode.LLM_OUT_OF_MEMORY) from error
+    except OSError as error:
+        raise LLMException(str(error)) from error
 
 
 def arena_of(memory: object) -> Arena | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -30,6 +30,10 @@ class TransportOptions:
         local_comm_res: JSON of the reference, with the addresses of the device; empty: found out.
         rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
         staging_nbytes: of device memory, for what a device cannot send from where it is.
+        ucx_mode: how bytes move over UCX: "auto", "gathered" or "one_sided".
+        ucx_devices: that UCX may use, such as "eth0,mlx5_0:1"; empty: it chooses.
+        ucx_settings: of UCX, JSON such as {"UCX_TLS": "tcp"}.
+        label: what the process is called by tools that look at transports.
     """
 
     permit_any_peer: bool = False
@@ -38,6 +42,22 @@ class TransportOptions:
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
     staging_nbytes: int = 32 << 20
+    ucx_mode: str = "auto"
+    ucx_devices: str = ""
+    ucx_settings: str = ""
+    label: str = "kvplan"
+
+
+class Transports(NamedTuple):
+    """What `make_transports` has made.
+
+    Attributes:
+        made: the preferred first.
+        missing: why the others are not there, by name.
+    """
+
+    made: tuple[Transport, ...]
+    missing: Mapping[str, str]
 
 
 def _hccl(options: TransportOptions) -> Transport:
@@ -57,17 +77,38 @@ def _hccl(options: TransportOptions) -> Transport:
     )
 
 
+def _ucx(options: TransportOptions) -> Transport:
+    from kvplan.transport.ucx.transport import UcxTransport  # its modules only where it is used
+
+    return UcxTransport(
+        mode=options.ucx_mode,
+        devices=options.ucx_devices,
+        settings=options.ucx_settings,
+        label=options.label,
+    )
+
+
 # In order of preference.
 TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
     "hccl": _hccl,
     "local": lambda options: LocalTransport(permit_any_peer=options.permit_any_peer),
+    "ucx": _ucx,
 }
+
+WHERE_MISSING: Final[Mapping[str, str]] = {
+    "hccl": "it needs an Ascend device there",
+    "ucx": (
+        "there pip install 'kvplan[ucx]', or for RDMA the system's UCX, 1.13 or later, and leave "
+        "kvplan.transport at auto or ucx"
+    ),
+}
+"""What to do at a process that does not have a transport, by name."""
 
 
 def make_transports(
     choice: str = "auto", options: TransportOptions = TransportOptions()
-) -> tuple[Transport, ...]:
-    """Make the transport of that name, or with "auto" all that work here, the preferred first.
+) -> Transports:
+    """Make the transport of that name, or with "auto" all that work here.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: no transport has that name; LLM_FEATURE_NOT_ENABLED: none
@@ -78,16 +119,22 @@ def make_transports(
     if choice != "auto" and choice not in TRANSPORTS:
         known = ", ".join(["auto", *TRANSPORTS])
         raise invalid(f"transport={shown(choice)}; it must be one of {known}")
-    made, reasons = [], []
-    for name in TRANSPORTS if choice == "auto" else (choice,):
+    made: list[Transport] = []
+    missing: dict[str, str] = {}
+    for name in TRANSPORTS:
+        if choice not in ("auto", name):
+            missing[name] = f"kvplan.transport={choice} leaves it out"
+            continue
         try:
             made.append(TRANSPORTS[name](options))
         except LLMException as error:
-            reasons.append(f"{name}: {error.args[0]}")
+            missing[name] = str(error.args[0])
             _LOGGER.info("transport=%s cannot be used: %s", name, error)
     if not made:
+        tried = TRANSPORTS if choice == "auto" else (choice,)
+        reasons = "; ".join(f"{name}: {missing[name]}" for name in tried)
         raise LLMException(
-            f"transport={choice!r} does not work here: {'; '.join(reasons)}",
+            f"transport={choice!r} does not work here: {reasons}",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
-    return tuple(made)
+    return Transports(tuple(made), missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class Link:
     """
 
     renewable = None
-    sees_freed = True
+    way = "mapped arenas, process_vm"
+    finds_freed: Literal["check"] = "check"
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         self._pid = os.getpid()

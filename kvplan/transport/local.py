@@ -148,6 +148,9 @@ class LocalTransport:
             ranges = ranges_of(given, self._registrations)
         return Metadata(self._identity, ref, ranges).to_bytes()
 
+    def ready(self) -> None:
+        """Do nothing: links need nothing."""
+
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it can.
 

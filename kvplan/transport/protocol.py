@@ -139,6 +139,16 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
         """
 
+    def ready(self) -> None:
+        """Have all that links need, such as a library that is loaded when it is first used.
+
+        It may block for as long as that takes. Of two ends that link, one at least must have done
+        so before it makes the metadata that the other connects with.
+
+        Raises:
+            LLMException: it cannot be had, and why; `refusal` gives that reason from then on.
+        """
+
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 
@@ -163,12 +173,18 @@ class TransportLink(Protocol):
     """A way to one peer. All methods may be called from several threads.
 
     Attributes:
-        sees_freed: whether `check` of memory finds what the peer has deregistered. False: only a
-            transfer does, when its bytes have moved; who would write asks the peer before.
+        way: by what means bytes move, for people: "gathered over tcp/eth0".
+        finds_freed: when it shows that the peer has deregistered memory. "check": in `check` of
+            that memory; "before": in a transfer, before it moves a byte; "after": in a transfer,
+            when its bytes have moved, so that who would write asks the peer first.
     """
 
     @property
-    def sees_freed(self) -> bool:
+    def way(self) -> str:
+        """See above."""
+
+    @property
+    def finds_freed(self) -> Literal["check", "before", "after"]:
         """See above."""
 
     @property

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvplan.control.cluster_key import ClusterKey
 from tests.across import network
 from tests.across.engine import Engine
 from tests.ucx_library import found
@@ -53,8 +54,16 @@ def idle() -> Iterator[dict[int, list[Engine]]]:
         it.close()
 
 
+@pytest.fixture(scope="session")
+def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a key that all of them have, without which nobody listens to a network."""
+    file = tmp_path_factory.mktemp("across") / "cluster.key"
+    ClusterKey.generate().save(file)
+    return str(file)
+
+
 @pytest.fixture
-def make_engine(idle: dict[int, list[Engine]]) -> Iterator[MakeEngine]:
+def make_engine(idle: dict[int, list[Engine]], cluster_key: str) -> Iterator[MakeEngine]:
     """Makes engines: on a host, of a cluster, with options; `before`: words of its command."""
     made: list[Engine] = []
     own: list[Engine] = []
@@ -67,7 +76,7 @@ def make_engine(idle: dict[int, list[Engine]]) -> Iterator[MakeEngine]:
             with found():
                 engine = Engine(host, *before)
         (own if before else made).append(engine)
-        engine.start(cluster_id, **options)
+        engine.start(cluster_id, **{"cluster_key_file": cluster_key, **options})
         return engine
 
     yield make

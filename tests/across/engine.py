@@ -20,6 +20,10 @@ NUM_TENSORS = 64
 NBYTES = NUM_TENSORS * 128 * 1024
 """Of slot 0 of all of them, which is what is moved: 64 descriptors, 8 MiB."""
 
+OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Before a command: its processes are unknown to the other host, as on one of its own. `local`,
+for which two namespaces are one host, then cannot reach them."""
+
 LONG_MS = 30_000
 PATIENT = {"heartbeat_interval_ms": 5_000, "heartbeat_timeout_ms": 60_000}
 QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 500}

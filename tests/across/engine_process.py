@@ -41,7 +41,9 @@ class Holder:
         """Move slot 0 from that cache of the peer, or into it; returns what came of it."""
         there = CacheIndex(peer, cache_id)
         if direction == "pull":
-            return outcome(lambda: self.datadist.pull_cache(there, self.cache, timeout_ms=timeout_ms))
+            return outcome(
+                lambda: self.datadist.pull_cache(there, self.cache, timeout_ms=timeout_ms)
+            )
         return outcome(lambda: self.datadist.push_cache(self.cache, there, timeout_ms=timeout_ms))
 
     def wrong(self, seed: int, unconfirmed: list[tuple[int, int]]) -> list[str]:
@@ -55,6 +57,11 @@ class Holder:
             if array[1:].any() and (array[1:] != right[1:]).any():
                 found.append(f"slot 1 of tensor {number} was touched")
         return found
+
+    def fill(self, seed: int) -> None:
+        """Give the whole cache another pattern."""
+        for array, values in zip(self.arrays, pattern(seed, self.cache.cache_desc), strict=True):
+            array[:] = values
 
     def clear(self) -> None:
         """Zero the whole cache."""
@@ -89,6 +96,8 @@ if __name__ == "__main__":
             "np": np,
             "outcome": outcome,
             "link_of": link_of,
+            "make_cache": make_cache,
+            "pattern": pattern,
             "wait_for_state": wait_for_state,
         }
     )

@@ -64,8 +64,13 @@ def plug(here: Namespace, there: Namespace) -> None:
     ends = ("type", "veth", "peer", "name", there.interface, "netns", str(there.pid))
     here.run("ip", "link", "add", here.interface, *ends)
     for host in (here, there):
-        host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
-        host.run("ip", "link", "set", host.interface, "up")
+        attach(host)
+
+
+def attach(host: Namespace) -> None:
+    """Give its interface its address, and let it work."""
+    host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
+    host.run("ip", "link", "set", host.interface, "up")
 
 
 def plugged(here: Namespace) -> bool:

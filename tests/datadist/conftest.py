@@ -10,17 +10,24 @@ from kvplan import ClusterInfo, LlmDataDist, LlmRole, Transfers
 from tests.ascend.fixtures import sim_folder, simulator
 from tests.datadist.machine import Machine, machine_of
 from tests.datadist.peer import Peer
+from tests.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[[], Peer]
 __all__ = ["sim_folder", "simulator"]  # fixtures
 
 
-@pytest.fixture(params=["host", "ascend"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc, "machine", ["host", "ascend"])
+
+
+@pytest.fixture
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """What a test runs on; of a device nothing may be left when the test's engines have gone."""
     if request.param == "ascend":
         request.getfixturevalue("simulator")
+    if request.param == "ucx":
+        request.getfixturevalue("ucx")
     machine = machine_of(request.param, cluster_id=2)
     before = machine.left()  # of a test that failed
     yield machine
@@ -42,8 +49,8 @@ def make_engine(machine: Machine) -> Iterator[MakeEngine]:
         ) -> LlmDataDist:
             it = machine.engine(cluster_id, LlmRole.MIX, transfers=transfers)
             engine = held.enter_context(it)
-            address = {"ListenIpInfo": "127.0.0.1:0"} if listen else {}
-            engine.initialize({**address, **options})
+            address = {"ListenIpInfo": LISTEN} if listen else {}
+            engine.initialize({**address, **machine.options, **options})
             return engine
 
         yield make
@@ -71,7 +78,7 @@ def link(user: LlmDataDist, owner: LlmDataDist) -> None:
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
     """Processes without an engine, by machine: to start one takes longer than most tests."""
-    peers: dict[str, list[Peer]] = {"host": [], "ascend": []}
+    peers: dict[str, list[Peer]] = {"host": [], "ascend": [], "ucx": []}
     yield peers
     for peer in (it for them in peers.values() for it in them):
         peer.close()

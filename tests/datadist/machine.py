@@ -12,19 +12,22 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvnative._executor import delay
 from kvplan import LlmDataDist, Transfers
+from tests.places import options_of
 
 
 class Machine(Protocol):
     """Where the caches of a test lie, and how it sees what is in them.
 
     Attributes:
-        name: "host" or "ascend".
+        name: "host", "ascend" or "ucx".
         transport: what links engines on it.
+        options: that engines on it are initialized with.
         engine: the class to make engines of; `arrays` of a cache are views, wherever it lies.
     """
 
     name: str
     transport: str
+    options: dict[str, str]
     engine: type[LlmDataDist]
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -47,6 +50,9 @@ class Host:
     transport = "local"
     engine = LlmDataDist
 
+    def __init__(self) -> None:
+        self.options = options_of(self.name)
+
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         return np.zeros(shape, dtype)
 
@@ -60,16 +66,23 @@ class Host:
         return {}
 
 
+class Across(Host):
+    """Host memory that is reached over UCX, as it is on another host."""
+
+    name = "ucx"
+    transport = "ucx"
+
+
 def on_host_only(machine: Machine, why: str) -> None:
     """Skip a test that asks for something that device memory has not."""
-    if machine.name != "host":
+    if machine.name == "ascend":
         pytest.skip(why)
 
 
 def machine_of(name: str, cluster_id: int) -> Machine:
     """The one of that name, for what belongs to a cluster's engine; a process may have several."""
-    if name == "host":
-        return Host()
+    if name != "ascend":
+        return Across() if name == "ucx" else Host()
     from tests.ascend.device import SimulatedAscend
 
     return SimulatedAscend(cluster_id)

@@ -11,6 +11,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+from tests.places import PEER_COMMAND, PEER_LISTEN, options_of
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("peer_process.py")
 
@@ -22,8 +24,9 @@ class Peer:
     dead = False
 
     def __init__(self, machine: str = "host") -> None:
+        self.options = options_of(machine)
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), machine],
+            [*PEER_COMMAND, sys.executable, "-W", "error", str(SCRIPT), machine],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -40,9 +43,10 @@ class Peer:
         self.address: str = self.run(
             """
             datadist = LlmDataDist(1, LlmRole.PROMPT)
-            datadist.initialize({"llm.ListenIpInfo": "127.0.0.1:0"})
+            datadist.initialize(options)
             result = datadist.listen_address
-            """
+            """,
+            options={"llm.ListenIpInfo": PEER_LISTEN, **self.options},
         )
 
     def end(self) -> dict[str, int]:

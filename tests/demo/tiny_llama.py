@@ -29,14 +29,14 @@ BLOCK_SIZE = 4
 class TinyLlama:
     """The model, and its weights, which the model does not show."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, vocabulary: int = VOCABULARY) -> None:
         rng = np.random.default_rng(seed)
 
         def matrix(*shape: int) -> NDArray[np.float32]:
             return rng.normal(0, 0.4, shape).astype(np.float32)
 
         c = CONFIG
-        self.embedding, self.norm = matrix(VOCABULARY, c.embedding), matrix(c.embedding)
+        self.embedding, self.norm = matrix(vocabulary, c.embedding), matrix(c.embedding)
         self.layers = [
             Layer(
                 attention_norm=1 + matrix(c.embedding),

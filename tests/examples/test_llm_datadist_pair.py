@@ -44,7 +44,8 @@ class Pair:
     def __init__(self, folder: Path) -> None:
         first, second, scheduler = free_ports(3)
         arguments = (
-            f"--prefill=127.0.0.1:{first} --decode=127.0.0.1:{second} --scheduler={scheduler}"
+            f"--prefill=127.0.0.1:{first} --decode=127.0.0.1:{second} "
+            f"--scheduler=127.0.0.1:{scheduler}"
         )
         with launched(folder / PREFILL, *arguments.split()) as prefill:
             try:

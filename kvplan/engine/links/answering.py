@@ -75,7 +75,7 @@ class Answerer:
         while len(steps.answering) >= self._most_begun:
             oldest = next(iter(steps.answering.values()))
             steps.failed(oldest, link_failed("hello: too many peers have begun and not confirmed"))
-        transport, metadata = end.choose(hello.offers)
+        transport, metadata = end.choose(hello.cluster_id, hello.offers)
         address = channel.peer
         wait_ms = end.options.sync_kv_cache_wait_time
         link = PeerLink(hello.cluster_id, address, hello.comm, end.control, wait_ms)
@@ -87,6 +87,14 @@ class Answerer:
         steps.connect(link, transport.name, metadata, challenge, timeout_s)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, link)
         steps.spawn(self._forget(link, timer))
+        try:
+            # In a worker: it may load a library. Not before the link is known here: a peer that
+            # calls again meanwhile must find it.
+            await end.control.in_worker(transport.ready)
+        except LLMException as raised:
+            error = link_error(f"{transport.name}: cluster {end.cluster_id}", raised)
+            steps.failed(link, error)
+            raise error from raised
         return Welcome(
             cluster_id=end.cluster_id,
             instance=end.instance,

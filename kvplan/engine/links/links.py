@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.cluster_key import ClusterKey
@@ -57,6 +58,7 @@ class Links:
         options: limits and deadlines.
         registry: the caches that are offered.
         transports: in order of preference.
+        missing: why other transports are not there, by name.
 
     Raises:
         LLMException: the cluster key file cannot be used.
@@ -69,6 +71,7 @@ class Links:
         options: Options,
         registry: CacheRegistry,
         transports: Sequence[Transport],
+        missing: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         key_file = options.cluster_key_file
         self._pid = os.getpid()
@@ -81,6 +84,7 @@ class Links:
             options=options,
             registry=registry,
             transports=tuple(transports),
+            missing=missing,
             control=self._control,
             key=None if key_file is None else ClusterKey.load(key_file),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Offer
 from kvplan.engine.options import Options
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.choice import WHERE_MISSING
 from kvplan.types import LlmRole
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class LocalEnd:
         options: limits and deadlines.
         registry: the caches that are offered.
         transports: in order of preference.
+        missing: why others are not there, by name.
         control: the loop that all links live on.
         key: what peers are authenticated with; None: nothing.
     """
@@ -39,6 +41,7 @@ class LocalEnd:
     options: Options
     registry: CacheRegistry
     transports: Sequence[Transport]
+    missing: Mapping[str, str]
     control: ControlLoop
     key: ClusterKey | None
 
@@ -46,22 +49,35 @@ class LocalEnd:
         """What a peer could reach this process by."""
         return tuple(Offer(it.name, it.metadata(())) for it in self.transports)
 
-    def choose(self, offers: Sequence[Offer]) -> tuple[Transport, bytes]:
+    def choose(self, peer: int, offers: Sequence[Offer]) -> tuple[Transport, bytes]:
         """The transport to use with a peer that makes these offers, and the peer's metadata.
 
+        Args:
+            peer: its cluster.
+            offers: of the peer.
+
         Raises:
-            LLMException: LLM_LINK_FAILED: there is none; says why each will not do.
+            LLMException: LLM_LINK_FAILED: there is none; says why each will not do, and what is
+                missing at which end.
         """
         offered = {it.transport: it.metadata for it in offers}
         refusals = []
         for transport in self.transports:
-            if (metadata := offered.get(transport.name)) is None:
-                refusals.append(f"{transport.name}: the peer does not offer it")
+            name = transport.name
+            if (metadata := offered.get(name)) is None:
+                remedy = f" ({WHERE_MISSING[name]})" if name in WHERE_MISSING else ""
+                refusals.append(f"{name}: cluster {peer} does not offer it{remedy}")
             elif (refusal := transport.refusal(metadata)) is not None:
-                refusals.append(f"{transport.name}: {refusal}")
+                refusals.append(f"{name}: {refusal}")
             else:
                 return transport, metadata
-        raise link_failed(f"no transport reaches the peer: {'; '.join(refusals)}")
+        for name in offered.keys() & self.missing.keys():
+            why = self.missing[name]
+            refusals.append(f"{name}: cluster {self.cluster_id} does not have it: {why}")
+        raise link_failed(
+            f"no transport between cluster {self.cluster_id} and cluster {peer}: "
+            f"{'; '.join(refusals)}"
+        )
 
     def transport(self, name: str) -> Transport:
         """The transport that a peer has chosen.

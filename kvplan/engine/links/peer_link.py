@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.channel import Channel, ChannelClosed
@@ -72,6 +73,7 @@ class PeerLink(LinkLife):
         self._wait_s = wait_ms / 1000
         self._releases = Releases(self, control, self._asking, self._wait_s)
         self._table = PeerTable(cluster_id)
+        self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
 
     def __str__(self) -> str:
@@ -109,13 +111,16 @@ class PeerLink(LinkLife):
         """Whether the peer may have freed it, which news has not told yet: its key is another's.
 
         Args:
-            sure: that the transfer finds that out before it moves a byte, if it can be seen.
+            sure: that it is this cache that is meant, freed or not: enough if the transfer finds
+                that out before it moves a byte.
         """
         link = self.transport_link
-        if link is None or not link.sees_freed:
+        if link is None or link.finds_freed == "after":
             return True
         if sure:
             return False
+        if link.finds_freed == "before":  # no transfer is tried to find out
+            return True
         try:
             self.memory(cache, writable=False).check()
         except LLMException as error:
@@ -142,6 +147,13 @@ class PeerLink(LinkLife):
         if self._table.by_id(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
+
+    def side(self, cache: PeerCache) -> Side:
+        """`cache` as a plan sees it, with how it is reached."""
+        known = self._sides.get(cache.cache_id)
+        if known is None or known[0] is not cache:
+            known = self._sides[cache.cache_id] = cache, replace(cache.side, way=self._over)
+        return known[1]
 
     def tensors(
         self, addresses: Sequence[int], stride: int, *, paged: bool
@@ -175,7 +187,9 @@ class PeerLink(LinkLife):
                 f"tensor of cache {cache.cache_id} of {self}; a row takes stride={stride}"
             )
         name = f"addresses in cache {cache.cache_id} of {self}"
-        side = Side(len(addresses), count, stride, paged, cache.desc.placement, name)
+        side = Side(
+            len(addresses), count, stride, paged, cache.desc.placement, name, way=self._over
+        )
         memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
         return side, memory
 
@@ -228,6 +242,7 @@ class PeerLink(LinkLife):
     def forget(self) -> None:
         """Have all memory anew from the transport when it is asked for again."""
         self._memories.clear()
+        self._sides.clear()
 
     def learn(self, table: Table) -> None:
         """Take what the peer tells of its caches.
@@ -237,6 +252,7 @@ class PeerLink(LinkLife):
         """
         changed = self._table.apply(table)
         for cache_id in changed:
+            self._sides.pop(cache_id, None)
             for writable in (False, True):
                 self._memories.pop((cache_id, writable), None)
 
@@ -244,6 +260,15 @@ class PeerLink(LinkLife):
     def wait_s(self) -> float:
         """Seconds that a question to the peer may take."""
         return self._wait_s
+
+    @property
+    def way(self) -> str:
+        """By what means bytes move over the link; empty before the peer is reached."""
+        return "" if self.transport_link is None else self.transport_link.way
+
+    @property
+    def _over(self) -> str:
+        return f"{self.transport}: {self.way}"
 
     def death(self) -> str:
         """Why the transport knows that the peer is gone; empty: it does not."""
@@ -264,6 +289,7 @@ class PeerLink(LinkLife):
             role=self.role,
             state=self.state,
             transport=self.transport,
+            way=self.way,
             address=self.address,
             comm_id=self.comm_id,
             since=self.since,

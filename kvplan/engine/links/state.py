@@ -42,6 +42,7 @@ class LinkStatus:
         role: the peer's.
         state: see LinkState.
         transport: how its memory is reached ("local"); empty before that is agreed.
+        way: by what means that moves bytes ("gathered over tcp/eth0"); empty before it is reached.
         address: of its control conversation.
         comm_id: of the communicator that the link belongs to; None: linked by address.
         since: when the state began, in seconds since the epoch.
@@ -58,6 +59,7 @@ class LinkStatus:
     role: LlmRole | None
     state: LinkState
     transport: str
+    way: str
     address: str
     comm_id: int | None
     since: float

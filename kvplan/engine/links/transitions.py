@@ -240,11 +240,12 @@ class Transitions:
     def _log(self, link: PeerLink, level: int) -> None:
         _LOG.log(
             level,
-            "link cluster=%d peer=%d state=%s transport=%s address=%s%s",
+            "link cluster=%d peer=%d state=%s transport=%s way=%r address=%s%s",
             self._end.cluster_id,
             link.cluster_id,
             link.state.name,
             link.transport or "-",
+            link.way,
             link.address,
             f" reason={link.reason!r}" if link.reason else "",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class HcclLink:
         metadata: of the peer, when the link was made.
     """
 
-    sees_freed = False
+    finds_freed: Literal["after"] = "after"
     death_fd = None
     """Who watches over the link must do so by other means: the peer may be on another host."""
 
@@ -102,6 +102,11 @@ class HcclLink:
             )
         newest = _newest_region(ranges, starts, sizes, held_by)
         return HcclPeerMemory(self, starts, sizes, writable, ranges, newest)
+
+    @property
+    def way(self) -> str:
+        """See `TransportLink`."""
+        return "one-sided over HCCS" if self.is_hccs else "one-sided over RoCE"
 
     @property
     def is_hccs(self) -> bool:

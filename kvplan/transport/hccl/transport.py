@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import HcclLibrary, Staging
-from kvnative._host import Arena
 from kvplan.ascend.device import device_error
 from kvplan.logs import Log
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.arenas import new_arena
 from kvplan.transport.hccl.aside import Aside
 from kvplan.transport.hccl.board import DeviceBoard
 from kvplan.transport.hccl.connections import Connections
@@ -27,6 +27,7 @@ from kvplan.transport.identity import link_failed
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvnative._host import Arena
     from kvplan.ascend.device import AscendDevice
     from kvplan.ascend.products import Product
     from kvplan.transport import protocol
@@ -117,14 +118,7 @@ class HcclTransport:
             LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
         """
         self._check_process()
-        try:
-            return Arena(nbytes)
-        except ValueError as error:
-            raise invalid(str(error)) from error
-        except MemoryError as error:
-            raise LLMException(str(error), status_code=LLMStatusCode.LLM_OUT_OF_MEMORY) from error
-        except OSError as error:
-            raise LLMException(str(error)) from error
+        return new_arena(nbytes)
 
     def expect(self, memory: Registrable, keep: object = None) -> None:
         """Let HCCL know a pool as one region: its parts need no connection to be renewed.
@@ -177,6 +171,9 @@ class HcclTransport:
         """
         self._check_process()
         return self._metadata(self._registrations.ranges(registrations)).to_bytes()
+
+    def ready(self) -> None:
+        """Do nothing: what links need is there from the beginning."""
 
     def refusal(self, metadata: bytes) -> str | None:
         """Why the device of `metadata` cannot be reached from here; None: it may be."""

@@ -1,0 +1,80 @@
+#include "ucx_ranges.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+int kvn_ucx_ranges_init(kvn_ucx_ranges *self, uint32_t num_slots)
+{
+    self->num_slots = num_slots;
+    self->rows = calloc(num_slots, sizeof *self->rows);
+    return self->rows ? KVN_OK : KVN_NO_MEMORY;
+}
+
+void kvn_ucx_ranges_fini(kvn_ucx_ranges *self)
+{
+    free(self->rows);
+    self->rows = NULL;
+}
+
+int kvn_ucx_ranges_add(kvn_ucx_ranges *self, uint64_t slot, const kvn_ucx_range *range,
+                       kvn_failure *failure)
+{
+    uint64_t last;
+
+    if (slot >= self->num_slots)
+        return kvn_fail(failure, KVN_INVALID, 0, "slot is %" PRIu64 "; it must be in [0, %u]", slot,
+                        self->num_slots - 1);
+    if (self->rows[slot].state != KVN_UCX_RANGE_FREE)
+        return kvn_fail(failure, KVN_INVALID, 0, "slot %" PRIu64 " holds a range already", slot);
+    if (range->nbytes == 0 || __builtin_add_overflow(range->address, range->nbytes - 1, &last))
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "a range of %" PRIu64 " bytes at 0x%" PRIx64 ": it must have at least one "
+                        "and end by 2**64", range->nbytes, range->address);
+    self->rows[slot] = *range;
+    self->rows[slot].sends = 0;
+    self->rows[slot].state = KVN_UCX_RANGE_OPEN;
+    return KVN_OK;
+}
+
+bool kvn_ucx_ranges_close(kvn_ucx_ranges *self, uint64_t slot)
+{
+    if (slot >= self->num_slots || self->rows[slot].state != KVN_UCX_RANGE_OPEN)
+        return false;
+    self->rows[slot].state = KVN_UCX_RANGE_CLOSING;
+    return true;
+}
+
+void kvn_ucx_ranges_free(kvn_ucx_ranges *self, uint64_t slot)
+{
+    memset(&self->rows[slot], 0, sizeof self->rows[slot]);
+}
+
+void kvn_ucx_ranges_hold(kvn_ucx_ranges *self, uint32_t slot) { self->rows[slot].sends++; }
+
+void kvn_ucx_ranges_let_go(kvn_ucx_ranges *self, uint32_t slot) { self->rows[slot].sends--; }
+
+bool kvn_ucx_ranges_holds(const kvn_ucx_ranges *self, const kvn_wire_range *range)
+{
+    const kvn_ucx_range *row;
+
+    if (range->slot >= self->num_slots)
+        return false;
+    row = &self->rows[range->slot];
+    return row->state == KVN_UCX_RANGE_OPEN && row->generation == range->generation;
+}
+
+kvn_wire_reason kvn_ucx_ranges_check(const kvn_ucx_ranges *self, const kvn_wire_range *range,
+                                     const kvn_wire_piece *piece, bool write)
+{
+    const kvn_ucx_range *row;
+
+    if (!kvn_ucx_ranges_holds(self, range))
+        return KVN_WIRE_STALE;
+    row = &self->rows[range->slot];
+    if (piece->address < row->address || piece->nbytes > row->nbytes ||
+        piece->address - row->address > row->nbytes - piece->nbytes)
+        return KVN_WIRE_OUTSIDE;
+    return write && !row->writable ? KVN_WIRE_READ_ONLY : KVN_WIRE_NONE;
+}

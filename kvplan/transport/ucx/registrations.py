@@ -1,0 +1,149 @@
+"""What peers may reach of this process over UCX, before it is loaded and after."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.host_range import host_range
+from kvplan.transport.protocol import DeviceRange
+from kvplan.transport.registration import RegisteredMemory, ranges_of
+from kvplan.transport.ucx.end import transport_closed
+from kvplan.transport.ucx.metadata import MAX_SLOTS, Range
+from kvplan.validation import check_type
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvnative._host import Pin
+    from kvnative._ucx import UcxEnd
+    from kvplan.transport import protocol
+    from kvplan.transport.protocol import Registrable
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class Registration(RegisteredMemory[Range]):
+    """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
+
+    range: Range
+    pin: Pin | None  # keeps the memory where it is; None: the caller does
+
+
+class Registrations:
+    """Those of one transport; may be used from several threads.
+
+    The native end has a table of them, which it looks at for each request of a peer. Until that end
+    is made they are kept here alone: no peer can ask for anything.
+
+    Args:
+        num_slots: that there can be at once.
+
+    Raises:
+        TypeError, LLMException: LLM_PARAM_INVALID: `num_slots`.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
+            raise LLMException(
+                f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]",
+                status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            )
+        self._num_slots = num_slots
+        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
+        self._mutex = threading.RLock()
+        self._by_slot: dict[int, Registration] = {}
+        self._free: list[int] = []
+        self._next = 0  # the first slot that was never taken
+        self._generation = 0
+        self._native: UcxEnd | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._by_slot)
+
+    def attach(self, native: UcxEnd) -> None:
+        """Let the native end serve all of them, and those that come."""
+        with self._mutex:
+            for it in tuple(self._by_slot.values()):
+                _serve(native, it.range)
+            self._native = native
+
+    def add(self, memory: Registrable, *, writable: bool) -> Registration:
+        """See `UcxTransport.register`."""
+        if isinstance(memory, DeviceRange):
+            raise LLMException(
+                f"memory at {memory.address:#x} is of a device; over UCX peers reach host memory "
+                "alone: have that cache on the host (Placement.HOST), or link over hccl",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        address, nbytes, pin, _ = host_range(memory, writable=writable)
+        with self._mutex:
+            if self._closed:
+                raise transport_closed()
+            slot = self._take()
+            self._generation += 1
+            known = Range(address, nbytes, slot, self._generation, writable)
+            it = self._by_slot[slot] = Registration(known, pin)
+            native = self._native
+        if native is not None:  # else `attach` tells it
+            _serve(native, known)
+        return it
+
+    def remove(self, registration: protocol.Registration) -> None:
+        """See `UcxTransport.deregister`."""
+        it = _own(registration)
+        slot = it.range.slot
+        with self._mutex:
+            if self._by_slot.get(slot) is not it:
+                return
+            del self._by_slot[slot]
+            native = self._native
+        if native is not None:
+            native.remove_range(slot)  # waits for what is being sent from there: without the lock
+        with self._mutex:
+            self._free.append(slot)
+        if it.pin is not None:
+            it.pin.release()
+
+    def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
+        """As peers are told `registrations`; None: all.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
+            TypeError: one of them is no `Registration`.
+        """
+        given = None if registrations is None else [_own(it) for it in registrations]
+        with self._mutex:
+            return ranges_of(given, self._by_slot)
+
+    def close(self) -> None:
+        """Forget all, and take no more; the native end, which serves them, has gone."""
+        with self._mutex:
+            self._closed = True
+            self._native = None
+            ended, self._by_slot = list(self._by_slot.values()), {}
+        for it in ended:
+            if it.pin is not None:
+                it.pin.release()
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._next == self._num_slots:
+            raise LLMException(
+                f"all {self._num_slots} registrations are taken: deregister memory, or make the "
+                f"transport with more max_registrations ({MAX_SLOTS} at most)",
+                status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+            )
+        self._next += 1
+        return self._next - 1
+
+
+def _serve(native: UcxEnd, it: Range) -> None:
+    native.add_range(it.slot, it.address, it.nbytes, it.writable, it.generation)
+
+
+def _own(registration: protocol.Registration) -> Registration:
+    return Registration.own(registration, "a ucx transport")

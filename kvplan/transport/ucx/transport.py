@@ -1,0 +1,292 @@
+"""Memory of processes on other hosts, and of this one, over UCX."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import threading
+from typing import TYPE_CHECKING, Final
+
+from kvnative._backend import NativeError
+from kvplan.execution.outcome import status_code_of
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.arenas import new_arena
+from kvplan.transport.identity import link_failed
+from kvplan.transport.ucx.end import LazyEnd, transport_closed
+from kvplan.transport.ucx.library import find
+from kvplan.transport.ucx.link import UcxLink
+from kvplan.transport.ucx.metadata import MAX_SLOTS, Metadata
+from kvplan.transport.ucx.modes import check_mode, choose_mode
+from kvplan.transport.ucx.registrations import Registration, Registrations
+from kvplan.transport.ucx.settings import check_devices, read_settings, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvnative._host import Arena
+    from kvnative._ucx import UcxNativeLink
+    from kvplan.transport import protocol
+    from kvplan.transport.protocol import Kind, Registrable
+    from kvplan.transport.ucx.metadata import Range
+
+_TOKEN_NBYTES: Final = 16
+_MODE_OPTION: Final = "kvplan.ucx_mode"
+_LOOPBACK: Final = "tcp/lo"
+
+
+class UcxTransport:
+    """What this process lets its peers reach over UCX, and its links to them.
+
+    The library is loaded when the first link is made, and with it a thread begins that serves the
+    peers; in the mode one_sided at once, since memory must be known to it. Close it before the
+    memory goes. In a forked child it is of no use.
+
+    Attributes:
+        mode: how bytes move; a peer must have the same.
+    """
+
+    name = "ucx"
+    reaches: frozenset[Kind] = frozenset({"host"})
+
+    def __init__(
+        self,
+        *,
+        mode: str = "auto",
+        devices: str = "",
+        settings: str = "",
+        max_registrations: int = MAX_SLOTS,
+        label: str = "kvplan",
+    ) -> None:
+        """Show this process to its peers.
+
+        Args:
+            mode: "gathered", "one_sided"; "auto": one_sided where there is RDMA.
+            devices: that UCX may use, such as "eth0,mlx5_0:1"; empty: it chooses.
+            settings: of UCX: a JSON object such as {"UCX_TLS": "tcp"}; what it says counts.
+            max_registrations: how many there can be at once.
+            label: that UCX's own tools show.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: no UCX is here, and what to install;
+                LLM_PARAM_INVALID.
+        """
+        check_mode("mode", mode)
+        check_devices("devices", devices)
+        given = read_settings("settings", settings)
+        self._registrations = Registrations(max_registrations)
+        found = find()
+        self.mode = choose_mode(mode, found.path)
+        self._pid = os.getpid()
+        self._instance = secrets.token_hex(16)
+        self._host = socket.gethostname()[:64] or "localhost"
+        self._end = LazyEnd(
+            found,
+            self.mode,
+            settings_of(self.mode, devices, given),
+            max_registrations,
+            label,
+            self._registrations.attach,
+        )
+        self._mutex = threading.RLock()
+        self._connecting: set[UcxNativeLink] = set()
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> Arena:
+        """New zeroed memory of the host.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
+        """
+        self._check_process()
+        return new_arena(nbytes)
+
+    def expect(self, memory: Registrable, keep: object = None) -> None:
+        """Do nothing: parts are registered when they are, whatever links there are."""
+
+    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
+        """Let peers reach `memory`, and write to it unless `writable` is False.
+
+        Args:
+            memory: anything with a contiguous buffer, which is held until deregistered; or
+                (address, nbytes), which the caller holds.
+            writable: whether peers may write to it.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or not
+                contiguous; LLM_OUT_OF_MEMORY: `max_registrations` are registered already;
+                LLM_FEATURE_NOT_ENABLED: memory of a device.
+            TypeError: none of these.
+        """
+        self._check_process()
+        return self._registrations.add(memory, writable=writable)
+
+    def deregister(self, registration: protocol.Registration) -> None:
+        """End it: from here on no peer reports a success for it. It may be freed afterwards.
+
+        What is being sent from it is waited for; a peer that takes longer than half a second to
+        receive that is cut off. A second time is fine.
+        """
+        self._check_process()
+        self._registrations.remove(registration)
+
+    def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
+        """What a peer needs to reach this process: its address and `registrations` (None: all).
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
+            TypeError: one of them is no `Registration`.
+        """
+        self._check_process()
+        return self._metadata(self._registrations.ranges(registrations)).to_bytes()
+
+    def ready(self) -> None:
+        """Load UCX, which takes 0.4 s the first time: from then on metadata has its address.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: the library cannot be used, and why; what UCX
+                says to its settings.
+        """
+        self._check_process()
+        self._end.open()
+
+    def refusal(self, metadata: bytes) -> str | None:
+        """Why the process of `metadata` cannot be reached from here; None: it may be."""
+        self._check_process()
+        try:
+            return self._refusal(Metadata.from_bytes(metadata))
+        except LLMException as error:
+            return str(error.args[0])
+
+    def connect(self, metadata: bytes, *, timeout_ms: float, session: bytes = b"") -> UcxLink:
+        """Link to the process of `metadata`, which must do so too, in any order.
+
+        At least one of both must have the other's address: have made `ready` before it made its
+        metadata.
+
+        Args:
+            metadata: the peer's.
+            timeout_ms: milliseconds to wait for the peer.
+            session: the same at both ends, and no other attempt's.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: it cannot be reached, or has not come in time;
+                LLM_PARAM_INVALID: bad metadata; LLM_FEATURE_NOT_ENABLED: as `ready`.
+        """
+        self._check_process()
+        peer = Metadata.from_bytes(metadata)
+        with self._end.use() as end:
+            if reason := self._refusal(peer):  # by now this end's version is known too
+                raise link_failed(reason)
+            try:
+                native = end.link(_token_of(session), peer.address or None)
+            except NativeError as error:
+                raise link_failed(f"{peer} cannot be reached: {error}") from error
+            try:
+                with self._mutex:
+                    self._check_process()
+                    self._connecting.add(native)
+                native.connect(max(timeout_ms, 1.0))
+            except BaseException as error:
+                native.close("it was never connected")
+                if isinstance(error, NativeError):
+                    raise self._unconnected(peer, error, timeout_ms) from error
+                raise
+            finally:
+                with self._mutex:
+                    self._connecting.discard(native)
+        return UcxLink(native, peer)
+
+    def close(self) -> None:
+        """Close the links, deregister everything, and end the thread; idempotent.
+
+        In a forked child nothing happens: all of it is the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            connecting = tuple(self._connecting)
+        for native in connecting:  # their callers are waited for; the end closes the others
+            native.close("the transport is closed")
+        self._end.close()
+        self._registrations.close()
+
+    def __enter__(self) -> UcxTransport:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._registrations)} registrations"
+        return f"<UcxTransport of process {self._pid}, {self.mode}: {state}>"
+
+    def _metadata(self, ranges: tuple[Range, ...]) -> Metadata:
+        native = self._end.native
+        return Metadata(
+            self._instance,
+            self._host,
+            self._pid,
+            self.mode,
+            self._end.version,
+            "" if native is None else native.transports,
+            b"" if native is None else native.address,
+            ranges,
+        )
+
+    def _refusal(self, peer: Metadata) -> str | None:
+        if (failure := self._end.failure) is not None:
+            return str(failure.args[0])
+        if peer.instance == self._instance:
+            return f"{peer} is this transport itself"
+        if peer.mode != self.mode:
+            return (
+                f"{peer} uses UCX {peer.mode}, this process {self.mode}; give both engines the "
+                f"same {_MODE_OPTION}"
+            )
+        return _versions_refusal(self._metadata(()), peer)
+
+    def _unconnected(self, peer: Metadata, error: NativeError, timeout_ms: float) -> LLMException:
+        ours, theirs = self._end.version, peer.version
+        versions = f" (UCX {theirs} there, {ours} here)" if theirs and theirs != ours else ""
+        code = status_code_of(getattr(error, "status", None))
+        if code is LLMStatusCode.LLM_TIMEOUT:
+            end = self._end.native
+            over = end.transports if end is not None else ""
+            return link_failed(
+                f"{peer}{versions} has not answered over {over} within {timeout_ms:g} ms: is one "
+                "of these on a network with it (kvplan.ucx_devices chooses), and no firewall "
+                "between?"
+            )
+        return link_failed(f"{peer}{versions} cannot be reached: {error}")
+
+    def _check_process(self) -> None:
+        if self._closed:
+            raise transport_closed()
+        if os.getpid() != self._pid:
+            raise LLMException(
+                f"the transport belongs to process {self._pid}; this is its forked child "
+                f"{os.getpid()}, which needs one of its own"
+            )
+
+
+def _versions_refusal(ours: Metadata, theirs: Metadata) -> str | None:
+    """Over the loopback UCX 1.22 brings an older one to abort; over other interfaces all agree."""
+    if not (ours.version and theirs.version) or _LOOPBACK not in f"{ours.over} {theirs.over}":
+        return None
+    if ours.version.split(".")[:2] == theirs.version.split(".")[:2]:
+        return None
+    return (
+        f"UCX is {theirs.version} in {theirs} and {ours.version} here, which do not work together "
+        f"over the loopback ({_LOOPBACK}): use one version, or name another device in "
+        "kvplan.ucx_devices of both engines"
+    )
+
+
+def _token_of(session: bytes) -> bytes:
+    """What both ends' links are told apart by; nobody else can know it."""
+    return hashlib.sha256(b"kvplan ucx" + session).digest()[:_TOKEN_NBYTES]

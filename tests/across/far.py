@@ -1,0 +1,90 @@
+"""A cable that is long, for kernels that cannot delay packets themselves (no netem).
+
+Its ends are TAP devices, each held by a process of this file, which hands what the device sends to
+the other process, and gives to the device what comes from there once it has been on its way for so
+long. Both go with their processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.across import network
+from tools.namespaces import Namespace, NamespacesError
+
+TUN = Path("/dev/net/tun")
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 2, 0x1000
+FRAME = 65536
+
+
+@contextmanager
+def far(here: Namespace, there: Namespace, delay_s: float) -> Iterator[None]:
+    """Join two hosts by such a cable instead of theirs, which is gone then.
+
+    Raises:
+        NamespacesError: there are no TAP devices here.
+    """
+    if not os.access(TUN, os.R_OK | os.W_OK):
+        raise NamespacesError(f"{TUN} cannot be opened: load the module tun, as root")
+    network.unplug(here)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    started = []
+    try:
+        for host, end in zip((here, there), ends, strict=True):
+            argv = (sys.executable, "-m", __spec__.name, str(end.fileno()), host.interface)
+            process = host.start(
+                *argv, str(delay_s), pass_fds=(end.fileno(),), stdout=-1, stderr=-1, text=True
+            )
+            started.append(process)
+            if process.stdout.readline() != "ready\n":
+                raise NamespacesError(f"no TAP device: {process.stderr.read()}")
+            network.attach(host)
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+        for end in ends:
+            end.close()
+
+
+def carry(tap: int, other: socket.socket, delay_s: float) -> None:
+    """Hand frames from one to the other, and back, later; until the other process is gone."""
+    under_way: deque[tuple[float, bytes]] = deque()
+    while True:
+        wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+        ready, _, _ = select.select([tap, other], [], [], wait)
+        if tap in ready:
+            other.send(os.read(tap, FRAME))
+        if other in ready:
+            frame = other.recv(FRAME)
+            if not frame:
+                return
+            under_way.append((time.monotonic() + delay_s, frame))
+        while under_way and under_way[0][0] <= time.monotonic():
+            with suppress(OSError):  # a device that is down takes nothing: the frame is lost
+                os.write(tap, under_way.popleft()[1])
+
+
+def main(end: str, interface: str, delay_s: str) -> None:
+    """Make the device in this network namespace, say so, and carry."""
+    tap = os.open(TUN, os.O_RDWR)
+    fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", interface.encode(), IFF_TAP | IFF_NO_PI))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    with socket.socket(fileno=int(end)) as other:
+        carry(tap, other, float(delay_s))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Three hosts: one engine pulls from two others at once, and one of those is gone on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.across import network
+from tests.across.conftest import MakeEngine
+from tests.across.engine import NBYTES, PATIENT, QUICK, Engine
+from tools.namespaces import Namespace
+
+BOTH = """
+caches = [make_cache(it.datadist, "allocated", None, it.cache.cache_desc) for _ in peers]
+tasks = [
+    it.datadist.submit_pull_cache(CacheIndex(peer, remote), cache)
+    for (peer, remote), (cache, _) in zip(peers, caches)
+]
+"""
+CAME = """
+came = [outcome(lambda task=task: task.wait(30_000)) for task in tasks]
+right = [
+    all(
+        (mine[0] == theirs[0]).all() and not mine[1:].any()
+        for mine, theirs in zip(arrays, pattern(seed, cache.cache_desc))
+    )
+    for seed, (cache, arrays) in enumerate(caches, 1)
+]
+result = [(it["status"], is_right) for it, is_right in zip(came, right)]
+"""
+
+
+@pytest.fixture(scope="module")
+def three(make_hosts: Callable[[int], list[Namespace]]) -> list[Namespace]:
+    return make_hosts(3)
+
+
+def linked(three: list[Namespace], make_engine: MakeEngine, **options: int) -> list[Engine]:
+    """Two engines that hold something, and a third one that has linked with them."""
+    first, second, user = (
+        make_engine(host, number, **options) for number, host in enumerate(three, 1)
+    )
+    first.hold(seed=1)
+    second.hold(seed=2)
+    user.hold(seed=None)
+    user.link(first, second)
+    user.run(f"peers = {[(it.cluster_id, it.cache_id) for it in (first, second)]}")
+    return [first, second, user]
+
+
+def test_one_pulls_from_two(three: list[Namespace], make_engine: MakeEngine) -> None:
+    _, _, user = linked(three, make_engine, **PATIENT)
+    before = [network.received(it) for it in three]
+    assert user.run(BOTH, CAME) == [["LLM_SUCCESS", True]] * 2
+    first, second, got = (network.received(it) - old for it, old in zip(three, before, strict=True))
+    assert got > 2 * NBYTES
+    assert max(first, second) < NBYTES / 4
+
+
+def test_one_of_two_is_cut_off(three: list[Namespace], make_engine: MakeEngine) -> None:
+    first, second, user = linked(three, make_engine, **QUICK)
+    for host in three[:2]:
+        network.limit(host, "100mbit")
+    user.run(BOTH)
+    network.wait_for_bytes(user.host, NBYTES // 4)
+    first.host.cut()
+    (status, _), other = user.run(CAME)
+    assert status == "LLM_LINK_FAILED"
+    assert other == ["LLM_SUCCESS", True]
+    assert (user.state(first), user.state(second)) == ("BROKEN", "LINKED")
+    network.mend(*three)
+    first.wait_for_state(user, "BROKEN")
+    user.link(first)
+    assert user.run(BOTH, CAME) == [["LLM_SUCCESS", True]] * 2

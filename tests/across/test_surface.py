@@ -1,0 +1,50 @@
+"""Programs for the official package, between hosts that share nothing: nobody tells them of UCX."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import examples
+from tests.across import network
+from tests.across.engine import OWN_PROCESSES
+from tests.examples.test_llm_datadist_pair import DECODE, PATIENCE, PREFILL
+from tests.ucx_library import found
+from tools.namespaces import Namespace
+
+FOLDER = Path(examples.__file__).parent
+BLOCKS, SLOT = 6 * 3 * 8 * 2 * 16, 6 * 32 * 2 * 16  # numbers of four bytes
+
+
+def launched(host: Namespace, program: str, *arguments: str) -> subprocess.Popen[str]:
+    return host.start(
+        *(*OWN_PROCESSES, sys.executable, "-m", "kvplan.run", FOLDER / program, *arguments),
+        env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_both_modes_from_end_to_end(hosts: list[Namespace]) -> None:
+    here, there = (it.address for it in hosts)
+    where = (f"--prefill={here}:26001", f"--decode={there}:26000", f"--scheduler={here}:26100")
+    before = network.received(hosts[1])
+    with found():
+        prefill = launched(hosts[0], PREFILL, *where)
+        waiting = prefill.stdout.readline()
+        decode = launched(hosts[1], DECODE, *where)
+    said, errors = decode.communicate(timeout=PATIENCE)
+    rest, others = prefill.communicate(timeout=PATIENCE)
+    assert (prefill.returncode, decode.returncode) == (0, 0), others + errors
+    assert waiting + rest == "prefill: waiting for decode\nprefill: all was sent\n"
+    assert said == (
+        f"decode: pull_blocks: {BLOCKS} numbers, all in their places\n"
+        f"decode: pull_cache: {SLOT} numbers, all in their places\n"
+        "decode: pull_cache once more: the key is gone\n"
+        f"decode: push_blocks: {BLOCKS} numbers, all in their places\n"
+        f"decode: transfer_cache_async: {BLOCKS} numbers, all in their places\n"
+    )
+    assert network.received(hosts[1]) - before > 4 * (3 * BLOCKS + SLOT)

@@ -1,0 +1,54 @@
+"""What the suites run over, and where the processes of a test are: as the environment says.
+
+By default engines are on this host, linked over local; tests marked `over_ucx` run over UCX too.
+Suites whose engines another network namespace has are run by tests/across/.
+
+KVPLAN_TEST_MACHINES: comma-separated; "ucx": all tests over UCX, and over nothing else.
+KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
+KVPLAN_TEST_IP, KVPLAN_TEST_PEER_IP: where engines of this process, and of peers, listen.
+KVPLAN_TEST_CLUSTER_KEY: path of the cluster key that all engines have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+import pytest
+
+MACHINES = tuple(filter(None, os.environ.get("KVPLAN_TEST_MACHINES", "").split(",")))
+PEER_COMMAND: tuple[str, ...] = tuple(json.loads(os.environ.get("KVPLAN_TEST_PEER_COMMAND", "[]")))
+IP = os.environ.get("KVPLAN_TEST_IP", "127.0.0.1")
+PEER_IP = os.environ.get("KVPLAN_TEST_PEER_IP", "127.0.0.1")
+CLUSTER_KEY = os.environ.get("KVPLAN_TEST_CLUSTER_KEY", "")
+
+LISTEN = f"{IP}:0"
+PEER_LISTEN = f"{PEER_IP}:0"
+
+
+def options_of(machine: str) -> dict[str, str]:
+    """What engines on that machine are initialized with, as fields of `Options`."""
+    given = {"transport": "ucx"} if machine == "ucx" else {}
+    return given | ({"cluster_key_file": CLUSTER_KEY} if CLUSTER_KEY else {})
+
+
+def default_machine() -> str:
+    """The machine of tests that have one alone."""
+    return "ucx" if MACHINES == ("ucx",) else "host"
+
+
+def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -> None:
+    """Run a test on each of the machines that there are for it.
+
+    Args:
+        metafunc: the test.
+        fixture: that has the machine's name as its parameter, if the test uses it.
+        usual: machines of tests that are not marked.
+    """
+    if fixture not in metafunc.fixturenames:
+        return
+    marked = metafunc.definition.get_closest_marker("over_ucx") is not None
+    names = MACHINES or (*usual, *(["ucx"] if marked else []))
+    known = [it for it in names if it in (*usual, "ucx")]
+    metafunc.parametrize(fixture, known, indirect=True)
