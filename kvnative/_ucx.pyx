@@ -71,7 +71,7 @@ cdef class UcxLibrary:
 
     @staticmethod
     def load(path: str) -> UcxLibrary:
-        """Open the library, or return the one that is open. The first time takes up to half a second.
+        """Open the library, or return the one that is open.
 
         Args:
             path: the file of libucp, or its name for the loader's own search.
@@ -267,7 +267,10 @@ cdef class UcxEnd:
         return UcxNativeLink.of(self, token, peer_address)
 
     def close(self) -> None:
-        """Fail its links (the peers are told), stop its thread. Idempotent; nothing in a forked child."""
+        """Fail its links, telling the peers, and stop its thread. Idempotent.
+
+        Nothing happens in a forked child.
+        """
         if self.end is not NULL:
             with nogil:
                 kvn_ucx_end_close(self.end)
@@ -326,7 +329,7 @@ cdef class UcxNativeLink:
         cdef int status
         self.check_made()
         if not timeout_ms > 0:
-            raise ValueError(f"timeout_ms is {timeout_ms}; it must be > 0")
+            raise ValueError(f"timeout_ms is {timeout_ms:g}; it must be > 0")
         if not math.isinf(timeout_ms):
             deadline = kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
         with nogil:
