@@ -112,7 +112,9 @@ def _nixl(
 ) -> Library:
     command = [_peers_python(), "-m", "benchmarks.movers.nixl"]
     command += ["--thread", str(int(thread)), "--memory", memory]
-    return Library("NIXL", settings, command, lambda line: [*command, line], environment)
+    return Library(
+        "NIXL", settings, command, lambda line: [*command, line], environment, spins=True
+    )
 
 
 def _threads(progress: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,8 @@ class Library:
         serve: the command of the serving end.
         move: of the moving end, given the line that the serving end said.
         environment: of both, beside that of this process.
+        spins: both ends compute even when there is nothing to do, so that out of their turn they
+            are stopped: a library that is measured in turns with this one has the cores for itself.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Library:
     serve: Sequence[str]
     move: Callable[[str], Sequence[str]]
     environment: Mapping[str, str] = field(default_factory=dict)
+    spins: bool = False
 
 
 class Pair:
@@ -97,6 +101,7 @@ class Pair:
             line = self._answer(self._server)
             self._mover = self._end(opened, place.start_moving, library.move(line))
             self._opened = opened.pop_all()
+        self._turn(False)
 
     def _end(self, opened: ExitStack, start: Starts, command: Sequence[str]) -> _End:
         said = opened.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
@@ -127,12 +132,19 @@ class Pair:
         """
         stdin = self._mover.process.stdin
         assert stdin is not None
+        self._turn(True)
         with suppress(BrokenPipeError):  # its last words say why
             print(word, number, file=stdin, flush=True)
         answer = json.loads(self._answer(self._mover))
+        self._turn(False)
         self.settings = answer.get("settings", self.library.settings)
         seconds: float = answer["seconds"]
         return seconds
+
+    def _turn(self, begins: bool) -> None:
+        if self.library.spins:
+            for end in (self._server, self._mover):
+                end.process.send_signal(signal.SIGCONT if begins else signal.SIGSTOP)
 
     @property
     def pids(self) -> tuple[int, int]:

@@ -27,17 +27,6 @@ LISTEN = f"{IP}:0"
 PEER_LISTEN = f"{PEER_IP}:0"
 
 
-def options_of(machine: str) -> dict[str, str]:
-    """What engines on that machine are initialized with, as fields of `Options`."""
-    given = {"transport": "ucx"} if machine == "ucx" else {}
-    return given | ({"cluster_key_file": CLUSTER_KEY} if CLUSTER_KEY else {})
-
-
-def default_machine() -> str:
-    """The machine of tests that have one alone."""
-    return "ucx" if MACHINES == ("ucx",) else "host"
-
-
 def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -> None:
     """Run a test on each of the machines that there are for it.
 

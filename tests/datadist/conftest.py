@@ -50,7 +50,7 @@ def make_engine(machine: Machine) -> Iterator[MakeEngine]:
             it = machine.engine(cluster_id, LlmRole.MIX, transfers=transfers)
             engine = held.enter_context(it)
             address = {"ListenIpInfo": LISTEN} if listen else {}
-            engine.initialize({**address, **machine.options, **options})
+            engine.initialize({**address, **options})
             return engine
 
         yield make

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvnative._executor import delay
 from kvplan import LlmDataDist, Transfers
-from tests.places import options_of
+from tests.over_ucx import OverUcx
 
 
 class Machine(Protocol):
@@ -21,13 +21,11 @@ class Machine(Protocol):
     Attributes:
         name: "host", "ascend" or "ucx".
         transport: what links engines on it.
-        options: that engines on it are initialized with.
         engine: the class to make engines of; `arrays` of a cache are views, wherever it lies.
     """
 
     name: str
     transport: str
-    options: dict[str, str]
     engine: type[LlmDataDist]
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -50,9 +48,6 @@ class Host:
     transport = "local"
     engine = LlmDataDist
 
-    def __init__(self) -> None:
-        self.options = options_of(self.name)
-
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         return np.zeros(shape, dtype)
 
@@ -71,6 +66,7 @@ class Across(Host):
 
     name = "ucx"
     transport = "ucx"
+    engine = OverUcx
 
 
 def on_host_only(machine: Machine, why: str) -> None:

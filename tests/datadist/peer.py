@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from tests.places import PEER_COMMAND, PEER_LISTEN, options_of
+from tests.places import PEER_COMMAND, PEER_LISTEN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("peer_process.py")
@@ -24,7 +24,6 @@ class Peer:
     dead = False
 
     def __init__(self, machine: str = "host") -> None:
-        self.options = options_of(machine)
         self.process = subprocess.Popen(
             [*PEER_COMMAND, sys.executable, "-W", "error", str(SCRIPT), machine],
             stdin=subprocess.PIPE,
@@ -46,7 +45,7 @@ class Peer:
             datadist.initialize(options)
             result = datadist.listen_address
             """,
-            options={"llm.ListenIpInfo": PEER_LISTEN, **self.options},
+            options={"llm.ListenIpInfo": PEER_LISTEN},
         )
 
     def end(self) -> dict[str, int]:

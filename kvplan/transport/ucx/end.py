@@ -141,6 +141,7 @@ class LazyEnd:
                 library,
                 mode=self.mode,
                 settings=self._settings,
+                max_ranges=self._max_ranges,
                 name=self._name,
             )
         except NativeError as error:

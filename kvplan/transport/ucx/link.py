@@ -101,7 +101,7 @@ class UcxLink:
         """
         from kvnative._ucx_gathered import gathered_backend
 
-        return gathered_backend(self._native, direction, columns(ranges))
+        return gathered_backend(self._native, direction, *columns(ranges))
 
     def check(self) -> None:
         """Raise LLMException unless the peer is there and the link is open.

@@ -1,0 +1,25 @@
+"""Engines that link over UCX, whatever else would do: the machine "ucx" of the suites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvplan import LlmDataDist, Options
+from tests.places import CLUSTER_KEY
+
+FIELDS: dict[str, Any] = {"transport": "ucx"}
+if CLUSTER_KEY:
+    FIELDS["cluster_key_file"] = CLUSTER_KEY
+KEYS = {f"kvplan.{name}": value for name, value in FIELDS.items()}
+
+
+class OverUcx(LlmDataDist):
+    """Its options are the test's, and the transport."""
+
+    def initialize(self, options: Mapping[str, str] | Options | None = None) -> None:
+        if isinstance(options, Options):
+            super().initialize(replace(options, **FIELDS))
+        else:
+            super().initialize({**KEYS, **(options or {})})
