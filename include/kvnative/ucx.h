@@ -7,6 +7,7 @@
 #ifndef KVNATIVE_UCX_H
 #define KVNATIVE_UCX_H
 
+#include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -225,8 +226,12 @@ typedef struct kvn_ucp_am_handler_param {
     void *arg;
 } kvn_ucp_am_handler_param;
 
-/* ucs_log_func_t: RC_STOP keeps a message from UCX's own handler, which prints it. */
+/* ucs_log_func_t: RC_STOP keeps a message from UCX's own handler, which prints it; ucs_log_level_t. */
 enum { KVN_UCS_LOG_STOP = 0, KVN_UCS_LOG_CONTINUE = 1 };
+enum { KVN_UCS_LOG_LEVEL_FATAL = 0, KVN_UCS_LOG_LEVEL_ERROR = 1 };
+
+typedef int (*kvn_ucs_log_func)(const char *file, unsigned line, const char *function, int level,
+                                const void *component, const char *format, va_list arguments);
 
 /* X(result, name, parameters): what every supported version has. */
 #define KVN_UCP_REQUIRED(X)                                                                        \
@@ -278,8 +283,10 @@ enum { KVN_UCS_LOG_STOP = 0, KVN_UCS_LOG_CONTINUE = 1 };
     X(kvn_ucs_status, ucp_request_check_status, (void *request))                                   \
     X(void, ucp_request_free, (void *request))
 
-/* Of libucs, and of both what may be missing: NULL then. */
-#define KVN_UCS_REQUIRED(X) X(const char *, ucs_status_string, (kvn_ucs_status status))
+/* Of libucs, which comes with it. */
+#define KVN_UCS_REQUIRED(X)                                          \
+    X(const char *, ucs_status_string, (kvn_ucs_status status))      \
+    X(void, ucs_log_push_handler, (kvn_ucs_log_func handler))
 
 /* The calls, as found in the libraries. */
 typedef struct kvn_ucx {

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "ucx_inside.h"
+#include "ucx_log.h"
 
 #define CLOSE_NS 1000000000 /* for endpoints to be closed, all together */
 #define COUNT(array) (sizeof(array) / sizeof *(array))
@@ -149,11 +150,13 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
     end->mode = mode;
     end->pid = getpid();
     atomic_init(&end->holders, 1);
+    kvn_ucx_log_clear();
     kvn_ucx_turn_init(end);
     kvn_ucx_hello_install(end);
     if (open_context(end, settings, num_settings, name, failure) != KVN_OK ||
         open_worker(end, failure) != KVN_OK || kvn_ucx_table_install(end, failure) != KVN_OK ||
         kvn_ucx_turn_start(end, failure) != KVN_OK) {
+        kvn_ucx_log_append(failure->message, sizeof failure->message);
         dismantle(end);
         return failure->status;
     }
