@@ -189,7 +189,9 @@ void kvn_ucx_request_refused(kvn_request *request, kvn_wire_reason reason, uint6
 
 static void on_link_failed(kvn_ucx_open *open, const kvn_failure *why)
 {
-    kvn_ucx_request_end((kvn_request *)open, why->status, why->code, KVN_NO_DESCRIPTOR, why->message);
+    /* Whatever ended the link, to the request the way to the peer is gone: a cancelled one would be its
+     * own user's doing. */
+    kvn_ucx_request_end((kvn_request *)open, KVN_PEER_GONE, why->code, KVN_NO_DESCRIPTOR, why->message);
 }
 
 /* ---- beginning; cancelling ---- */
