@@ -262,7 +262,7 @@ class TestGivenUp:
             task = executor.submit(mortal.descriptors("get", local, [(0, 0, NBYTES)] * MANY))
             link.close("it is over")
             report = task.wait(TIMEOUT_MS)
-        assert (report.status, report.message) == (KVN_CANCELLED, "it is over")
+        assert (report.status, report.message) == (KVN_PEER_GONE, "it is over")
 
 
 class TestArguments:
