@@ -37,10 +37,11 @@ LONG_MS = 60_000
 
 
 @contextmanager
-def engine(cluster_id: int, transport: str, address: str) -> Iterator[LlmDataDist]:
-    """An engine that listens at `address`, and reaches peers by `transport`."""
+def engine(cluster_id: int, address: str, options: list[str]) -> Iterator[LlmDataDist]:
+    """An engine that listens at `address`; options are written as KEY=VALUE."""
     with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
-        datadist.initialize({"llm.ListenIpInfo": f"{address}:0", "kvplan.transport": transport})
+        given = dict(option.split("=", 1) for option in options)
+        datadist.initialize({"llm.ListenIpInfo": f"{address}:0", **given})
         yield datadist
 
 
@@ -104,7 +105,7 @@ class SmallPulls:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--transport", default="auto")
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="of the engine")
     add("--memory", choices=("arena", "registered"), default="arena")
     add("--work", choices=("paged", "small"), default="paged")
     add("--address", default="127.0.0.1", help="of this end")
@@ -115,7 +116,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     asked = arguments()
     say = answers()
-    with engine(MOVING if asked.peer else SERVING, asked.transport, asked.address) as datadist:
+    with engine(MOVING if asked.peer else SERVING, asked.address, asked.option) as datadist:
         small = asked.work == "small"
         if asked.peer is None:
             if small:
