@@ -26,13 +26,22 @@ from benchmarks.movers.paged import (
     timed,
 )
 from kvnative._executor import Executor, ThreadPool, host_backend
-from kvplan import BlocksCacheKey, Cache, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+)
 from kvplan.execution.binding import bind
 
 SERVING, MOVING = 1, 2
 PAGED = CacheDesc(TENSORS, (POOL_BLOCKS, BLOCK), DataType.DT_UINT8)
-SMALL = CacheDesc(1, (2, 4096), DataType.DT_UINT8)
-PAGED_KEY, SMALL_KEY = BlocksCacheKey(SERVING), BlocksCacheKey(SERVING, model_id=1)
+SMALL = CacheDesc(1, (1, 4096), DataType.DT_UINT8)
+PAGED_KEY, SMALL_KEY = BlocksCacheKey(SERVING), CacheKeyByIdAndIndex(SERVING, 1)
 LONG_MS = 60_000
 
 
@@ -76,18 +85,18 @@ class EngineMover:
 
 
 class SmallPulls:
-    """Pulls of one block of 4 KiB."""
+    """Pulls of a slot of 4 KiB, by the cache's id."""
 
     def __init__(self, datadist: LlmDataDist) -> None:
-        cache = datadist.allocate_blocks_cache(SMALL)
-        self._facade = partial(datadist.pull_blocks, SMALL_KEY, cache, [1], [0])
+        cache = datadist.allocate_cache(SMALL)
+        self._facade = partial(datadist.pull_cache, SMALL_KEY, cache)
         self._facade()
         if datadist.arrays(cache)[0][0].tolist() != [7] * 4096:
-            raise AssertionError("the block came back changed")
+            raise AssertionError("the slot came back changed")
         link = datadist._running().links.get(SERVING)
         theirs = link.memory(link.cache(SMALL_KEY), writable=False)
         ours = datadist.memory(cache)
-        plan = datadist.plan_pull_blocks(SMALL_KEY, cache, [1], [0])
+        plan = datadist.plan_pull_cache(SMALL_KEY, cache)
         pool = ThreadPool()
         executor = Executor(theirs.backend(pool, "get", ours) or host_backend(pool))
         descriptors = bind(plan, theirs, ours, one_space=theirs.in_process)
@@ -120,7 +129,7 @@ def main() -> None:
         small = asked.work == "small"
         if asked.peer is None:
             if small:
-                cache = datadist.allocate_blocks_cache(SMALL, SMALL_KEY)
+                cache = datadist.allocate_cache(SMALL)
                 datadist.arrays(cache)[0][:] = 7
             else:
                 paged_cache(datadist, asked.memory, PAGED_KEY)
