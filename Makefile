@@ -13,6 +13,8 @@ SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvna
 # pip reads these: what CI installs is pinned in one file, for the isolated builds too.
 export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start some thousand processes: containers set this, and each would compile kvplan anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20

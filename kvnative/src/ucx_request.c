@@ -187,9 +187,11 @@ void kvn_ucx_request_refused(kvn_request *request, kvn_wire_reason reason, uint6
                         message);
 }
 
+/* Whatever it was, of a request it is the end of its link. */
 static void on_link_failed(kvn_ucx_open *open, const kvn_failure *why)
 {
-    kvn_ucx_request_end((kvn_request *)open, why->status, why->code, KVN_NO_DESCRIPTOR, why->message);
+    kvn_ucx_request_end((kvn_request *)open, KVN_PEER_GONE, why->code, KVN_NO_DESCRIPTOR,
+                        why->message);
 }
 
 /* ---- beginning; cancelling ---- */
@@ -209,7 +211,7 @@ void kvn_ucx_request_start(kvn_ucx_end *end, kvn_ucx_errand *errand)
     }
     request->open.on_failed = on_link_failed;
     if (kvn_ucx_link_add(link, &request->open, &failure) != KVN_OK) {
-        kvn_ucx_request_end(request, failure.status, failure.code, KVN_NO_DESCRIPTOR, failure.message);
+        on_link_failed(&request->open, &failure);
         return;
     }
     if (!kvn_ucx_link_is_connected(link)) {

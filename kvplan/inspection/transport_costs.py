@@ -38,6 +38,21 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 ),
             ),
             TransportCost(
+                name="ucx",
+                way="gathered",
+                call="message",
+                call_nbytes=224 << 10,
+                source=_HERE,
+                lines=(CostLine(fixed_us=1281, descriptor_us=0.4, mib_us=514),),
+            ),
+            TransportCost(
+                name="ucx-one-sided",
+                way="one-sided",
+                call="get or put",
+                call_descriptors=1,
+                source="it has not been measured yet",
+            ),
+            TransportCost(
                 name="hccl",
                 way="one-sided",
                 call="HCCL operation",

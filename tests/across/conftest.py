@@ -65,31 +65,36 @@ def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def make_engine(idle: dict[int, list[Engine]], cluster_key: str) -> Iterator[MakeEngine]:
     """Makes engines: on a host, of a cluster, with options; `before`: words of its command."""
-    made: list[Engine] = []
-    own: list[Engine] = []
+    with ExitStack() as held:
 
-    def make(host: Namespace, cluster_id: int, *before: str, **options: object) -> Engine:
-        ready = idle.setdefault(host.pid, [])
-        if ready and not before:
-            engine = ready.pop()
-        else:
-            with found():
-                engine = Engine(host, *before)
-        (own if before else made).append(engine)
-        engine.start(cluster_id, **{"cluster_key_file": cluster_key, **options})
-        return engine
+        def make(host: Namespace, cluster_id: int, *before: str, **options: object) -> Engine:
+            ready = idle.setdefault(host.pid, [])
+            if ready and not before:
+                engine = ready.pop()
+            else:
+                with found():
+                    engine = Engine(host, *before)
+            held.callback(finish, engine, None if before else ready)
+            engine.start(cluster_id, **{"cluster_key_file": cluster_key, **options})
+            return engine
 
-    yield make
-    for engine in [*made, *own]:
-        if engine.dead:
-            engine.close()
-            continue
-        engine.resume()
-        engine.run("it.end()")
-        if engine in own:
+        yield make
+
+
+def finish(engine: Engine, ready: list[Engine] | None) -> None:
+    """End an engine; its process goes to those that are ready, or ends as well."""
+    try:
+        if not engine.dead:
+            engine.resume()
+            engine.run("it.end()")
+    except BaseException:
+        engine.dead = True
+        raise
+    finally:
+        if engine.dead or ready is None:
             engine.close()
         else:
-            idle[engine.host.pid].append(engine)
+            ready.append(engine)
 
 
 @pytest.fixture

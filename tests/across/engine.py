@@ -50,12 +50,12 @@ class Engine(Owner):
     script = Path(__file__).with_name("engine_process.py")
 
     def __init__(self, host: Namespace, *before: str) -> None:
-        super().__init__(prefix=host.command(*before))
         self.host = host
         self.cluster_id = 0
         self.address = ""
         self.cache_id = 0
         self.dead = False
+        super().__init__(prefix=host.command(*before))
 
     def start(self, cluster_id: int, *, transport: str = "ucx", **options: Any) -> None:
         """Have an engine, which listens."""
@@ -109,15 +109,28 @@ class Engine(Owner):
     def begin(self, code: str) -> None:
         """Let it execute `code`; `answer` must follow."""
         assert self.process.stdin is not None
+        assert self.process.poll() is None, f"{self} has ended with {self.process.wait()}"
         self.process.stdin.write(json.dumps(dedent(code)) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
         """The `result` of what was begun."""
         assert self.process.stdout is not None
-        answer = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            self.dead = True
+            raise AssertionError(f"{self} has ended with {self.process.wait()}")
+        answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["result"]
+
+    def run(self, *code: str) -> Any:
+        """Execute the snippets there, one after another; returns their `result`."""
+        self.begin("\n".join(map(dedent, code)))
+        return self.answer()
+
+    def __str__(self) -> str:
+        return f"cluster {self.cluster_id} at {self.address}"
 
     def stop(self) -> None:
         """SIGSTOP; on return it has stopped."""

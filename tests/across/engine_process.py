@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import time
 from collections.abc import Callable
@@ -87,6 +88,7 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     logging.getLogger("kvplan").setLevel(logging.CRITICAL)
     names: dict[str, Any] = {it: getattr(kvplan, it) for it in kvplan.__all__}
     serve(

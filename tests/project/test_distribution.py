@@ -14,9 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel built from that sdist, not from the tree."""
+    """A folder with the sdist, and the wheel built from that sdist, not from the tree.
+
+    Without optimization, which has no part in what is looked at here: that took half a minute.
+    """
     out = tmp_path_factory.mktemp("dist")
-    run([sys.executable, "-m", "build", "--outdir", out, ROOT])
+    run([sys.executable, "-m", "build", "--outdir", out, ROOT], KVPLAN_DEBUG="1")
     return out
 
 
@@ -31,10 +34,12 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def run(command: list[str | Path], cwd: Path | None = None) -> str:
+def run(command: list[str | Path], cwd: Path | None = None, **switches: str) -> str:
     # Nobody's PYTHONPATH: it would put the tree in front of what is installed.
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment | switches, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 

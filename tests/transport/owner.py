@@ -21,9 +21,9 @@ class Owner:
 
     script = SCRIPT
 
-    def __init__(self, *, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, *, prefix: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(self.script)],
+            [*prefix, sys.executable, str(self.script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -1,0 +1,130 @@
+"""The tests' side of peer_process.py: a peer, its memory, and backends that reach it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._backend import Backend
+from kvnative._lower import Descriptors
+from kvnative._ucx import UcxEnd, UcxLibrary, UcxNativeLink
+from kvnative._ucx_gathered import gathered_backend
+from kvplan.transport.ucx.library import find
+from tests.transport.owner import Owner
+
+NBYTES = 16 << 20
+TIMEOUT_MS = 20_000
+
+Bytes = NDArray[np.uint8]
+Column = NDArray[np.uint64]
+
+_TOKENS = itertools.count(1)
+
+
+def u64(*values: int) -> Column:
+    return np.array(values, dtype=np.uint64)
+
+
+def open_end(mode: str = "gathered") -> UcxEnd:
+    return UcxEnd(UcxLibrary.load(find().path), mode=mode, settings={"UCX_NET_DEVICES": "lo"})
+
+
+class UcxPeer(Owner):
+    """A process with an end, whose memory is a file that this one sees as `memory`."""
+
+    script = Path(__file__).with_name("peer_process.py")
+
+    def __init__(self, file: Path, mode: str = "gathered") -> None:
+        with file.open("wb") as made:
+            made.truncate(NBYTES)
+        self.memory: Bytes = np.memmap(file, dtype=np.uint8)
+        self._content = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.fill()
+        super().__init__(arguments=[str(file), mode])
+        self.base: int = self.run("result = base")
+        self.address = bytes.fromhex(self.run("result = end.address.hex()"))
+
+    def fill(self) -> None:
+        """Put its memory back to what it was."""
+        self.memory[:] = self._content
+
+    def send(self, code: str) -> None:
+        """Let it execute the snippet, and do not wait: `answer` does."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(dedent(code)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        answer = json.loads(self.process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def stop(self) -> None:
+        """On return it does not run any more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        self.wait_until_stopped()
+
+    def wait_until_stopped(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def link(self, end: UcxEnd) -> UcxNativeLink:
+        """A link of `end` to it, connected."""
+        token = next(_TOKENS).to_bytes(16, "big")
+        self.run(
+            f"links.append(end.link(bytes.fromhex({token.hex()!r}),"
+            f" bytes.fromhex({end.address.hex()!r})))"
+        )
+        link = end.link(token, self.address)
+        link.connect(TIMEOUT_MS)
+        return link
+
+    def add_range(
+        self, slot: int, offset: int, nbytes: int, *, writable: bool = True, generation: int = 1
+    ) -> None:
+        self.run(f"end.add_range({slot}, base + {offset}, {nbytes}, {writable}, {generation})")
+
+    def remove_range(self, slot: int) -> None:
+        self.run(f"end.remove_range({slot})")
+
+    def backend(
+        self,
+        link: UcxNativeLink,
+        direction: str,
+        *,
+        slot: int = 0,
+        generation: int = 1,
+        offset: int = 0,
+        nbytes: int = NBYTES,
+    ) -> Backend:
+        """A backend that knows one range of the peer."""
+        columns = (slot, generation, self.base + offset, nbytes)
+        return gathered_backend(link, direction, *map(u64, columns))  # type: ignore[arg-type]
+
+    def descriptors(
+        self, direction: str, local: Bytes, spans: Sequence[tuple[int, int, int]]
+    ) -> Descriptors:
+        """Descriptors of (local offset, peer's offset, nbytes)."""
+        columns = np.array(spans, dtype=np.uint64).reshape(-1, 3)
+        here = columns[:, 0] + np.uint64(local.ctypes.data)
+        there = columns[:, 1] + np.uint64(self.base)
+        dst, src = (here, there) if direction == "get" else (there, here)
+        return Descriptors.from_columns(dst, src, np.ascontiguousarray(columns[:, 2]))
+
+
+def blocks(count: int, nbytes: int, seed: int = 2) -> list[tuple[int, int, int]]:
+    """Spans of `count` blocks, at random places of the peer, one after another here."""
+    places = np.random.default_rng(seed).permutation(NBYTES // nbytes)[:count]
+    return [(i * nbytes, int(place) * nbytes, nbytes) for i, place in enumerate(places)]

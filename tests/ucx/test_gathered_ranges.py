@@ -1,0 +1,201 @@
+"""Ranges that peers must not reach: removed, registered anew, read-only, and those under way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, Executor
+from kvnative._ucx import UcxEnd, UcxNativeLink
+from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, UcxPeer, blocks, open_end
+
+DIRECTIONS = ["get", "put"]
+SLOT = 5
+HALF = NBYTES // 2
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("nbytes", [4096, 300_000])
+class TestStale:
+    def test_a_range_that_was_removed(
+        self,
+        steady_peer: UcxPeer,
+        steady_link: UcxNativeLink,
+        local: Bytes,
+        direction: str,
+        nbytes: int,
+    ) -> None:
+        steady_peer.add_range(SLOT, 0, HALF, generation=3)
+        steady_peer.remove_range(SLOT)
+        spans = [(i * nbytes, i * nbytes, nbytes) for i in range(9)]
+        with Executor(
+            steady_peer.backend(steady_link, direction, slot=SLOT, generation=3, nbytes=HALF)
+        ) as executor:
+            report = executor.run(steady_peer.descriptors(direction, local, spans), TIMEOUT_MS)
+        assert (report.status, report.failed, report.bytes_done) == (KVN_UNMAPPED, 0, 0)
+        assert report.unconfirmed == ((0, 9),)
+        assert report.message == (
+            f"descriptor 0: {nbytes} bytes at {steady_peer.base:#x} of the peer, which has"
+            " deregistered it"
+        )
+        assert (local == 0xA5).all()
+
+    def test_a_range_registered_anew(
+        self,
+        steady_peer: UcxPeer,
+        steady_link: UcxNativeLink,
+        local: Bytes,
+        direction: str,
+        nbytes: int,
+    ) -> None:
+        # The same slot, the same address, but what lies there is something else by now.
+        steady_peer.add_range(SLOT, 0, HALF, generation=4)
+        before = steady_peer.memory.copy()
+        with Executor(
+            steady_peer.backend(steady_link, direction, slot=SLOT, generation=3, nbytes=HALF)
+        ) as executor:
+            descriptors = steady_peer.descriptors(direction, local, [(0, 0, nbytes)])
+            report = executor.run(descriptors, TIMEOUT_MS)
+        steady_peer.remove_range(SLOT)
+        assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
+        assert (local == 0xA5).all()
+        np.testing.assert_array_equal(steady_peer.memory, before)
+
+    def test_more_than_is_registered(
+        self,
+        steady_peer: UcxPeer,
+        steady_link: UcxNativeLink,
+        local: Bytes,
+        direction: str,
+        nbytes: int,
+    ) -> None:
+        # What this end believes is more than what the peer has.
+        steady_peer.add_range(SLOT, nbytes, nbytes, generation=3)
+        before = steady_peer.memory.copy()
+        for offset in (0, nbytes // 2, nbytes + 1, 2 * nbytes):
+            with Executor(
+                steady_peer.backend(steady_link, direction, slot=SLOT, generation=3)
+            ) as executor:
+                descriptors = steady_peer.descriptors(direction, local, [(0, offset, nbytes)])
+                report = executor.run(descriptors, TIMEOUT_MS)
+            assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
+            assert report.message.endswith("which has not registered all of it")
+        steady_peer.remove_range(SLOT)
+        for outside in (slice(nbytes), slice(2 * nbytes, None)):
+            np.testing.assert_array_equal(steady_peer.memory[outside], before[outside])
+        steady_peer.fill()
+
+
+def test_a_range_that_must_not_be_written(
+    steady_peer: UcxPeer, steady_link: UcxNativeLink, local: Bytes
+) -> None:
+    steady_peer.add_range(SLOT, 0, 8192, writable=False)
+    before = steady_peer.memory.copy()
+    spans = [(0, 8192, 4096), (0, 0, 4096)]  # the first in slot 0, which may be written
+    with Executor(steady_peer.backend(steady_link, "put", slot=SLOT)) as executor:
+        report = executor.run(steady_peer.descriptors("put", local, spans[1:]), TIMEOUT_MS)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
+    assert report.message.endswith("which has registered it with writable=False")
+    np.testing.assert_array_equal(steady_peer.memory, before)
+    with Executor(steady_peer.backend(steady_link, "get", slot=SLOT)) as executor:
+        report = executor.run(steady_peer.descriptors("get", local, spans[1:]), TIMEOUT_MS)
+    assert report.status == KVN_OK, report.message
+    steady_peer.remove_range(SLOT)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_range_that_goes_while_others_use_it(
+    peer: UcxPeer, end: UcxEnd, local: Bytes, direction: str
+) -> None:
+    """Each round a transfer is under way when the range goes, or has not begun, or is over."""
+    link = peer.link(end)
+    spans = blocks(2000, 8192)
+    outcomes = set()
+    for generation in range(2, 14):
+        peer.add_range(SLOT, 0, NBYTES, generation=generation)
+        with Executor(peer.backend(link, direction, slot=SLOT, generation=generation)) as executor:
+            task = executor.submit(peer.descriptors(direction, local, spans))
+            # The peer ends the range, and its memory holds something else at once.
+            peer.run(f"end.remove_range({SLOT}); memory[:] = {generation}")
+            report = task.wait(TIMEOUT_MS)
+        outcomes.add(report.status)
+        if direction == "put":
+            # Not a byte was written after that.
+            assert (peer.memory == generation).all()
+        elif report.status == KVN_OK:
+            assert not (local[: len(spans) * 8192] == generation).all()
+        for first, last in report.unconfirmed:
+            assert first < last <= len(spans)
+    assert outcomes <= {KVN_OK, KVN_UNMAPPED}
+    assert KVN_UNMAPPED in outcomes
+    assert link.connected
+
+
+class TestMemoryUnderWay:
+    def test_a_peer_that_does_not_take_it_loses_its_link(
+        self, end: UcxEnd, peer: UcxPeer, local: Bytes
+    ) -> None:
+        """This end serves; the peer asks for more than sockets hold, and stops."""
+        with_link = peer.link(end)
+        local[:] = 7
+        end.add_range(SLOT, local.ctypes.data, local.nbytes, True, 1)
+        peer.run(
+            f"""
+            from kvnative._executor import Executor
+            from kvnative._ucx_gathered import gathered_backend
+            from tests.ucx.peer import u64
+            from kvnative._lower import Descriptors
+            backend = gathered_backend(links[-1], "get", u64({SLOT}), u64(1),
+                                       u64({local.ctypes.data}), u64({local.nbytes}))
+            mine = np.zeros({local.nbytes}, dtype=np.uint8)
+            executor = Executor(backend)
+            descriptors = Descriptors.from_columns(u64(mine.ctypes.data),
+                                                   u64({local.ctypes.data}), u64(mine.nbytes))
+            """
+        )
+        before = end.counters
+        # It stops itself as soon as something has come, so that the rest is under way.
+        peer.send(
+            """
+            import os, signal
+            task = executor.submit(descriptors)
+            while not task.done and not task.report.bytes_done:
+                pass
+            os.kill(os.getpid(), signal.SIGSTOP)
+            """
+        )
+        peer.wait_until_stopped()
+        end.remove_range(SLOT)
+        local[:] = 8
+        after = end.counters
+        if after["stalled"] > before["stalled"]:
+            assert with_link.failure == (
+                KVN_PEER_GONE,
+                "the peer did not take what it had asked for while its memory was deregistered here",
+            )
+        peer.resume()
+        peer.answer()
+        status, message, sevens = peer.run(
+            f"""
+            report = task.wait({TIMEOUT_MS})
+            result = report.status, report.message, bool((mine <= 7).all())
+            """
+        )
+        assert status in (KVN_UNMAPPED, KVN_PEER_GONE), message
+        assert sevens
+
+    @pytest.mark.usefixtures("ucx")
+    def test_the_table(self) -> None:
+        end = open_end()
+        with pytest.raises(ValueError, match="slot 3 holds no range"):
+            end.remove_range(3)
+        end.add_range(3, 4096, 10, True, 1)
+        with pytest.raises(ValueError, match="slot 3 holds a range already"):
+            end.add_range(3, 4096, 10, True, 1)
+        for slot, address, nbytes in [(65536, 1, 1), (1, 2**64 - 1, 2), (1, 4096, 0)]:
+            with pytest.raises(ValueError, match=r"slot is 65536|must have at least one"):
+                end.add_range(slot, address, nbytes, True, 1)
+        end.remove_range(3)
+        end.add_range(3, 4096, 10, True, 1)
+        end.close()
+        end.remove_range(3)
