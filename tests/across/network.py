@@ -52,6 +52,8 @@ def mend(*hosts: Namespace) -> None:
         for kind in ("root", "clsact"):
             argv = ("tc", "qdisc", "del", "dev", host.interface, kind)
             host.run(*argv, check=False, capture_output=True)
+    for host in hosts:
+        host.wait_until_up()
 
 
 def unplug(host: Namespace) -> None:
@@ -65,6 +67,8 @@ def plug(here: Namespace, there: Namespace) -> None:
     here.run("ip", "link", "add", here.interface, *ends)
     for host in (here, there):
         attach(host)
+    for host in (here, there):
+        host.wait_until_up()
 
 
 def attach(host: Namespace) -> None:
