@@ -57,7 +57,12 @@ enum {
 #define KVN_UCS_POINTER_STATUS(pointer) ((kvn_ucs_status)(intptr_t)(pointer))
 
 /* ucp_params, ucp_feature */
-enum { KVN_UCP_PARAM_FEATURES = 1 << 0, KVN_UCP_PARAM_ESTIMATED_NUM_EPS = 1 << 6, KVN_UCP_PARAM_NAME = 1 << 8 };
+enum {
+    KVN_UCP_PARAM_FEATURES = 1 << 0,
+    KVN_UCP_PARAM_MT_WORKERS_SHARED = 1 << 5,
+    KVN_UCP_PARAM_ESTIMATED_NUM_EPS = 1 << 6,
+    KVN_UCP_PARAM_NAME = 1 << 8
+};
 enum { KVN_UCP_FEATURE_RMA = 1 << 1, KVN_UCP_FEATURE_WAKEUP = 1 << 4, KVN_UCP_FEATURE_AM = 1 << 6 };
 
 typedef struct kvn_ucp_params {
@@ -99,7 +104,7 @@ enum {
     KVN_UCP_EP_PARAM_FLAGS = 1 << 5
 };
 enum { KVN_UCP_EP_PARAMS_FLAGS_NO_LOOPBACK = 1 << 1 };
-enum { KVN_UCP_ERR_HANDLING_MODE_PEER = 1 };
+enum { KVN_UCP_ERR_HANDLING_MODE_NONE = 0, KVN_UCP_ERR_HANDLING_MODE_PEER = 1 };
 
 typedef struct kvn_ucs_sock_addr {
     const void *addr;
@@ -141,7 +146,12 @@ enum {
     KVN_UCP_MEM_MAP_PROT_REMOTE_READ = 1 << 8,
     KVN_UCP_MEM_MAP_PROT_REMOTE_WRITE = 1 << 9
 };
-enum { KVN_UCS_MEMORY_HOST = 0, KVN_UCS_MEMORY_CUDA = 1, KVN_UCS_MEMORY_CUDA_MANAGED = 2 };
+enum {
+    KVN_UCS_MEMORY_HOST = 0,
+    KVN_UCS_MEMORY_CUDA = 1,
+    KVN_UCS_MEMORY_CUDA_MANAGED = 2,
+    KVN_UCS_MEMORY_ROCM = 3
+};
 
 typedef struct kvn_ucp_mem_map_params {
     uint64_t field_mask;

@@ -17,7 +17,8 @@ typedef struct preset {
 } preset;
 
 /* Measured over TCP: a message is one segment of 256 KiB that is gathered by the system call, which is four
- * times as fast as UCX's own sizes. */
+ * times as fast as UCX's own sizes. Where no transport reads memory itself, UCX would have the owner's thread
+ * do it by messages, at any address that they name, and die of one that is not mapped: not for us. */
 static const preset presets[] = {
     {KVN_UCX_GATHERED, {"TLS", "tcp"}},
     {KVN_UCX_GATHERED, {"TCP_TX_SEG_SIZE", "256K"}},
@@ -26,6 +27,7 @@ static const preset presets[] = {
     {KVN_UCX_GATHERED, {"TCP_MAX_NUM_EPS", "inf"}},
     {KVN_UCX_GATHERED, {"ZCOPY_THRESH", "0"}},
     {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
+    {KVN_UCX_ONE_SIDED, {"PROTO_EMULATION_ENABLE", "n"}},
 };
 
 static int configure(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
@@ -54,10 +56,13 @@ static int open_context(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_
                         const char *name, kvn_failure *failure)
 {
     kvn_ucp_config *config;
+    const bool is_one_sided = end->mode == KVN_UCX_ONE_SIDED;
     kvn_ucp_params params = {
-        .field_mask = KVN_UCP_PARAM_FEATURES | (*name ? KVN_UCP_PARAM_NAME : 0),
+        .field_mask = KVN_UCP_PARAM_FEATURES | KVN_UCP_PARAM_MT_WORKERS_SHARED |
+                      (*name ? KVN_UCP_PARAM_NAME : 0),
         .features = KVN_UCP_FEATURE_AM | KVN_UCP_FEATURE_WAKEUP |
-                    (end->mode == KVN_UCX_ONE_SIDED ? KVN_UCP_FEATURE_RMA : 0),
+                    (is_one_sided ? KVN_UCP_FEATURE_RMA : 0),
+        .mt_workers_shared = is_one_sided, /* memory is mapped without the turn */
         .name = name,
     };
     kvn_ucs_status status = end->calls->ucp_config_read(NULL, NULL, &config);

@@ -52,7 +52,13 @@ static void settle(kvn_ucx_link *link)
 
     if (atomic_load(&link->state) != KVN_UCX_LINK_OPEN)
         return;
-    kvn_ucx_describe_endpoint(link);
+    if (!kvn_ucx_describe_endpoint(link)) {
+        kvn_ucx_link_fail(link, KVN_UNSUPPORTED, 0,
+                          "one-sided transfers need RDMA, or shared memory between processes of one"
+                          " host, on the way to the peer, and UCX found neither: use the mode"
+                          " gathered at both ends");
+        return;
+    }
     if (atomic_compare_exchange_strong(&link->state, &open, KVN_UCX_LINK_CONNECTED))
         kvn_ucx_notify(link->end);
 }
