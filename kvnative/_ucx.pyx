@@ -22,7 +22,7 @@ PREFIX = "UCX_"
 
 cdef dict MODES = {"gathered": KVN_UCX_GATHERED, "one_sided": KVN_UCX_ONE_SIDED}
 cdef dict LIBRARIES = {}  # file -> UcxLibrary: a library is never closed
-cdef object LIBRARIES_LOCK = threading.Lock()
+cdef object OPENING = threading.Lock()  # opening may change the environment for a while
 cdef object ENDS = weakref.WeakSet()
 
 
@@ -84,7 +84,7 @@ cdef class UcxLibrary:
         cdef bytes encoded = os.fsencode(path)
         cdef const char *file = encoded
         cdef int status
-        with LIBRARIES_LOCK:
+        with OPENING:
             known = LIBRARIES.get(path)
             if known is not None:
                 return known
@@ -159,7 +159,7 @@ cdef class UcxEnd:
             for i, (key, value) in enumerate(given.items()):
                 array[i].name = <const char *>key
                 array[i].value = <const char *>value
-            with nogil:
+            with OPENING, nogil:
                 status = kvn_ucx_end_create(&library.library, number, array, count, title,
                                             &self.end, &failure)
         finally:
