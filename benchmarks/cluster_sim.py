@@ -21,15 +21,15 @@ from benchmarks.control_costs import ControlCosts
 from kvplan import TRANSPORT_COSTS, CacheDesc, DataType, plan_pull_blocks
 
 MEASURED: Final = ControlCosts(
-    call_us=1100,
-    answer_us=2440,
-    link_ms=4.2,
-    beat_us=285,
-    tell_us=82,
-    tell_cache_us=0.29,
-    hear_us=158,
-    claim_us=1000,
-    claimed_us=530,
+    call_us=900,
+    answer_us=1800,
+    link_ms=3.7,
+    beat_us=240,
+    tell_us=60,
+    tell_cache_us=0.15,
+    hear_us=100,
+    claim_us=600,
+    claimed_us=440,
     table_nbytes=1670,
     beat_nbytes=90,
 )
@@ -228,7 +228,8 @@ def row(cluster: Cluster, costs: ControlCosts, seconds: float) -> str:
     prefill, decode = run.prefill(), run.decode()
     beats = 2 * cluster.linked / cluster.beat_s
     tables = run.news_per_s() * cluster.linked
-    nbytes = beats * costs.beat_nbytes + tables * costs.table_nbytes
+    # Every second one only says which cache has gone, in about as many bytes as a Ping.
+    nbytes = beats * costs.beat_nbytes + tables * (costs.table_nbytes + costs.beat_nbytes) / 2
     waits = [" / ".join(f"{1e3 * it:.1f}" for it in load.waits_s) for load in (prefill, decode)]
     return (
         f"{cluster.linked:6} {'by key' if cluster.per_request else 'by block':>9} "

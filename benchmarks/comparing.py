@@ -46,9 +46,9 @@ class Comparison:
             for blocks in SIZES:
                 candidates = (partial(pair.seconds, direction, blocks) for pair in pairs)
                 times = run.medians(*candidates, rounds=rounds)
-                rates = (TENSORS * blocks * BLOCK / seconds / 1e9 for seconds in times)
+                mine, others = (TENSORS * blocks * BLOCK / seconds / 1e9 for seconds in times)
                 them = f"{other.name} ({pairs[1].settings})"
-                self._cases.append(Case(f"{place.name} {direction} {blocks}", *rates, them))
+                self._cases.append(Case(f"{place.name} {direction} {blocks}", mine, others, them))
 
     def row(self, name: str, target: float, limit: str) -> Row:
         """The worst case; all of them are in the JSON lines."""

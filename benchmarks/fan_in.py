@@ -14,11 +14,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from benchmarks.cost_model import OPTIONS
 from benchmarks.fan_in_decode import Orders, Outcome, anonymous_kib
 from benchmarks.filled_peer import Filled, Shape, started
+from kvplan.control.cluster_key import ClusterKey
 from tools.namespaces import Namespace, namespaces
 
 KIB: Final = 1 << 10
@@ -116,10 +119,15 @@ def measure(run: FanIn) -> Result:
         subprocess.CalledProcessError: the decode engine failed; its standard error says why.
         NamespacesError: there can be none here.
     """
-    options = OPTIONS[run.transport]
+    options = dict(OPTIONS[run.transport])
     registered = run.transport == "local-registered"
     with ExitStack() as opened:
         decode, places = opened.enter_context(hosts(run.hosts))
+        if run.hosts:  # others than this user's processes could connect: with a key, no stranger
+            folder = opened.enter_context(TemporaryDirectory())
+            key = Path(folder, "cluster-key")
+            ClusterKey.generate().save(key)
+            options["kvplan.cluster_key_file"] = str(key)
         engines, commands = [], []
         for number in range(run.peers):
             place = places[number % len(places)]

@@ -22,6 +22,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -76,6 +77,21 @@ class Namespace:
         """Put it in again."""
         self.run("ip", "link", "set", self.interface, "up")
 
+    def wait_until_up(self) -> None:
+        """Return when the kernel has noticed that the cable is in.
+
+        Until then, which may be a second, programs (UCX among them) find an interface without one.
+
+        Raises:
+            NamespacesError: it is not in.
+        """
+        deadline = time.monotonic() + 10
+        # To be asked for its carrier lets the kernel look. What is no cable says "unknown".
+        ask = ("sh", "-c", f"cd /sys/class/net/{self.interface} && cat carrier operstate")
+        while self.run(*ask, capture_output=True, text=True).stdout.endswith("down\n"):
+            if time.monotonic() > deadline:
+                raise NamespacesError(f"{self.interface} of {self.address} does not come up")
+
     def shape(self, *words: str) -> None:
         """Give what this end sends a queueing discipline, as tc says it: "netem", "delay", "5ms".
 
@@ -119,6 +135,8 @@ def namespaces(count: int) -> Iterator[list[Namespace]]:
         for each in made if count > 1 else ():
             each.run("ip", "address", "add", f"{each.address}/24", "dev", INTERFACE)
             each.run("ip", "link", "set", INTERFACE, "up")
+        for each in made if count > 1 else ():
+            each.wait_until_up()
         yield made
 
 

@@ -33,7 +33,9 @@ Ids = NDArray[np.int64]
 class Mover(Protocol):
     """The moving end of one library."""
 
-    pool: Pool
+    @property
+    def pool(self) -> Pool:
+        """Our blocks."""
 
     def prepared(self, direction: str, remote: Ids, local: Ids) -> Callable[[], object]:
         """A call that moves blocks `remote` of every tensor of the peer to or from `local` of ours.
@@ -91,9 +93,9 @@ def serve(say: IO[str], whereabouts: object, poll: Callable[[], object] | None =
     if poll is None:
         sys.stdin.read()
         return
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    while not ended.is_set():
+    input_ends = threading.Thread(target=sys.stdin.read, daemon=True)
+    input_ends.start()
+    while input_ends.is_alive():
         poll()
 
 

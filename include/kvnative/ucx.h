@@ -7,6 +7,7 @@
 #ifndef KVNATIVE_UCX_H
 #define KVNATIVE_UCX_H
 
+#include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -56,7 +57,12 @@ enum {
 #define KVN_UCS_POINTER_STATUS(pointer) ((kvn_ucs_status)(intptr_t)(pointer))
 
 /* ucp_params, ucp_feature */
-enum { KVN_UCP_PARAM_FEATURES = 1 << 0, KVN_UCP_PARAM_ESTIMATED_NUM_EPS = 1 << 6, KVN_UCP_PARAM_NAME = 1 << 8 };
+enum {
+    KVN_UCP_PARAM_FEATURES = 1 << 0,
+    KVN_UCP_PARAM_MT_WORKERS_SHARED = 1 << 5,
+    KVN_UCP_PARAM_ESTIMATED_NUM_EPS = 1 << 6,
+    KVN_UCP_PARAM_NAME = 1 << 8
+};
 enum { KVN_UCP_FEATURE_RMA = 1 << 1, KVN_UCP_FEATURE_WAKEUP = 1 << 4, KVN_UCP_FEATURE_AM = 1 << 6 };
 
 typedef struct kvn_ucp_params {
@@ -98,7 +104,7 @@ enum {
     KVN_UCP_EP_PARAM_FLAGS = 1 << 5
 };
 enum { KVN_UCP_EP_PARAMS_FLAGS_NO_LOOPBACK = 1 << 1 };
-enum { KVN_UCP_ERR_HANDLING_MODE_PEER = 1 };
+enum { KVN_UCP_ERR_HANDLING_MODE_NONE = 0, KVN_UCP_ERR_HANDLING_MODE_PEER = 1 };
 
 typedef struct kvn_ucs_sock_addr {
     const void *addr;
@@ -140,7 +146,12 @@ enum {
     KVN_UCP_MEM_MAP_PROT_REMOTE_READ = 1 << 8,
     KVN_UCP_MEM_MAP_PROT_REMOTE_WRITE = 1 << 9
 };
-enum { KVN_UCS_MEMORY_HOST = 0, KVN_UCS_MEMORY_CUDA = 1, KVN_UCS_MEMORY_CUDA_MANAGED = 2 };
+enum {
+    KVN_UCS_MEMORY_HOST = 0,
+    KVN_UCS_MEMORY_CUDA = 1,
+    KVN_UCS_MEMORY_CUDA_MANAGED = 2,
+    KVN_UCS_MEMORY_ROCM = 3
+};
 
 typedef struct kvn_ucp_mem_map_params {
     uint64_t field_mask;
@@ -215,8 +226,12 @@ typedef struct kvn_ucp_am_handler_param {
     void *arg;
 } kvn_ucp_am_handler_param;
 
-/* ucs_log_func_t: RC_STOP keeps a message from UCX's own handler, which prints it. */
+/* ucs_log_func_t: RC_STOP keeps a message from UCX's own handler, which prints it; ucs_log_level_t. */
 enum { KVN_UCS_LOG_STOP = 0, KVN_UCS_LOG_CONTINUE = 1 };
+enum { KVN_UCS_LOG_LEVEL_FATAL = 0, KVN_UCS_LOG_LEVEL_ERROR = 1 };
+
+typedef int (*kvn_ucs_log_func)(const char *file, unsigned line, const char *function, int level,
+                                const void *component, const char *format, va_list arguments);
 
 /* X(result, name, parameters): what every supported version has. */
 #define KVN_UCP_REQUIRED(X)                                                                        \
@@ -268,8 +283,10 @@ enum { KVN_UCS_LOG_STOP = 0, KVN_UCS_LOG_CONTINUE = 1 };
     X(kvn_ucs_status, ucp_request_check_status, (void *request))                                   \
     X(void, ucp_request_free, (void *request))
 
-/* Of libucs, and of both what may be missing: NULL then. */
-#define KVN_UCS_REQUIRED(X) X(const char *, ucs_status_string, (kvn_ucs_status status))
+/* Of libucs, which comes with it. */
+#define KVN_UCS_REQUIRED(X)                                          \
+    X(const char *, ucs_status_string, (kvn_ucs_status status))      \
+    X(void, ucs_log_push_handler, (kvn_ucs_log_func handler))
 
 /* The calls, as found in the libraries. */
 typedef struct kvn_ucx {

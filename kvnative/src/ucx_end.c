@@ -4,7 +4,9 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ucx_address.h"
 #include "ucx_inside.h"
+#include "ucx_log.h"
 
 #define CLOSE_NS 1000000000 /* for endpoints to be closed, all together */
 #define COUNT(array) (sizeof(array) / sizeof *(array))
@@ -15,7 +17,8 @@ typedef struct preset {
 } preset;
 
 /* Measured over TCP: a message is one segment of 256 KiB that is gathered by the system call, which is four
- * times as fast as UCX's own sizes. */
+ * times as fast as UCX's own sizes. Where no transport reads memory itself, UCX would have the owner's thread
+ * do it by messages, at any address that they name, and die of one that is not mapped: not for us. */
 static const preset presets[] = {
     {KVN_UCX_GATHERED, {"TLS", "tcp"}},
     {KVN_UCX_GATHERED, {"TCP_TX_SEG_SIZE", "256K"}},
@@ -24,6 +27,7 @@ static const preset presets[] = {
     {KVN_UCX_GATHERED, {"TCP_MAX_NUM_EPS", "inf"}},
     {KVN_UCX_GATHERED, {"ZCOPY_THRESH", "0"}},
     {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
+    {KVN_UCX_ONE_SIDED, {"PROTO_EMULATION_ENABLE", "n"}},
 };
 
 static int configure(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
@@ -52,10 +56,13 @@ static int open_context(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_
                         const char *name, kvn_failure *failure)
 {
     kvn_ucp_config *config;
+    const bool is_one_sided = end->mode == KVN_UCX_ONE_SIDED;
     kvn_ucp_params params = {
-        .field_mask = KVN_UCP_PARAM_FEATURES | (*name ? KVN_UCP_PARAM_NAME : 0),
+        .field_mask = KVN_UCP_PARAM_FEATURES | KVN_UCP_PARAM_MT_WORKERS_SHARED |
+                      (*name ? KVN_UCP_PARAM_NAME : 0),
         .features = KVN_UCP_FEATURE_AM | KVN_UCP_FEATURE_WAKEUP |
-                    (end->mode == KVN_UCX_ONE_SIDED ? KVN_UCP_FEATURE_RMA : 0),
+                    (is_one_sided ? KVN_UCP_FEATURE_RMA : 0),
+        .mt_workers_shared = is_one_sided, /* memory is mapped without the turn */
         .name = name,
     };
     kvn_ucs_status status = end->calls->ucp_config_read(NULL, NULL, &config);
@@ -100,24 +107,29 @@ static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
         .thread_mode = KVN_UCS_THREAD_MODE_SERIALIZED,
         .flags = KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK,
     };
+    kvn_ucp_address *address;
+    size_t nbytes;
     kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, &end->worker);
 
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_create", status, failure);
-    status = end->calls->ucp_worker_get_address(end->worker, &end->address, &end->address_nbytes);
-    if (status != KVN_UCS_OK)
-        return kvn_ucx_fail(end->library, "ucp_worker_get_address", status, failure);
     status = end->calls->ucp_worker_get_efd(end->worker, &end->worker_fd);
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_get_efd", status, failure);
     list_transports(end);
+    status = end->calls->ucp_worker_get_address(end->worker, &address, &nbytes);
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(end->library, "ucp_worker_get_address", status, failure);
+    end->address_nbytes = kvn_ucx_address_wrap(end, address, nbytes, &end->address);
+    end->calls->ucp_worker_release_address(end->worker, address);
+    if (!end->address)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the address of an end");
     return KVN_OK;
 }
 
 static void dismantle(kvn_ucx_end *end)
 {
-    if (end->address)
-        end->calls->ucp_worker_release_address(end->worker, end->address);
+    free(end->address);
     if (end->worker)
         end->calls->ucp_worker_destroy(end->worker);
     for (kvn_ucx_part *it = end->parts, *next; it; it = next) {
@@ -144,11 +156,13 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
     end->mode = mode;
     end->pid = getpid();
     atomic_init(&end->holders, 1);
+    kvn_ucx_log_clear();
     kvn_ucx_turn_init(end);
     kvn_ucx_hello_install(end);
     if (open_context(end, settings, num_settings, name, failure) != KVN_OK ||
         open_worker(end, failure) != KVN_OK || kvn_ucx_table_install(end, failure) != KVN_OK ||
         kvn_ucx_turn_start(end, failure) != KVN_OK) {
+        kvn_ucx_log_append(failure->message, sizeof failure->message);
         dismantle(end);
         return failure->status;
     }

@@ -4,19 +4,6 @@
 
 #include "ucx_inside.h"
 
-/* UCX reads an address without being told its length: what a wrong one makes it read is ours, too. */
-#define ADDRESS_PADDING 4096
-
-int kvn_ucx_note_peer(kvn_ucx_link *link, const void *address, size_t nbytes)
-{
-    char *copy = calloc(1, nbytes + ADDRESS_PADDING);
-    if (!copy)
-        return KVN_NO_MEMORY;
-    memcpy(copy, address, nbytes);
-    link->peer = copy;
-    return KVN_OK;
-}
-
 static void on_error(void *argument, kvn_ucp_ep_h ep, kvn_ucs_status status)
 {
     kvn_ucx_link *link = argument;
@@ -38,8 +25,14 @@ int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure)
         .err_mode = KVN_UCP_ERR_HANDLING_MODE_PEER,
         .err_handler = {.cb = on_error, .arg = link},
     };
-    const kvn_ucs_status status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
+    kvn_ucs_status status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
 
+    /* Between processes of one host, what reads memory itself does not watch over the peer. */
+    link->is_unwatched = status == KVN_UCS_ERR_UNREACHABLE && end->mode == KVN_UCX_ONE_SIDED;
+    if (link->is_unwatched) {
+        params.err_mode = KVN_UCP_ERR_HANDLING_MODE_NONE;
+        status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
+    }
     if (status != KVN_UCS_OK) {
         link->ep = NULL;
         return kvn_fail(failure, status == KVN_UCS_ERR_UNREACHABLE ? KVN_FAILED : kvn_ucx_status(status),
@@ -74,7 +67,7 @@ void kvn_ucx_close_endpoint(kvn_ucx_link *link)
     kvn_ucp_request_param param = {
         .op_attr_mask =
             KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA | KVN_UCP_OP_ATTR_FLAGS,
-        .flags = KVN_UCP_EP_CLOSE_FLAG_FORCE,
+        .flags = link->is_unwatched ? 0 : KVN_UCP_EP_CLOSE_FLAG_FORCE, /* UCX refuses it there */
         .send = on_closed,
         .user_data = link,
     };
@@ -144,24 +137,43 @@ int kvn_ucx_link_send(kvn_ucx_link *link, unsigned id, const void *header, size_
     return kvn_ucx_link_has_failed(link, &why) ? why.status : KVN_FAILED;
 }
 
-/* The first lane in UCX's own description: "lane[0]:  2:tcp/eth0.0 md[1] ...". */
-void kvn_ucx_describe_endpoint(kvn_ucx_link *link)
+/* Of the lanes in UCX's own description, "lane[0]:  2:tcp/eth0.0 md[1] ...", the first; or, for remote access,
+ * the first that does it itself. */
+static bool find_way(const char *text, bool is_one_sided, char *out, size_t room)
 {
-    char *text = NULL;
+    static const char *const direct[] = {"rc_", "dc_", "srd", "gga_", "cma/", "knem/", "xpmem/"};
+
+    while ((text = strstr(text, "lane[")) && (text = strchr(text, ':')) &&
+           (text = strchr(text + 1, ':'))) {
+        bool is_fit = !is_one_sided;
+        text++;
+        for (size_t i = 0; i < sizeof direct / sizeof *direct; i++)
+            is_fit |= strncmp(text, direct[i], strlen(direct[i])) == 0;
+        if (is_fit) {
+            snprintf(out, room, "%.*s", (int)strcspn(text, " .\n"), text);
+            return true;
+        }
+    }
+    return false;
+}
+
+bool kvn_ucx_describe_endpoint(kvn_ucx_link *link)
+{
+    const bool is_one_sided = link->end->mode == KVN_UCX_ONE_SIDED;
+    char *text = NULL, way[sizeof link->way];
     size_t nbytes;
     FILE *file = link->ep ? open_memstream(&text, &nbytes) : NULL;
 
     if (!file)
-        return;
+        return !is_one_sided;
     link->end->calls->ucp_ep_print_info(link->ep, file);
     fclose(file);
-    const char *lane = strstr(text, "lane[0]:");
-    lane = lane ? strchr(lane + strlen("lane[0]:"), ':') : NULL;
-    if (lane) {
-        const size_t length = strcspn(lane + 1, " .\n");
+    const bool is_found = find_way(text, is_one_sided, way, sizeof way);
+    if (is_found) {
         pthread_mutex_lock(&link->mutex);
-        snprintf(link->way, sizeof link->way, "%.*s", (int)length, lane + 1);
+        memcpy(link->way, way, sizeof way);
         pthread_mutex_unlock(&link->mutex);
     }
     free(text);
+    return is_found || !is_one_sided;
 }

@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ucx_log.h"
+
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 typedef struct symbol {
@@ -20,19 +22,28 @@ typedef struct symbol {
 static const symbol of_ucp[] = {KVN_UCP_REQUIRED(SYMBOL)};
 static const symbol of_ucs[] = {KVN_UCS_REQUIRED(SYMBOL)};
 
-/* What whoever runs the program has set himself stays. */
+/* What whoever runs the program has set himself stays. Errors are kept for our own messages (ucx_log.h). */
 static const char *const harmless[][2] = {
-    {"UCX_HANDLE_ERRORS", "none"}, {"UCX_DEBUG_SIGNO", ""},  {"UCX_MEM_EVENTS", "n"},
-    {"UCX_MEM_MMAP_HOOK_MODE", "none"}, {"UCX_MEM_CUDA_HOOK_MODE", "none"},
-    {"UCX_VFS_ENABLE", "n"},       {"UCX_LOG_LEVEL", "fatal"}, {"UCX_WARN_UNUSED_ENV_VARS", "n"},
+    {"UCX_LOG_LEVEL", "error"},
+    {"UCX_WARN_UNUSED_ENV_VARS", "n"},
+    {"UCX_HANDLE_ERRORS", "none"},
+    {"UCX_DEBUG_SIGNO", ""},
+    {"UCX_MEM_EVENTS", "n"},
+    {"UCX_MEM_MMAP_HOOK_MODE", "none"},
+    {"UCX_MEM_CUDA_HOOK_MODE", "none"},
+    {"UCX_VFS_ENABLE", "n"},
 };
 
-static void *load(const char *path)
+enum { LOG_LEVEL = 0 };
+
+/* `keeps_log`: what UCX says shall not be printed. */
+static void *load(const char *path, bool *keeps_log)
 {
     bool is_ours[COUNT(harmless)];
     /* Two libraries of one name do not go together: what a program has loaded before is used. */
     void *file = dlopen("libucp.so.0", RTLD_NOW | RTLD_NOLOAD);
 
+    *keeps_log = false;
     if (file)
         return file;
     for (size_t i = 0; i < COUNT(harmless); i++) {
@@ -40,6 +51,7 @@ static void *load(const char *path)
         if (is_ours[i])
             setenv(harmless[i][0], harmless[i][1], 1);
     }
+    *keeps_log = is_ours[LOG_LEVEL];
     file = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     for (size_t i = 0; i < COUNT(harmless); i++)
         if (is_ours[i])
@@ -63,9 +75,10 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
 {
     void (*version)(unsigned *, unsigned *, unsigned *);
     Dl_info found;
+    bool keeps_log;
 
     memset(out, 0, sizeof *out);
-    out->ucp = load(path);
+    out->ucp = load(path, &keeps_log);
     if (!out->ucp)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", dlerror());
     void *address = dlsym(out->ucp, "ucp_get_version");
@@ -85,32 +98,7 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%.160s (UCX %u.%u.%u) lacks %s", out->path,
                         out->version[0], out->version[1], out->version[2], missing);
+    if (keeps_log)
+        kvn_ucx_log_install(&out->calls);
     return KVN_OK;
-}
-
-int kvn_ucx_status(kvn_ucs_status status)
-{
-    switch (status) {
-    case KVN_UCS_OK: return KVN_OK;
-    case KVN_UCS_INPROGRESS: return KVN_PENDING;
-    case KVN_UCS_ERR_NO_MEMORY: return KVN_NO_MEMORY;
-    case KVN_UCS_ERR_INVALID_PARAM:
-    case KVN_UCS_ERR_INVALID_ADDR: return KVN_INVALID;
-    case KVN_UCS_ERR_CANCELED: return KVN_CANCELLED;
-    case KVN_UCS_ERR_UNSUPPORTED: return KVN_UNSUPPORTED;
-    case KVN_UCS_ERR_UNREACHABLE:
-    case KVN_UCS_ERR_TIMED_OUT:
-    case KVN_UCS_ERR_REJECTED:
-    case KVN_UCS_ERR_NOT_CONNECTED:
-    case KVN_UCS_ERR_CONNECTION_RESET:
-    case KVN_UCS_ERR_ENDPOINT_TIMEOUT: return KVN_PEER_GONE;
-    default: return KVN_FAILED;
-    }
-}
-
-int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_status status,
-                 kvn_failure *failure)
-{
-    return kvn_fail(failure, kvn_ucx_status(status), status, "%s: %s", call,
-                    library->calls.ucs_status_string(status));
 }

@@ -75,7 +75,12 @@ def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
     sources |= {"tools/sanitize", "tools/tsan.supp", "requirements/constraints.txt"} | tree(
         "tools/*.py"
     )
-    sources |= tree("benchmarks/*.[pc]*") | tree("examples/**/*.py") | tree("docs/**/*.md")
+    sources |= (
+        tree("benchmarks/**/*.py")
+        | tree("benchmarks/*.c")
+        | tree("examples/**/*.py")
+        | tree("docs/**/*.md")
+    )
     sources |= tree("kvnative/*.pyx") | tree("kvnative/src/*.[ch]") | tree("tests/**/*.py")
     assert sources - names == set()
     assert [name for name in names if name.startswith("build/") or name.endswith(".so")] == []

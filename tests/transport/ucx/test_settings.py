@@ -12,12 +12,15 @@ from kvplan.transport.ucx import interfaces, modes
 from kvplan.transport.ucx.settings import settings_of
 
 BAD_OPTIONS: dict[tuple[str, Any], str] = {
-    ("ucx_mode", "rdma"): r"ucx_mode \(kvplan.ucx_mode\)='rdma' must be one of auto, gathered, one_",
+    (
+        "ucx_mode",
+        "rdma",
+    ): r"ucx_mode \(kvplan.ucx_mode\)='rdma' must be one of auto, gathered, one_",
     ("ucx_devices", "eth0;rm"): "must be names of devices with commas between",
     ("ucx_devices", "eth0,,eth1"): "must be names of devices",
     ("ucx_settings", "{"): "is no JSON",
     ("ucx_settings", "[]"): "must be a JSON object of at most 256 settings",
-    ("ucx_settings", '{"TLS": "tcp"}'): 'has the key \'TLS\'; it must be like "UCX_TLS"',
+    ("ucx_settings", '{"TLS": "tcp"}'): "has the key 'TLS'; it must be like \"UCX_TLS\"",
     ("ucx_settings", '{"UCX_TLS": 1}'): "UCX_TLS=1; it must be text",
     ("ucx_settings", '{"UCX_TLS": "a\\u0000"}'): "printable",
 }

@@ -1,0 +1,23 @@
+/* Ranges of addresses, sorted; some may overlap: which of them holds a given piece of memory. */
+#ifndef KVN_INTERVALS_H
+#define KVN_INTERVALS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVN_NO_INTERVAL SIZE_MAX
+
+typedef struct kvn_interval {
+    uint64_t first; /* bytes, both: a range may end at 2**64 */
+    uint64_t last;
+    uint64_t reach; /* kvn_intervals_sort's: the furthest `last` of this one and those before it */
+    uint64_t index; /* the caller's */
+} kvn_interval;
+
+void kvn_intervals_sort(kvn_interval *items, size_t count);
+/* Position of one that holds [address, address + nbytes), nbytes >= 1; `hint`: where to look first, any
+ * number. KVN_NO_INTERVAL: none does. */
+size_t kvn_intervals_find(const kvn_interval *items, size_t count, uint64_t address, uint64_t nbytes,
+                          size_t hint);
+
+#endif

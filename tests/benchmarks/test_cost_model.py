@@ -1,0 +1,76 @@
+"""How the measured and the foretold are compared; what moves nothing is tried here alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cost_model import OPTIONS, SHAPES, Sample, line_text, report, sizes
+from kvplan import TRANSPORT_COSTS, CostLine, Plan, TransportCost, plan_pull_blocks
+
+TRUE = CostLine(fixed_us=200, descriptor_us=0.5, mib_us=90)
+
+
+def plan_of(shape: int, tensors: int, blocks: int) -> Plan:
+    desc = SHAPES[shape].desc
+    part = type(desc)(tensors, desc.shape, desc.data_type)
+    return plan_pull_blocks(part, part, range(0, 2 * blocks, 2), range(0, 2 * blocks, 2))
+
+
+def samples(odd: float) -> list[Sample]:
+    """As measured where the costs are TRUE, but for one held-out size."""
+    cost = TransportCost(name="true", way="mapped", lines=(TRUE,))
+    found = []
+    for size, held_out in sizes(quick=True):
+        plan = plan_of(*size)
+        seconds = plan.estimate(cost).ms / 1e3
+        found.append(Sample(plan, held_out, lambda: 0.0, [seconds] * 3))
+    last = next(it for it in reversed(found) if it.held_out)
+    last.seconds = [odd * it for it in last.seconds]
+    return found
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a transport without costs."""
+    cost = TransportCost(name="local", way="mapped")
+    monkeypatch.setattr("benchmarks.cost_model.TRANSPORT_COSTS", {"local": cost})
+    return "local"
+
+
+def test_sizes_of_both_kinds_are_not_the_same_ones() -> None:
+    kinds = [{size for size, held_out in sizes(quick=False) if held_out is kind} for kind in (0, 1)]
+    assert not kinds[0] & kinds[1]
+    assert all(2 * size.blocks <= SHAPES[size.shape].blocks for size in kinds[0] | kinds[1])
+    assert all(size.tensors <= SHAPES[size.shape].tensors for size in kinds[0] | kinds[1])
+
+
+def test_what_is_foretold_holds(unmeasured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(unmeasured, samples(odd=1.0), every=False)
+    told = capsys.readouterr().out
+    assert f"  {line_text(TRUE)}\n" in told
+    assert "median error 0%, largest 0%" in told
+
+
+def test_one_size_that_takes_twice_as_long_is_found(
+    unmeasured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not report(unmeasured, samples(odd=2.0), every=False)
+    assert "largest 50%" in capsys.readouterr().out
+
+
+def test_the_costs_of_another_machine_are_found_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fit is right, but kvplan's own costs are not."""
+    twice = CostLine(fixed_us=400, descriptor_us=1, mib_us=180)
+    cost = TransportCost(name="local", way="mapped", lines=(twice,))
+    monkeypatch.setattr("benchmarks.cost_model.TRANSPORT_COSTS", {"local": cost})
+    assert not report("local", samples(odd=1.0), every=False)
+    told = capsys.readouterr().out
+    assert "fitted costs: 11 of 11 within 30%" in told
+    assert "kvplan's costs: 0 of 11 within 30%; median error 100%, largest 100%" in told
+
+
+def test_every_measured_transport_has_costs_and_options() -> None:
+    assert {it.name for it in TRANSPORT_COSTS.values() if it.lines} <= set(OPTIONS)
+    assert set(OPTIONS) <= set(TRANSPORT_COSTS)
