@@ -9,7 +9,8 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.columns import sized_tensors
 from kvplan.transport.identity import link_failed
 from kvplan.transport.ranges import RangeTable
-from kvplan.transport.ucx.memory import UcxPeerMemory, columns
+from kvplan.transport.ucx import backends
+from kvplan.transport.ucx.memory import UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend
     from kvnative._ucx import UcxNativeLink
+    from kvnative._ucx_one_sided import UcxRegions
     from kvplan.execution.memory import Direction
     from kvplan.transport.ucx.metadata import Range
 
@@ -40,11 +42,14 @@ class UcxLink:
 
     renewable = None
 
-    def __init__(self, native: UcxNativeLink, metadata: Metadata) -> None:
+    def __init__(
+        self, native: UcxNativeLink, metadata: Metadata, regions: UcxRegions | None = None
+    ) -> None:
         self._pid = os.getpid()
         self._native = native
+        self._regions = regions  # None: the peer serves messages
         self.metadata = metadata
-        self._known = RangeTable(self.peer, metadata.ranges)
+        self._table = RangeTable(self.peer, metadata.ranges)
         self.way = native.way  # of a link that has failed it tells no more
         self._why: LLMException | None = None
 
@@ -98,19 +103,27 @@ class UcxLink:
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
-        table = self._known if metadata is None else self._read(metadata)
+        table, known = (self._table, self.metadata) if metadata is None else self._read(metadata)
         ranges, _ = table.locate(starts, sizes, writable=writable)
-        return UcxPeerMemory(self, starts, sizes, writable, ranges)
+        return UcxPeerMemory(self, starts, sizes, writable, ranges, known)
 
-    def backend(self, direction: Direction, ranges: Sequence[Range]) -> Backend:
-        """What moves bytes between `ranges` of the peer and this process.
+    def backend(
+        self, direction: Direction, ranges: Sequence[Range], known: Metadata, *, on_device: bool
+    ) -> Backend:
+        """What moves bytes between `ranges` of the peer, as `known` names them, and this process.
 
         Raises:
             NativeError: the link has ended.
         """
-        from kvnative._ucx_gathered import gathered_backend
+        if self._regions is None:
+            return backends.gathered(self._native, direction, ranges)
+        local: backends.Local = "cuda" if on_device else "host"
+        return backends.one_sided(self._native, direction, ranges, known, self._regions, local)
 
-        return gathered_backend(self._native, direction, *columns(ranges))
+    @property
+    def takes_device(self) -> bool:
+        """Whether memory of a device may be this process's side of a transfer."""
+        return self._regions is not None and "cuda" in self._regions.end.transports
 
     def check(self) -> None:
         """Raise LLMException unless the peer is there and the link is open.
@@ -151,11 +164,11 @@ class UcxLink:
     def __repr__(self) -> str:
         return f"<UcxLink to {self.peer}: {'closed' if self._why else self.way}>"
 
-    def _read(self, metadata: bytes) -> RangeTable[Range]:
+    def _read(self, metadata: bytes) -> tuple[RangeTable[Range], Metadata]:
         newer = Metadata.from_bytes(metadata)
         if newer.instance != self.metadata.instance:
             raise invalid(
                 f"metadata is of the transport {newer.instance}; this link is to another, "
                 f"{self.metadata.instance}"
             )
-        return RangeTable(self.peer, newer.ranges)
+        return RangeTable(self.peer, newer.ranges), newer
