@@ -42,7 +42,7 @@ class UcxLink:
 
     def __init__(self, native: UcxNativeLink, metadata: Metadata) -> None:
         self._pid = os.getpid()
-        self._native = native
+        self._native: UcxNativeLink | None = native  # None: closed
         self.metadata = metadata
         self._known = RangeTable(self.peer, metadata.ranges)
         self.way = native.way  # of a link that has failed it tells no more
@@ -56,8 +56,14 @@ class UcxLink:
     @property
     def closed_by_peer(self) -> bool:
         """See `TransportLink`."""
-        failure = self._native.failure
+        failure = self._failure
         return failure is not None and failure[1].startswith(_CLOSED_BY_PEER)
+
+    @property
+    def _failure(self) -> tuple[int, str] | None:
+        """Status and message of why the native link has ended by itself."""
+        native = self._native
+        return None if native is None else native.failure
 
     @property
     def peer(self) -> str:
@@ -70,7 +76,8 @@ class UcxLink:
 
         It is the link's: stop polling it before `close`.
         """
-        return None if self._why is not None else self._native.death_fd
+        native = self._native
+        return None if native is None else native.death_fd
 
     def memory(
         self,
@@ -127,7 +134,7 @@ class UcxLink:
             )
         if (why := self._why) is not None:
             raise LLMException(why.args[0], status_code=why.status_code)
-        if (failure := self._native.failure) is not None:
+        if (failure := self._failure) is not None:
             raise link_failed(f"{self.peer}: {failure[1]}")
 
     def close(self, why: LLMException | None = None) -> None:
@@ -140,7 +147,9 @@ class UcxLink:
         self._why = why or LLMException(
             f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
         )
-        self._native.close(str(self._why.args[0]))
+        native, self._native = self._native, None  # its descriptors go with its last user
+        if native is not None:
+            native.close(str(self._why.args[0]))
 
     def __enter__(self) -> UcxLink:
         return self
