@@ -26,9 +26,7 @@ def usable_interfaces() -> list[str]:
             flags = _flags(asking, name)
             if flags & _LOOPBACK:
                 loopbacks.append(name)
-            elif (
-                flags & _UP and flags & _RUNNING and (name in with_inet6 or _has_inet(asking, name))
-            ):
+            elif flags & _IN_USE == _IN_USE and (name in with_inet6 or _has_inet(asking, name)):
                 usable.append(name)
     return usable or loopbacks
 
