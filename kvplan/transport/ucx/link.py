@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
+from kvnative._backend import NativeError
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.columns import sized_tensors
 from kvplan.transport.identity import link_failed
@@ -46,7 +47,7 @@ class UcxLink:
         self, native: UcxNativeLink, metadata: Metadata, regions: UcxRegions | None = None
     ) -> None:
         self._pid = os.getpid()
-        self._native = native
+        self._native: UcxNativeLink | None = native  # None: closed
         self._regions = regions  # None: the peer serves messages
         self.metadata = metadata
         self._table = RangeTable(self.peer, metadata.ranges)
@@ -61,8 +62,14 @@ class UcxLink:
     @property
     def closed_by_peer(self) -> bool:
         """See `TransportLink`."""
-        failure = self._native.failure
+        failure = self._failure
         return failure is not None and failure[1].startswith(_CLOSED_BY_PEER)
+
+    @property
+    def _failure(self) -> tuple[int, str] | None:
+        """Status and message of why the native link has ended by itself."""
+        native = self._native
+        return None if native is None else native.failure
 
     @property
     def peer(self) -> str:
@@ -75,7 +82,8 @@ class UcxLink:
 
         It is the link's: stop polling it before `close`.
         """
-        return None if self._why is not None else self._native.death_fd
+        native = self._native
+        return None if native is None else native.death_fd
 
     def memory(
         self,
@@ -115,10 +123,12 @@ class UcxLink:
         Raises:
             NativeError: the link has ended.
         """
+        if (native := self._native) is None:
+            raise NativeError(f"the link to {self.peer} is closed")
         if self._regions is None:
-            return backends.gathered(self._native, direction, ranges)
+            return backends.gathered(native, direction, ranges)
         local: backends.Local = "cuda" if on_device else "host"
-        return backends.one_sided(self._native, direction, ranges, known, self._regions, local)
+        return backends.one_sided(native, direction, ranges, known, self._regions, local)
 
     @property
     def takes_device(self) -> bool:
@@ -140,7 +150,7 @@ class UcxLink:
             )
         if (why := self._why) is not None:
             raise LLMException(why.args[0], status_code=why.status_code)
-        if (failure := self._native.failure) is not None:
+        if (failure := self._failure) is not None:
             raise link_failed(f"{self.peer}: {failure[1]}")
 
     def close(self, why: LLMException | None = None) -> None:
@@ -153,7 +163,9 @@ class UcxLink:
         self._why = why or LLMException(
             f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
         )
-        self._native.close(str(self._why.args[0]))
+        native, self._native = self._native, None  # its descriptors go with its last user
+        if native is not None:
+            native.close(str(self._why.args[0]))
 
     def __enter__(self) -> UcxLink:
         return self
