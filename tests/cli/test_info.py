@@ -46,6 +46,13 @@ def simulated(variant: str = "8.5", *arguments: str, **settings: str) -> dict[st
     return found(*arguments, ASCEND_HOME_PATH=str(build(variant)), KVSIM_DEVICES="2", **settings)
 
 
+def broken_library(path: Path) -> str:
+    """A library that does what the variable BROKEN says when it is loaded."""
+    source = Path(__file__).with_name("broken_library.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source], check=True)
+    return str(path)
+
+
 def transport(it: dict[str, Any], name: str) -> dict[str, Any]:
     (one,) = [each for each in it["transports"] if each["name"] == name]
     assert isinstance(one, dict)
@@ -116,14 +123,11 @@ class TestBrokenLibraries:
         assert "has no acl" in it["accelerator"]["why_not"]
         assert "8.1 or later" in it["accelerator"]["why_not"]
 
-    def broken(self, folder: Path) -> str:
-        library = folder / "libacl_rt.so"
-        source = Path(__file__).with_name("broken_library.c")
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-        return str(library)
-
     def test_one_that_ends_the_process(self, tmp_path: Path) -> None:
-        broken = {"KVPLAN_ASCEND_LIBRARY": self.broken(tmp_path), "BROKEN": "aborts"}
+        broken = {
+            "KVPLAN_ASCEND_LIBRARY": broken_library(tmp_path / "libacl_rt.so"),
+            "BROKEN": "aborts",
+        }
         it = found(**broken)
         assert it["stopped"]["step"] == "opening the ACL library"
         assert it["stopped"]["reason"] == "ended with SIGABRT"
@@ -132,7 +136,10 @@ class TestBrokenLibraries:
         assert "NOT ALL WAS LOOKED AT: opening the ACL library: ended with SIGABRT" in text
 
     def test_one_that_never_comes_back(self, tmp_path: Path) -> None:
-        broken = {"KVPLAN_ASCEND_LIBRARY": self.broken(tmp_path), "BROKEN": "hangs"}
+        broken = {
+            "KVPLAN_ASCEND_LIBRARY": broken_library(tmp_path / "libacl_rt.so"),
+            "BROKEN": "hangs",
+        }
         it = found("--timeout", "2", **broken)
         assert it["stopped"]["reason"] == "took longer than 2 s"
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60,
         metavar="SECONDS",
-        help="that looking at the accelerator may take, default 60",
+        help="that looking at the accelerator and UCX may take, default 60",
     )
 
 

@@ -1,4 +1,4 @@
-"""Looks at the accelerator in a process of its own: a broken library may take that with it."""
+"""Looks at the accelerator and UCX in a process of its own: a broken library may take it along."""
 
 from __future__ import annotations
 
@@ -87,7 +87,13 @@ def _gather(
     process: subprocess.Popen[bytes] | None = None,
     said: bytes = b"",
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"accelerator": {}, "transports": [], "copies": [], "stopped": None}
+    found: dict[str, Any] = {
+        "accelerator": {},
+        "ucx": {},
+        "copies": [],
+        "transports": [],
+        "stopped": None,
+    }
     step = "starting Python"
     # A line that was cut off has no end.
     for line in lines.split(b"\n")[:-1]:

@@ -1,4 +1,4 @@
-"""Looks at the accelerator: `python -m kvplan.cli.info.look FD DEVICE_ID`, see `apart`.
+"""Looks at the accelerator and UCX: `python -m kvplan.cli.info.look FD DEVICE_ID`, see `apart`.
 
 Writes a line of JSON to FD for each step that begins and for all that was found, so that nothing is
 lost where a library ends the process, or never comes back.
@@ -10,9 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvnative._backend import NativeError
 from kvplan.cli.info import places, trial
@@ -22,6 +22,8 @@ from kvplan.status import LLMException
 if TYPE_CHECKING:
     from kvnative._acl import AclLibrary
     from kvplan.ascend.device import AscendDevice
+    from kvplan.transport.choice import TransportOptions
+    from kvplan.transport.ucx.transport import UcxTransport
 
 Note = Callable[..., None]
 
@@ -140,20 +142,31 @@ def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
     from kvplan.transport.choice import TRANSPORTS, TransportOptions
 
     options = TransportOptions(device=device)
-    for name, make in TRANSPORTS.items():
+    for name in TRANSPORTS:
         note(step=f"making transport {name}")
         found: dict[str, object] = {"name": name, "works": False, "reaches": [], "ways": []}
         try:
-            transport = make(options)
+            found |= {"works": True, **_of_transport(note, name, options)}
         except Exception as error:  # as above
             found["why_not"] = _reason(error)
-        else:
-            found |= {"works": True, "reaches": sorted(transport.reaches)}
-            found["ways"] = [
-                it._asdict() for it in ways_between(name, transport.reaches, device, options)
-            ]
-            transport.close()
+            if name == "ucx":
+                note(ucx={"why_not": found["why_not"]})
         note(transports=found)
+
+
+def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str, object]:
+    from kvplan.transport.choice import TRANSPORTS
+
+    make = TRANSPORTS[name]
+    if name == "ucx":
+        from kvplan.cli.info import ucx
+
+        ucx.look(note)
+        with closing(make(options)) as ours, closing(make(options)) as theirs:
+            ucx.look_at_transport(note, cast("UcxTransport", ours), cast("UcxTransport", theirs))
+    with closing(make(options)) as transport:
+        ways = ways_between(name, transport.reaches, options.device, options)
+        return {"reaches": sorted(transport.reaches), "ways": [it._asdict() for it in ways]}
 
 
 def _reason(error: Exception) -> str:

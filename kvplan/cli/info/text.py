@@ -13,7 +13,7 @@ Found = dict[str, Any]
 
 def render(found: Found) -> str:
     """All of it, ending with a line's end."""
-    parts = (_host, _accelerator, _copies, _transports, _limits, _stopped)
+    parts = (_host, _accelerator, _ucx, _copies, _transports, _limits, _stopped)
     return "\n".join(line for part in parts for line in part(found)) + "\n"
 
 
@@ -97,6 +97,38 @@ def _places(places: list[Found]) -> Iterator[str]:
         has = ", ".join(it["has"]) or "nothing there"
         path = it["path"] or "(empty)"
         yield _row("looked at", f"{path} ({it['origin']}): {has}")
+
+
+def _ucx(found: Found) -> Iterator[str]:
+    it = found["ucx"]
+    yield ""
+    if "version" not in it:
+        yield _heading("UCX: none", it.get("why_not") if "library" in it else None)
+        yield from _places(it.get("places", []))
+    else:
+        yield f"UCX {it['version']}"
+    if "library" in it:
+        yield _row("library", f"{it['library']} ({it['source']})")
+        modules = ", ".join(it["modules"]) or "none"
+        yield _row("modules", f"{modules}; TCP and shared memory are built in")
+    if settings := it.get("environment"):
+        yield _row("set", " ".join(f"{name}={value}" for name, value in settings.items()))
+    if "finds" in it:
+        yield _row("finds", ", ".join(it["finds"]) or "nothing")
+    if missing := it.get("missing_for_rdma"):
+        yield _row("no RDMA", "; ".join(missing))
+    if "mode" in it:
+        over = f" over {', '.join(it['over'])}" if "over" in it else ""
+        yield _row("mode", f"{it['mode']}{over} (kvplan.ucx_mode=auto): {it['why_mode']}")
+    if "copy" in it:
+        yield _row("tried", _tried(it["copy"]))
+    elif "version" in it and "why_not" in it:
+        yield _row("FAILED", it["why_not"])
+
+
+def _tried(it: Found) -> str:
+    told = f"between two ends of one process, {it['way'] or 'which did not come to be linked'}: "
+    return told + ("blocks came right" if it["works"] else f"FAILED: {it['why_not']}")
 
 
 def _copies(found: Found) -> Iterator[str]:

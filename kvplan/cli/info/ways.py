@@ -51,7 +51,7 @@ def ways_between(
     options: TransportOptions,
 ) -> list[Way]:
     """Over a link of that transport, which works here."""
-    row = {"hccl": _over_hccl, "local": _over_local}.get(transport, _over_any)
+    row = {"hccl": _over_hccl, "local": _over_local, "ucx": _over_ucx}.get(transport, _over_any)
     kinds = KINDS if device is not None else ("host",)
     return [
         row(local, remote, reaches, device, options)
@@ -117,6 +117,20 @@ def _over_local(
         return Way(local, remote, "direct", how)
     how = "caches that the peer's engine has allocated, by copies of ACL from pageable memory; not "
     return Way(local, remote, "direct", f"{how}what it has registered: copy that to a HOST cache")
+
+
+def _over_ucx(
+    local: Kind,
+    remote: Kind,
+    reaches: frozenset[Kind],
+    device: AscendDevice | None,
+    options: TransportOptions,
+) -> Way:
+    if {local, remote} <= reaches:
+        how = "gathered into messages over TCP, or a get or put for each descriptor over RDMA"
+        return Way(local, remote, "direct", how)
+    how = "UCX takes host memory alone: copy it to a HOST cache, or link over hccl"
+    return Way(local, remote, "refused", how)
 
 
 def _over_any(
