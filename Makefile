@@ -39,7 +39,7 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-across: .venv/dev ## all suites of transfers, faults and links over UCX, between two hosts made of network namespaces
+across: .venv/dev ## the whole suites of transfers and faults between two hosts, made of network namespaces
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0
 
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and those with threads under ThreadSanitizer

@@ -1,4 +1,4 @@
-"""The suites of transfers, faults and links, run on one host with their peers on another.
+"""The suites of transfers and faults, run on one host with their peers on another.
 
 pytest itself runs on the first host, with the engines that the tests make; the processes of their
 peers run on the second one. KVPLAN_TEST_ACROSS=all runs all of them (`make across`).
@@ -20,7 +20,7 @@ from tests.transport.owner import ROOT
 from tests.ucx_library import found
 from tools.namespaces import Namespace
 
-ALL = {"tests/datadist": 200, "tests/faults": 100, "tests/links": 50}
+ALL = {"tests/datadist": 200, "tests/faults": 100}
 SHARE = {"tests/datadist/test_transfers.py": 50}
 """Files, and how many tests pass there at least. What is quick, and moves bytes of every kind."""
 
