@@ -228,7 +228,8 @@ def row(cluster: Cluster, costs: ControlCosts, seconds: float) -> str:
     prefill, decode = run.prefill(), run.decode()
     beats = 2 * cluster.linked / cluster.beat_s
     tables = run.news_per_s() * cluster.linked
-    nbytes = beats * costs.beat_nbytes + tables * costs.table_nbytes
+    # Every second one only says which cache has gone, in about as many bytes as a Ping.
+    nbytes = beats * costs.beat_nbytes + tables * (costs.table_nbytes + costs.beat_nbytes) / 2
     waits = [" / ".join(f"{1e3 * it:.1f}" for it in load.waits_s) for load in (prefill, decode)]
     return (
         f"{cluster.linked:6} {'by key' if cluster.per_request else 'by block':>9} "

@@ -122,20 +122,21 @@ class Crowd:
 
 
 @contextmanager
-def crowd(peers: int, interval_ms: int = 60_000) -> Iterator[Crowd]:
+def crowd(peers: int, key_file: str, interval_ms: int = 60_000) -> Iterator[Crowd]:
     """Linked engines; with a long heartbeat interval unless that is what is measured."""
-    beat = {
+    options = {"kvplan.cluster_key_file": key_file} if key_file else {}
+    options |= {
         "kvplan.heartbeat_interval_ms": str(interval_ms),
         "kvplan.heartbeat_timeout_ms": str(100 * interval_ms),
     }
     with ExitStack() as opened:
-        yield Crowd(opened, peers, beat)
+        yield Crowd(opened, peers, options)
 
 
-def beating(peers: int, seconds: float) -> float:
+def beating(peers: int, key_file: str, seconds: float) -> float:
     """`beat_us`, at an interval short enough to see it."""
     interval_ms = 50
-    with crowd(peers, interval_ms) as linked:
+    with crowd(peers, key_file, interval_ms) as linked:
 
         def wait() -> int:
             time.sleep(seconds)
@@ -183,9 +184,9 @@ def claims(linked: Crowd, times: int) -> tuple[float, float]:
     return found
 
 
-def measure(peers: int, times: int) -> ControlCosts:
+def measure(peers: int, times: int, key_file: str) -> ControlCosts:
     """All of it; a few seconds."""
-    with crowd(peers) as linked:
+    with crowd(peers, key_file) as linked:
         call_us, answer_us = linked.linking
         few, hear_us = changes(linked, 0, times)
         many, _ = changes(linked, CACHES, times)
@@ -195,7 +196,7 @@ def measure(peers: int, times: int) -> ControlCosts:
         call_us=call_us,
         answer_us=answer_us,
         link_ms=link_ms,
-        beat_us=beating(peers, times / 10),
+        beat_us=beating(peers, key_file, times / 10),
         tell_us=few,
         tell_cache_us=max(0.0, many - few) / CACHES,
         hear_us=hear_us,
@@ -218,10 +219,11 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=32)
     parser.add_argument("--times", type=int, default=20, help="changes; a fifth of it in pulls")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--key-file", default="", help="a cluster key: links are encrypted")
     asked = parser.parse_args()
     rounds = []
     for _ in range(asked.rounds):
-        rounds.append(asdict(measure(asked.peers, asked.times)))
+        rounds.append(asdict(measure(asked.peers, asked.times, asked.key_file)))
         print(json.dumps({name: round(value, 2) for name, value in rounds[-1].items()}))
     middle = {name: statistics.median(it[name] for it in rounds) for name in rounds[0]}
     print(f"medians of {len(rounds)} rounds, {asked.peers} peers:")

@@ -50,6 +50,7 @@ FITTED: Final = tuple(product((2, 16, 64), (1, 6, 16, 64, 256)))
 HELD_OUT: Final = tuple(product((4, 32), (2, 12, 40, 128)))
 """Tensors, and blocks of each."""
 WITHIN: Final = 0.30
+PATIENCE_MS: Final = 120_000
 
 OPTIONS: Final[dict[str, dict[str, str]]] = {
     "local": {},
@@ -122,7 +123,7 @@ class Sweep:
         own, shape = self._own, SHAPES[number]
         cache = own.allocate_blocks_cache(shape.desc)
         blocks = np.arange(shape.blocks)
-        own.pull_blocks(self._peer.key(number), cache, blocks, blocks, timeout_ms=120_000)
+        own.pull_blocks(self._peer.key(number), cache, blocks, blocks, timeout_ms=PATIENCE_MS)
         check_blocks(own.arrays(cache), PEER, blocks, blocks)
         return cache
 
@@ -139,9 +140,9 @@ class Sweep:
             some = blocks()
             began = time.perf_counter()
             if is_push:
-                own.push_blocks(cache, key, some, some, part)
+                own.push_blocks(cache, key, some, some, part, timeout_ms=PATIENCE_MS)
             else:
-                own.pull_blocks(key, cache, some, some, part)
+                own.pull_blocks(key, cache, some, some, part, timeout_ms=PATIENCE_MS)
             return time.perf_counter() - began
 
         some = blocks()
@@ -168,7 +169,7 @@ class Sweep:
             for tensor in tensors:
                 tensor[:] = 0
             key = self._peer.key(number)
-            self._own.pull_blocks(key, cache, blocks, blocks, timeout_ms=120_000)
+            self._own.pull_blocks(key, cache, blocks, blocks, timeout_ms=PATIENCE_MS)
             check_blocks(tensors, PEER, blocks, blocks)
 
 

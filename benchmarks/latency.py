@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks import libraries
-from benchmarks.network import TRANSPORT, places
+from benchmarks.network import places
 from benchmarks.pairs import Pair, Place
 from benchmarks.table import Row, Run, Topic, Unmeasured
 from kvplan.status import LLMException
@@ -67,7 +67,7 @@ def small_pull(
     figures = []
     with places() as both:
         for place in both:
-            with Pair(libraries.kvplan(place, TRANSPORT, work="small"), place) as pair:
+            with Pair(libraries.kvplan_over_tcp(place, "small"), place) as pair:
                 ours, theirs = run.medians(
                     partial(pair.seconds, level, TIMES), partial(ucx_seconds, place), rounds=ROUNDS
                 )

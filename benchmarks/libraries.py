@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.compiled import compiled
-from benchmarks.pairs import Library, Place
+from benchmarks.pairs import LOOPBACK, Library, Place
 from benchmarks.table import Unmeasured
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "build/peers"
 """The environment that `make bench-peers` makes."""
+
+Memory = Literal["arena", "registered"]
+Work = Literal["paged", "small"]
 
 SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "256K"}
 OVER_TCP = {
@@ -45,19 +48,29 @@ def bare(place: Place) -> Library:
     return Library("bare sockets", "", [program, "serve", place.serving, "0"], follow)
 
 
-def kvplan(
-    place: Place,
-    transport: str,
-    *,
-    memory: Literal["arena", "registered"] = "arena",
-    work: Literal["paged", "small"] = "paged",
+def kvplan_over_tcp(place: Place, work: Work = "paged") -> Library:
+    """Ours, over TCP and the place's interface alone."""
+    options = {
+        "kvplan.transport": "ucx",
+        "kvplan.ucx_mode": "gathered",
+        "kvplan.ucx_devices": place.interface,
+    }
+    return _kvplan(place, "gathered", options, "arena", work)
+
+
+def kvplan_on_one_host(memory: Memory) -> Library:
+    """Ours, between processes that see each other's memory."""
+    return _kvplan(LOOPBACK, f"local, {memory}", {"kvplan.transport": "local"}, memory, "paged")
+
+
+def _kvplan(
+    place: Place, settings: str, options: dict[str, str], memory: Memory, work: Work
 ) -> Library:
-    """Ours, by `transport`."""
-    command = [sys.executable, "-m", "benchmarks.movers.engine"]
-    command += ["--transport", transport, "--memory", memory, "--work", work]
+    command = [sys.executable, "-m", "benchmarks.movers.engine", "--memory", memory]
+    command += ["--work", work, *(f"--option={key}={value}" for key, value in options.items())]
     return Library(
         "kvplan",
-        f"{transport}, {memory}",
+        settings,
         [*command, "--address", place.serving],
         lambda line: [*command, "--address", place.moving, line],
     )
@@ -67,9 +80,11 @@ def nixl_over_tcp(place: Place) -> list[Library]:
     """NIXL's choices over TCP."""
     only = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": place.interface}
     return [
-        _nixl(f"{_threads(thread)}, {words}", {**only, **more}, thread=thread)
-        for words, more in OVER_TCP.items()
-        for thread in (False, True)
+        _nixl(_threads(True), only, thread=True),
+        *(
+            _nixl(f"{_threads(False)}, {words}", {**only, **more}, thread=False)
+            for words, more in OVER_TCP.items()
+        ),
     ]
 
 

@@ -11,8 +11,7 @@ from benchmarks.pairs import LOOPBACK, Place, veth
 from benchmarks.table import Row, Run, Topic
 
 TOPIC = Topic()
-TRANSPORT = "ucx"
-ROUNDS, PEER_ROUNDS = 11, 7
+ROUNDS, PEER_ROUNDS = 11, 5
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
     compared = Comparison()
     with places() as both:
         for place in both:
-            ends = libraries.kvplan(place, TRANSPORT), libraries.bare(place)
+            ends = libraries.kvplan_over_tcp(place), libraries.bare(place)
             compared.add(run, place, direction, *ends, rounds=ROUNDS)
     return compared.row(name, 0.90, "one connection, writev and readv")
 
@@ -50,7 +49,7 @@ def tcp_over_peers(run: Run, name: str) -> Row:
     compared = Comparison()
     with places() as both:
         for place in both:
-            ours = libraries.kvplan(place, TRANSPORT)
+            ours = libraries.kvplan_over_tcp(place)
             for peers in libraries.nixl_over_tcp(place), libraries.mooncake_over_tcp(place):
                 for direction, peer in fastest(peers, place).items():
                     compared.add(run, place, direction, ours, peer, rounds=PEER_ROUNDS)

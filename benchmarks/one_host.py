@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
 
 from benchmarks import libraries
 from benchmarks.comparing import DIRECTIONS, Comparison, fastest
-from benchmarks.network import TRANSPORT
 from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic
 
@@ -17,10 +15,10 @@ ROUNDS = 11
 IDLE_S = 5
 
 
-def over_nixl(run: Run, name: str, memory: Literal["arena", "registered"], target: float) -> Row:
+def over_nixl(run: Run, name: str, memory: libraries.Memory, target: float) -> Row:
     """The worst of both directions and three sizes."""
     compared = Comparison()
-    ours = libraries.kvplan(LOOPBACK, "local", memory=memory)
+    ours = libraries.kvplan_on_one_host(memory)
     peers = libraries.nixl_on_one_host()
     best = run.share("NIXL on one host", lambda: fastest(peers, LOOPBACK))
     for direction in DIRECTIONS:
@@ -49,7 +47,7 @@ def processor_seconds(pid: int) -> float:
 @TOPIC.row("idle_cpu_percent")
 def idle(run: Run, name: str) -> Row:
     """Two linked engines that have nothing to do; the busier one counts."""
-    with Pair(libraries.kvplan(LOOPBACK, TRANSPORT, work="small"), LOOPBACK) as pair:
+    with Pair(libraries.kvplan_over_tcp(LOOPBACK, "small"), LOOPBACK) as pair:
         pair.seconds("facade", 100)
         before = [processor_seconds(pid) for pid in pair.pids]
         time.sleep(IDLE_S)  # being idle is what is measured

@@ -15,6 +15,11 @@ if CLUSTER_KEY:
 KEYS = {f"kvplan.{name}": value for name, value in FIELDS.items()}
 
 
+def engine_of(machine: str) -> type[LlmDataDist]:
+    """The class to make engines of, on the machine of that name."""
+    return OverUcx if machine == "ucx" else LlmDataDist
+
+
 class OverUcx(LlmDataDist):
     """Its options are the test's, and the transport."""
 

@@ -26,21 +26,31 @@ from benchmarks.movers.paged import (
     timed,
 )
 from kvnative._executor import Executor, ThreadPool, host_backend
-from kvplan import BlocksCacheKey, Cache, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LlmRole,
+)
 from kvplan.execution.binding import bind
 
 SERVING, MOVING = 1, 2
 PAGED = CacheDesc(TENSORS, (POOL_BLOCKS, BLOCK), DataType.DT_UINT8)
-SMALL = CacheDesc(1, (2, 4096), DataType.DT_UINT8)
-PAGED_KEY, SMALL_KEY = BlocksCacheKey(SERVING), BlocksCacheKey(SERVING, model_id=1)
+SMALL = CacheDesc(1, (1, 4096), DataType.DT_UINT8)
+PAGED_KEY, SMALL_KEY = BlocksCacheKey(SERVING), CacheKeyByIdAndIndex(SERVING, 1)
 LONG_MS = 60_000
 
 
 @contextmanager
-def engine(cluster_id: int, transport: str, address: str) -> Iterator[LlmDataDist]:
-    """An engine that listens at `address`, and reaches peers by `transport`."""
+def engine(cluster_id: int, address: str, options: list[str]) -> Iterator[LlmDataDist]:
+    """An engine that listens at `address`; options are written as KEY=VALUE."""
     with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
-        datadist.initialize({"llm.ListenIpInfo": f"{address}:0", "kvplan.transport": transport})
+        given = dict(option.split("=", 1) for option in options)
+        datadist.initialize({"llm.ListenIpInfo": f"{address}:0", **given})
         yield datadist
 
 
@@ -75,18 +85,18 @@ class EngineMover:
 
 
 class SmallPulls:
-    """Pulls of one block of 4 KiB."""
+    """Pulls of a slot of 4 KiB, by the cache's id."""
 
     def __init__(self, datadist: LlmDataDist) -> None:
-        cache = datadist.allocate_blocks_cache(SMALL)
-        self._facade = partial(datadist.pull_blocks, SMALL_KEY, cache, [1], [0])
+        cache = datadist.allocate_cache(SMALL)
+        self._facade = partial(datadist.pull_cache, SMALL_KEY, cache)
         self._facade()
         if datadist.arrays(cache)[0][0].tolist() != [7] * 4096:
-            raise AssertionError("the block came back changed")
+            raise AssertionError("the slot came back changed")
         link = datadist._running().links.get(SERVING)
         theirs = link.memory(link.cache(SMALL_KEY), writable=False)
         ours = datadist.memory(cache)
-        plan = datadist.plan_pull_blocks(SMALL_KEY, cache, [1], [0])
+        plan = datadist.plan_pull_cache(SMALL_KEY, cache)
         pool = ThreadPool()
         executor = Executor(theirs.backend(pool, "get", ours) or host_backend(pool))
         descriptors = bind(plan, theirs, ours, one_space=theirs.in_process)
@@ -104,7 +114,7 @@ class SmallPulls:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--transport", default="auto")
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="of the engine")
     add("--memory", choices=("arena", "registered"), default="arena")
     add("--work", choices=("paged", "small"), default="paged")
     add("--address", default="127.0.0.1", help="of this end")
@@ -115,11 +125,11 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     asked = arguments()
     say = answers()
-    with engine(MOVING if asked.peer else SERVING, asked.transport, asked.address) as datadist:
+    with engine(MOVING if asked.peer else SERVING, asked.address, asked.option) as datadist:
         small = asked.work == "small"
         if asked.peer is None:
             if small:
-                cache = datadist.allocate_blocks_cache(SMALL, SMALL_KEY)
+                cache = datadist.allocate_cache(SMALL)
                 datadist.arrays(cache)[0][:] = 7
             else:
                 paged_cache(datadist, asked.memory, PAGED_KEY)

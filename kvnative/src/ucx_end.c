@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ucx_address.h"
 #include "ucx_inside.h"
 #include "ucx_log.h"
 
@@ -106,24 +107,29 @@ static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
         .thread_mode = KVN_UCS_THREAD_MODE_SERIALIZED,
         .flags = KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK,
     };
+    kvn_ucp_address *address;
+    size_t nbytes;
     kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, &end->worker);
 
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_create", status, failure);
-    status = end->calls->ucp_worker_get_address(end->worker, &end->address, &end->address_nbytes);
-    if (status != KVN_UCS_OK)
-        return kvn_ucx_fail(end->library, "ucp_worker_get_address", status, failure);
     status = end->calls->ucp_worker_get_efd(end->worker, &end->worker_fd);
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_get_efd", status, failure);
     list_transports(end);
+    status = end->calls->ucp_worker_get_address(end->worker, &address, &nbytes);
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(end->library, "ucp_worker_get_address", status, failure);
+    end->address_nbytes = kvn_ucx_address_wrap(end, address, nbytes, &end->address);
+    end->calls->ucp_worker_release_address(end->worker, address);
+    if (!end->address)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the address of an end");
     return KVN_OK;
 }
 
 static void dismantle(kvn_ucx_end *end)
 {
-    if (end->address)
-        end->calls->ucp_worker_release_address(end->worker, end->address);
+    free(end->address);
     if (end->worker)
         end->calls->ucp_worker_destroy(end->worker);
     for (kvn_ucx_part *it = end->parts, *next; it; it = next) {

@@ -61,7 +61,7 @@ const kvn_ucx *kvn_ucx_end_calls(const kvn_ucx_end *end);
 kvn_ucx_mode kvn_ucx_end_mode(const kvn_ucx_end *end);
 kvn_ucp_context_h kvn_ucx_end_context(const kvn_ucx_end *end); /* ucp_mem_map: any thread may */
 kvn_ucp_worker_h kvn_ucx_end_worker(const kvn_ucx_end *end);   /* under the turn alone */
-/* The worker's address: valid as long as the end is. */
+/* What a peer needs to make a link (ucx_address.h): valid as long as the end is. */
 const void *kvn_ucx_end_address(const kvn_ucx_end *end, size_t *nbytes);
 /* "tcp/eth0 tcp/lo": what the worker may use. */
 void kvn_ucx_end_transports(const kvn_ucx_end *end, char *out, size_t room);

@@ -4,19 +4,6 @@
 
 #include "ucx_inside.h"
 
-/* UCX reads an address without being told its length: what a wrong one makes it read is ours, too. */
-#define ADDRESS_PADDING 4096
-
-int kvn_ucx_note_peer(kvn_ucx_link *link, const void *address, size_t nbytes)
-{
-    char *copy = calloc(1, nbytes + ADDRESS_PADDING);
-    if (!copy)
-        return KVN_NO_MEMORY;
-    memcpy(copy, address, nbytes);
-    link->peer = copy;
-    return KVN_OK;
-}
-
 static void on_error(void *argument, kvn_ucp_ep_h ep, kvn_ucs_status status)
 {
     kvn_ucx_link *link = argument;

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ucx_address.h"
 #include "ucx_inside.h"
 
 #define REPEAT_NS 20000000
@@ -68,9 +69,9 @@ static void on_hello(void *context, kvn_ucx_link *link, const void *header, size
     kvn_failure failure;
 
     (void)context, (void)header, (void)header_nbytes;
-    if (!link->peer && (!nbytes || kvn_ucx_note_peer(link, data, nbytes) != KVN_OK))
-        return;
-    if (!link->ep && kvn_ucx_make_endpoint(link, &failure) != KVN_OK) {
+    if ((!link->peer &&
+         kvn_ucx_address_unwrap(link->end, data, nbytes, &link->peer, &failure) != KVN_OK) ||
+        (!link->ep && kvn_ucx_make_endpoint(link, &failure) != KVN_OK)) {
         kvn_ucx_link_fail(link, failure.status, failure.code, failure.message);
         return;
     }

@@ -33,7 +33,7 @@ struct kvn_ucx_end {
     atomic_uint holders;
     kvn_ucp_context_h context;
     kvn_ucp_worker_h worker;
-    kvn_ucp_address *address;
+    void *address; /* as peers get it: ucx_address.h */
     size_t address_nbytes;
     char transports[512];
 
@@ -109,7 +109,7 @@ struct kvn_ucx_link {
     kvn_failure why;
     char way[128];
     /* under the turn */
-    void *peer; /* the address of its worker, a copy; NULL: not known yet */
+    void *peer; /* the address of its worker; NULL: not known yet */
     kvn_ucp_ep_h ep;
     bool is_unwatched; /* UCX does not tell when the peer dies: an operation that fails does */
     unsigned num_sending;
@@ -121,7 +121,6 @@ struct kvn_ucx_link {
 };
 
 /* Under the turn. */
-int kvn_ucx_note_peer(kvn_ucx_link *link, const void *address, size_t nbytes);
 int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure);
 void kvn_ucx_close_endpoint(kvn_ucx_link *link); /* not within a callback of UCX */
 /* False: nothing in it reads and writes memory itself, which the mode needs. */

@@ -6,9 +6,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "ucx_address.h"
 #include "ucx_inside.h"
-
-#define MAX_ADDRESS_NBYTES (64u << 10)
 
 static void dispose(kvn_ucx_link *link)
 {
@@ -54,9 +53,6 @@ int kvn_ucx_link_create(kvn_ucx_end *end, const uint8_t token[KVN_UCX_TOKEN_NBYT
                         const void *address, size_t address_nbytes, kvn_ucx_link **out,
                         kvn_failure *failure)
 {
-    if (address_nbytes > MAX_ADDRESS_NBYTES)
-        return kvn_fail(failure, KVN_INVALID, 0, "the peer's address has %zu bytes; at most %u",
-                        address_nbytes, MAX_ADDRESS_NBYTES);
     kvn_ucx_link *link = calloc(1, sizeof *link);
     if (!link)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a link");
@@ -69,8 +65,8 @@ int kvn_ucx_link_create(kvn_ucx_end *end, const uint8_t token[KVN_UCX_TOKEN_NBYT
     link->death_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (link->death_fd < 0)
         kvn_fail(failure, KVN_FAILED, errno, "no eventfd for a link: %s", strerror(errno));
-    else if (address_nbytes && kvn_ucx_note_peer(link, address, address_nbytes) != KVN_OK)
-        kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the peer's address");
+    else if (address_nbytes)
+        kvn_ucx_address_unwrap(end, address, address_nbytes, &link->peer, failure);
     if (failure->status == KVN_OK) {
         listing it = {.errand = {.run = list_link}, .link = link, .failure = failure};
         kvn_ucx_do_and_wait(end, &it.errand);

@@ -21,9 +21,9 @@ struct kvn_ucx_open {
     bool is_listed;
 };
 
-/* Makes a link and puts its token into the table. `address` is that of the peer's worker; NULL, 0: not
- * known, HELLO will bring it. KVN_INVALID: the token is in use, or the address is no address of UCX.
- * Whoever makes it holds it. */
+/* Makes a link and puts its token into the table. `address` is that of the peer's end; NULL, 0: not known,
+ * HELLO will bring it. KVN_INVALID: the token is in use, or the address is none; KVN_UNSUPPORTED: that end
+ * and this one do not go together. Whoever makes it holds it. */
 int kvn_ucx_link_create(kvn_ucx_end *end, const uint8_t token[KVN_UCX_TOKEN_NBYTES],
                         const void *address, size_t address_nbytes, kvn_ucx_link **out,
                         kvn_failure *failure);

@@ -100,7 +100,8 @@ int kvn_ucx_move_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
 
     *out = NULL;
     if (kvn_ucx_link_has_failed(self->link, &why))
-        return kvn_report_refuse(report, batch->count, why.status, why.code, "%s", why.message);
+        return kvn_report_refuse(report, batch->count, KVN_PEER_GONE, why.code, "%s",
+                                 why.message);
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
                                  "the descriptors have 2**64 bytes or more together");

@@ -49,7 +49,7 @@ static bool is_stopping(const kvn_request *request)
     return request->why != KVN_OK || request->failure.status != KVN_OK;
 }
 
-void kvn_ucx_request_fail(kvn_request *request, uint64_t descriptor, const kvn_failure *failure)
+void kvn_ucx_move_fail(kvn_request *request, uint64_t descriptor, const kvn_failure *failure)
 {
     if (request->failure.status != KVN_OK)
         return;
@@ -106,7 +106,7 @@ static void compare_words(kvn_request *request)
                  range->address, range->address + range->nbytes,
                  request->phase == KVN_UCX_LOOKING_BEFORE ? "before" : "meanwhile", range->slot,
                  use->word, range->generation);
-        kvn_ucx_request_fail(request, use->first, &failure);
+        kvn_ucx_move_fail(request, use->first, &failure);
         return;
     }
 }
@@ -186,8 +186,10 @@ static unsigned serve(kvn_ucx_part *part)
 static void on_failed(kvn_ucx_open *open, const kvn_failure *why)
 {
     kvn_request *request = (kvn_request *)((char *)open - offsetof(kvn_request, open));
+    kvn_failure failure = *why;
 
-    kvn_ucx_request_fail(request, KVN_NO_DESCRIPTOR, why);
+    failure.status = KVN_PEER_GONE; /* whatever ended the link */
+    kvn_ucx_move_fail(request, KVN_NO_DESCRIPTOR, &failure);
     if (request->in_flight == 0)
         finish(request);
 }
@@ -196,7 +198,8 @@ void kvn_ucx_mover_begin(kvn_ucx_mover *self, kvn_request *request)
 {
     request->open.on_failed = on_failed;
     append(self, request);
-    kvn_ucx_link_add(request->self->link, &request->open, &request->failure);
+    if (kvn_ucx_link_add(request->self->link, &request->open, &request->failure) != KVN_OK)
+        request->failure.status = KVN_PEER_GONE;
     step(request);
 }
 

@@ -105,7 +105,7 @@ void kvn_ucx_post_look(kvn_request *request, kvn_ucp_ep_h ep);
 void kvn_ucx_post_flush(kvn_request *request, kvn_ucp_ep_h ep);
 
 /* The first failure counts. */
-void kvn_ucx_request_fail(kvn_request *request, uint64_t descriptor, const kvn_failure *failure);
+void kvn_ucx_move_fail(kvn_request *request, uint64_t descriptor, const kvn_failure *failure);
 /* Which of the backend's ranges holds a remote piece; KVN_NO_INTERVAL: none. */
 static inline size_t kvn_ucx_range_of(const kvn_ucx_one_sided *self, uint64_t address,
                                       uint64_t nbytes, size_t *hint)

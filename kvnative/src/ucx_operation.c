@@ -29,7 +29,7 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
     if (request->failure.status != KVN_OK)
         return;
     if (kvn_ucx_link_has_failed(self->link, &failure)) {
-        /* The operation ended for that. */
+        failure.status = KVN_PEER_GONE; /* the operation ended for that */
     } else if (is_refusal(status)) {
         kvn_fail(&failure, status == KVN_UCS_ERR_NO_MEMORY ? KVN_NO_MEMORY : KVN_UNSUPPORTED,
                  status, "UCX refuses %s: %s", call, text);
@@ -39,7 +39,7 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
                  text);
         kvn_ucx_link_fail(self->link, failure.status, failure.code, failure.message);
     }
-    kvn_ucx_request_fail(request, descriptor, &failure);
+    kvn_ucx_move_fail(request, descriptor, &failure);
 }
 
 static void complete(kvn_ucx_operation *operation, kvn_ucs_status status)

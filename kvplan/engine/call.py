@@ -28,10 +28,13 @@ class Call:
 
     Args:
         moves: False for a call that only plans: it holds nothing, and is not counted.
+        may_guess: whether the caller can try again what `guessed`.
 
     Attributes:
         plan: what is executed; set when it is known.
         link: to the peer that takes part; None inside one process.
+        guessed: whether a key is taken to be the cache's that had it, as far as is known here: then
+            the transfer says if that was freed, and before it moves a byte of another.
     """
 
     __slots__ = (
@@ -39,17 +42,23 @@ class Call:
         "_cache_id",
         "_claim",
         "_engine",
+        "_may_guess",
         "_moves",
         "_operation",
         "_started",
+        "guessed",
         "link",
         "plan",
     )
 
-    def __init__(self, engine: Engine, operation: str, *, moves: bool) -> None:
+    def __init__(
+        self, engine: Engine, operation: str, *, moves: bool, may_guess: bool = False
+    ) -> None:
         self._engine = engine
         self._operation = operation
         self._moves = moves
+        self._may_guess = may_guess
+        self.guessed = False
         self._cache_id = -1
         self.link: PeerLink | None = None
         self._claim: PeerClaim | None = None
@@ -111,7 +120,8 @@ class Call:
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
         elif isinstance(key, BlocksCacheKey):
-            found = link.cache(key, writable=writable)
+            found = link.cache(key, writable=writable, guess=self._may_guess)
+            self.guessed = self._may_guess
         else:
             _check_names_one(argument, key)
             if self._moves:
@@ -142,6 +152,10 @@ class Call:
         """
         link = self._link_of(argument, given)
         return link.tensors(given.addresses, given.stride or stride, paged=paged)
+
+    def guess_no_more(self) -> None:
+        """Have the peer asked for what was guessed."""
+        self._may_guess = self.guessed = False
 
     def show(self, hooks: Mapping[object, PlanHook]) -> None:
         """Let the hooks see the plan that is about to be executed."""
@@ -185,7 +199,7 @@ class Call:
         if key.cluster_id == engine.cluster_id:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
         link = engine.links.get(key.cluster_id)
-        if self._moves:
+        if self._moves and self.link is None:
             self.link = link  # first: what ends has not begun, at worst
             link.begin(self)
         return link

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.call import Call
 from kvplan.engine.log import log_operation, status_of
+from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
@@ -56,12 +57,26 @@ class Running(ABC):
         **kwargs: P.kwargs,
     ) -> None:
         engine = self._running()
-        call = Call(engine, operation.__name__, moves=True)
+        call = Call(engine, operation.__name__, moves=True, may_guess=True)
+        started = perf_counter()
         try:
             plan, src, dst = self._prepare(call, operation, *args, **kwargs)
             if timeout_ms is None and call.link is not None:
                 timeout_ms = engine.wait_ms
-            engine.transfers.execute(plan, src, dst, timeout_ms)
+            try:
+                engine.transfers.execute(plan, src, dst, timeout_ms)
+            except LLMException as error:
+                if (
+                    not call.guessed
+                    or error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+                ):
+                    raise
+                # The key may be another cache's by now.
+                call.guess_no_more()
+                plan, src, dst = self._prepare(call, operation, *args, **kwargs)
+                if timeout_ms is not None:
+                    timeout_ms = max(0.0, timeout_ms - (perf_counter() - started) * 1000)
+                engine.transfers.execute(plan, src, dst, timeout_ms)
         except BaseException as error:
             call.end(error)
             raise

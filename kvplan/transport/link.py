@@ -44,6 +44,7 @@ class Link:
     renewable = None
     way = "mapped arenas, process_vm"
     finds_freed: Literal["check"] = "check"
+    closed_by_peer = False
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         self._pid = os.getpid()

@@ -177,6 +177,8 @@ class TransportLink(Protocol):
         finds_freed: when it shows that the peer has deregistered memory. "check": in `check` of
             that memory; "before": in a transfer, before it moves a byte; "after": in a transfer,
             when its bytes have moved, so that who would write asks the peer first.
+        closed_by_peer: whether it is of no use any more because the peer, which lives, has let go
+            of it; why, its user is told by that peer's.
     """
 
     @property
@@ -216,6 +218,10 @@ class TransportLink(Protocol):
             TypeError: not whole numbers.
         """
 
+    @property
+    def closed_by_peer(self) -> bool:
+        """See above."""
+
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.
 
@@ -225,7 +231,7 @@ class TransportLink(Protocol):
 
     @property
     def death_fd(self) -> int | None:
-        """A descriptor that polls readable once the peer has died; None where there is none.
+        """Polls readable once the peer has died or `closed_by_peer`; None: nothing tells it.
 
         It is the link's: stop polling it before `close`.
         """

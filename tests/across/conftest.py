@@ -14,6 +14,7 @@ from tests.ucx_library import found
 from tools.namespaces import Namespace, NamespacesError, namespaces
 
 MakeEngine = Callable[..., Engine]
+Idle = dict[tuple[int, int], list[Engine]]
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +47,12 @@ def hosts(cable: list[Namespace]) -> Iterator[list[Namespace]]:
 
 
 @pytest.fixture(scope="session")
-def idle() -> Iterator[dict[int, list[Engine]]]:
-    """Processes without an engine, by host: to start one takes longer than most tests."""
-    engines: dict[int, list[Engine]] = {}
+def idle() -> Iterator[Idle]:
+    """Processes without an engine, by host: to start one takes longer than most tests.
+
+    And by the host's interface: UCX knows those only that were there when it was loaded.
+    """
+    engines: Idle = {}
     yield engines
     for it in (it for them in engines.values() for it in them):
         it.close()
@@ -63,12 +67,12 @@ def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def make_engine(idle: dict[int, list[Engine]], cluster_key: str) -> Iterator[MakeEngine]:
+def make_engine(idle: Idle, cluster_key: str) -> Iterator[MakeEngine]:
     """Makes engines: on a host, of a cluster, with options; `before`: words of its command."""
     with ExitStack() as held:
 
         def make(host: Namespace, cluster_id: int, *before: str, **options: object) -> Engine:
-            ready = idle.setdefault(host.pid, [])
+            ready = idle.setdefault((host.pid, network.index(host)), [])
             if ready and not before:
                 engine = ready.pop()
             else:

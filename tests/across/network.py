@@ -15,8 +15,17 @@ LOSE = "4,32 0 0 4294963256,53 0 1 {limit},6 0 0 0,6 0 0 2"
 
 def received(host: Namespace) -> int:
     """Bytes that its interface has got so far."""
-    file = f"/sys/class/net/{host.interface}/statistics/rx_bytes"
-    return int(host.run("cat", file, capture_output=True, text=True).stdout)
+    return _number(host, "statistics/rx_bytes")
+
+
+def index(host: Namespace) -> int:
+    """Of its interface: another one, if it was made anew."""
+    return _number(host, "ifindex")
+
+
+def _number(host: Namespace, file: str) -> int:
+    argv = ("cat", f"/sys/class/net/{host.interface}/{file}")
+    return int(host.run(*argv, capture_output=True, text=True).stdout)
 
 
 def wait_for_bytes(host: Namespace, nbytes: int) -> None:

@@ -11,43 +11,59 @@ import pytest
 from kvplan import LlmDataDist, LLMException, LlmRole, Options, Transfers
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.peer import Peer
+from tests.over_ucx import engine_of
+from tests.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[..., Peer]
 Attempt = Callable[[Callable[[], object]], "Future[LLMException | None]"]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc, "machine", ["host"])
+
+
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
+def machine(request: pytest.FixtureRequest) -> str:
+    """What engines are linked over: see tests/places.py."""
+    if request.param == "ucx":
+        request.getfixturevalue("ucx")
+    return str(request.param)
+
+
+@pytest.fixture
+def make_engine(machine: str) -> Iterator[MakeEngine]:
     """Makes initialized engines in this process, and finalizes them."""
     with ExitStack() as held:
 
         def make(
             cluster_id: int, *, transfers: Transfers | None = None, **options: Any
         ) -> LlmDataDist:
-            engine = held.enter_context(LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers))
-            engine.initialize(Options(**{"listen_ip_info": "127.0.0.1:0", **options}))
+            kind = engine_of(machine)
+            engine = held.enter_context(kind(cluster_id, LlmRole.MIX, transfers=transfers))
+            engine.initialize(Options(**{"listen_ip_info": LISTEN, **options}))
             return engine
 
         yield make
 
 
 @pytest.fixture(scope="session")
-def idle() -> Iterator[list[Peer]]:
-    """Processes without an engine: to start one takes longer than most tests."""
-    peers: list[Peer] = []
+def idle() -> Iterator[dict[str, list[Peer]]]:
+    """Processes without an engine, by machine: to start one takes longer than most tests."""
+    peers: dict[str, list[Peer]] = {"host": [], "ucx": []}
     yield peers
-    for peer in peers:
+    for peer in (it for them in peers.values() for it in them):
         peer.close()
 
 
 @pytest.fixture
-def make_peer(idle: list[Peer]) -> Iterator[MakePeer]:
+def make_peer(machine: str, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
     """Makes engines in processes of their own."""
     made: list[Peer] = []
 
     def make(cluster_id: int, **options: Any) -> Peer:
-        peer = idle.pop() if idle else Peer()
+        ready = idle[machine]
+        peer = ready.pop() if ready else Peer(machine)
         made.append(peer)
         peer.start(cluster_id, **options)
         return peer
@@ -59,7 +75,7 @@ def make_peer(idle: list[Peer]) -> Iterator[MakePeer]:
         else:
             peer.resume()
             peer.run("datadist.finalize(); del datadist")
-            idle.append(peer)
+            idle[machine].append(peer)
 
 
 @pytest.fixture

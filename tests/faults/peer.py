@@ -12,6 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 from kvplan import ClusterInfo
+from tests.places import PEER_COMMAND, PEER_LISTEN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("peer_process.py")
@@ -20,9 +21,9 @@ SCRIPT = Path(__file__).with_name("peer_process.py")
 class Peer:
     """A process; after `start` it has an engine `datadist`, listening at `address`."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: str = "host") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT)],
+            [*PEER_COMMAND, sys.executable, "-W", "error", str(SCRIPT), machine],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -32,7 +33,7 @@ class Peer:
         self.address = ""
         self.dead = False
 
-    def start(self, cluster_id: int, *, listen: str = "127.0.0.1:0", **options: Any) -> None:
+    def start(self, cluster_id: int, *, listen: str = PEER_LISTEN, **options: Any) -> None:
         self.cluster_id = cluster_id
         self.address = self.run(
             """

@@ -1,10 +1,13 @@
 """An engine in a process of its own, told what to do line by line: see `serve`."""
 
+import sys
+
 import numpy as np
 
 import kvplan
 from kvnative import _executor
 from tests.faults import contents, footprint, states
+from tests.over_ucx import engine_of
 from tests.transport.owner_process import serve
 
 ROOMS = (kvplan, _executor)
@@ -20,4 +23,5 @@ HELPERS = {
 
 
 if __name__ == "__main__":
-    serve({name: getattr(room, name) for room in ROOMS for name in room.__all__} | HELPERS)
+    engine = {"LlmDataDist": engine_of(sys.argv[1])}
+    serve({name: getattr(room, name) for room in ROOMS for name in room.__all__} | HELPERS | engine)

@@ -5,6 +5,7 @@ Arguments: the file, the mode. Otherwise as tests/transport/owner_process.py.
 
 import mmap
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from kvplan.transport.ucx.library import find
 from tests.transport.owner_process import serve
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "r+b") as file:
+    with Path(sys.argv[1]).open("r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
     end = UcxEnd(UcxLibrary.load(find().path), mode=sys.argv[2], settings={"UCX_NET_DEVICES": "lo"})
     serve({"end": end, "memory": memory, "base": memory.ctypes.data, "links": [], "np": np})

@@ -171,7 +171,8 @@ class TestMemoryUnderWay:
         if after["stalled"] > before["stalled"]:
             assert with_link.failure == (
                 KVN_PEER_GONE,
-                "the peer did not take what it had asked for while its memory was deregistered here",
+                "the peer did not take what it had asked for while its memory was"
+                " deregistered here",
             )
         peer.resume()
         peer.answer()

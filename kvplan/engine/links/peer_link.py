@@ -80,12 +80,18 @@ class PeerLink(LinkLife):
         return f"cluster {self.cluster_id}"
 
     def cache(
-        self, index: CacheKeyByIdAndIndex | BlocksCacheKey, *, writable: bool = False
+        self,
+        index: CacheKeyByIdAndIndex | BlocksCacheKey,
+        *,
+        writable: bool = False,
+        guess: bool = False,
     ) -> PeerCache:
         """The peer's cache that `index` names; one that is not known yet is asked for.
 
         Args:
             writable: whether it is to be written: then it must be the peer's still.
+            guess: whether a key may be taken for the cache's that had it when last heard, where the
+                transfer finds that freed before it moves a byte.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
@@ -93,7 +99,9 @@ class PeerLink(LinkLife):
         """
         found = self._known(index)
         is_key = isinstance(index, BlocksCacheKey)
-        if found is None or ((is_key or writable) and self._may_be_freed(found, sure=not is_key)):
+        if found is None or (
+            (is_key or writable) and self._may_be_freed(found, sure=not is_key, guess=guess)
+        ):
             self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
             found = self._known(index)
         if found is not None:
@@ -107,20 +115,21 @@ class PeerLink(LinkLife):
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
-    def _may_be_freed(self, cache: PeerCache, *, sure: bool = False) -> bool:
+    def _may_be_freed(self, cache: PeerCache, *, sure: bool = False, guess: bool = False) -> bool:
         """Whether the peer may have freed it, which news has not told yet: its key is another's.
 
         Args:
             sure: that it is this cache that is meant, freed or not: enough if the transfer finds
                 that out before it moves a byte.
+            guess: that whoever asks can bear to find it out so, and asks again.
         """
         link = self.transport_link
         if link is None or link.finds_freed == "after":
             return True
         if sure:
             return False
-        if link.finds_freed == "before":  # no transfer is tried to find out
-            return True
+        if link.finds_freed == "before":
+            return not guess
         try:
             self.memory(cache, writable=False).check()
         except LLMException as error:

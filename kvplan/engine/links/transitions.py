@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _MAX_ERRORS = 1024
+_LAST_WORDS_S = 1.0  # for a peer that has closed the way to its memory to say why
 
 
 class Transitions:
@@ -213,12 +215,27 @@ class Transitions:
             asyncio.get_running_loop().add_reader(fd, self._died, link)
 
     def _died(self, link: PeerLink) -> None:
-        self.broken(link, link.death() or "the peer has exited")
+        self._unwatch(link)  # it stays readable
+        assert link.transport_link is not None
+        if link.transport_link.closed_by_peer:
+            self.spawn(self._closed_by_peer(link))
+        else:
+            self.broken(link, link.death() or "the peer has exited")
+
+    async def _closed_by_peer(self, link: PeerLink) -> None:
+        """Wait for the conversation to tell that the link has ended: it says why, and how."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await link.ended.wait()
+        self.broken(link, link.death() or "the peer has closed it")
+
+    def _unwatch(self, link: PeerLink) -> None:
+        if (fd := self._watched.pop(link, None)) is not None:
+            asyncio.get_running_loop().remove_reader(fd)
 
     def _cut(self, link: PeerLink, state: LinkState, reason: str) -> None:
         """Close the way to the peer's memory: every transfer over it fails, as in `state`."""
-        if (fd := self._watched.pop(link, None)) is not None:
-            asyncio.get_running_loop().remove_reader(fd)
+        self._unwatch(link)
         if link.connecting is None:
             return
         close = partial(_close_result, link.refusal_in(state, reason))

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     Column = NDArray[np.uint64]
 
 
+_CLOSED_BY_PEER = "the peer has closed the link"  # how the native layer begins what it says then
+
+
 class UcxLink:
     """Made by `UcxTransport.connect`; also a context manager.
 
@@ -49,6 +52,12 @@ class UcxLink:
     def finds_freed(self) -> Literal["check", "before", "after"]:
         """See `TransportLink`: who serves messages looks at each range before a byte moves."""
         return "before" if self.metadata.mode == "gathered" else "after"
+
+    @property
+    def closed_by_peer(self) -> bool:
+        """See `TransportLink`."""
+        failure = self._native.failure
+        return failure is not None and failure[1].startswith(_CLOSED_BY_PEER)
 
     @property
     def peer(self) -> str:
@@ -119,7 +128,7 @@ class UcxLink:
         if (why := self._why) is not None:
             raise LLMException(why.args[0], status_code=why.status_code)
         if (failure := self._native.failure) is not None:
-            raise link_failed(f"{self.peer} is lost: {failure[1]}")
+            raise link_failed(f"{self.peer}: {failure[1]}")
 
     def close(self, why: LLMException | None = None) -> None:
         """Let go of the peer, without waiting for anything; idempotent.

@@ -262,7 +262,10 @@ class UcxTransport:
                 "of these on a network with it (kvplan.ucx_devices chooses), and no firewall "
                 "between?"
             )
-        return link_failed(f"{peer}{versions} cannot be reached: {error}")
+        return link_failed(
+            f"{peer}{versions} cannot be reached: {error}; interfaces and routes that came after "
+            "UCX was loaded are not seen: then start the process anew"
+        )
 
     def _check_process(self) -> None:
         if self._closed:

@@ -1,0 +1,125 @@
+"""include/kvnative/ucx.h against UCX's own headers: the compiler compares them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvplan.transport.ucx.library import Found
+from tests.transport.owner import ROOT
+
+HEADER = ROOT / "include/kvnative/ucx.h"
+
+# Ours -> UCX's. Of the first, UCX has appended fields since API 1.13.
+GROWN = {
+    "kvn_ucp_params": "ucp_params_t",
+    "kvn_ucp_worker_params": "ucp_worker_params_t",
+    "kvn_ucp_ep_params": "ucp_ep_params_t",
+    "kvn_ucp_mem_map_params": "ucp_mem_map_params_t",
+    "kvn_ucp_request_param": "ucp_request_param_t",
+    "kvn_ucp_am_handler_param": "ucp_am_handler_param_t",
+    "kvn_ucp_am_recv_param": "ucp_am_recv_param_t",
+}
+SAME = {
+    "kvn_ucs_sock_addr": "ucs_sock_addr_t",
+    "kvn_ucp_err_handler": "ucp_err_handler_t",
+    "kvn_ucp_dt_iov": "ucp_dt_iov_t",
+    "kvn_ucs_status": "ucs_status_t",
+}
+FIELDS = {"kvn_ucp_request_param.send": "cb.send"}  # a union there
+
+# Our prefix -> UCX's.
+VALUES = {
+    "KVN_UCP_WORKER_PARAM_": "UCP_WORKER_PARAM_FIELD_",
+    "KVN_UCP_EP_PARAM_": "UCP_EP_PARAM_FIELD_",
+    "KVN_UCP_MEM_MAP_PARAM_": "UCP_MEM_MAP_PARAM_FIELD_",
+    "KVN_UCP_AM_HANDLER_PARAM_": "UCP_AM_HANDLER_PARAM_FIELD_",
+    "KVN_UCP_PARAM_": "UCP_PARAM_FIELD_",
+    "KVN_UCP_OP_ATTR_": "UCP_OP_ATTR_FIELD_",
+    "KVN_UCS_LOG_LEVEL_": "UCS_LOG_LEVEL_",
+    "KVN_UCS_LOG_": "UCS_LOG_FUNC_RC_",
+    "KVN_UCS_MEMORY_": "UCS_MEMORY_TYPE_",
+}
+SPECIAL = {
+    "KVN_UCP_DATATYPE_BYTES": "ucp_dt_make_contig(1)",
+    "KVN_UCP_DATATYPE_IOV": "ucp_dt_make_iov()",
+    "KVN_UCP_OP_ATTR_NO_IMM_CMPL": "UCP_OP_ATTR_FLAG_NO_IMM_CMPL",
+    "KVN_UCP_OP_ATTR_FAST_CMPL": "UCP_OP_ATTR_FLAG_FAST_CMPL",
+    "KVN_UCP_OP_ATTR_MULTI_SEND": "UCP_OP_ATTR_FLAG_MULTI_SEND",
+    "KVN_UCP_AM_RECV_ATTR_DATA": "UCP_AM_RECV_ATTR_FLAG_DATA",
+    "KVN_UCP_AM_RECV_ATTR_RNDV": "UCP_AM_RECV_ATTR_FLAG_RNDV",
+}
+
+
+def theirs(name: str) -> str:
+    if name in SPECIAL:
+        return SPECIAL[name]
+    for ours, other in VALUES.items():
+        if name.startswith(ours):
+            return name.replace(ours, other)
+    return name.removeprefix("KVN_")
+
+
+def comparisons(text: str) -> list[str]:
+    """A static assertion for each value, field and size that the header declares."""
+    found = []
+    for body in re.findall(r"^enum \{(.*?)\};", text, re.DOTALL | re.MULTILINE):
+        for name in re.findall(r"\b(KVN_UC[PS]_\w+) =", body):
+            found.append(f'_Static_assert((long){name} == (long){theirs(name)}, "{name}");')
+    for ours, other in GROWN.items():
+        body = re.search(rf"typedef struct {ours} \{{(.*?)^\}}", text, re.DOTALL | re.MULTILINE)
+        assert body, ours
+        for line in body[1].strip().splitlines():
+            field = re.findall(r"(\w+)(?:\[\d+\])?(?:\)\(.*\))?;", line)[0]
+            place = FIELDS.get(f"{ours}.{field}", field)
+            found.append(
+                f"_Static_assert(offsetof({ours}, {field}) == offsetof({other}, {place}) && "
+                f"sizeof((({ours} *)0)->{field}) == sizeof((({other} *)0)->{place}), "
+                f'"{ours}.{field}");'
+            )
+    for ours, other in SAME.items():
+        found.append(f'_Static_assert(sizeof({ours}) == sizeof({other}), "{ours}");')
+    return found
+
+
+def calls(text: str) -> list[str]:
+    """That each function takes as many arguments, and returns as much."""
+    found = []
+    for name, parameters in re.findall(r"X\([\w ]+\*?, (uc[ps]_\w+),\s*\(([^()]*)\)\)", text):
+        zeros = ", ".join("0" for _ in parameters.split(","))  # a number, or a null pointer
+        found.append(
+            f"_Static_assert(sizeof({name}({zeros})) == sizeof(((kvn_ucx *)0)->{name}({zeros})),"
+            f' "{name}");'
+        )
+    return found
+
+
+def test_our_declarations_are_those_of_the_headers(ucx: Found, tmp_path: Path) -> None:
+    folders = [it / "include" for it in Path(ucx.path).resolve().parents[1:3]]
+    include = next((it for it in folders if (it / "ucp/api/ucp.h").exists()), None)
+    if not include:
+        pytest.skip(f"{ucx.path} came without its headers")
+    text = re.sub(r"\\\n", " ", HEADER.read_text("utf-8"))
+    lines = comparisons(text) + calls(text)
+    assert len(lines) > 150  # the patterns above found what there is
+    source = tmp_path / "abi.c"
+    source.write_text(
+        "\n".join(
+            [
+                "#include <ucp/api/ucp.h>",
+                "#include <ucs/debug/log_def.h>",
+                '#include "kvnative/ucx.h"',
+                *lines,
+            ]
+        )
+    )
+    done = subprocess.run(
+        ["gcc", "-std=gnu11", "-fsyntax-only", f"-I{include}", f"-I{ROOT / 'include'}", source],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
