@@ -5,8 +5,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
-# How many processes the tests are shared out to, a file of tests to one.
-JOBS ?= 2
+# How many processes the tests are shared out to, a file of tests to one: with one more than CI has
+# cores none is idle while a test waits for another process.
+JOBS ?= 3
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] include/kvnative/*.h)
 
