@@ -25,13 +25,13 @@ int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure)
         .err_mode = KVN_UCP_ERR_HANDLING_MODE_PEER,
         .err_handler = {.cb = on_error, .arg = link},
     };
-    kvn_ucs_status status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
+    kvn_ucs_status status = end->calls->ucp_ep_create(end->sender, &params, &link->ep);
 
     /* Between processes of one host, what reads memory itself does not watch over the peer. */
     link->is_unwatched = status == KVN_UCS_ERR_UNREACHABLE && end->mode == KVN_UCX_ONE_SIDED;
     if (link->is_unwatched) {
         params.err_mode = KVN_UCP_ERR_HANDLING_MODE_NONE;
-        status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
+        status = end->calls->ucp_ep_create(end->sender, &params, &link->ep);
     }
     if (status != KVN_UCS_OK) {
         link->ep = NULL;
