@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from typing import Any
 
@@ -9,12 +10,26 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.choice import TRANSPORTS, TransportOptions, make_transports
+from kvplan.transport.ucx.library import Found
 
 
 @pytest.mark.parametrize("choice", ["auto", "local"])
 def test_what_works_here_is_made(choice: str) -> None:
-    made = make_transports(choice)
+    made, missing = make_transports(choice)
     assert [it.name for it in made] == ["local"]
+    assert missing.keys() == {"hccl", "ucx"}
+    why = "no UCX library" if choice == "auto" else "kvplan.transport=local leaves it out"
+    assert why in missing["ucx"]
+    for transport in made:
+        transport.close()
+
+
+def test_a_library_of_ucx_is_enough_to_offer_it(ucx: Found) -> None:
+    """It is found, and not loaded."""
+    made, missing = make_transports("auto", TransportOptions(ucx_mode="gathered"))
+    assert [it.name for it in made] == ["local", "ucx"]
+    assert missing.keys() == {"hccl"}
+    assert json.loads(made[1].metadata(()))["address"] == ""
     for transport in made:
         transport.close()
 
@@ -31,9 +46,9 @@ def test_what_needs_a_device_does_not_work_without() -> None:
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
-@pytest.mark.parametrize("choice", ["", "ucx", "Local", "local,auto"])
+@pytest.mark.parametrize("choice", ["", "UCX", "Local", "local,auto"])
 def test_an_unknown_name(choice: str) -> None:
-    with pytest.raises(LLMException, match="must be one of auto, hccl, local") as refused:
+    with pytest.raises(LLMException, match="must be one of auto, hccl, local, ucx") as refused:
         make_transports(choice)
     assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     assert repr(choice) in str(refused.value)
