@@ -2,58 +2,17 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <unistd.h>
 
 #include "ucx_address.h"
 #include "ucx_inside.h"
 #include "ucx_log.h"
+#include "ucx_settings.h"
 
 #define CLOSE_NS 1000000000 /* for endpoints to be closed, all together */
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-
-typedef struct preset {
-    kvn_ucx_mode mode;
-    kvn_ucx_setting setting;
-} preset;
-
-/* Measured over TCP: a message is one segment of 256 KiB that is gathered by the system call, which is four
- * times as fast as UCX's own sizes. Where no transport reads memory itself, UCX would have the owner's thread
- * do it by messages, at any address that they name, and die of one that is not mapped: not for us. */
-static const preset presets[] = {
-    {KVN_UCX_GATHERED, {"TLS", "tcp"}},
-    {KVN_UCX_GATHERED, {"TCP_TX_SEG_SIZE", "256K"}},
-    {KVN_UCX_GATHERED, {"TCP_RX_SEG_SIZE", "256K"}},
-    {KVN_UCX_GATHERED, {"TCP_MAX_IOV", "32"}},
-    {KVN_UCX_GATHERED, {"TCP_MAX_NUM_EPS", "inf"}},
-    {KVN_UCX_GATHERED, {"ZCOPY_THRESH", "0"}},
-    {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
-    {KVN_UCX_ONE_SIDED, {"PROTO_EMULATION_ENABLE", "n"}},
-};
-
-static int configure(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
-                     kvn_ucp_config *config, kvn_failure *failure)
-{
-    for (size_t i = 0; i < COUNT(presets); i++) {
-        char variable[64];
-        snprintf(variable, sizeof variable, "UCX_%s", presets[i].setting.name);
-        if (presets[i].mode == end->mode && !getenv(variable)) /* a version may not know it */
-            end->calls->ucp_config_modify(config, presets[i].setting.name, presets[i].setting.value);
-    }
-    for (size_t i = 0; i < num_settings; i++) {
-        const kvn_ucs_status status =
-            end->calls->ucp_config_modify(config, settings[i].name, settings[i].value);
-        if (status != KVN_UCS_OK)
-            return kvn_fail(failure, KVN_INVALID, status,
-                            "UCX %u.%u.%u does not take the setting UCX_%.60s=%.100s: %s",
-                            end->library->version[0], end->library->version[1],
-                            end->library->version[2], settings[i].name, settings[i].value,
-                            end->calls->ucs_status_string(status));
-    }
-    return KVN_OK;
-}
-
-static int open_context(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
-                        const char *name, kvn_failure *failure)
+static int open_context(kvn_ucx_end *end, const kvn_ucx_settings *settings, const char *name,
+                        kvn_failure *failure)
 {
     kvn_ucp_config *config;
     const bool is_one_sided = end->mode == KVN_UCX_ONE_SIDED;
@@ -69,7 +28,7 @@ static int open_context(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_
 
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_config_read", status, failure);
-    if (configure(end, settings, num_settings, config, failure) == KVN_OK) {
+    if (kvn_ucx_settings_apply(settings, config, failure) == KVN_OK) {
         status = end->calls->ucp_init_version(KVN_UCP_API_MAJOR, KVN_UCP_API_MINOR, &params, config,
                                               &end->context);
         if (status != KVN_UCS_OK)
@@ -99,7 +58,7 @@ static void list_transports(kvn_ucx_end *end)
     free(text);
 }
 
-static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
+static int open_worker(kvn_ucx_end *end, kvn_ucp_worker_h *worker, kvn_failure *failure)
 {
     /* One thread at a time has the turn, but not always the same. */
     kvn_ucp_worker_params params = {
@@ -107,21 +66,40 @@ static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
         .thread_mode = KVN_UCS_THREAD_MODE_SERIALIZED,
         .flags = KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK,
     };
-    kvn_ucp_address *address;
-    size_t nbytes;
-    kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, &end->worker);
+    struct epoll_event watch = {.events = EPOLLIN};
+    int fd;
+    kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, worker);
 
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_create", status, failure);
-    status = end->calls->ucp_worker_get_efd(end->worker, &end->worker_fd);
+    status = end->calls->ucp_worker_get_efd(*worker, &fd);
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_get_efd", status, failure);
+    if (epoll_ctl(end->worker_fd, EPOLL_CTL_ADD, fd, &watch) != 0)
+        return kvn_fail(failure, KVN_FAILED, errno, "no file for the events of a UCX worker: %s",
+                        strerror(errno));
+    return KVN_OK;
+}
+
+static int open_workers(kvn_ucx_end *end, kvn_failure *failure)
+{
+    kvn_ucp_address *address;
+    size_t nbytes;
+
+    end->worker_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (end->worker_fd < 0)
+        return kvn_fail(failure, KVN_FAILED, errno, "no file for the events of UCX workers: %s",
+                        strerror(errno));
+    if (open_worker(end, &end->sender, failure) != KVN_OK ||
+        open_worker(end, &end->receiver, failure) != KVN_OK)
+        return failure->status;
     list_transports(end);
-    status = end->calls->ucp_worker_get_address(end->worker, &address, &nbytes);
+    kvn_ucs_status status =
+        end->calls->ucp_worker_get_address(end->receiver, &address, &nbytes);
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_get_address", status, failure);
     end->address_nbytes = kvn_ucx_address_wrap(end, address, nbytes, &end->address);
-    end->calls->ucp_worker_release_address(end->worker, address);
+    end->calls->ucp_worker_release_address(end->receiver, address);
     if (!end->address)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the address of an end");
     return KVN_OK;
@@ -130,8 +108,12 @@ static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
 static void dismantle(kvn_ucx_end *end)
 {
     free(end->address);
-    if (end->worker)
-        end->calls->ucp_worker_destroy(end->worker);
+    if (end->sender)
+        end->calls->ucp_worker_destroy(end->sender);
+    if (end->receiver)
+        end->calls->ucp_worker_destroy(end->receiver);
+    if (end->worker_fd >= 0)
+        close(end->worker_fd);
     for (kvn_ucx_part *it = end->parts, *next; it; it = next) {
         next = it->next;
         it->destroy(it);
@@ -146,6 +128,8 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
                        const kvn_ucx_setting *settings, size_t num_settings, const char *name,
                        kvn_ucx_end **out, kvn_failure *failure)
 {
+    kvn_ucx_settings all = {
+        .library = library, .mode = mode, .given = settings, .num_given = num_settings};
     kvn_ucx_end *end = calloc(1, sizeof *end);
 
     if (!end)
@@ -155,13 +139,17 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
     end->calls = &library->calls;
     end->mode = mode;
     end->pid = getpid();
+    end->worker_fd = -1;
     atomic_init(&end->holders, 1);
     kvn_ucx_log_clear();
     kvn_ucx_turn_init(end);
     kvn_ucx_hello_install(end);
-    if (open_context(end, settings, num_settings, name, failure) != KVN_OK ||
-        open_worker(end, failure) != KVN_OK || kvn_ucx_table_install(end, failure) != KVN_OK ||
-        kvn_ucx_turn_start(end, failure) != KVN_OK) {
+    if (kvn_ucx_settings_export(&all, failure) == KVN_OK &&
+        open_context(end, &all, name, failure) == KVN_OK &&
+        open_workers(end, failure) == KVN_OK && kvn_ucx_table_install(end, failure) == KVN_OK)
+        kvn_ucx_turn_start(end, failure);
+    kvn_ucx_settings_restore(&all);
+    if (failure->status != KVN_OK) {
         kvn_ucx_log_append(failure->message, sizeof failure->message);
         dismantle(end);
         return failure->status;
@@ -209,7 +197,6 @@ const kvn_ucx_library *kvn_ucx_end_library(const kvn_ucx_end *end) { return end-
 const kvn_ucx *kvn_ucx_end_calls(const kvn_ucx_end *end) { return end->calls; }
 kvn_ucx_mode kvn_ucx_end_mode(const kvn_ucx_end *end) { return end->mode; }
 kvn_ucp_context_h kvn_ucx_end_context(const kvn_ucx_end *end) { return end->context; }
-kvn_ucp_worker_h kvn_ucx_end_worker(const kvn_ucx_end *end) { return end->worker; }
 bool kvn_ucx_end_is_forked(const kvn_ucx_end *end) { return end->pid != getpid(); }
 
 const void *kvn_ucx_end_address(const kvn_ucx_end *end, size_t *nbytes)

@@ -32,7 +32,8 @@ struct kvn_ucx_end {
     pid_t pid;
     atomic_uint holders;
     kvn_ucp_context_h context;
-    kvn_ucp_worker_h worker;
+    kvn_ucp_worker_h sender;   /* has the endpoints */
+    kvn_ucp_worker_h receiver; /* has the address; nobody makes an endpoint of it */
     void *address; /* as peers get it: ucx_address.h */
     size_t address_nbytes;
     char transports[512];
@@ -40,7 +41,7 @@ struct kvn_ucx_end {
     /* ucx_turn.c */
     _Atomic(uintptr_t) holder; /* the thread that has the turn; 0: nobody */
     _Atomic(kvn_ucx_errand *) inbox;
-    int worker_fd;
+    int worker_fd; /* epoll: events of both */
     int thread_event;  /* wakes the thread */
     int caller_event;  /* wakes the caller that sleeps on the worker */
     int thread_set;    /* epoll: the worker's events, if it shall see them, and thread_event */

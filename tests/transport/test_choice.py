@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from typing import Any
 
@@ -10,28 +9,26 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.choice import TRANSPORTS, TransportOptions, make_transports
-from kvplan.transport.ucx.library import Found
+
+
+def names_made(choice: str) -> list[str]:
+    made = make_transports(choice).made
+    for transport in made:
+        transport.close()
+    return [it.name for it in made]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"), [("auto", ["local", "ucx"]), ("local", ["local"]), ("ucx", ["ucx"])]
+)
+@pytest.mark.usefixtures("ucx")
+def test_what_works_here_is_made(choice: str, names: list[str]) -> None:
+    assert names_made(choice) == names
 
 
 @pytest.mark.parametrize("choice", ["auto", "local"])
-def test_what_works_here_is_made(choice: str) -> None:
-    made, missing = make_transports(choice)
-    assert [it.name for it in made] == ["local"]
-    assert missing.keys() == {"hccl", "ucx"}
-    why = "no UCX library" if choice == "auto" else "kvplan.transport=local leaves it out"
-    assert why in missing["ucx"]
-    for transport in made:
-        transport.close()
-
-
-def test_a_library_of_ucx_is_enough_to_offer_it(ucx: Found) -> None:
-    """It is found, and not loaded."""
-    made, missing = make_transports("auto", TransportOptions(ucx_mode="gathered"))
-    assert [it.name for it in made] == ["local", "ucx"]
-    assert missing.keys() == {"hccl"}
-    assert json.loads(made[1].metadata(()))["address"] == ""
-    for transport in made:
-        transport.close()
+def test_where_there_is_no_ucx_the_others_are_made(choice: str) -> None:
+    assert names_made(choice) == ["local"]
 
 
 def test_a_row_has_the_name_of_what_it_makes() -> None:
@@ -46,7 +43,7 @@ def test_what_needs_a_device_does_not_work_without() -> None:
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
-@pytest.mark.parametrize("choice", ["", "UCX", "Local", "local,auto"])
+@pytest.mark.parametrize("choice", ["", "rdma", "Local", "local,auto"])
 def test_an_unknown_name(choice: str) -> None:
     with pytest.raises(LLMException, match="must be one of auto, hccl, local, ucx") as refused:
         make_transports(choice)
@@ -70,3 +67,15 @@ def test_where_none_works_the_reason_is_told(choice: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [("auto", "no UCX library"), ("local", "kvplan.transport=local leaves it out")],
+)
+def test_why_a_transport_is_missing_is_kept_for_peers_that_have_it(choice: str, why: str) -> None:
+    made, missing = make_transports(choice)
+    assert missing.keys() == {"hccl", "ucx"}
+    assert why in missing["ucx"]
+    for transport in made:
+        transport.close()

@@ -128,7 +128,7 @@ def test_a_device_that_is_none() -> None:
     none = UcxTransport(mode="gathered", devices="none7")
     with none as transport, UcxTransport(mode="gathered") as peer:
         assert transport.refusal(peer.metadata(())) is None  # nobody has looked yet
-        with pytest.raises(LLMException, match="(?s)cannot be used gathered: .*none7"):
+        with pytest.raises(LLMException, match=r"(?s)cannot be used gathered: .*none7"):
             transport.ready()
         assert "none7" in str(transport.refusal(peer.metadata(())))
 
