@@ -86,6 +86,7 @@ def test_during_and_continued(
     assert (link_of(user, 1).state, peer.state(2)) == (LinkState.LINKED, "LINKED")
 
 
+@pytest.mark.over_ucx
 @memories
 @directions
 def test_during_until_it_is_given_up(

@@ -23,6 +23,7 @@ directions = pytest.mark.parametrize("direction", ["pull", "push"])
 memories = pytest.mark.parametrize("memory", WITHDRAW)
 
 
+@pytest.mark.over_ucx
 @memories
 @directions
 def test_at_the_peer(
@@ -57,6 +58,7 @@ def test_at_the_peer(
     assert all((it[0] == to[0]).all() for it, to in zip(arrays, pattern(3), strict=True))
 
 
+@pytest.mark.over_ucx
 def test_pages_that_are_another_cache_by_now(
     gated: MakeEngine,
     make_peer: MakePeer,
