@@ -22,7 +22,7 @@ PREFIX = "UCX_"
 
 cdef dict MODES = {"gathered": KVN_UCX_GATHERED, "one_sided": KVN_UCX_ONE_SIDED}
 cdef dict LIBRARIES = {}  # file -> UcxLibrary: a library is never closed
-cdef object LIBRARIES_LOCK = threading.Lock()
+cdef object OPENING = threading.Lock()  # opening may change the environment for a while
 cdef object ENDS = weakref.WeakSet()
 
 
@@ -71,7 +71,7 @@ cdef class UcxLibrary:
 
     @staticmethod
     def load(path: str) -> UcxLibrary:
-        """Open the library, or return the one that is open. The first time takes up to half a second.
+        """Open the library, or return the one that is open.
 
         Args:
             path: the file of libucp, or its name for the loader's own search.
@@ -84,7 +84,7 @@ cdef class UcxLibrary:
         cdef bytes encoded = os.fsencode(path)
         cdef const char *file = encoded
         cdef int status
-        with LIBRARIES_LOCK:
+        with OPENING:
             known = LIBRARIES.get(path)
             if known is not None:
                 return known
@@ -159,7 +159,7 @@ cdef class UcxEnd:
             for i, (key, value) in enumerate(given.items()):
                 array[i].name = <const char *>key
                 array[i].value = <const char *>value
-            with nogil:
+            with OPENING, nogil:
                 status = kvn_ucx_end_create(&library.library, number, array, count, title,
                                             &self.end, &failure)
         finally:
@@ -267,7 +267,10 @@ cdef class UcxEnd:
         return UcxNativeLink.of(self, token, peer_address)
 
     def close(self) -> None:
-        """Fail its links (the peers are told), stop its thread. Idempotent; nothing in a forked child."""
+        """Fail its links, telling the peers, and stop its thread. Idempotent.
+
+        Nothing happens in a forked child.
+        """
         if self.end is not NULL:
             with nogil:
                 kvn_ucx_end_close(self.end)
@@ -326,7 +329,7 @@ cdef class UcxNativeLink:
         cdef int status
         self.check_made()
         if not timeout_ms > 0:
-            raise ValueError(f"timeout_ms is {timeout_ms}; it must be > 0")
+            raise ValueError(f"timeout_ms is {timeout_ms:g}; it must be > 0")
         if not math.isinf(timeout_ms):
             deadline = kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
         with nogil:

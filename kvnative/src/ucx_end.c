@@ -8,53 +8,11 @@
 #include "ucx_address.h"
 #include "ucx_inside.h"
 #include "ucx_log.h"
+#include "ucx_settings.h"
 
 #define CLOSE_NS 1000000000 /* for endpoints to be closed, all together */
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-
-typedef struct preset {
-    kvn_ucx_mode mode;
-    kvn_ucx_setting setting;
-} preset;
-
-/* Measured over TCP: a message is one segment of 256 KiB that is gathered by the system call, which is four
- * times as fast as UCX's own sizes. Where no transport reads memory itself, UCX would have the owner's thread
- * do it by messages, at any address that they name, and die of one that is not mapped: not for us. */
-static const preset presets[] = {
-    {KVN_UCX_GATHERED, {"TLS", "tcp"}},
-    {KVN_UCX_GATHERED, {"TCP_TX_SEG_SIZE", "256K"}},
-    {KVN_UCX_GATHERED, {"TCP_RX_SEG_SIZE", "256K"}},
-    {KVN_UCX_GATHERED, {"TCP_MAX_IOV", "32"}},
-    {KVN_UCX_GATHERED, {"TCP_MAX_NUM_EPS", "inf"}},
-    {KVN_UCX_GATHERED, {"ZCOPY_THRESH", "0"}},
-    {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
-    {KVN_UCX_ONE_SIDED, {"PROTO_EMULATION_ENABLE", "n"}},
-};
-
-static int configure(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
-                     kvn_ucp_config *config, kvn_failure *failure)
-{
-    for (size_t i = 0; i < COUNT(presets); i++) {
-        char variable[64];
-        snprintf(variable, sizeof variable, "UCX_%s", presets[i].setting.name);
-        if (presets[i].mode == end->mode && !getenv(variable)) /* a version may not know it */
-            end->calls->ucp_config_modify(config, presets[i].setting.name, presets[i].setting.value);
-    }
-    for (size_t i = 0; i < num_settings; i++) {
-        const kvn_ucs_status status =
-            end->calls->ucp_config_modify(config, settings[i].name, settings[i].value);
-        if (status != KVN_UCS_OK)
-            return kvn_fail(failure, KVN_INVALID, status,
-                            "UCX %u.%u.%u does not take the setting UCX_%.60s=%.100s: %s",
-                            end->library->version[0], end->library->version[1],
-                            end->library->version[2], settings[i].name, settings[i].value,
-                            end->calls->ucs_status_string(status));
-    }
-    return KVN_OK;
-}
-
-static int open_context(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_t num_settings,
-                        const char *name, kvn_failure *failure)
+static int open_context(kvn_ucx_end *end, const kvn_ucx_settings *settings, const char *name,
+                        kvn_failure *failure)
 {
     kvn_ucp_config *config;
     const bool is_one_sided = end->mode == KVN_UCX_ONE_SIDED;
@@ -70,7 +28,7 @@ static int open_context(kvn_ucx_end *end, const kvn_ucx_setting *settings, size_
 
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_config_read", status, failure);
-    if (configure(end, settings, num_settings, config, failure) == KVN_OK) {
+    if (kvn_ucx_settings_apply(settings, config, failure) == KVN_OK) {
         status = end->calls->ucp_init_version(KVN_UCP_API_MAJOR, KVN_UCP_API_MINOR, &params, config,
                                               &end->context);
         if (status != KVN_UCS_OK)
@@ -170,6 +128,8 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
                        const kvn_ucx_setting *settings, size_t num_settings, const char *name,
                        kvn_ucx_end **out, kvn_failure *failure)
 {
+    kvn_ucx_settings all = {
+        .library = library, .mode = mode, .given = settings, .num_given = num_settings};
     kvn_ucx_end *end = calloc(1, sizeof *end);
 
     if (!end)
@@ -184,9 +144,12 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
     kvn_ucx_log_clear();
     kvn_ucx_turn_init(end);
     kvn_ucx_hello_install(end);
-    if (open_context(end, settings, num_settings, name, failure) != KVN_OK ||
-        open_workers(end, failure) != KVN_OK || kvn_ucx_table_install(end, failure) != KVN_OK ||
-        kvn_ucx_turn_start(end, failure) != KVN_OK) {
+    if (kvn_ucx_settings_export(&all, failure) == KVN_OK &&
+        open_context(end, &all, name, failure) == KVN_OK &&
+        open_workers(end, failure) == KVN_OK && kvn_ucx_table_install(end, failure) == KVN_OK)
+        kvn_ucx_turn_start(end, failure);
+    kvn_ucx_settings_restore(&all);
+    if (failure->status != KVN_OK) {
         kvn_ucx_log_append(failure->message, sizeof failure->message);
         dismantle(end);
         return failure->status;

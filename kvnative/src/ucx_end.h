@@ -47,7 +47,7 @@ enum {
 
 /* Opens a context and its workers, starts the thread. Takes up to 400 ms. Later settings override earlier
  * ones, and all of them the environment's, which override the mode's own. `name` (may be "") is told to
- * UCX's tools. Whoever makes it holds it. */
+ * UCX's tools. Whoever makes it holds it. One thread at a time in a process. */
 int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
                        const kvn_ucx_setting *settings, size_t num_settings, const char *name,
                        kvn_ucx_end **out, kvn_failure *failure);

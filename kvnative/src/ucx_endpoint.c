@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "ucx_inside.h"
+#include "ucx_log.h"
 
 static void on_error(void *argument, kvn_ucp_ep_h ep, kvn_ucs_status status)
 {
@@ -25,6 +26,7 @@ int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure)
         .err_mode = KVN_UCP_ERR_HANDLING_MODE_PEER,
         .err_handler = {.cb = on_error, .arg = link},
     };
+    kvn_ucx_log_clear();
     kvn_ucs_status status = end->calls->ucp_ep_create(end->sender, &params, &link->ep);
 
     /* Between processes of one host, what reads memory itself does not watch over the peer. */
@@ -33,11 +35,13 @@ int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure)
         params.err_mode = KVN_UCP_ERR_HANDLING_MODE_NONE;
         status = end->calls->ucp_ep_create(end->sender, &params, &link->ep);
     }
-    if (status != KVN_UCS_OK) {
+    if (status != KVN_UCS_OK) { /* no network in common, or nobody is there any more */
         link->ep = NULL;
-        return kvn_fail(failure, status == KVN_UCS_ERR_UNREACHABLE ? KVN_FAILED : kvn_ucx_status(status),
-                        status, "UCX cannot reach the peer (this side has %.100s): %s",
-                        end->transports, end->calls->ucs_status_string(status));
+        kvn_fail(failure, kvn_ucx_status(status), status,
+                 "UCX cannot reach the peer (this side has %.60s): %s", end->transports,
+                 end->calls->ucs_status_string(status));
+        kvn_ucx_log_append(failure->message, sizeof failure->message);
+        return failure->status;
     }
     kvn_ucx_link_hold(link); /* until the endpoint is closed */
     atomic_fetch_add(&end->num_endpoints, 1);

@@ -67,3 +67,15 @@ def test_where_none_works_the_reason_is_told(choice: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [("auto", "no UCX library"), ("local", "kvplan.transport=local leaves it out")],
+)
+def test_why_a_transport_is_missing_is_kept_for_peers_that_have_it(choice: str, why: str) -> None:
+    made, missing = make_transports(choice)
+    assert missing.keys() == {"hccl", "ucx"}
+    assert why in missing["ucx"]
+    for transport in made:
+        transport.close()

@@ -67,8 +67,10 @@ def comparisons(text: str) -> list[str]:
     """A static assertion for each value, field and size that the header declares."""
     found = []
     for body in re.findall(r"^enum \{(.*?)\};", text, re.DOTALL | re.MULTILINE):
-        for name in re.findall(r"\b(KVN_UC[PS]_\w+) =", body):
-            found.append(f'_Static_assert((long){name} == (long){theirs(name)}, "{name}");')
+        found += [
+            f'_Static_assert((long){name} == (long){theirs(name)}, "{name}");'
+            for name in re.findall(r"\b(KVN_UC[PS]_\w+) =", body)
+        ]
     for ours, other in GROWN.items():
         body = re.search(rf"typedef struct {ours} \{{(.*?)^\}}", text, re.DOTALL | re.MULTILINE)
         assert body, ours

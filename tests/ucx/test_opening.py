@@ -15,7 +15,7 @@ from kvplan.transport.ucx.library import Found
 from tests.transport.owner import ROOT
 
 PRELUDE = """
-import ctypes, os, signal, sys, threading
+import ctypes, os, sys
 from kvnative._ucx import *
 
 path = sys.argv[1]
@@ -116,7 +116,7 @@ VERSION = (
 
 
 @pytest.mark.parametrize(
-    "code, words",
+    ("code", "words"),
     [
         ("int nothing;", "{path} is no libucp of UCX"),
         (VERSION.format(1, 12, 1), "{path} is UCX 1.12.1; it must be 1.13 or a later 1.x"),
@@ -152,15 +152,15 @@ def test_a_library_is_opened_once_and_the_one_that_is_open_is_used(ucx: Found) -
     assert UcxLibrary.load(ucx.path) is library
     assert Path(UcxLibrary.load("libucp.so.0").path).samefile(library.path)
     assert library.version >= (1, 13, 0)
-    with pytest.raises(TypeError, match="comes from UcxLibrary.load"):
+    with pytest.raises(TypeError, match=r"comes from UcxLibrary\.load"):
         UcxLibrary()
 
 
 @pytest.mark.parametrize(
-    "settings, words",
+    ("settings", "words"),
     [
         ({"UCX_NET_DEVICES": "none7"}, "^ucp_init: No such device.*none7"),
-        ({"ZCOPY_THRESH": "many"}, "does not take the setting UCX_ZCOPY_THRESH=many"),
+        ({"ZCOPY_THRESH": "many"}, "Invalid value for ZCOPY_THRESH: 'many'"),
         ({"UCX_": "1"}, "a setting is 'UCX_'='1'; it must be a name of UCX's"),
     ],
 )
