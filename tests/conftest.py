@@ -1,5 +1,6 @@
-"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones;
-`sanitized` the first of those of `ci`, which takes several times as long with a sanitizer.
+"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
+
+The profile `sanitized` tries the first of those of `ci`: each takes several times as long there.
 
 No test finds an Ascend device by itself, whether this machine has one or a test before it has
 loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
