@@ -1,19 +1,43 @@
-/* A link's endpoint of UCX: made, sent through, described, closed. All under the turn. */
+/* A link's endpoint of UCX: made, sent through, described, closed. All under the turn.
+ *
+ * One that has sends in flight is not closed by force, unless UCX itself has said that it is dead: UCX's TCP
+ * leaves such a connection open in mid-message, and runs into freed memory (seen with 1.22). The endpoint of a
+ * link that has failed for another reason is left alone until the last of its sends is through. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "ucx_inside.h"
 #include "ucx_log.h"
 
+static void close_now(kvn_ucx_end *end, kvn_ucx_errand *errand)
+{
+    kvn_ucx_link *link = (kvn_ucx_link *)((char *)errand - offsetof(kvn_ucx_link, closing));
+
+    (void)end;
+    kvn_ucx_close_endpoint(link);
+}
+
+/* What was left open may go by now. The endpoint holds the link until then. */
+static void close_left(kvn_ucx_link *link)
+{
+    if (!link->is_left || (link->num_sending && !link->is_dead))
+        return;
+    link->is_left = false;
+    link->closing = (kvn_ucx_errand){.run = close_now};
+    kvn_ucx_do_later(link->end, &link->closing);
+}
+
 static void on_error(void *argument, kvn_ucp_ep_h ep, kvn_ucs_status status)
 {
     kvn_ucx_link *link = argument;
     char text[200];
 
-    (void)ep;
+    if (ep)
+        link->is_dead = true;
     snprintf(text, sizeof text, "the connection to the peer's UCX is lost: %s",
              link->end->calls->ucs_status_string(status));
     kvn_ucx_link_fail(link, KVN_PEER_GONE, status, text);
+    close_left(link);
 }
 
 int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure)
@@ -27,13 +51,13 @@ int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure)
         .err_handler = {.cb = on_error, .arg = link},
     };
     kvn_ucx_log_clear();
-    kvn_ucs_status status = end->calls->ucp_ep_create(end->sender, &params, &link->ep);
+    kvn_ucs_status status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
 
     /* Between processes of one host, what reads memory itself does not watch over the peer. */
     link->is_unwatched = status == KVN_UCS_ERR_UNREACHABLE && end->mode == KVN_UCX_ONE_SIDED;
     if (link->is_unwatched) {
         params.err_mode = KVN_UCP_ERR_HANDLING_MODE_NONE;
-        status = end->calls->ucp_ep_create(end->sender, &params, &link->ep);
+        status = end->calls->ucp_ep_create(end->worker, &params, &link->ep);
     }
     if (status != KVN_UCS_OK) { /* no network in common, or nobody is there any more */
         link->ep = NULL;
@@ -98,6 +122,7 @@ static void on_sent(void *request, kvn_ucs_status status, void *argument)
     if (status == KVN_UCS_OK || !kvn_ucx_link_has_failed(link, &why))
         why.status = KVN_OK;
     send->on_sent(send, why.status);
+    close_left(link);
     kvn_ucx_link_release(link);
 }
 

@@ -32,8 +32,7 @@ struct kvn_ucx_end {
     pid_t pid;
     atomic_uint holders;
     kvn_ucp_context_h context;
-    kvn_ucp_worker_h sender;   /* has the endpoints */
-    kvn_ucp_worker_h receiver; /* has the address; nobody makes an endpoint of it */
+    kvn_ucp_worker_h worker;
     void *address; /* as peers get it: ucx_address.h */
     size_t address_nbytes;
     char transports[512];
@@ -41,7 +40,7 @@ struct kvn_ucx_end {
     /* ucx_turn.c */
     _Atomic(uintptr_t) holder; /* the thread that has the turn; 0: nobody */
     _Atomic(kvn_ucx_errand *) inbox;
-    int worker_fd; /* epoll: events of both */
+    int worker_fd;
     int thread_event;  /* wakes the thread */
     int caller_event;  /* wakes the caller that sleeps on the worker */
     int thread_set;    /* epoll: the worker's events, if it shall see them, and thread_event */
@@ -113,12 +112,15 @@ struct kvn_ucx_link {
     void *peer; /* the address of its worker; NULL: not known yet */
     kvn_ucp_ep_h ep;
     bool is_unwatched; /* UCX does not tell when the peer dies: an operation that fails does */
+    bool is_dead;      /* UCX has said so */
+    bool is_left;      /* to be closed once it has nothing in flight */
     unsigned num_sending;
     bool has_hello; /* one is in flight */
     kvn_ucx_open *open;
     void *kept;
     kvn_ucx_link *next; /* in the table's chain */
     kvn_ucx_errand ending;
+    kvn_ucx_errand closing;
 };
 
 /* Under the turn. */
