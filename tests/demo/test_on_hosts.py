@@ -15,7 +15,7 @@ from tests.demo.test_on_device import PROMPT, SHORT
 from tools.namespaces import NamespacesError, refusal
 
 
-@pytest.mark.usefixtures("model_file")
+@pytest.mark.usefixtures("tiny_model")
 def test_the_demo_between_two_hosts(ucx: Found, tmp_path: Path) -> None:
     if reason := refusal():
         pytest.skip(reason)
