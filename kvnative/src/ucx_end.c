@@ -10,7 +10,9 @@
 #include "ucx_log.h"
 #include "ucx_settings.h"
 
-#define CLOSE_NS 1000000000 /* for endpoints to be closed, all together */
+/* For endpoints to be closed, all together: and before that, for peers to be told. */
+#define CLOSE_NS 1000000000
+#define FAREWELL_NS 200000000
 static int open_context(kvn_ucx_end *end, const kvn_ucx_settings *settings, const char *name,
                         kvn_failure *failure)
 {
@@ -58,7 +60,7 @@ static void list_transports(kvn_ucx_end *end)
     free(text);
 }
 
-static int open_worker(kvn_ucx_end *end, kvn_ucp_worker_h *worker, kvn_failure *failure)
+static int open_worker(kvn_ucx_end *end, kvn_ucp_worker_h *worker, int *fd, kvn_failure *failure)
 {
     /* One thread at a time has the turn, but not always the same. */
     kvn_ucp_worker_params params = {
@@ -67,15 +69,14 @@ static int open_worker(kvn_ucx_end *end, kvn_ucp_worker_h *worker, kvn_failure *
         .flags = KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK,
     };
     struct epoll_event watch = {.events = EPOLLIN};
-    int fd;
     kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, worker);
 
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_create", status, failure);
-    status = end->calls->ucp_worker_get_efd(*worker, &fd);
+    status = end->calls->ucp_worker_get_efd(*worker, fd);
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_get_efd", status, failure);
-    if (epoll_ctl(end->worker_fd, EPOLL_CTL_ADD, fd, &watch) != 0)
+    if (epoll_ctl(end->worker_fd, EPOLL_CTL_ADD, *fd, &watch) != 0)
         return kvn_fail(failure, KVN_FAILED, errno, "no file for the events of a UCX worker: %s",
                         strerror(errno));
     return KVN_OK;
@@ -85,13 +86,14 @@ static int open_workers(kvn_ucx_end *end, kvn_failure *failure)
 {
     kvn_ucp_address *address;
     size_t nbytes;
+    int fd;
 
     end->worker_fd = epoll_create1(EPOLL_CLOEXEC);
     if (end->worker_fd < 0)
         return kvn_fail(failure, KVN_FAILED, errno, "no file for the events of UCX workers: %s",
                         strerror(errno));
-    if (open_worker(end, &end->sender, failure) != KVN_OK ||
-        open_worker(end, &end->receiver, failure) != KVN_OK)
+    if (open_worker(end, &end->sender, &end->sender_fd, failure) != KVN_OK ||
+        open_worker(end, &end->receiver, &fd, failure) != KVN_OK)
         return failure->status;
     list_transports(end);
     kvn_ucs_status status =
@@ -173,14 +175,23 @@ static void fail_links(kvn_ucx_end *end, kvn_ucx_errand *errand)
             kvn_ucx_link_close(it, "its engine was closed");
 }
 
+static void leave_unsaid(kvn_ucx_end *end, kvn_ucx_errand *errand)
+{
+    (void)errand;
+    kvn_ucx_leave_unsaid(end);
+}
+
 void kvn_ucx_end_close(kvn_ucx_end *end)
 {
-    kvn_ucx_errand errand = {.run = fail_links};
+    kvn_ucx_errand first = {.run = fail_links}, last = {.run = leave_unsaid};
 
     if (kvn_ucx_end_is_forked(end))
         return;
-    kvn_ucx_do_and_wait(end, &errand);
-    kvn_ucx_attend(end, are_endpoints_closed, end, kvn_now_ns() + CLOSE_NS);
+    kvn_ucx_do_and_wait(end, &first);
+    if (!kvn_ucx_attend(end, are_endpoints_closed, end, kvn_now_ns() + FAREWELL_NS)) {
+        kvn_ucx_do_and_wait(end, &last);
+        kvn_ucx_attend(end, are_endpoints_closed, end, kvn_now_ns() + CLOSE_NS);
+    }
     kvn_ucx_turn_stop(end);
 }
 
