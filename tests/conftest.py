@@ -1,5 +1,7 @@
 """Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
 
+The profile `sanitized` tries the first of those of `ci`: each takes several times as long there.
+
 No test finds an Ascend device by itself, whether this machine has one or a test before it has
 loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
 no test finds UCX: those that want it ask for the fixture `ucx`.
@@ -24,6 +26,7 @@ settings.register_profile(
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("sanitized", settings.get_profile("ci"), max_examples=20)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

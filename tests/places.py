@@ -3,7 +3,8 @@
 By default engines are on this host, linked over local; tests marked `over_ucx` run over UCX too.
 Suites whose engines another network namespace has are run by tests/across/.
 
-KVPLAN_TEST_MACHINES: comma-separated; "ucx": all tests over UCX, and over nothing else.
+KVPLAN_TEST_MACHINES: comma-separated; "ucx": all tests of tests/datadist and tests/faults over UCX,
+    and over nothing else. (tests/links is about the conversation, and has transports of its own.)
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
 KVPLAN_TEST_IP, KVPLAN_TEST_PEER_IP: where engines of this process, and of peers, listen.
 KVPLAN_TEST_CLUSTER_KEY: path of the cluster key that all engines have.

@@ -77,8 +77,8 @@ class Namespace:
         """Put it in again."""
         self.run("ip", "link", "set", self.interface, "up")
 
-    def wait_until_up(self) -> None:
-        """Return when the kernel has noticed that the cable is in.
+    def wait_until_up(self, interface: str = INTERFACE) -> None:
+        """Return when the kernel has noticed that its cable is in.
 
         Until then, which may be a second, programs (UCX among them) find an interface without one.
 
@@ -87,10 +87,10 @@ class Namespace:
         """
         deadline = time.monotonic() + 10
         # To be asked for its carrier lets the kernel look. What is no cable says "unknown".
-        ask = ("sh", "-c", f"cd /sys/class/net/{self.interface} && cat carrier operstate")
+        ask = ("sh", "-c", f"cd /sys/class/net/{interface} && cat carrier operstate")
         while self.run(*ask, capture_output=True, text=True).stdout.endswith("down\n"):
             if time.monotonic() > deadline:
-                raise NamespacesError(f"{self.interface} of {self.address} does not come up")
+                raise NamespacesError(f"{interface} of {self.address} does not come up")
 
     def shape(self, *words: str) -> None:
         """Give what this end sends a queueing discipline, as tc says it: "netem", "delay", "5ms".

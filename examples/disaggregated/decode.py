@@ -75,7 +75,7 @@ def run(channel: Channel, settings: Settings) -> None:
         datadist.link_clusters([prefill]).raise_for_status()
         link_seconds = time.perf_counter() - started
         (link,) = datadist.links()
-        channel.progress(f"linked over {link.transport}")
+        channel.progress(f"linked over {link.transport}: {link.way}")
 
         key = BlocksCacheKey(PREFILL_CLUSTER)
         arguments = (key, cache, handover.block_table, mine)

@@ -46,8 +46,8 @@ struct kvn_ucx_message {
 /* The tables of the largest PULL, or a PUSH whole. */
 #define KVN_UCX_BUFFER KVN_WIRE_MESSAGE
 
-/* Smaller pieces are copied. */
-#define KVN_UCX_COPY_BELOW 8192u
+/* Smaller pieces are copied: blocks of 8 KiB cost less so, blocks of 16 KiB more. */
+#define KVN_UCX_COPY_BELOW (12u << 10)
 
 /* An empty one, or NULL without memory. */
 kvn_ucx_message *kvn_ucx_message_take(kvn_ucx_messages *pool);

@@ -201,7 +201,15 @@ static void destroy(kvn_ucx_part *part)
     free(self);
 }
 
-kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_failure *failure)
+typedef struct joining {
+    kvn_ucx_errand errand; /* first */
+    kvn_ucx_serve *serve;
+    kvn_failure *failure;
+    int status;
+} joining;
+
+/* Under the turn: the end's thread runs already. */
+static void join(kvn_ucx_end *end, kvn_ucx_errand *errand)
 {
     static const struct {
         unsigned id;
@@ -211,6 +219,17 @@ kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_f
                     {KVN_WIRE_PUSH, on_push},
                     {KVN_WIRE_DONE, on_done},
                     {KVN_WIRE_CANCEL, on_cancel}};
+    joining *it = (joining *)errand;
+
+    kvn_ucx_end_add_part(end, &it->serve->part);
+    for (size_t i = 0; i < sizeof handlers / sizeof *handlers && it->status == KVN_OK; i++)
+        it->status = kvn_ucx_end_on_message(end, handlers[i].id, handlers[i].handler, it->serve,
+                                            it->failure);
+}
+
+kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_failure *failure)
+{
+    joining it = {.errand = {.run = join}, .failure = failure};
     kvn_ucx_serve *self;
 
     if (max_ranges < 1 || max_ranges > 1u << 24) {
@@ -226,11 +245,9 @@ kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_f
     }
     self->end = end;
     self->part = (kvn_ucx_part){.serve = serve, .on_link_gone = on_link_gone, .destroy = destroy};
-    kvn_ucx_end_add_part(end, &self->part);
-    for (size_t i = 0; i < sizeof handlers / sizeof *handlers; i++)
-        if (kvn_ucx_end_on_message(end, handlers[i].id, handlers[i].handler, self, failure) != KVN_OK)
-            return NULL;
-    return self;
+    it.serve = self;
+    kvn_ucx_do_and_wait(end, &it.errand);
+    return it.status == KVN_OK ? self : NULL;
 }
 
 void kvn_ucx_serve_count(const kvn_ucx_serve *self, kvn_ucx_served *out)

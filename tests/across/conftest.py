@@ -37,6 +37,12 @@ def cable(make_hosts: Callable[[int], list[Namespace]]) -> list[Namespace]:
     return make_hosts(2)
 
 
+@pytest.fixture(scope="session")
+def three(make_hosts: Callable[[int], list[Namespace]]) -> list[Namespace]:
+    """Three hosts on one network."""
+    return make_hosts(3)
+
+
 @pytest.fixture
 def hosts(cable: list[Namespace]) -> Iterator[list[Namespace]]:
     """Two hosts, joined by a cable, which is whole before and after the test."""

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from pathlib import Path
 
-from tools.namespaces import Namespace, NamespacesError
+from tools.namespaces import INTERFACE, Namespace, NamespacesError
 
 DEADLINE_S = 30.0
+LISTEN = "0A"  # the state, in /proc/net/tcp
 
 # Classic BPF: load a random number; if it is at least the limit, 0 (let it pass), else 2 (drop it).
 LOSE = "4,32 0 0 4294963256,53 0 1 {limit},6 0 0 0,6 0 0 2"
 
 
-def received(host: Namespace) -> int:
+def received(host: Namespace, interface: str = INTERFACE) -> int:
     """Bytes that its interface has got so far."""
-    return _number(host, "statistics/rx_bytes")
+    return _number(host, interface, "statistics/rx_bytes")
 
 
 def index(host: Namespace) -> int:
     """Of its interface: another one, if it was made anew."""
-    return _number(host, "ifindex")
+    return _number(host, host.interface, "ifindex")
 
 
-def _number(host: Namespace, file: str) -> int:
-    argv = ("cat", f"/sys/class/net/{host.interface}/{file}")
+def listening(host: Namespace, pid: int) -> list[int]:
+    """The TCP ports at which that process of it awaits connections."""
+    sockets = {it.stat().st_ino for it in Path(f"/proc/{pid}/fd").iterdir() if it.exists()}
+    rows = host.run("cat", "/proc/net/tcp", capture_output=True, text=True).stdout.splitlines()
+    fields = [row.split() for row in rows[1:]]
+    return [
+        int(it[1].rpartition(":")[2], 16)
+        for it in fields
+        if it[3] == LISTEN and int(it[9]) in sockets
+    ]
+
+
+def _number(host: Namespace, interface: str, file: str) -> int:
+    argv = ("cat", f"/sys/class/net/{interface}/{file}")
     return int(host.run(*argv, capture_output=True, text=True).stdout)
 
 

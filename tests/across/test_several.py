@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-
 from tests.across import network
 from tests.across.conftest import MakeEngine
 from tests.across.engine import NBYTES, PATIENT, QUICK, Engine
@@ -29,11 +25,6 @@ right = [
 ]
 result = [(it["status"], is_right) for it, is_right in zip(came, right)]
 """
-
-
-@pytest.fixture(scope="module")
-def three(make_hosts: Callable[[int], list[Namespace]]) -> list[Namespace]:
-    return make_hosts(3)
 
 
 def linked(three: list[Namespace], make_engine: MakeEngine, **options: int) -> list[Engine]:

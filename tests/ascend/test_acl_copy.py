@@ -28,7 +28,7 @@ from tests.ascend.acl_cases import (
     on_host,
 )
 from tests.ascend.simulator import Controls, Log
-from tests.native.scatter import indices
+from tests.native.scatter import assert_same, indices
 
 BATCH, BATCH_ASYNC, SINGLE = "aclrtMemcpyBatch", "aclrtMemcpyBatchAsync", "aclrtMemcpyAsync"
 COPIES = (BATCH, BATCH_ASYNC, SINGLE)
@@ -104,7 +104,7 @@ def test_memory_that_the_program_pinned_itself_is_found(
     counts = sim_log.counts(*COPIES, LOOK_UP)
     assert (counts[BATCH_ASYNC], counts[BATCH]) == (1, 0)
     assert counts[LOOK_UP] in (1, 2)
-    np.testing.assert_array_equal(target.seen, case.expected())
+    assert_same(target.seen, case.expected())
 
 
 @batches
@@ -123,7 +123,7 @@ def test_pinned_and_pageable_memory_in_one_transfer(
     sim_log.restart()
     assert Executor(device.backend("host_to_device")).run(descriptors).status == KVN_OK
     assert sim_log.counts(*COPIES) == {BATCH: 1, BATCH_ASYNC: 1, SINGLE: 0}
-    np.testing.assert_array_equal(target.seen, np.concatenate([data, data]))
+    assert_same(target.seen, np.concatenate([data, data]))
 
 
 def test_a_large_descriptor_of_pageable_memory_is_copied_in_slices(

@@ -17,11 +17,17 @@ from kvplan.llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from tests.ascend.simulator import Controls
-from tests.llm_datadist.conftest import MakeDataDist, MakePeer, make_datadist, make_peer
+from tests.llm_datadist.conftest import (
+    MakeDataDist,
+    MakePeer,
+    idle_peers,
+    make_datadist,
+    make_peer,
+)
 from tests.llm_datadist.descs import desc
 from tests.llm_datadist.peer import REMOTE, link
 
-__all__ = ["make_datadist", "make_peer"]  # here these make the official ones
+__all__ = ["idle_peers", "make_datadist", "make_peer"]  # here these make the official ones
 
 BLOCKS = [0, 2, 5]
 DEVICE = {**REMOTE, "kvplan.accelerator": "ascend"}

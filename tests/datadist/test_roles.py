@@ -8,8 +8,10 @@ import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LLMException, LlmRole, LLMStatusCode, Options
 from tests.datadist.conftest import MakeEngine, link
+from tests.places import CLUSTER_KEY, LISTEN
 
-ANYWHERE = {"llm.ListenIpInfo": "127.0.0.1:0"}
+ANYWHERE = {"llm.ListenIpInfo": LISTEN}
+without_key = pytest.mark.skipif(bool(CLUSTER_KEY), reason="engines on a network have a key")
 
 
 def can_link(user: LlmDataDist, owner: LlmDataDist, address: str) -> bool:
@@ -101,6 +103,7 @@ def test_a_server_that_cannot_move_stays(make_engine: MakeEngine, same_port: boo
     assert can_link(user, owner, before)
 
 
+@without_key
 def test_who_opens_an_engine_to_strangers_is_warned(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,6 +119,7 @@ def test_who_opens_an_engine_to_strangers_is_warned(
     assert caplog.text.count("listen_open") == 2
 
 
+@without_key
 def test_a_warning_that_is_an_error_changes_nothing(make_engine: MakeEngine) -> None:
     owner = make_engine(1, listen=True)
     before = owner.listen_address

@@ -74,6 +74,7 @@ def test_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
         assert not mine[[0, 2, 3]].any()
 
 
+@pytest.mark.over_ucx
 def test_part_of_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
     user.pull_cache(CacheIndex(1, CACHE), slots, size=12)
     assert user.arrays(slots)[3][0, :4].tolist() == [30000, 30001, 30002, 0]
@@ -94,6 +95,7 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
         refused(LLMStatusCode.LLM_PARAM_INVALID, lambda it=wrong: user.pull_cache(src, slots, **it))
 
 
+@pytest.mark.over_ucx
 def test_layers_are_pulled(user: LlmDataDist, slots: Cache) -> None:
     user.pull_cache(CacheIndex(1, CACHE), slots, ext_param=KvCacheExtParam((1, 1), (0, 0)))
     mine, there = user.arrays(slots), theirs(SLOTS)
@@ -113,6 +115,7 @@ def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, machine: Machine
     assert (arrays[3][0] == theirs(SLOTS)[3][0]).all()
 
 
+@pytest.mark.over_ucx
 @pytest.mark.parametrize("key", [CacheIndex(1, PAGED), BlocksCacheKey(1, 5)], ids=["id", "key"])
 def test_blocks_are_pulled(
     user: LlmDataDist, blocks: Cache, key: CacheIndex | BlocksCacheKey
@@ -123,6 +126,7 @@ def test_blocks_are_pulled(
         assert not mine[3:].any()
 
 
+@pytest.mark.over_ucx
 @pytest.mark.parametrize("key", [CacheIndex(1, CACHE, 2), CacheKey(1, 72)], ids=["id", "key"])
 def test_a_slot_is_pulled_into_blocks(
     user: LlmDataDist, blocks: Cache, key: CacheIndex | CacheKey
@@ -132,6 +136,7 @@ def test_a_slot_is_pulled_into_blocks(
         assert (mine[[5, 1, 2, 0]].ravel() == there[2]).all()
 
 
+@pytest.mark.over_ucx
 def test_a_slot_is_pushed(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     for number, array in enumerate(user.arrays(slots)):
         array[3] = number - 5
@@ -142,6 +147,7 @@ def test_a_slot_is_pushed(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
         assert (there[number][[0, 2, 3]] == expected[[0, 2, 3]]).all()
 
 
+@pytest.mark.over_ucx
 @pytest.mark.parametrize("key", [CacheIndex(1, PAGED), BlocksCacheKey(1, 5)], ids=["id", "key"])
 def test_blocks_are_pushed(
     user: LlmDataDist, peer: Peer, blocks: Cache, key: CacheIndex | BlocksCacheKey
@@ -155,6 +161,7 @@ def test_blocks_are_pushed(
         assert (there[number] == expected).all()
 
 
+@pytest.mark.over_ucx
 def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Cache) -> None:
     for array in user.arrays(blocks):
         array[:] = -7
@@ -168,6 +175,7 @@ def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Ca
         assert (there[number] == expected).all()
 
 
+@pytest.mark.over_ucx
 def test_registered_memory_is_pulled_and_pushed(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
@@ -188,6 +196,7 @@ def test_registered_memory_is_pulled_and_pushed(
     assert peer.run("result = [int(it[1, 5]) for it in arrays]") == [0, 0, 4, 0]
 
 
+@pytest.mark.over_ucx
 def test_a_request_is_consumed_by_its_pull_and_an_index_never(
     user: LlmDataDist, slots: Cache
 ) -> None:
@@ -220,6 +229,7 @@ def test_a_prefix_stays(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
         user.pull_cache(CacheKey(1, prefix_id=3), slots)
 
 
+@pytest.mark.over_ucx
 def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
@@ -230,6 +240,7 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
     refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheIndex(1, 3), slots))
 
 
+@pytest.mark.over_ucx
 def test_a_key_is_of_the_newest_cache_that_has_it(
     user: LlmDataDist, peer: Peer, blocks: Cache
 ) -> None:

@@ -15,7 +15,7 @@ from tests.demo.test_on_device import PROMPT, SHORT
 from tools.namespaces import NamespacesError, refusal
 
 
-@pytest.mark.usefixtures("model_file")
+@pytest.mark.usefixtures("tiny_model")
 def test_the_demo_between_two_hosts(ucx: Found, tmp_path: Path) -> None:
     if reason := refusal():
         pytest.skip(reason)
@@ -25,7 +25,7 @@ def test_the_demo_between_two_hosts(ucx: Found, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert f"== {TWO_HOSTS} ==" in done.stdout
     assert re.search(r"prefill: listening on 10\.77\.0\.1:\d+\n", done.stdout)
-    assert "decode: linked over ucx" in done.stdout
+    assert "decode: linked over ucx: gathered over tcp/eth0" in done.stdout
     for how in ("pulled", "pushed", "pushed layer by layer"):
         assert re.search(rf"IDENTICAL: all \d+ token ids .* was {how} ", done.stdout)
     assert "CHANGED: from token" in done.stdout

@@ -9,11 +9,14 @@ import sys
 
 from kvplan import LlmDataDist, LlmRole, Options
 from tests.faults.contents import make_cache
+from tests.places import CLUSTER_KEY, PEER_LISTEN
 
 
 def serve(cluster_id: int, told: int) -> None:
     with LlmDataDist(cluster_id, LlmRole.PROMPT) as datadist:
-        datadist.initialize(Options(listen_ip_info="127.0.0.1:0"))
+        datadist.initialize(
+            Options(listen_ip_info=PEER_LISTEN, cluster_key_file=CLUSTER_KEY or None)
+        )
         make_cache(datadist, "allocated" if cluster_id % 2 else "registered", cluster_id)
         line = json.dumps([cluster_id, datadist.listen_address, os.getpid()]) + "\n"
         os.write(told, line.encode())

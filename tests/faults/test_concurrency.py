@@ -21,6 +21,7 @@ from tests.faults.moves import link
 from tests.faults.outcomes import assert_confirmed
 from tests.faults.peer import ROOT
 from tests.faults.states import wait_for_state
+from tests.places import PEER_COMMAND
 
 NUM_PEERS = 64
 
@@ -100,7 +101,7 @@ def test_threads_link_and_unlink_while_others_transfer(
 def crowd() -> Iterator[dict[int, tuple[str, int]]]:
     """Engines of clusters 1 to 64, each in a process: where they listen, and their pids."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.crowd_process", str(NUM_PEERS)],
+        [*PEER_COMMAND, sys.executable, "-m", "tests.faults.crowd_process", str(NUM_PEERS)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,

@@ -125,9 +125,10 @@ def test_a_peer_that_is_killed_at_layer_7_fails_its_own_task_only(
     wait_for_state(user, 1, LinkState.BROKEN)
 
 
+@pytest.mark.over_ucx
 @memories
 def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
-    make_engine: MakeEngine, peer: Peer, memory: str
+    make_engine: MakeEngine, peer: Peer, memory: str, machine: str
 ) -> None:
     user = make_engine(2, **SLOW)
     cache = source(user)
@@ -137,7 +138,7 @@ def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
     ready(task, range(7))
     peer.run(ENDS[memory])
     ready(task, range(7, NUM_LAYERS))
-    assert task.done
+    assert task.done or machine == "ucx"  # the peer's answer comes later
     error = failed(task)
     assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, error
     there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
@@ -249,7 +250,9 @@ def test_a_task_that_is_dropped_with_layers_open_is_cancelled(
     user.unlink_clusters([1]).raise_for_status()
 
 
-def test_a_layer_that_fails_ends_the_task(slowed: Callable[..., LlmDataDist], peer: Peer) -> None:
+def test_a_layer_that_fails_ends_the_task(
+    slowed: Callable[..., LlmDataDist], peer: Peer, machine: str
+) -> None:
     user = slowed(lambda backend: fail_at(backend, 15))
     cache = source(user)
     target = CacheIndex(1, offered(peer))
@@ -262,7 +265,8 @@ def test_a_layer_that_fails_ends_the_task(slowed: Callable[..., LlmDataDist], pe
     assert (error.origin.src_layer, error.origin.src_tensor) == (7, 15)
     assert 15 in unconfirmed(error)
     assert 7 in task.progress().failed
-    assert set(range(8, NUM_LAYERS)) <= set(task.progress().waiting)
+    if machine != "ucx":  # whose next layers are on their way when the outcome comes
+        assert set(range(8, NUM_LAYERS)) <= set(task.progress().waiting)
     arrived(peer, error)
     assert counted(user) == {"LLM_FAILED": 1}
     assert user.metrics()["in_flight"] == 0

@@ -69,10 +69,10 @@ def measured(peer: Peer) -> Footprint:
     return found
 
 
-def assert_no_more(after: Footprint, before: Footprint) -> None:
+def assert_no_more(after: Footprint, before: Footprint, mappings: int = 8) -> None:
     # A connection that has just ended may hold its descriptors for some moments.
     assert after["descriptors"] <= before["descriptors"] + 4
-    assert after["mappings"] <= before["mappings"] + 8  # of malloc, which moves with the load
+    assert after["mappings"] <= before["mappings"] + mappings  # malloc's move with the load
     # Workers come when they are first needed: one more, but not one for each round.
     assert after["threads"] <= before["threads"] + 1
     assert after["registrations"] == before["registrations"]
@@ -149,14 +149,15 @@ ENGINE = """
 """
 
 
-def test_engines_come_and_go(make_peer: MakePeer) -> None:
+def test_engines_come_and_go(make_peer: MakePeer, machine: str) -> None:
     user, owner = make_peer(2), make_peer(1)
     owner.make_cache("allocated")
     run_rounds(user, owner, ENGINE, 30)
     before = [measured(it) for it in (user, owner)]
     run_rounds(user, owner, ENGINE, 300)
+    mappings = 80 if machine == "ucx" else 8  # UCX allocates by 2 MiB, which malloc maps
     for peer, was in zip((user, owner), before, strict=True):
-        assert_no_more(measured(peer), was)
+        assert_no_more(measured(peer), was, mappings)
 
 
 def test_peers_that_die_leave_nothing(make_peer: MakePeer) -> None:

@@ -83,7 +83,12 @@ def test_transfers_after_it_bring_what_is_there_now(
 
 
 def test_a_transfer_that_had_begun_fails(
-    gated: MakeEngine, peer: Peer, remote: CacheIndex, gate: Gate, attempt: Attempt
+    gated: MakeEngine,
+    peer: Peer,
+    remote: CacheIndex,
+    gate: Gate,
+    attempt: Attempt,
+    first_unconfirmed: int,
 ) -> None:
     user = gated(2)
     mine = user.allocate_cache(DESC)
@@ -95,7 +100,7 @@ def test_a_transfer_that_had_begun_fails(
     error = pulling.result(30)
     assert error is not None
     assert error.status_code is NOT_EXIST, error
-    assert error.unconfirmed == ((0, 2),)
+    assert error.unconfirmed == ((first_unconfirmed, 2),)
     user.pull_cache(remote, mine)
     assert all((it == 8).all() for it in user.arrays(mine))
 
@@ -113,6 +118,7 @@ def test_layers_that_come_after_it_are_not_pushed(
     assert peer.run("result = ctypes.c_int32.from_address(base).value") == 8
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
     make_engine: MakeEngine, peer: Peer, remote: CacheIndex
 ) -> None:

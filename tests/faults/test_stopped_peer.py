@@ -44,6 +44,7 @@ def keyed(peer: Peer) -> None:
     )
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 @memories
 @directions
 def test_whoever_is_not_asked_need_not_run(
@@ -67,6 +68,7 @@ def test_whoever_is_not_asked_need_not_run(
     assert link_of(user, 1).state is LinkState.LINKED
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 @memories
 def test_during_and_continued(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, memory: str
@@ -84,6 +86,7 @@ def test_during_and_continued(
     assert (link_of(user, 1).state, peer.state(2)) == (LinkState.LINKED, "LINKED")
 
 
+@pytest.mark.over_ucx
 @memories
 @directions
 def test_during_until_it_is_given_up(
@@ -133,6 +136,7 @@ def test_a_key_that_is_asked_for_in_vain_is_not_lost(make_engine: MakeEngine, pe
     refused(lambda: other.pull_cache(KEY, theirs), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 def test_a_key_whose_pull_was_not_acknowledged_is_consumed_all_the_same(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
 ) -> None:
@@ -186,6 +190,7 @@ def pull_unheard(
     return keys, cache, arrays
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 def test_what_a_stopped_peer_was_not_told_it_hears_later(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
@@ -203,6 +208,7 @@ def test_what_a_stopped_peer_was_not_told_it_hears_later(
         refused(lambda key=key: user.pull_cache(key, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 def test_what_a_stopped_peer_was_not_told_ends_with_the_link(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:

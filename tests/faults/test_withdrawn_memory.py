@@ -23,10 +23,17 @@ directions = pytest.mark.parametrize("direction", ["pull", "push"])
 memories = pytest.mark.parametrize("memory", WITHDRAW)
 
 
+@pytest.mark.over_ucx
 @memories
 @directions
 def test_at_the_peer(
-    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
+    gated: MakeEngine,
+    peer: Peer,
+    gate: Gate,
+    attempt: Attempt,
+    first_unconfirmed: int,
+    direction: str,
+    memory: str,
 ) -> None:
     user, remote = gated(2), peer.make_cache(memory)
     cache, arrays = make_cache(user, "allocated", None if direction == "pull" else 2)
@@ -38,7 +45,7 @@ def test_at_the_peer(
     error = call.result(30)
     assert error is not None
     assert error.status_code is NOT_EXIST, error
-    assert unconfirmed(error) == set(range(COUNT))
+    assert unconfirmed(error) == set(range(first_unconfirmed, COUNT))
     mine = link_of(user, 1)
     assert mine is not None
     assert (mine.state, mine.in_flight, peer.state(2)) == (LinkState.LINKED, 0, "LINKED")
@@ -51,8 +58,13 @@ def test_at_the_peer(
     assert all((it[0] == to[0]).all() for it, to in zip(arrays, pattern(3), strict=True))
 
 
+@pytest.mark.over_ucx
 def test_pages_that_are_another_cache_by_now(
-    gated: MakeEngine, make_peer: MakePeer, gate: Gate, attempt: Attempt
+    gated: MakeEngine,
+    make_peer: MakePeer,
+    gate: Gate,
+    attempt: Attempt,
+    first_unconfirmed: int,
 ) -> None:
     """The address is mapped, and in a cache that is offered: it is another one all the same."""
     peer = make_peer(1, mem_pool_config=PoolConfig(DESC.nbytes, 10))
@@ -68,7 +80,7 @@ def test_pages_that_are_another_cache_by_now(
     error = call.result(30)
     assert error is not None
     assert error.status_code is NOT_EXIST, error
-    assert unconfirmed(error) == set(range(COUNT))
+    assert unconfirmed(error) == set(range(first_unconfirmed, COUNT))
     refused(lambda: move(user, "pull", remote, cache), NOT_EXIST)
     move(user, "pull", again, cache)
     assert_confirmed(None, user.arrays(cache), pattern(3))
@@ -128,6 +140,7 @@ def test_a_cache_that_is_freed_stays_for_who_has_claimed_it(
     refused(lambda: user.pull_cache(CacheIndex(1, 1), cache), NOT_EXIST)
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 def test_pages_that_their_owner_has_unmapped(make_engine: MakeEngine, peer: Peer) -> None:
     """Registered by address, unmapped, and not unregistered: an error, at both ends no crash."""
     user = make_engine(2)

@@ -198,7 +198,7 @@ class _Unconnectable(LocalTransport):
 
 def test_no_transport_in_common(make_end: MakeEnd, end: End) -> None:
     other = make_end(2, transports=[_Unreachable()])
-    why = "hello: no transport reaches the peer: local: the cable is missing"
+    why = "hello: no transport between cluster 2 and cluster 1: local: the cable is missing"
     refused(end, other.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
     assert other.links.live() == 0
 

@@ -124,8 +124,14 @@ def test_handshakes_that_nobody_confirms_shut_nobody_out(
         ({"to_cluster_id": 5}, "cluster 1 is here, not cluster 5"),
         ({"cluster_id": 1}, "cluster 1 is here itself"),
         ({"comm": "name"}, "communicator 'name' is not linked by address"),
-        ({"offers": ()}, "no transport reaches the peer: local: the peer does not offer it"),
-        ({"offers": (Offer("local", b"x"),)}, "no transport reaches the peer: local: "),
+        (
+            {"offers": ()},
+            "no transport between cluster 1 and cluster 2: local: cluster 2 does not offer it",
+        ),
+        (
+            {"offers": (Offer("local", b"x"),)},
+            "no transport between cluster 1 and cluster 2: local: ",
+        ),
     ],
 )
 def test_hellos_that_are_refused(

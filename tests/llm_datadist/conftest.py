@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -10,6 +11,8 @@ from tests.llm_datadist.peer import REMOTE, REQUEST, Peer, link
 
 MakeDataDist = Callable[..., LLMDataDist]
 MakePeer = Callable[..., Peer]
+Environment = frozenset[tuple[str, str]]
+IdlePeers = dict[Environment, list[Peer]]
 
 
 def options(**more: str) -> dict[str, str]:
@@ -34,14 +37,44 @@ def make_datadist() -> Iterator[MakeDataDist]:
         yield make
 
 
+@pytest.fixture(scope="session")
+def idle_peers() -> Iterator[IdlePeers]:
+    """Processes without a client: to start one takes longer than most tests.
+
+    They are told apart by the environment that they were started in.
+    """
+    peers: IdlePeers = {}
+    yield peers
+    for peer in (it for them in peers.values() for it in them):
+        peer.close()
+
+
 @pytest.fixture
-def make_peer() -> Iterator[MakePeer]:
-    """Starts peers, each in a process of its own, and ends them."""
+def make_peer(idle_peers: IdlePeers) -> Iterator[MakePeer]:
+    """Makes peers, each in a process of its own, and ends them."""
+
+    def give_back(started_in: Environment, peer: Peer) -> None:
+        if peer.dead:
+            peer.close()
+            return
+        try:
+            peer.forget()
+        except BaseException:
+            peer.close()
+            raise
+        idle_peers.setdefault(started_in, []).append(peer)
+
     with ExitStack() as held:
 
         def make(cluster_id: int = 1, role: str = "PROMPT", **more: str) -> Peer:
-            peer = Peer(cluster_id, role, **more)
-            held.callback(peer.close)
+            now = frozenset(it for it in os.environ.items() if it[0] != "PYTEST_CURRENT_TEST")
+            if ready := idle_peers.get(now):
+                peer = ready.pop()
+                held.callback(give_back, now, peer)
+                peer.start(cluster_id, role, **more)
+            else:
+                peer = Peer(cluster_id, role, **more)
+                held.callback(give_back, now, peer)
             return peer
 
         yield make

@@ -37,8 +37,12 @@ class Peer(EnginePeer):
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
         )
+        self.start(cluster_id, role, **options)
+
+    def start(self, cluster_id: int, role: str = "PROMPT", **options: str) -> None:
+        """Let it have a client, if it is new or has ended the one before."""
         self.cluster_id = cluster_id
-        self.address: str = self.run(
+        self.address = self.run(
             """
             datadist = start(cluster_id, role, options)
             manager = datadist.cache_manager
@@ -48,6 +52,10 @@ class Peer(EnginePeer):
             role=role,
             options=options,
         )
+
+    def forget(self) -> None:
+        """End its client, and all that was made there."""
+        self.run("forget()")
 
     @property
     def info(self) -> LLMClusterInfo:

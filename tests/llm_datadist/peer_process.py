@@ -1,6 +1,8 @@
 """A program that knows official names only, in a process of its own, told what to do by lines."""
 
+import gc
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +33,23 @@ def desc(num_tensors, rows, nbytes=32, **more):
     return CacheDesc(num_tensors, [rows, nbytes], DataType.DT_UINT8, **more)
 
 
+def main() -> None:
+    """Serve, one client after another."""
+    names: dict[str, Any] = {name: getattr(llm_datadist, name) for name in NAMES.split()}
+
+    def forget() -> None:
+        """End the client, and all that a test has made."""
+        if LLMDataDist.llm_engine_instance is not None:
+            LLMDataDist.llm_engine_instance.finalize()
+        for it in names.keys() - kept:
+            del names[it]
+        gc.collect()
+
+    names |= {"np": np, "start": start, "desc": desc, "forget": forget, **vars(contents)}
+    kept = {*names, "result", "__builtins__"}
+    serve(names)
+
+
 if __name__ == "__main__":
     log.get_logger().setLevel(logging.CRITICAL)  # it writes to stdout, where the answers go
-    names = {name: getattr(llm_datadist, name) for name in NAMES.split()}
-    serve({"np": np, "start": start, "desc": desc, **vars(contents), **names})
+    main()

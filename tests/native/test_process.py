@@ -28,6 +28,7 @@ from kvnative._executor import (
 from kvnative._host import Board
 from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
+from tests.native.scatter import assert_same
 
 PAGE = mmap.PAGESIZE
 NBYTES = 8 << 20
@@ -122,7 +123,7 @@ def test_get_is_a_gather(
     expected = np.concatenate(
         [content[s : s + n] for s, n in zip(sources.tolist(), sizes.tolist(), strict=True)]
     )
-    np.testing.assert_array_equal(local, expected)
+    assert_same(local, expected)
 
 
 @pytest.mark.parametrize("piece", [1, 777, PAGE, NBYTES // 4])
@@ -135,10 +136,10 @@ def test_put_is_a_scatter(pool: ThreadPool, other: Other, content: Bytes, piece:
     assert (report.status, report.bytes_done) == (KVN_OK, fresh.nbytes), report.message
     expected = np.empty_like(fresh)
     expected.reshape(count, piece)[offsets // piece] = fresh.reshape(count, piece)
-    np.testing.assert_array_equal(other.read(first, fresh.nbytes), expected)
+    assert_same(other.read(first, fresh.nbytes), expected)
     rest = content[first : first + count * piece]  # as it was, for the tests that follow
     run(pool, other.pid, "put", other.base + first, rest.ctypes.data, rest.nbytes)
-    np.testing.assert_array_equal(other.read(0, NBYTES), content)
+    assert_same(other.read(0, NBYTES), content)
 
 
 class TestTheDescriptorThatFails:
@@ -211,7 +212,7 @@ class TestTheDescriptorThatFails:
         assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
         assert report.bytes_done == NBYTES + PAGE
         assert hex(other.base + NBYTES + PAGE) in report.message
-        np.testing.assert_array_equal(local[:NBYTES], content)
+        assert_same(local[:NBYTES], content)
 
 
 def test_a_dead_process(pool: ThreadPool) -> None:
@@ -238,7 +239,7 @@ def test_its_own_process_is_one_too(pool: ThreadPool) -> None:
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
     report = run(pool, os.getpid(), "put", target.ctypes.data, source.ctypes.data, 100)
     assert report.status == KVN_OK
-    np.testing.assert_array_equal(source, target)
+    assert_same(source, target)
 
 
 @pytest.mark.parametrize(

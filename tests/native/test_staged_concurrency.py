@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from threading import Event
 
-import numpy as np
 import pytest
 
 from kvnative._executor import (
@@ -25,7 +24,7 @@ from kvnative._executor import (
     limit_bandwidth,
     limit_batch,
 )
-from tests.native.scatter import Scattered, indices, scatter
+from tests.native.scatter import Scattered, assert_same, indices, scatter
 from tests.native.test_executor_concurrency import at_once
 
 COUNT, SIZE = 60, 7
@@ -125,7 +124,7 @@ def test_given_up_while_others_open_wait_and_look(executor: Executor, end: str) 
         assert task.report.status in expected
         other = scatter([300_000])
         own.close() if end == "close" else own.run(other.descriptors)
-        np.testing.assert_array_equal(case.target, after)  # nothing comes later
+        assert_same(case.target, after)  # nothing comes later
 
 
 def test_cancelling_wakes_those_who_wait_for_a_stage_to_be_opened(executor: Executor) -> None:

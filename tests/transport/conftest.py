@@ -15,6 +15,20 @@ def owner() -> Iterator[Owner]:
     owner.close()
 
 
+@pytest.fixture(scope="module")
+def process_of_owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.close()
+
+
+@pytest.fixture
+def renewed_owner(process_of_owner: Owner) -> Owner:
+    """As `owner`, for tests that leave its process as it was but for what `renew` ends there."""
+    process_of_owner.run("renew()")
+    return process_of_owner
+
+
 @pytest.fixture
 def transport() -> Iterator[LocalTransport]:
     with LocalTransport() as transport:

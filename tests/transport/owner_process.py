@@ -4,6 +4,7 @@ Each line on stdin is a JSON string of Python to execute; what it leaves in `res
 Between two lines no Python runs here: what peers do meanwhile, they do without its help.
 """
 
+import gc
 import json
 import sys
 import traceback
@@ -32,5 +33,24 @@ def serve(names: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
+def main() -> None:
+    """Serve, one transport after another."""
+    names: dict[str, Any] = {"np": np, "pattern": pattern}
+
+    def renew() -> None:
+        """Have a new transport, and nothing that a test has made."""
+        if "transport" in names:
+            names["transport"].close()
+        for it in names.keys() - kept:
+            del names[it]
+        gc.collect()
+        names["transport"] = LocalTransport()
+
+    names["renew"] = renew
+    kept = {*names, "result", "__builtins__"}
+    renew()
+    serve(names)
+
+
 if __name__ == "__main__":
-    serve({"transport": LocalTransport(), "np": np, "pattern": pattern})
+    main()

@@ -11,12 +11,24 @@ from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.choice import TRANSPORTS, TransportOptions, make_transports
 
 
-@pytest.mark.parametrize("choice", ["auto", "local"])
-def test_what_works_here_is_made(choice: str) -> None:
-    made = make_transports(choice)
-    assert [it.name for it in made] == ["local"]
+def names_made(choice: str) -> list[str]:
+    made = make_transports(choice).made
     for transport in made:
         transport.close()
+    return [it.name for it in made]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"), [("auto", ["local", "ucx"]), ("local", ["local"]), ("ucx", ["ucx"])]
+)
+@pytest.mark.usefixtures("ucx")
+def test_what_works_here_is_made(choice: str, names: list[str]) -> None:
+    assert names_made(choice) == names
+
+
+@pytest.mark.parametrize("choice", ["auto", "local"])
+def test_where_there_is_no_ucx_the_others_are_made(choice: str) -> None:
+    assert names_made(choice) == ["local"]
 
 
 def test_a_row_has_the_name_of_what_it_makes() -> None:
@@ -31,9 +43,9 @@ def test_what_needs_a_device_does_not_work_without() -> None:
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
-@pytest.mark.parametrize("choice", ["", "ucx", "Local", "local,auto"])
+@pytest.mark.parametrize("choice", ["", "rdma", "Local", "local,auto"])
 def test_an_unknown_name(choice: str) -> None:
-    with pytest.raises(LLMException, match="must be one of auto, hccl, local") as refused:
+    with pytest.raises(LLMException, match="must be one of auto, hccl, local, ucx") as refused:
         make_transports(choice)
     assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     assert repr(choice) in str(refused.value)
@@ -55,3 +67,15 @@ def test_where_none_works_the_reason_is_told(choice: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [("auto", "no UCX library"), ("local", "kvplan.transport=local leaves it out")],
+)
+def test_why_a_transport_is_missing_is_kept_for_peers_that_have_it(choice: str, why: str) -> None:
+    made, missing = make_transports(choice)
+    assert missing.keys() == {"hccl", "ucx"}
+    assert why in missing["ucx"]
+    for transport in made:
+        transport.close()

@@ -34,6 +34,11 @@ POOL = f"""
 """
 
 
+@pytest.fixture
+def owner(renewed_owner: Owner) -> Owner:
+    return renewed_owner
+
+
 class Pool:
     """The arena of an owner, and a link to that; `part` is found as an engine finds a cache."""
 

@@ -42,6 +42,11 @@ MIXED = f"""
 FILL = f"memory[:] = pattern(1, {TENSORS * TENSOR}); result = memory.ctypes.data"
 
 
+@pytest.fixture
+def owner(renewed_owner: Owner) -> Owner:
+    return renewed_owner
+
+
 def tensors_of(link: Link, base: int, *, writable: bool) -> PeerMemory:
     addresses = [base + i * TENSOR for i in range(TENSORS)]
     return link.memory(addresses, TENSOR, writable=writable)

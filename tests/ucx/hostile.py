@@ -20,17 +20,27 @@ ASK, LAST, FINAL = 1, 2, 1
 TOKEN = 16
 
 
-def build(folder: Path) -> ctypes.CDLL:
+NATIVE = ROOT / "kvnative/src"
+# What an end does not need.
+ONE_SIDED = {"ucx_one_sided", "ucx_region", "ucx_mover", "ucx_move_request", "ucx_operation"}
+
+
+def build_all(folder: Path) -> ctypes.CDLL:
+    """What an end of UCX is made of, and hostile.c."""
+    ends = [it for it in sorted(NATIVE.glob("ucx_*.c")) if it.stem not in ONE_SIDED]
+    others = [NATIVE / f"{name}.c" for name in ("clock", "job", "report")]
+    return build(folder, HERE / "hostile.c", *ends, *others)
+
+
+def build(folder: Path, *sources: Path) -> ctypes.CDLL:
     """Compile and load; with the sanitizers that this run has."""
     made = folder / "libhostile.so"
-    sources = [HERE / "hostile.c", *sorted((ROOT / "kvnative/src").glob("ucx_*.c"))]
-    sources += [ROOT / "kvnative/src" / f"{name}.c" for name in ("clock", "job", "report")]
     checked = os.environ.get("KVPLAN_SANITIZE", "")
     subprocess.run(
         [
             *("gcc", "-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-pthread"),
             *([f"-fsanitize={checked}", "-fno-sanitize-recover=all"] if checked else []),
-            *(f"-I{ROOT / 'include'}", f"-I{ROOT / 'kvnative/src'}"),
+            *(f"-I{ROOT / 'include'}", f"-I{NATIVE}"),
             *(str(source) for source in sources),
             *("-o", str(made)),
         ],

@@ -56,8 +56,8 @@ class TestBytes:
             descriptors = steady_peer.descriptors(direction, local, spans)
             report = executor.run(descriptors, TIMEOUT_MS)
         assert (report.status, report.bytes_done) == (KVN_OK, count * nbytes), report.message
-        np.testing.assert_array_equal(local, here)
-        np.testing.assert_array_equal(steady_peer.memory, there)
+        assert np.array_equal(local, here)
+        assert np.array_equal(steady_peer.memory, there)
         steady_peer.fill()
 
     @given(data=st.data())
@@ -131,8 +131,8 @@ class TestBytes:
                 task.open(stage)
             report = task.wait(TIMEOUT_MS)
         assert report.status == KVN_OK, report.message
-        np.testing.assert_array_equal(local, here)
-        np.testing.assert_array_equal(steady_peer.memory, there)
+        assert np.array_equal(local, here)
+        assert np.array_equal(steady_peer.memory, there)
         steady_peer.fill()
 
     def test_the_progress_is_told(

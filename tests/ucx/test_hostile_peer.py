@@ -26,7 +26,7 @@ from tests.ucx.hostile import (
     PUSH,
     HostileEnd,
     HostileLink,
-    build,
+    build_all,
     cancel,
     data,
     done,
@@ -50,7 +50,7 @@ Meet = Callable[[], tuple[UcxNativeLink, HostileLink]]
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileEnd]:
     with found():
-        end = HostileEnd(build(tmp_path_factory.mktemp("hostile")))
+        end = HostileEnd(build_all(tmp_path_factory.mktemp("hostile")))
     yield end
     end.close()
 

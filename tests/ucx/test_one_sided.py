@@ -25,7 +25,10 @@ from tests.ucx.test_gathered import both
 from tests.ucx_library import found
 
 DIRECTIONS = ["get", "put"]
-SEVERAL, MANY = 60, 1000  # times all of the peer's memory: enough to act meanwhile; more than any test waits for
+SEVERAL, MANY = (
+    60,
+    1000,
+)  # times all of the peer's memory: enough to act meanwhile; more than any test waits for
 
 
 def new_peer(tmp_path_factory: pytest.TempPathFactory) -> RegionPeer:
@@ -295,11 +298,11 @@ class TestArguments:
 
         one = np.ones(1, dtype=np.uint64)
         refused("direction is 'pull'; it must be 'get' or 'put'", "pull")
-        refused("slots: expected 1 items, as in addresses, got 2", slots=np.ones(2, dtype=np.uint64))
+        refused(
+            "slots: expected 1 items, as in addresses, got 2", slots=np.ones(2, dtype=np.uint64)
+        )
         refused("nbytes: expected uint64", nbytes=np.ones(1))
         refused("slots: range 0 has 16; the board has 16", slots=one * 16)
         refused("keys: range 0 has 2; there are 2", keys=one * 2)
         refused(r"rkeys\[0\]: expected bytes that are not empty", rkeys=[b""])
         refused("it must have at least 1 and end at", nbytes=one * 0)
-
-

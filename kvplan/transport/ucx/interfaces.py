@@ -10,7 +10,8 @@ from typing import Final
 
 _GET_FLAGS: Final = 0x8913  # SIOCGIFFLAGS
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR
-_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
+_LOOPBACK = 0x8
+_IN_USE = 0x1 | 0x40  # up and running
 _REQUEST: Final = struct.Struct("16sH22x")  # struct ifreq, with its flags
 _INET6_TABLE: Final = Path("/proc/net/if_inet6")
 _GLOBAL_SCOPE: Final = "00"
@@ -25,9 +26,8 @@ def usable_interfaces() -> list[str]:
             flags = _flags(asking, name)
             if flags & _LOOPBACK:
                 loopbacks.append(name)
-            elif flags & _UP and flags & _RUNNING:
-                if name in with_inet6 or _has_inet(asking, name):
-                    usable.append(name)
+            elif flags & _IN_USE == _IN_USE and (name in with_inet6 or _has_inet(asking, name)):
+                usable.append(name)
     return usable or loopbacks
 
 

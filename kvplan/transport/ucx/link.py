@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
+from kvnative._backend import NativeError
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.columns import sized_tensors
 from kvplan.transport.identity import link_failed
 from kvplan.transport.ranges import RangeTable
-from kvplan.transport.ucx.memory import UcxPeerMemory, columns
+from kvplan.transport.ucx import backends
+from kvplan.transport.ucx.memory import UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend
     from kvnative._ucx import UcxNativeLink
+    from kvnative._ucx_one_sided import UcxRegions
     from kvplan.execution.memory import Direction
     from kvplan.transport.ucx.metadata import Range
 
@@ -40,11 +43,14 @@ class UcxLink:
 
     renewable = None
 
-    def __init__(self, native: UcxNativeLink, metadata: Metadata) -> None:
+    def __init__(
+        self, native: UcxNativeLink, metadata: Metadata, regions: UcxRegions | None = None
+    ) -> None:
         self._pid = os.getpid()
-        self._native = native
+        self._native: UcxNativeLink | None = native  # None: closed
+        self._regions = regions  # None: the peer serves messages
         self.metadata = metadata
-        self._known = RangeTable(self.peer, metadata.ranges)
+        self._table = RangeTable(self.peer, metadata.ranges)
         self.way = native.way  # of a link that has failed it tells no more
         self._why: LLMException | None = None
 
@@ -56,8 +62,14 @@ class UcxLink:
     @property
     def closed_by_peer(self) -> bool:
         """See `TransportLink`."""
-        failure = self._native.failure
+        failure = self._failure
         return failure is not None and failure[1].startswith(_CLOSED_BY_PEER)
+
+    @property
+    def _failure(self) -> tuple[int, str] | None:
+        """Status and message of why the native link has ended by itself."""
+        native = self._native
+        return None if native is None else native.failure
 
     @property
     def peer(self) -> str:
@@ -70,7 +82,8 @@ class UcxLink:
 
         It is the link's: stop polling it before `close`.
         """
-        return None if self._why is not None else self._native.death_fd
+        native = self._native
+        return None if native is None else native.death_fd
 
     def memory(
         self,
@@ -98,19 +111,29 @@ class UcxLink:
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
-        table = self._known if metadata is None else self._read(metadata)
+        table, known = (self._table, self.metadata) if metadata is None else self._read(metadata)
         ranges, _ = table.locate(starts, sizes, writable=writable)
-        return UcxPeerMemory(self, starts, sizes, writable, ranges)
+        return UcxPeerMemory(self, starts, sizes, writable, ranges, known)
 
-    def backend(self, direction: Direction, ranges: Sequence[Range]) -> Backend:
-        """What moves bytes between `ranges` of the peer and this process.
+    def backend(
+        self, direction: Direction, ranges: Sequence[Range], known: Metadata, *, on_device: bool
+    ) -> Backend:
+        """What moves bytes between `ranges` of the peer, as `known` names them, and this process.
 
         Raises:
             NativeError: the link has ended.
         """
-        from kvnative._ucx_gathered import gathered_backend
+        if (native := self._native) is None:
+            raise NativeError(f"the link to {self.peer} is closed")
+        if self._regions is None:
+            return backends.gathered(native, direction, ranges)
+        local: backends.Local = "cuda" if on_device else "host"
+        return backends.one_sided(native, direction, ranges, known, self._regions, local)
 
-        return gathered_backend(self._native, direction, *columns(ranges))
+    @property
+    def takes_device(self) -> bool:
+        """Whether memory of a device may be this process's side of a transfer."""
+        return self._regions is not None and "cuda" in self._regions.end.transports
 
     def check(self) -> None:
         """Raise LLMException unless the peer is there and the link is open.
@@ -127,7 +150,7 @@ class UcxLink:
             )
         if (why := self._why) is not None:
             raise LLMException(why.args[0], status_code=why.status_code)
-        if (failure := self._native.failure) is not None:
+        if (failure := self._failure) is not None:
             raise link_failed(f"{self.peer}: {failure[1]}")
 
     def close(self, why: LLMException | None = None) -> None:
@@ -140,7 +163,9 @@ class UcxLink:
         self._why = why or LLMException(
             f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
         )
-        self._native.close(str(self._why.args[0]))
+        native, self._native = self._native, None  # its descriptors go with its last user
+        if native is not None:
+            native.close(str(self._why.args[0]))
 
     def __enter__(self) -> UcxLink:
         return self
@@ -151,11 +176,11 @@ class UcxLink:
     def __repr__(self) -> str:
         return f"<UcxLink to {self.peer}: {'closed' if self._why else self.way}>"
 
-    def _read(self, metadata: bytes) -> RangeTable[Range]:
+    def _read(self, metadata: bytes) -> tuple[RangeTable[Range], Metadata]:
         newer = Metadata.from_bytes(metadata)
         if newer.instance != self.metadata.instance:
             raise invalid(
                 f"metadata is of the transport {newer.instance}; this link is to another, "
                 f"{self.metadata.instance}"
             )
-        return RangeTable(self.peer, newer.ranges)
+        return RangeTable(self.peer, newer.ranges), newer

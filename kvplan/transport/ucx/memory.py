@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvnative._backend import NativeError
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.ucx.end import ucx_error
@@ -13,12 +11,13 @@ from kvplan.transport.ucx.end import ucx_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.transport.ucx.link import UcxLink
-    from kvplan.transport.ucx.metadata import Range
+    from kvplan.transport.ucx.metadata import Metadata, Range
 
     Column = NDArray[np.uint64]
 
@@ -42,6 +41,7 @@ class UcxPeerMemory:
         nbytes: Column,
         writable: bool,
         ranges: Sequence[Range],
+        known: Metadata,
     ) -> None:
         for column in (addresses, nbytes):
             column.flags.writeable = False
@@ -50,7 +50,8 @@ class UcxPeerMemory:
         self.writable = writable
         self._link = link
         self._ranges = ranges
-        self._backends: dict[Direction, Backend] = {}
+        self._known = known  # the peer's, that names the ranges
+        self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
         """What moves bytes between the peer and `other`.
@@ -58,20 +59,23 @@ class UcxPeerMemory:
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: `other` is on a device; or as `check`.
         """
-        if other.on_device:
+        if other.on_device and not self._link.takes_device:
             raise LLMException(
                 f"the local side is in device memory; over UCX ({self._link.way}) "
                 f"{self._link.peer} and host memory are the sides of a transfer: pull to, or push "
                 "from, a cache with Placement.HOST, and copy between that and the device",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        if (known := self._backends.get(direction)) is None:
+        way = direction, other.on_device
+        if (known := self._backends.get(way)) is None:
             self._link.check()
             try:
-                made = self._link.backend(direction, self._ranges)
+                made = self._link.backend(
+                    direction, self._ranges, self._known, on_device=other.on_device
+                )
             except NativeError as error:
                 raise ucx_error(error, f"{self._link.peer} cannot be reached") from error
-            known = self._backends.setdefault(direction, made)
+            known = self._backends.setdefault(way, made)
         return known
 
     def check(self) -> None:
@@ -94,12 +98,3 @@ class UcxPeerMemory:
             f"<UcxPeerMemory {len(self.addresses)} tensors, {self.nbytes.sum()} bytes: "
             f"{self._link!r}>"
         )
-
-
-def columns(ranges: Sequence[Range]) -> tuple[Column, Column, Column, Column]:
-    """The slots, generations, addresses and sizes of `ranges`, as backends take them."""
-    fields = ("slot", "generation", "address", "nbytes")
-    slots, generations, addresses, sizes = (
-        np.array([getattr(it, name) for it in ranges], dtype=np.uint64) for name in fields
-    )
-    return slots, generations, addresses, sizes

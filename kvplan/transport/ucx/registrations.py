@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.host_range import host_range
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registration import RegisteredMemory, ranges_of
 from kvplan.transport.ucx.end import transport_closed
-from kvplan.transport.ucx.metadata import MAX_SLOTS, Range
+from kvplan.transport.ucx.metadata import MAX_SLOTS, Range, RegionRef
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from kvnative._host import Pin
     from kvnative._ucx import UcxEnd
     from kvplan.transport import protocol
-    from kvplan.transport.protocol import Registrable
+    from kvplan.transport.protocol import Kind, Registrable
+
+
+class Shown(NamedTuple):
+    """What peers are told; see `Metadata`."""
+
+    ranges: tuple[Range, ...]
+    regions: tuple[RegionRef, ...] = ()
+    board: RegionRef | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -45,11 +53,7 @@ class Registrations:
     """
 
     def __init__(self, num_slots: int) -> None:
-        if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
-            raise LLMException(
-                f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
+        check_num_slots(num_slots)
         self._num_slots = num_slots
         # Re-entrant: letting go of memory may run finalizers, which may deregister more.
         self._mutex = threading.RLock()
@@ -62,6 +66,12 @@ class Registrations:
 
     def __len__(self) -> int:
         return len(self._by_slot)
+
+    reaches: frozenset[Kind] = frozenset({"host"})
+
+    @property
+    def regions(self) -> None:
+        """None: UCX need not know the memory."""
 
     def attach(self, native: UcxEnd) -> None:
         """Let the native end serve all of them, and those that come."""
@@ -107,8 +117,8 @@ class Registrations:
         if it.pin is not None:
             it.pin.release()
 
-    def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
-        """As peers are told `registrations`; None: all.
+    def shown(self, registrations: Iterable[protocol.Registration] | None) -> Shown:
+        """What peers are told of `registrations`; None: all.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
@@ -116,7 +126,7 @@ class Registrations:
         """
         given = None if registrations is None else [_own(it) for it in registrations]
         with self._mutex:
-            return ranges_of(given, self._by_slot)
+            return Shown(ranges_of(given, self._by_slot))
 
     def close(self) -> None:
         """Forget all, and take no more; the native end, which serves them, has gone."""
@@ -139,6 +149,15 @@ class Registrations:
             )
         self._next += 1
         return self._next - 1
+
+
+def check_num_slots(num_slots: object) -> None:
+    """Raise LLMException (LLM_PARAM_INVALID) or TypeError unless there can be so many slots."""
+    if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
+        raise LLMException(
+            f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]",
+            status_code=LLMStatusCode.LLM_PARAM_INVALID,
+        )
 
 
 def _serve(native: UcxEnd, it: Range) -> None:

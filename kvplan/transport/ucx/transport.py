@@ -19,7 +19,7 @@ from kvplan.transport.ucx.library import find
 from kvplan.transport.ucx.link import UcxLink
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Metadata
 from kvplan.transport.ucx.modes import check_mode, choose_mode
-from kvplan.transport.ucx.registrations import Registration, Registrations
+from kvplan.transport.ucx.registrations import Registration, Registrations, Shown
 from kvplan.transport.ucx.settings import check_devices, read_settings, settings_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from kvnative._ucx import UcxNativeLink
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
-    from kvplan.transport.ucx.metadata import Range
+    from kvplan.transport.ucx.mapped import MappedRegistrations
+    from kvplan.transport.ucx.mapped import Registration as MappedRegistration
+    from kvplan.transport.ucx.modes import Mode
 
 _TOKEN_NBYTES: Final = 16
 _MODE_OPTION: Final = "kvplan.ucx_mode"
@@ -48,7 +50,6 @@ class UcxTransport:
     """
 
     name = "ucx"
-    reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(
         self,
@@ -75,9 +76,9 @@ class UcxTransport:
         check_mode("mode", mode)
         check_devices("devices", devices)
         given = read_settings("settings", settings)
-        self._registrations = Registrations(max_registrations)
         found = find()
         self.mode = choose_mode(mode, found.path)
+        self._registrations = _registrations_of(self.mode, max_registrations)
         self._pid = os.getpid()
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
@@ -92,6 +93,16 @@ class UcxTransport:
         self._mutex = threading.RLock()
         self._connecting: set[UcxNativeLink] = set()
         self._closed = False
+        if self.mode == "one_sided":
+            self._end.open()
+
+    @property
+    def reaches(self) -> frozenset[Kind]:
+        """Host memory; in the mode one_sided of a device too, where UCX has a transport for it.
+
+        That has not been tried on any.
+        """
+        return self._registrations.reaches
 
     def allocate(self, nbytes: int) -> Arena:
         """New zeroed memory of the host.
@@ -105,7 +116,9 @@ class UcxTransport:
     def expect(self, memory: Registrable, keep: object = None) -> None:
         """Do nothing: parts are registered when they are, whatever links there are."""
 
-    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
+    def register(
+        self, memory: Registrable, *, writable: bool = True
+    ) -> Registration | MappedRegistration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Args:
@@ -139,7 +152,7 @@ class UcxTransport:
             TypeError: one of them is no `Registration`.
         """
         self._check_process()
-        return self._metadata(self._registrations.ranges(registrations)).to_bytes()
+        return self._metadata(self._registrations.shown(registrations)).to_bytes()
 
     def ready(self) -> None:
         """Load UCX, which takes 0.4 s the first time: from then on metadata has its address.
@@ -196,7 +209,7 @@ class UcxTransport:
             finally:
                 with self._mutex:
                     self._connecting.discard(native)
-        return UcxLink(native, peer)
+        return UcxLink(native, peer, self._registrations.regions)
 
     def close(self) -> None:
         """Close the links, deregister everything, and end the thread; idempotent.
@@ -225,7 +238,7 @@ class UcxTransport:
         state = "closed" if self._closed else f"{len(self._registrations)} registrations"
         return f"<UcxTransport of process {self._pid}, {self.mode}: {state}>"
 
-    def _metadata(self, ranges: tuple[Range, ...]) -> Metadata:
+    def _metadata(self, shown: Shown) -> Metadata:
         native = self._end.native
         return Metadata(
             self._instance,
@@ -235,7 +248,7 @@ class UcxTransport:
             self._end.version,
             "" if native is None else native.transports,
             b"" if native is None else native.address,
-            ranges,
+            *shown,
         )
 
     def _refusal(self, peer: Metadata) -> str | None:
@@ -248,7 +261,7 @@ class UcxTransport:
                 f"{peer} uses UCX {peer.mode}, this process {self.mode}; give both engines the "
                 f"same {_MODE_OPTION}"
             )
-        return _versions_refusal(self._metadata(()), peer)
+        return _versions_refusal(self._metadata(Shown(())), peer)
 
     def _unconnected(self, peer: Metadata, error: NativeError, timeout_ms: float) -> LLMException:
         ours, theirs = self._end.version, peer.version
@@ -275,6 +288,14 @@ class UcxTransport:
                 f"the transport belongs to process {self._pid}; this is its forked child "
                 f"{os.getpid()}, which needs one of its own"
             )
+
+
+def _registrations_of(mode: Mode, num_slots: int) -> Registrations | MappedRegistrations:
+    if mode == "gathered":
+        return Registrations(num_slots)
+    from kvplan.transport.ucx.mapped import MappedRegistrations  # most engines never need them
+
+    return MappedRegistrations(num_slots)
 
 
 def _versions_refusal(ours: Metadata, theirs: Metadata) -> str | None:
