@@ -21,6 +21,7 @@ static const preset presets[] = {
     {KVN_UCX_GATHERED, {"TCP_RX_SEG_SIZE", "256K"}},
     {KVN_UCX_GATHERED, {"TCP_MAX_IOV", "32"}},
     {KVN_UCX_GATHERED, {"TCP_MAX_NUM_EPS", "inf"}},
+    {KVN_UCX_GATHERED, {"TCP_CONN_NB", "y"}}, /* nobody who drives may block */
     {KVN_UCX_GATHERED, {"ZCOPY_THRESH", "0"}},
     {KVN_UCX_GATHERED, {"RESOLVE_REMOTE_EP_ID", "n"}},
     {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
