@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <unistd.h>
 
 #include "ucx_address.h"
@@ -9,7 +10,9 @@
 #include "ucx_log.h"
 #include "ucx_settings.h"
 
-#define CLOSE_NS 1000000000 /* for endpoints to be closed, all together */
+/* For endpoints to be closed, all together: and before that, for peers to be told. */
+#define CLOSE_NS 1000000000
+#define FAREWELL_NS 200000000
 static int open_context(kvn_ucx_end *end, const kvn_ucx_settings *settings, const char *name,
                         kvn_failure *failure)
 {
@@ -57,7 +60,7 @@ static void list_transports(kvn_ucx_end *end)
     free(text);
 }
 
-static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
+static int open_worker(kvn_ucx_end *end, kvn_ucp_worker_h *worker, int *fd, kvn_failure *failure)
 {
     /* One thread at a time has the turn, but not always the same. */
     kvn_ucp_worker_params params = {
@@ -65,21 +68,40 @@ static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
         .thread_mode = KVN_UCS_THREAD_MODE_SERIALIZED,
         .flags = KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK,
     };
-    kvn_ucp_address *address;
-    size_t nbytes;
-    kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, &end->worker);
+    struct epoll_event watch = {.events = EPOLLIN};
+    kvn_ucs_status status = end->calls->ucp_worker_create(end->context, &params, worker);
 
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_create", status, failure);
-    status = end->calls->ucp_worker_get_efd(end->worker, &end->worker_fd);
+    status = end->calls->ucp_worker_get_efd(*worker, fd);
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_get_efd", status, failure);
+    if (epoll_ctl(end->worker_fd, EPOLL_CTL_ADD, *fd, &watch) != 0)
+        return kvn_fail(failure, KVN_FAILED, errno, "no file for the events of a UCX worker: %s",
+                        strerror(errno));
+    return KVN_OK;
+}
+
+static int open_workers(kvn_ucx_end *end, kvn_failure *failure)
+{
+    kvn_ucp_address *address;
+    size_t nbytes;
+    int fd;
+
+    end->worker_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (end->worker_fd < 0)
+        return kvn_fail(failure, KVN_FAILED, errno, "no file for the events of UCX workers: %s",
+                        strerror(errno));
+    if (open_worker(end, &end->sender, &end->sender_fd, failure) != KVN_OK ||
+        open_worker(end, &end->receiver, &fd, failure) != KVN_OK)
+        return failure->status;
     list_transports(end);
-    status = end->calls->ucp_worker_get_address(end->worker, &address, &nbytes);
+    kvn_ucs_status status =
+        end->calls->ucp_worker_get_address(end->receiver, &address, &nbytes);
     if (status != KVN_UCS_OK)
         return kvn_ucx_fail(end->library, "ucp_worker_get_address", status, failure);
     end->address_nbytes = kvn_ucx_address_wrap(end, address, nbytes, &end->address);
-    end->calls->ucp_worker_release_address(end->worker, address);
+    end->calls->ucp_worker_release_address(end->receiver, address);
     if (!end->address)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the address of an end");
     return KVN_OK;
@@ -88,8 +110,12 @@ static int open_worker(kvn_ucx_end *end, kvn_failure *failure)
 static void dismantle(kvn_ucx_end *end)
 {
     free(end->address);
-    if (end->worker)
-        end->calls->ucp_worker_destroy(end->worker);
+    if (end->sender)
+        end->calls->ucp_worker_destroy(end->sender);
+    if (end->receiver)
+        end->calls->ucp_worker_destroy(end->receiver);
+    if (end->worker_fd >= 0)
+        close(end->worker_fd);
     for (kvn_ucx_part *it = end->parts, *next; it; it = next) {
         next = it->next;
         it->destroy(it);
@@ -115,13 +141,14 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
     end->calls = &library->calls;
     end->mode = mode;
     end->pid = getpid();
+    end->worker_fd = -1;
     atomic_init(&end->holders, 1);
     kvn_ucx_log_clear();
     kvn_ucx_turn_init(end);
     kvn_ucx_hello_install(end);
     if (kvn_ucx_settings_export(&all, failure) == KVN_OK &&
         open_context(end, &all, name, failure) == KVN_OK &&
-        open_worker(end, failure) == KVN_OK && kvn_ucx_table_install(end, failure) == KVN_OK)
+        open_workers(end, failure) == KVN_OK && kvn_ucx_table_install(end, failure) == KVN_OK)
         kvn_ucx_turn_start(end, failure);
     kvn_ucx_settings_restore(&all);
     if (failure->status != KVN_OK) {
@@ -148,14 +175,23 @@ static void fail_links(kvn_ucx_end *end, kvn_ucx_errand *errand)
             kvn_ucx_link_close(it, "its engine was closed");
 }
 
+static void leave_unsaid(kvn_ucx_end *end, kvn_ucx_errand *errand)
+{
+    (void)errand;
+    kvn_ucx_leave_unsaid(end);
+}
+
 void kvn_ucx_end_close(kvn_ucx_end *end)
 {
-    kvn_ucx_errand errand = {.run = fail_links};
+    kvn_ucx_errand first = {.run = fail_links}, last = {.run = leave_unsaid};
 
     if (kvn_ucx_end_is_forked(end))
         return;
-    kvn_ucx_do_and_wait(end, &errand);
-    kvn_ucx_attend(end, are_endpoints_closed, end, kvn_now_ns() + CLOSE_NS);
+    kvn_ucx_do_and_wait(end, &first);
+    if (!kvn_ucx_attend(end, are_endpoints_closed, end, kvn_now_ns() + FAREWELL_NS)) {
+        kvn_ucx_do_and_wait(end, &last);
+        kvn_ucx_attend(end, are_endpoints_closed, end, kvn_now_ns() + CLOSE_NS);
+    }
     kvn_ucx_turn_stop(end);
 }
 
@@ -172,7 +208,6 @@ const kvn_ucx_library *kvn_ucx_end_library(const kvn_ucx_end *end) { return end-
 const kvn_ucx *kvn_ucx_end_calls(const kvn_ucx_end *end) { return end->calls; }
 kvn_ucx_mode kvn_ucx_end_mode(const kvn_ucx_end *end) { return end->mode; }
 kvn_ucp_context_h kvn_ucx_end_context(const kvn_ucx_end *end) { return end->context; }
-kvn_ucp_worker_h kvn_ucx_end_worker(const kvn_ucx_end *end) { return end->worker; }
 bool kvn_ucx_end_is_forked(const kvn_ucx_end *end) { return end->pid != getpid(); }
 
 const void *kvn_ucx_end_address(const kvn_ucx_end *end, size_t *nbytes)

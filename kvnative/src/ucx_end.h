@@ -1,5 +1,9 @@
-/* An end: what an engine has of UCX. One context, one worker, the thread that drives it when nobody else
+/* An end: what an engine has of UCX. One context, two workers, the thread that drives both when nobody else
  * does, the table of the links' tokens, and the parts that other files add: who serves requests, say.
+ *
+ * One worker has the endpoints, the other the address that peers send to, so every connection goes one way.
+ * With one worker UCX makes one TCP connection of both directions; an endpoint that is closed by force then
+ * leaves it open in mid-message, and UCX runs into freed memory (seen with 1.22).
  *
  * Two modes, and both ends of a link have the same: `gathered` has the feature of active messages alone,
  * over TCP, so that nobody can make this process read or write by remote access; `one_sided` has remote
@@ -41,7 +45,7 @@ enum {
     KVN_UCX_MAX_MESSAGES = 16
 };
 
-/* Opens a context and a worker, starts the thread. Takes up to 400 ms. Later settings override earlier
+/* Opens a context and its workers, starts the thread. Takes up to 400 ms. Later settings override earlier
  * ones, and all of them the environment's, which override the mode's own. `name` (may be "") is told to
  * UCX's tools. Whoever makes it holds it. One thread at a time in a process. */
 int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
@@ -50,7 +54,7 @@ int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
 /* Fails the links that are open and closes their endpoints (at most about a second), stops the thread. No
  * link can be made any more; everything else can still be called. Idempotent; not under the turn. */
 void kvn_ucx_end_close(kvn_ucx_end *end);
-/* Held by the maker, who closes it before he lets go, and by each link; with the last, the worker, the
+/* Held by the maker, who closes it before he lets go, and by each link; with the last, the workers, the
  * parts and the context are destroyed. In a forked child it does nothing but forget. Whoever calls anything
  * here holds the end, or a link of it. */
 void kvn_ucx_end_hold(kvn_ucx_end *end);
@@ -60,10 +64,9 @@ const kvn_ucx_library *kvn_ucx_end_library(const kvn_ucx_end *end);
 const kvn_ucx *kvn_ucx_end_calls(const kvn_ucx_end *end);
 kvn_ucx_mode kvn_ucx_end_mode(const kvn_ucx_end *end);
 kvn_ucp_context_h kvn_ucx_end_context(const kvn_ucx_end *end); /* ucp_mem_map: any thread may */
-kvn_ucp_worker_h kvn_ucx_end_worker(const kvn_ucx_end *end);   /* under the turn alone */
 /* What a peer needs to make a link (ucx_address.h): valid as long as the end is. */
 const void *kvn_ucx_end_address(const kvn_ucx_end *end, size_t *nbytes);
-/* "tcp/eth0 tcp/lo": what the worker may use. */
+/* "tcp/eth0 tcp/lo": what the workers may use. */
 void kvn_ucx_end_transports(const kvn_ucx_end *end, char *out, size_t room);
 bool kvn_ucx_end_is_forked(const kvn_ucx_end *end); /* this process is a child of the one that made it */
 
@@ -79,7 +82,7 @@ struct kvn_ucx_part {
     unsigned (*serve)(kvn_ucx_part *self);
     /* NULL, or: this link has failed or was closed. Its open requests are told already. */
     void (*on_link_gone)(kvn_ucx_part *self, kvn_ucx_link *link);
-    /* After the worker is gone: no callback comes any more. */
+    /* After the workers are gone: no callback comes any more. */
     void (*destroy)(kvn_ucx_part *self);
     kvn_ucx_part *next; /* the end's */
 };

@@ -99,6 +99,7 @@ static void on_bye(void *context, kvn_ucx_link *link, const void *header, size_t
     for (char *it = text; *it; it++)
         if ((unsigned char)*it < ' ')
             *it = ' ';
+    link->is_lost = true;
     kvn_ucx_link_fail(link, KVN_PEER_GONE, 0, text);
 }
 
@@ -107,33 +108,6 @@ void kvn_ucx_hello_install(kvn_ucx_end *end)
     end->handlers[KVN_UCX_HELLO].call = on_hello;
     end->handlers[KVN_UCX_WELCOME].call = on_welcome;
     end->handlers[KVN_UCX_BYE].call = on_bye;
-}
-
-/* BYE in flight, with its reason. */
-typedef struct farewell {
-    kvn_ucx_send send;
-    kvn_ucp_dt_iov piece;
-    char reason[MAX_REASON_NBYTES];
-} farewell;
-
-static void on_parted(kvn_ucx_send *send, int status)
-{
-    (void)status;
-    free(send);
-}
-
-void kvn_ucx_say_bye(kvn_ucx_link *link, const char *reason)
-{
-    farewell *it = link->ep ? calloc(1, sizeof *it) : NULL;
-    if (!it)
-        return;
-    it->send.on_sent = on_parted;
-    it->piece.buffer = it->reason;
-    it->piece.length = strnlen(reason, sizeof it->reason);
-    memcpy(it->reason, reason, it->piece.length);
-    if (kvn_ucx_link_send(link, KVN_UCX_BYE, link->token, sizeof link->token, &it->piece,
-                          it->piece.length > 0, &it->send) != KVN_PENDING)
-        free(it);
 }
 
 typedef struct calling {

@@ -7,6 +7,7 @@
 
 #include "clock.h"
 #include "kvnative/backend.h"
+#include "ucx_line.h"
 #include "ucx_link.h"
 
 /* How long who drives spins after the last event before it sleeps: an answer from a peer on the same
@@ -25,6 +26,8 @@ typedef struct kvn_ucx_handler {
     unsigned id;
 } kvn_ucx_handler;
 
+typedef struct kvn_ucx_farewell kvn_ucx_farewell;
+
 struct kvn_ucx_end {
     const kvn_ucx_library *library;
     const kvn_ucx *calls;
@@ -32,7 +35,8 @@ struct kvn_ucx_end {
     pid_t pid;
     atomic_uint holders;
     kvn_ucp_context_h context;
-    kvn_ucp_worker_h worker;
+    kvn_ucp_worker_h sender;   /* has the endpoints */
+    kvn_ucp_worker_h receiver; /* has the address; nobody makes an endpoint of it */
     void *address; /* as peers get it: ucx_address.h */
     size_t address_nbytes;
     char transports[512];
@@ -40,7 +44,8 @@ struct kvn_ucx_end {
     /* ucx_turn.c */
     _Atomic(uintptr_t) holder; /* the thread that has the turn; 0: nobody */
     _Atomic(kvn_ucx_errand *) inbox;
-    int worker_fd;
+    int worker_fd; /* epoll: events of both */
+    int sender_fd; /* UCX's, of the sender */
     int thread_event;  /* wakes the thread */
     int caller_event;  /* wakes the caller that sleeps on the worker */
     int thread_set;    /* epoll: the worker's events, if it shall see them, and thread_event */
@@ -60,6 +65,7 @@ struct kvn_ucx_end {
     kvn_ucx_part *parts;
     kvn_ucx_handler handlers[KVN_UCX_MAX_MESSAGES];
     kvn_ucx_link *table[KVN_UCX_TABLE_SIZE]; /* by the token's first bytes */
+    kvn_ucx_farewell *farewells;             /* that are being said */
     bool is_closed;
     atomic_uint num_endpoints; /* that are open or being closed; changed under the turn */
 
@@ -110,26 +116,30 @@ struct kvn_ucx_link {
     char way[128];
     /* under the turn */
     void *peer; /* the address of its worker; NULL: not known yet */
-    kvn_ucp_ep_h ep;
-    bool is_unwatched; /* UCX does not tell when the peer dies: an operation that fails does */
-    bool is_dead;      /* UCX has said so */
-    bool is_left;      /* to be closed once it has nothing in flight */
+    kvn_ucp_ep_h ep; /* the line's, until the link fails; NULL */
+    kvn_ucx_line line;
     unsigned num_sending;
     bool has_hello; /* one is in flight */
+    bool is_lost;   /* the peer has gone, or has said BYE */
     kvn_ucx_open *open;
     void *kept;
     kvn_ucx_link *next; /* in the table's chain */
     kvn_ucx_errand ending;
-    kvn_ucx_errand closing;
 };
 
 /* Under the turn. */
 int kvn_ucx_make_endpoint(kvn_ucx_link *link, kvn_failure *failure);
-void kvn_ucx_close_endpoint(kvn_ucx_link *link); /* not within a callback of UCX */
+void kvn_ucx_close_endpoint(kvn_ucx_link *link);
 /* False: nothing in it reads and writes memory itself, which the mode needs. */
 bool kvn_ucx_describe_endpoint(kvn_ucx_link *link);
 /* The handlers of HELLO, WELCOME and BYE. */
 void kvn_ucx_hello_install(kvn_ucx_end *end);
+
+/* ---- ucx_farewell.c: under the turn, not within a callback of UCX ---- */
+
+/* Tells the peer that the link has ended. Before its endpoint is closed. */
 void kvn_ucx_say_bye(kvn_ucx_link *link, const char *reason);
+/* Gives up those that have not reached their peer. */
+void kvn_ucx_leave_unsaid(kvn_ucx_end *end);
 
 #endif

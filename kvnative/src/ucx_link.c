@@ -93,6 +93,7 @@ static void end_link(kvn_ucx_end *end, kvn_ucx_errand *errand)
     for (kvn_ucx_part *it = end->parts; it; it = it->next)
         if (it->on_link_gone)
             it->on_link_gone(it, link);
+    kvn_ucx_say_bye(link, link->why.message);
     kvn_ucx_close_endpoint(link);
     kvn_ucx_notify(end);
     kvn_ucx_link_release(link); /* the table's */
@@ -116,27 +117,9 @@ void kvn_ucx_link_fail(kvn_ucx_link *link, int status, int code, const char *mes
     kvn_ucx_do_later(link->end, &link->ending);
 }
 
-typedef struct leaving {
-    kvn_ucx_errand errand;
-    kvn_ucx_link *link;
-    const char *reason;
-} leaving;
-
-static void leave(kvn_ucx_end *end, kvn_ucx_errand *errand)
-{
-    const leaving *it = (leaving *)errand;
-
-    (void)end;
-    kvn_ucx_say_bye(it->link, it->reason);
-    kvn_ucx_link_fail(it->link, KVN_CANCELLED, 0, it->reason);
-}
-
 void kvn_ucx_link_close(kvn_ucx_link *link, const char *reason)
 {
-    leaving it = {.errand = {.run = leave}, .link = link, .reason = reason};
-
-    if (atomic_load(&link->state) != KVN_UCX_LINK_FAILED)
-        kvn_ucx_do_and_wait(link->end, &it.errand);
+    kvn_ucx_link_fail(link, KVN_CANCELLED, 0, reason);
 }
 
 kvn_ucx_end *kvn_ucx_link_end(const kvn_ucx_link *link) { return link->end; }

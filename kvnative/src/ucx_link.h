@@ -30,11 +30,10 @@ int kvn_ucx_link_create(kvn_ucx_end *end, const uint8_t token[KVN_UCX_TOKEN_NBYT
 /* Returns when the peer has answered: KVN_OK. KVN_TIMEOUT: it has not (connect may be called again; the
  * link is not failed). KVN_PEER_GONE and others: the link has failed. Blocks, attends. */
 int kvn_ucx_link_connect(kvn_ucx_link *link, int64_t deadline_ns, kvn_failure *failure);
-/* Tells the peer (BYE) and fails the link with KVN_CANCELLED and `reason`. Idempotent; does not wait for
- * the endpoint. */
+/* Fails the link with KVN_CANCELLED and `reason`. Idempotent; does not wait for what follows. */
 void kvn_ucx_link_close(kvn_ucx_link *link, const char *reason);
-/* Fails it: under the turn or not. The first reason stays. The endpoint is closed a little later, not
- * within the call, which may come from a callback. */
+/* Fails it: under the turn or not. The first reason stays. A little later, not within the call, which may come
+ * from a callback, the peer is told (BYE), unless it is he who has gone, and the endpoint is closed. */
 void kvn_ucx_link_fail(kvn_ucx_link *link, int status, int code, const char *message);
 
 /* Held by the maker and by each request that uses it; freed with the last. Any thread. */

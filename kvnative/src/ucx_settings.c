@@ -22,6 +22,7 @@ static const preset presets[] = {
     {KVN_UCX_GATHERED, {"TCP_MAX_IOV", "32"}},
     {KVN_UCX_GATHERED, {"TCP_MAX_NUM_EPS", "inf"}},
     {KVN_UCX_GATHERED, {"ZCOPY_THRESH", "0"}},
+    {KVN_UCX_GATHERED, {"RESOLVE_REMOTE_EP_ID", "n"}},
     {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
     {KVN_UCX_ONE_SIDED, {"PROTO_EMULATION_ENABLE", "n"}},
 };

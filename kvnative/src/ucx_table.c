@@ -78,7 +78,7 @@ int kvn_ucx_table_install(kvn_ucx_end *end, kvn_failure *failure)
         };
         end->handlers[id].end = end;
         const kvn_ucs_status status =
-            end->calls->ucp_worker_set_am_recv_handler(end->worker, &param);
+            end->calls->ucp_worker_set_am_recv_handler(end->receiver, &param);
         if (status != KVN_UCS_OK)
             return kvn_ucx_fail(end->library, "ucp_worker_set_am_recv_handler", status, failure);
     }

@@ -51,7 +51,8 @@ unsigned kvn_ucx_round(kvn_ucx_end *end)
 {
     unsigned count = run_errands(end);
 
-    count += end->calls->ucp_worker_progress(end->worker);
+    count += end->calls->ucp_worker_progress(end->receiver);
+    count += end->calls->ucp_worker_progress(end->sender);
     for (kvn_ucx_part *it = end->parts; it; it = it->next)
         if (it->serve)
             count += it->serve(it);
@@ -61,7 +62,9 @@ unsigned kvn_ucx_round(kvn_ucx_end *end)
 
 bool kvn_ucx_arm(kvn_ucx_end *end)
 {
-    return atomic_load(&end->inbox) == NULL && end->calls->ucp_worker_arm(end->worker) == KVN_UCS_OK;
+    return atomic_load(&end->inbox) == NULL &&
+           end->calls->ucp_worker_arm(end->receiver) == KVN_UCS_OK &&
+           end->calls->ucp_worker_arm(end->sender) == KVN_UCS_OK;
 }
 
 void kvn_ucx_ring(int event)
