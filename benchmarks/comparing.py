@@ -50,7 +50,7 @@ class Comparison:
                 them = f"{other.name} ({pairs[1].settings})"
                 self._cases.append(Case(f"{place.name} {direction} {blocks}", mine, others, them))
 
-    def row(self, name: str, target: float, limit: str) -> Row:
+    def row(self, name: str, target: float | None, limit: str) -> Row:
         """The worst case; all of them are in the JSON lines."""
         worst = min(self._cases, key=lambda case: case.ratio)
         note = (

@@ -63,13 +63,25 @@ def kvplan_on_one_host(memory: Memory) -> Library:
     return _kvplan(LOOPBACK, f"local, {memory}", {"kvplan.transport": "local"}, memory, "paged")
 
 
+def ucx_on_one_host(memory: Memory) -> Library:
+    """UCX's own ways between processes of one host, a get or put for each descriptor, by kvplan."""
+    options = {"kvplan.transport": "ucx", "kvplan.ucx_mode": "one_sided"}
+    return _kvplan(LOOPBACK, f"one-sided, {memory}", options, memory, "paged", name="UCX")
+
+
 def _kvplan(
-    place: Place, settings: str, options: dict[str, str], memory: Memory, work: Work
+    place: Place,
+    settings: str,
+    options: dict[str, str],
+    memory: Memory,
+    work: Work,
+    *,
+    name: str = "kvplan",
 ) -> Library:
     command = [sys.executable, "-m", "benchmarks.movers.engine", "--memory", memory]
     command += ["--work", work, *(f"--option={key}={value}" for key, value in options.items())]
     return Library(
-        "kvplan",
+        name,
         settings,
         [*command, "--address", place.serving],
         lambda line: [*command, "--address", place.moving, line],

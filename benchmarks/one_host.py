@@ -38,6 +38,27 @@ def registered(run: Run, name: str) -> Row:
     return over_nixl(run, name, "registered", 1.3)
 
 
+def over_ucx(run: Run, name: str, memory: libraries.Memory) -> Row:
+    """Without target: that UCX has no need to be used there is what it tells."""
+    compared = Comparison()
+    ends = libraries.kvplan_on_one_host(memory), libraries.ucx_on_one_host(memory)
+    for direction in DIRECTIONS:
+        compared.add(run, LOOPBACK, direction, *ends, rounds=ROUNDS)
+    return compared.row(name, None, "the same calls by UCX's shared memory and cma")
+
+
+@TOPIC.row("arena_over_ucx")
+def arena_ucx(run: Run, name: str) -> Row:
+    """Caches that kvplan allocates."""
+    return over_ucx(run, name, "arena")
+
+
+@TOPIC.row("registered_over_ucx")
+def registered_ucx(run: Run, name: str) -> Row:
+    """Caches in memory that was there before."""
+    return over_ucx(run, name, "registered")
+
+
 def processor_seconds(pid: int) -> float:
     """What all threads of a process have computed."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")

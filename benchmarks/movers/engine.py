@@ -1,6 +1,6 @@
 """kvplan as its users call it: planning, lowering and checking are within the time.
 
-The moving end also answers "facade TIMES" and "executor TIMES" with the mean seconds of a pull of
+The moving end also answers "facade TIMES" and "executor TIMES" with the median seconds of a pull of
 4 KiB: of a whole call, and of the executor with the descriptor at hand.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,12 +104,15 @@ class SmallPulls:
         self._executor = partial(executor.run, descriptors, keep=(theirs, ours))
 
     def seconds(self, level: str, times: int) -> float:
-        """Mean seconds of a pull at "facade" or "executor"."""
+        """Median seconds of a pull at "facade" or "executor"."""
         pull = self._facade if level == "facade" else self._executor
-        start = time.perf_counter()
+        clock = time.perf_counter_ns
+        taken = []
         for _ in range(times):
+            start = clock()
             pull()
-        return (time.perf_counter() - start) / times
+            taken.append(clock() - start)
+        return statistics.median(taken) / 1e9
 
 
 def arguments() -> argparse.Namespace:
