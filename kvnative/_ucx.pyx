@@ -234,11 +234,10 @@ cdef class UcxEnd:
         """Let peers reach it no more; when this returns, nothing reads or writes it for them.
 
         Waits for what is being sent of it, at most about half a second; then the links that do not
-        take it are failed.
+        take it are failed, and what they were sent is never confirmed.
 
         Raises:
             ValueError: the slot holds no range; the end is one-sided.
-            UcxError: UCX sends from it even so, and the memory must stay.
         """
         cdef uint64_t place = unsigned("slot", slot)
         cdef kvn_failure failure

@@ -6,18 +6,17 @@
 #include <string.h>
 
 #include "clock.h"
-#include "job.h"
 #include "report.h"
 #include "ucx_request.h"
 #include "ucx_serve_state.h"
 
-/* How long an abort waits for sends that show the caller's memory, before it fails their link. */
+/* How long sends that show the caller's memory are waited for before their link is failed, and after that
+ * for UCX to give them up. */
 #define PATIENCE_NS 500000000
 
 static kvn_gathered *gathered(const kvn_backend *self) { return (kvn_gathered *)self; }
 
 static kvn_ucx_end *end_of(const kvn_backend *self) { return gathered(self)->serve->end; }
-
 static void capabilities(const kvn_backend *self, kvn_capabilities *out)
 {
     *out = (kvn_capabilities){.max_batch = UINT64_MAX,
@@ -126,7 +125,41 @@ static int submit(kvn_backend *base, const kvn_columns *columns, kvn_request **o
 
 /* ---- poll, wait, abort ---- */
 
-static int poll(kvn_backend *self, kvn_request *request, kvn_report *report)
+static bool is_finished(void *context)
+{
+    return atomic_load_explicit(&((kvn_request *)context)->finished, memory_order_acquire);
+}
+
+/* When a request that is over may be left, whatever of it is in flight; KVN_FOREVER while it is not. */
+static int64_t patience_of(kvn_request *request)
+{
+    const int64_t since = atomic_load(&request->over_since);
+
+    return since ? since + PATIENCE_NS : KVN_FOREVER;
+}
+
+/* Ends what only waits for sends that do not end: fails their link, and a little later leaves them. Never
+ * blocks. */
+static void lose_patience(kvn_backend *self, kvn_request *request)
+{
+    kvn_ucx_link *link = gathered(self)->link;
+    kvn_failure why;
+
+    if (kvn_ucx_end_is_forked(end_of(self)) || is_finished(request) ||
+        kvn_now_ns() < patience_of(request))
+        return;
+    if (!kvn_ucx_link_has_failed(link, &why)) {
+        kvn_ucx_add(&gathered(self)->serve->stalled, 1);
+        atomic_store(&request->over_since, kvn_now_ns());
+        kvn_ucx_link_fail(link, KVN_PEER_GONE, 0,
+                          "a push was given up, and the peer did not take what was under way");
+    } else if (!atomic_exchange(&request->is_settled, true)) {
+        request->start.run = kvn_ucx_request_leave;
+        kvn_ucx_do(end_of(self), &request->start);
+    }
+}
+
+static int look(kvn_backend *self, kvn_request *request, kvn_report *report)
 {
     if (!atomic_load_explicit(&request->finished, memory_order_acquire)) {
         kvn_report_begin(report);
@@ -139,17 +172,30 @@ static int poll(kvn_backend *self, kvn_request *request, kvn_report *report)
     return report->status;
 }
 
-static bool is_finished(void *context)
+static int poll(kvn_backend *self, kvn_request *request, kvn_report *report)
 {
-    return atomic_load_explicit(&((kvn_request *)context)->finished, memory_order_acquire);
+    lose_patience(self, request);
+    return look(self, request, report);
+}
+
+/* Until it is finished or the deadline has passed. */
+static void attend(kvn_backend *self, kvn_request *request, int64_t deadline_ns)
+{
+    while (!is_finished(request) && kvn_now_ns() < deadline_ns) {
+        const int64_t look_ns = kvn_now_ns() + PATIENCE_NS;
+
+        kvn_ucx_attend(end_of(self), is_finished, request,
+                       look_ns < deadline_ns ? look_ns : deadline_ns);
+        lose_patience(self, request);
+    }
 }
 
 static int wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report)
 {
     if (kvn_ucx_end_is_forked(end_of(self)))
         return refuse_foreign(request->batch.count, report);
-    kvn_ucx_attend(end_of(self), is_finished, request, deadline_ns);
-    return poll(self, request, report);
+    attend(self, request, deadline_ns);
+    return look(self, request, report);
 }
 
 typedef struct giving_up {
@@ -178,13 +224,8 @@ static int abort_request(kvn_backend *self, kvn_request *request, int why, kvn_r
     if (kvn_ucx_end_is_forked(end))
         return refuse_foreign(request->batch.count, report);
     kvn_ucx_do_and_wait(end, &it.errand);
-    if (!kvn_ucx_attend(end, is_finished, request, kvn_now_ns() + PATIENCE_NS)) {
-        kvn_ucx_add(&gathered(self)->serve->stalled, 1);
-        kvn_ucx_link_fail(gathered(self)->link, KVN_PEER_GONE, 0,
-                          "a push was given up, and the peer did not take what was under way");
-        kvn_ucx_attend(end, is_finished, request, KVN_FOREVER);
-    }
-    return poll(self, request, report);
+    attend(self, request, KVN_FOREVER);
+    return look(self, request, report);
 }
 
 static void release(kvn_backend *self, kvn_request *request)

@@ -94,7 +94,8 @@ static void on_push_through(kvn_ucx_message *message, int status)
 
     (void)status; /* a failure is the link's, which tells the request */
     peer->num_push--;
-    kvn_ucx_request_landed(message->owner);
+    if (message->owner) /* else nobody waits for it any more */
+        kvn_ucx_request_landed(message->owner);
     kvn_ucx_peer_wake(peer);
 }
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "clock.h"
 #include "report.h"
 #include "ucx_serve_state.h"
 
@@ -157,12 +158,27 @@ void kvn_ucx_request_end(kvn_request *request, int status, int code, uint64_t fa
     }
     if (request->in_flight == 0)
         publish(request);
+    else
+        atomic_store(&request->over_since, kvn_now_ns());
 }
 
 void kvn_ucx_request_landed(kvn_request *request)
 {
-    if (--request->in_flight == 0 && request->is_over)
+    if (--request->in_flight == 0 && request->is_over && !atomic_exchange(&request->is_settled, true))
         publish(request);
+}
+
+void kvn_ucx_request_leave(kvn_ucx_end *end, kvn_ucx_errand *errand)
+{
+    kvn_request *request = (kvn_request *)((char *)errand - offsetof(kvn_request, start));
+    kvn_ucx_message *message = request->self->serve->messages.flying;
+
+    (void)end;
+    for (; message; message = message->next)
+        if (message->owner == request)
+            message->owner = NULL;
+    request->in_flight = 0;
+    publish(request);
 }
 
 static const char *const REASONS[] = {

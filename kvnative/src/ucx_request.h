@@ -51,6 +51,8 @@ struct kvn_request {
     bool is_over;        /* what it comes to is known: it only waits for sends in flight */
     atomic_bool finished; /* read without the turn; `report` is stable then */
     atomic_bool told;
+    atomic_bool is_settled;          /* who publishes it is decided: its last send, or who leaves it */
+    atomic_int_fast64_t over_since;  /* monotonic ns; 0 while it is not over */
     atomic_uint_fast64_t moved;
     int why;             /* why it was given up: KVN_TIMEOUT or KVN_CANCELLED */
     uint64_t id;
@@ -101,6 +103,10 @@ void kvn_ucx_request_refused(kvn_request *request, kvn_wire_reason reason, uint6
 /* A message that showed the caller's memory is through; when the last is and the request is over, others
  * may see that. */
 void kvn_ucx_request_landed(kvn_request *request);
+
+/* An errand of who has set is_settled: it is over, and its sends in flight are waited for no longer. Their
+ * link has failed; until its connection ends, UCX may read the memory that they show. */
+void kvn_ucx_request_leave(kvn_ucx_end *end, kvn_ucx_errand *errand);
 
 /* It has something to send, or has not. */
 void kvn_ucx_request_line_up(kvn_request *request);

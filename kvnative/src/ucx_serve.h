@@ -18,9 +18,10 @@ kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_f
  * and the generation. The memory must be mapped, and stay so until the range is removed. */
 int kvn_ucx_serve_add_range(kvn_ucx_serve *self, uint64_t slot, uint64_t address, uint64_t nbytes,
                             bool writable, uint64_t generation, kvn_failure *failure);
-/* Peers reach it no more, and when it returns KVN_OK no send reads from it. Waits for those in flight, at
- * most about half a second: then the links that do not take them are failed. KVN_INVALID: the slot holds
- * no range. KVN_FAILED: a send goes on even so, and the memory must stay. Any thread, not under the turn. */
+/* Peers reach it no more: none writes to it, and no send reads from it. Waits for those in flight, at most
+ * about half a second; then the links that do not take them are failed, and waited for as long again.
+ * Should UCX not have given the sends up by then, it may read the memory until the connection ends, for a
+ * peer that learns of no success. KVN_INVALID: the slot holds no range. Not under the turn. */
 int kvn_ucx_serve_remove_range(kvn_ucx_serve *self, uint64_t slot, kvn_failure *failure);
 
 /* What has been counted; read at any time. */
