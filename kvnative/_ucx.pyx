@@ -216,8 +216,8 @@ cdef class UcxEnd:
         `remove_range` has returned.
 
         Raises:
-            ValueError: a slot that is out of range or taken, an empty range, or one beyond 2**64; the
-                end is one-sided.
+            ValueError: a slot that is out of range or taken, an empty range, or one beyond 2**64;
+                the end is one-sided.
         """
         cdef uint64_t place = unsigned("slot", slot), start = unsigned("address", address)
         cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("generation", generation)
