@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
 from kvplan import LLMException
-from kvplan.control.cluster_key import ClusterKey
 from kvplan.transport.ucx.library import find
 
 from .requirements import SetupError
@@ -79,5 +80,6 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
         except NamespacesError as error:
             raise SetupError(f"two hosts cannot be made: {error}") from error
         key_file = f"{opened.enter_context(TemporaryDirectory())}/cluster.key"
-        ClusterKey.generate().save(key_file)
+        keygen = [sys.executable, "-m", "kvplan", "keygen", key_file]
+        subprocess.run(keygen, check=True, capture_output=True)
         yield tuple(Host(it.address, it.pid, key_file) for it in made)

@@ -2,12 +2,12 @@
  * does, the table of the links' tokens, and the parts that other files add: who serves requests, say.
  *
  * One worker has the endpoints, the other the address that peers send to, so every connection goes one way.
- * With one worker UCX makes one TCP connection of both directions; an endpoint that is closed by force then
- * leaves it open in mid-message, and UCX runs into freed memory (seen with 1.22).
+ * Where UCX makes one TCP connection of both directions, an endpoint that is closed by force leaves it open
+ * in mid-message, and UCX runs into freed memory (seen with 1.22; ucx_line.h).
  *
  * Two modes, and both ends of a link have the same: `gathered` has the feature of active messages alone,
- * over TCP, so that nobody can make this process read or write by remote access; `one_sided` has remote
- * access too, over whatever the system offers. */
+ * over TCP, and kvplan's own checks of each; `one_sided` has remote access too, over whatever the system
+ * offers. */
 #ifndef KVN_UCX_END_H
 #define KVN_UCX_END_H
 
