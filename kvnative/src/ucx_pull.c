@@ -6,7 +6,7 @@
 #include "ucx_serve_state.h"
 
 /* Bytes of a part: the smaller, the sooner the first comes and the fewer are lost with a failure. */
-#define PART_NBYTES (1u << 20)
+#define PART_NBYTES (16 * KVN_WIRE_DATA_NBYTES)
 /* Parts in flight on a link: of large requests, and of small ones. KVN_WIRE_PARTS are allowed in all. */
 static const unsigned MOST_PARTS[2] = {8, 32};
 
