@@ -45,7 +45,7 @@ enum {
     KVN_UCX_MAX_MESSAGES = 16
 };
 
-/* Opens a context and its workers, starts the thread. Takes up to 400 ms. Later settings override earlier
+/* Opens a context and its workers, starts the thread. Takes about 25 ms. Later settings override earlier
  * ones, and all of them the environment's, which override the mode's own. `name` (may be "") is told to
  * UCX's tools. Whoever makes it holds it. One thread at a time in a process. */
 int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,

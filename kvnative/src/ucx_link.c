@@ -127,7 +127,6 @@ const uint8_t *kvn_ucx_link_token(const kvn_ucx_link *link) { return link->token
 int kvn_ucx_link_death_fd(const kvn_ucx_link *link) { return link->death_fd; }
 kvn_ucp_ep_h kvn_ucx_link_endpoint(const kvn_ucx_link *link) { return link->ep; }
 void **kvn_ucx_link_kept(kvn_ucx_link *link) { return &link->kept; }
-unsigned kvn_ucx_link_num_sending(const kvn_ucx_link *link) { return link->num_sending; }
 
 bool kvn_ucx_link_is_connected(const kvn_ucx_link *link)
 {

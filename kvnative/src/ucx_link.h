@@ -76,7 +76,5 @@ struct kvn_ucx_send {
  * that it arrived. One piece is sent as plain bytes; small messages are copied and mostly KVN_OK. */
 int kvn_ucx_link_send(kvn_ucx_link *link, unsigned id, const void *header, size_t header_nbytes,
                       const kvn_ucp_dt_iov *pieces, size_t num_pieces, kvn_ucx_send *send);
-/* Messages of this link that are in flight. */
-unsigned kvn_ucx_link_num_sending(const kvn_ucx_link *link);
 
 #endif

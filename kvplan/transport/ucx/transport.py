@@ -155,7 +155,7 @@ class UcxTransport:
         return self._metadata(self._registrations.shown(registrations)).to_bytes()
 
     def ready(self) -> None:
-        """Load UCX, which takes 0.4 s the first time: from then on metadata has its address.
+        """Load UCX, unless that was done: from then on metadata has its address.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the library cannot be used, and why; what UCX
