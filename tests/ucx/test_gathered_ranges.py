@@ -147,10 +147,14 @@ class TestMemoryUnderWay:
             from kvnative._lower import Descriptors
             backend = gathered_backend(links[-1], "get", u64({SLOT}), u64(1),
                                        u64({local.ctypes.data}), u64({local.nbytes}))
-            mine = np.zeros({local.nbytes}, dtype=np.uint8)
+            # Eight times the same: the peer is to stop long before the last byte.
+            mine = np.zeros((8, {local.nbytes}), dtype=np.uint8)
             executor = Executor(backend)
-            descriptors = Descriptors.from_columns(u64(mine.ctypes.data),
-                                                   u64({local.ctypes.data}), u64(mine.nbytes))
+            descriptors = Descriptors.from_columns(
+                u64(*(row.ctypes.data for row in mine)),
+                u64(*[{local.ctypes.data}] * 8),
+                u64(*[{local.nbytes}] * 8),
+            )
             """
         )
         before = end.counters
