@@ -182,7 +182,7 @@ static uint64_t end_of(const kvn_ucx_batch *batch, const kvn_ucx_section *sectio
 }
 
 bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section, uint32_t piece,
-                     uint32_t skip, const uint8_t *from, size_t nbytes)
+                     uint32_t skip, const uint8_t *from, size_t nbytes, kvn_copy copy)
 {
     uint64_t at;
 
@@ -195,7 +195,7 @@ bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section,
         const uint64_t left = end_of(batch, section, piece) - at;
         const uint64_t taken = left < nbytes ? left : nbytes;
 
-        memcpy((void *)(uintptr_t)(batch->local[section->from.index + piece] + at), from, taken);
+        copy((void *)(uintptr_t)(batch->local[section->from.index + piece] + at), from, taken);
         from += taken;
         nbytes -= taken;
         if (nbytes == 0)
