@@ -90,7 +90,7 @@ void kvn_ucx_unring(int event)
 bool kvn_ucx_settle(kvn_ucx_end *end)
 {
     for (int i = 0; i < SETTLE_ATTEMPTS; i++) {
-        if (!end->is_still)
+        if (!end->is_still || atomic_load(&end->inbox))
             kvn_ucx_round(end);
         if (end->is_still && (end->shows_events || kvn_ucx_arm(end)))
             return true;
