@@ -8,8 +8,12 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/epoll.h>
+
+/* Idle rounds. */
+#define YIELD_EVERY 8
 
 typedef struct waiter {
     bool (*is_done)(void *context);
@@ -96,6 +100,13 @@ static void sleep_on_worker(kvn_ucx_end *end, const waiter *it)
         kvn_ucx_unring(end->caller_event);
 }
 
+/* While it spins. Where two ends that wait for each other share a core, one must let the other answer. */
+static void relax(const kvn_ucx_end *end)
+{
+    if (end->num_idle % YIELD_EVERY == YIELD_EVERY - 1)
+        sched_yield();
+}
+
 /* Drives with the turn until it is over or nothing has happened for a while; leaves the turn. */
 static void drive(kvn_ucx_end *end, const waiter *it)
 {
@@ -113,6 +124,7 @@ static void drive(kvn_ucx_end *end, const waiter *it)
             sleep_on_worker(end, it);
             return;
         }
+        relax(end);
     }
     kvn_ucx_leave_turn(end);
 }
@@ -171,6 +183,7 @@ static bool drive_alone(kvn_ucx_end *end)
             idle_since = now;
         else if (now - idle_since > KVN_UCX_THREAD_SPIN_NS && kvn_ucx_arm(end))
             return true;
+        relax(end);
     }
     return false;
 }

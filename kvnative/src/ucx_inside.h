@@ -69,6 +69,8 @@ struct kvn_ucx_end {
     kvn_ucx_farewell *farewells;             /* that are being said */
     bool is_closed;
     bool shows_events; /* the workers' files are readable as long as there is something: arming adds nothing */
+    bool is_sending;   /* the sender had something to do when it was asked last */
+    unsigned num_idle; /* rounds since then in which nothing happened */
     bool is_still;     /* since the last round only events can bring something to do */
     atomic_uint num_endpoints; /* that are open or being closed; changed under the turn */
 
