@@ -186,7 +186,7 @@ static const char *const REASONS[] = {
     [KVN_WIRE_NONE] = "for no reason",
     [KVN_WIRE_STALE] = "has deregistered it",
     [KVN_WIRE_OUTSIDE] = "has not registered all of it",
-    [KVN_WIRE_UNMAPPED] = "has registered it, but not mapped any more",
+    [KVN_WIRE_UNMAPPED] = "has it registered, but not mapped",
     [KVN_WIRE_READ_ONLY] = "has registered it with writable=False",
     [KVN_WIRE_NO_MEMORY] = "has no memory for the request",
 };
