@@ -170,7 +170,7 @@ bool kvn_ucx_cut(kvn_ucx_remote *remote, const kvn_ucx_batch *batch, kvn_ucx_cur
 /* ---- scattering ---- */
 
 bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section, uint32_t piece,
-                     uint32_t skip, const uint8_t *from, size_t nbytes)
+                     uint32_t skip, const uint8_t *from, size_t nbytes, kvn_copy copy)
 {
     uint64_t at;
 
@@ -183,7 +183,7 @@ bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section,
         const uint64_t left = kvn_ucx_piece_end(batch, section, piece) - at;
         const uint64_t taken = left < nbytes ? left : nbytes;
 
-        memcpy((void *)(uintptr_t)(batch->local[section->from.index + piece] + at), from, taken);
+        copy((void *)(uintptr_t)(batch->local[section->from.index + piece] + at), from, taken);
         from += taken;
         nbytes -= taken;
         if (nbytes == 0)

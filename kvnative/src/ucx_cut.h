@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "copy.h"
 #include "kvnative/backend.h"
 #include "ucx_wire.h"
 
@@ -80,6 +81,6 @@ bool kvn_ucx_cut(kvn_ucx_remote *remote, const kvn_ucx_batch *batch, kvn_ucx_cur
 /* Copies `nbytes` of a section's bytes, beginning `skip` into piece `piece`, to the local memory of the
  * batch. False, with nothing written beyond the section, if they are more than there are from there. */
 bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section, uint32_t piece,
-                     uint32_t skip, const uint8_t *from, size_t nbytes);
+                     uint32_t skip, const uint8_t *from, size_t nbytes, kvn_copy copy);
 
 #endif

@@ -138,10 +138,11 @@ void kvn_ucx_pull_on_data(kvn_ucx_peer *peer, const kvn_wire_data *header, const
     }
     if (nbytes > part->section.nbytes - part->received ||
         !kvn_ucx_scatter(&request->batch, &part->section, header->piece, header->skip, payload,
-                         nbytes)) {
+                         nbytes, kvn_ucx_copy_for(peer->serve, nbytes))) {
         kvn_ucx_peer_refuse(peer, "DATA", "it is longer than what was asked for");
         return;
     }
+    kvn_copy_fence();
     part->received += nbytes;
     atomic_fetch_add_explicit(&request->moved, nbytes, memory_order_relaxed);
     if (header->flags & KVN_WIRE_FINAL)

@@ -244,6 +244,7 @@ kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_f
         return NULL;
     }
     self->end = end;
+    self->stream = kvn_copy_function(KVN_COPY_STREAM);
     self->part = (kvn_ucx_part){.serve = serve, .on_link_gone = on_link_gone, .destroy = destroy};
     it.serve = self;
     kvn_ucx_do_and_wait(end, &it.errand);

@@ -11,6 +11,7 @@
 static kvn_wire_reason scatter(kvn_ucx_peer *peer, const kvn_ucx_tables *tables, uint32_t *index)
 {
     kvn_ucx_ranges *ranges = &peer->serve->ranges;
+    const kvn_copy copy = kvn_ucx_copy_for(peer->serve, tables->nbytes);
     const uint8_t *from = tables->data;
 
     kvn_ucx_ranges_look(ranges);
@@ -27,9 +28,10 @@ static kvn_wire_reason scatter(kvn_ucx_peer *peer, const kvn_ucx_tables *tables,
             *index = i;
             return reason;
         }
-        memcpy((void *)(uintptr_t)piece.address, from, piece.nbytes);
+        copy((void *)(uintptr_t)piece.address, from, piece.nbytes);
         from += piece.nbytes;
     }
+    kvn_copy_fence();
     kvn_ucx_add(&peer->serve->pushed_nbytes, tables->nbytes);
     return KVN_WIRE_NONE;
 }

@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 
+#include "copy.h"
 #include "ucx_peer.h"
 
 /* A range that is being removed. */
@@ -25,8 +26,16 @@ struct kvn_ucx_serve {
     kvn_ucx_messages messages;
     kvn_ucx_peer *ready; /* the ring */
     kvn_ucx_removal *removals;
+    kvn_copy stream; /* past the caches */
     atomic_uint_fast64_t pulled_nbytes, pushed_nbytes, parts, refused, broken, stalled;
 };
+
+/* How bytes that came are written where they belong. What fills messages outgrows the caches, where it lies
+ * once already, in the transport's segment: written past them it costs half. */
+static inline kvn_copy kvn_ucx_copy_for(const kvn_ucx_serve *self, uint64_t nbytes)
+{
+    return nbytes < KVN_WIRE_DATA_NBYTES / 2 ? kvn_copy_function(KVN_COPY_MEMCPY) : self->stream;
+}
 
 static inline void kvn_ucx_add(atomic_uint_fast64_t *counter, uint64_t number)
 {

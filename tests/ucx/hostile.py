@@ -28,7 +28,7 @@ ONE_SIDED = {"ucx_one_sided", "ucx_region", "ucx_mover", "ucx_move_request", "uc
 def build_all(folder: Path) -> ctypes.CDLL:
     """What an end of UCX is made of, and hostile.c."""
     ends = [it for it in sorted(NATIVE.glob("ucx_*.c")) if it.stem not in ONE_SIDED]
-    others = [NATIVE / f"{name}.c" for name in ("clock", "job", "report")]
+    others = [NATIVE / f"{name}.c" for name in ("clock", "copy", "job", "report")]
     return build(folder, HERE / "hostile.c", *ends, *others)
 
 

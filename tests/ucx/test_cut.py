@@ -144,6 +144,7 @@ def test_every_byte_once(
                 c_uint32(offset),
                 chunk,
                 ctypes.c_size_t(len(chunk)),
+                ctypes.memmove,
             )
         # One byte more is refused.
         assert not calls.kvn_ucx_scatter(
@@ -153,6 +154,7 @@ def test_every_byte_once(
             c_uint32(0),
             arrived + b"x",
             ctypes.c_size_t(len(arrived) + 1),
+            ctypes.memmove,
         )
     expected = b"".join(
         source[start : start + size].tobytes() for start, size in zip(starts, sizes, strict=True)
