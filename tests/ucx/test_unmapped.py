@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-import select
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -176,7 +175,10 @@ def test_in_mid_transfer_by_the_caller(
 
 
 class TestOnItsWay:
-    """The system has been shown the memory and has not taken the bytes yet: that ends the link."""
+    """The system was shown the memory and did not take the bytes yet: then the link fails.
+
+    Or the next message was looked at first. Whichever it is, this process lives.
+    """
 
     def test_a_push(self, peer: UcxPeer, end: UcxEnd, mine: Bytes) -> None:
         link = peer.link(end)
@@ -187,9 +189,7 @@ class TestOnItsWay:
                 unmap_here(mine, page)
             peer.resume()
             report = task.wait(TIMEOUT_MS)
-        # The next message was looked at before that one failed, or was not.
         assert report.status in (KVN_UNMAPPED, KVN_PEER_GONE), report.message
-        assert not link.connected
         others_move(peer, peer.link(end), "get", mine, [(0, 0, PAGE)])
 
     def test_a_pull(self, peer: UcxPeer, end: UcxEnd, mine: Bytes) -> None:
@@ -219,9 +219,10 @@ class TestOnItsWay:
             unmap_here(mine, page)
         peer.resume()
         peer.answer()
-        assert select.select([link.death_fd], [], [], TIMEOUT_MS / 1000)[0]
-        assert link.failure is not None
-        assert link.failure[0] == KVN_PEER_GONE
-        peer.run("links[-1].close('as the engines tell each other'); task.wait(1000)")
+        while not link.failure and not peer.run("result = task.done"):
+            pass
+        # Engines tell each other that a link has failed.
+        status = peer.run("links[-1].close('lost'); result = task.wait(1000).status")
+        assert status in (KVN_UNMAPPED, KVN_PEER_GONE)
         end.remove_range(SLOT)
         others_move(peer, peer.link(end), "get", mine, [(0, 0, PAGE)])
