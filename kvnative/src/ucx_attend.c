@@ -11,9 +11,6 @@
 #include <signal.h>
 #include <sys/epoll.h>
 
-/* A sleep that was handed over is tried that often; then the thread is woken to see for itself. */
-#define HAND_OVER_ATTEMPTS 4
-
 typedef struct waiter {
     bool (*is_done)(void *context);
     void *context;
@@ -44,11 +41,9 @@ static void arrive(kvn_ucx_end *end)
     pthread_mutex_unlock(&end->roles);
 }
 
-/* The last one that goes leaves the thread asleep on a worker that is armed, or awake. */
+/* The last one that goes leaves the thread asleep on a worker that is settled, or awake. */
 static void depart(kvn_ucx_end *end)
 {
-    bool is_armed = false;
-
     if (atomic_load(&end->num_attending) > 1) {
         pthread_mutex_lock(&end->roles);
         const bool is_last = atomic_fetch_sub(&end->num_attending, 1) == 1;
@@ -59,11 +54,10 @@ static void depart(kvn_ucx_end *end)
         atomic_fetch_add(&end->num_attending, 1);
     }
     const bool has_turn = kvn_ucx_try_turn(end);
-    for (int i = 0; has_turn && !is_armed && i < HAND_OVER_ATTEMPTS; i++)
-        is_armed = kvn_ucx_round(end) == 0 && kvn_ucx_arm(end);
+    const bool is_settled = has_turn && kvn_ucx_settle(end);
     pthread_mutex_lock(&end->roles);
     const bool is_last = atomic_fetch_sub(&end->num_attending, 1) == 1;
-    const bool is_handed = is_last && is_armed && atomic_load(&end->is_parked);
+    const bool is_handed = is_last && is_settled && atomic_load(&end->is_parked);
     if (is_handed) {
         atomic_store(&end->asleep, KVN_UCX_THREAD);
         let_thread_watch(end, true);

@@ -80,6 +80,7 @@ struct kvn_ucx_part {
      * tells how many things it did. While it is not 0, the driver does not sleep; when it is 0, the part
      * waits for an event: a message, a completion, an errand. */
     unsigned (*serve)(kvn_ucx_part *self);
+    bool has_more; /* set by `serve`: it is to be called again, whatever happens meanwhile */
     /* NULL, or: this link has failed or was closed. Its open requests are told already. */
     void (*on_link_gone)(kvn_ucx_part *self, kvn_ucx_link *link);
     /* After the workers are gone: no callback comes any more. */

@@ -32,6 +32,7 @@ struct kvn_ucx_end {
     const kvn_ucx_library *library;
     const kvn_ucx *calls;
     kvn_ucx_mode mode;
+    const bool *is_here; /* on a page that a forked child finds empty; NULL: the system has no such */
     pid_t pid;
     atomic_uint holders;
     kvn_ucp_context_h context;
@@ -67,6 +68,8 @@ struct kvn_ucx_end {
     kvn_ucx_link *table[KVN_UCX_TABLE_SIZE]; /* by the token's first bytes */
     kvn_ucx_farewell *farewells;             /* that are being said */
     bool is_closed;
+    bool shows_events; /* the workers' files are readable as long as there is something: arming adds nothing */
+    bool is_still;     /* since the last round only events can bring something to do */
     atomic_uint num_endpoints; /* that are open or being closed; changed under the turn */
 
     _Atomic uint64_t messages, unknown_tokens, malformed, wakeups, rounds, links_failed;
@@ -84,7 +87,9 @@ void kvn_ucx_do_later(kvn_ucx_end *end, kvn_ucx_errand *errand);
 unsigned kvn_ucx_round(kvn_ucx_end *end);
 /* Under the turn: true once the worker will tell of its next event; false when there is something now. */
 bool kvn_ucx_arm(kvn_ucx_end *end);
-/* Leaves the turn with the worker armed for the one who sleeps on it, or with nobody asleep. */
+/* Under the turn: rounds, a few at most, until all that there is to do will wake who sleeps on the worker. */
+bool kvn_ucx_settle(kvn_ucx_end *end);
+/* Leaves the turn with the worker settled for the one who sleeps on it, or with nobody asleep. */
 void kvn_ucx_drop_turn(kvn_ucx_end *end);
 void kvn_ucx_ring(int event);     /* an eventfd */
 void kvn_ucx_unring(int event);

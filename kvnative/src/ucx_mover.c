@@ -171,6 +171,7 @@ static unsigned serve(kvn_ucx_part *part)
     kvn_request *last = self->tail, *request = self->head;
     unsigned count = 0;
 
+    self->part.has_more = false;
     if (!request)
         return 0;
     const int64_t until = kvn_now_ns() + SERVE_NS;
@@ -180,6 +181,7 @@ static unsigned serve(kvn_ucx_part *part)
         append(self, request);
         count += step(request);
     }
+    self->part.has_more = count > 0;
     return count;
 }
 

@@ -68,6 +68,7 @@ static unsigned serve(kvn_ucx_part *part)
             rest(self, peer);
         kvn_ucx_peer_let_go(peer);
     }
+    self->part.has_more = self->ready != NULL;
     return did;
 }
 

@@ -9,8 +9,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* As often is armed anew before whoever sleeps is woken instead. */
-#define ARM_ATTEMPTS 4
+/* As often it is tried to settle before whoever sleeps is woken to see for himself. */
+#define SETTLE_ATTEMPTS 4
 
 static uintptr_t self(void) { return (uintptr_t)pthread_self(); }
 
@@ -34,6 +34,8 @@ static unsigned run_errands(kvn_ucx_end *end)
         first = latest;
         latest = next;
     }
+    if (first)
+        end->is_still = false;
     for (; first; count++) {
         kvn_ucx_errand *it = first;
         const bool is_awaited = it->is_awaited;
@@ -49,15 +51,19 @@ static unsigned run_errands(kvn_ucx_end *end)
 
 unsigned kvn_ucx_round(kvn_ucx_end *end)
 {
-    unsigned count = run_errands(end);
+    unsigned count = run_errands(end), progressed;
+    bool has_more = false;
 
-    count += end->calls->ucp_worker_progress(end->receiver);
-    count += end->calls->ucp_worker_progress(end->sender);
-    for (kvn_ucx_part *it = end->parts; it; it = it->next)
+    for (kvn_ucx_part *it = end->parts; it; it = it->next) {
         if (it->serve)
             count += it->serve(it);
+        has_more |= it->has_more;
+    }
+    progressed = end->calls->ucp_worker_progress(end->receiver);
+    progressed += end->calls->ucp_worker_progress(end->sender);
+    end->is_still = progressed == 0 && !has_more;
     atomic_fetch_add_explicit(&end->rounds, 1, memory_order_relaxed);
-    return count;
+    return count + progressed;
 }
 
 bool kvn_ucx_arm(kvn_ucx_end *end)
@@ -81,13 +87,23 @@ void kvn_ucx_unring(int event)
         ;
 }
 
-/* What was done may have used up the event that a sleeper waits for, or have left something to do. */
-static void settle(kvn_ucx_end *end, int asleep)
+bool kvn_ucx_settle(kvn_ucx_end *end)
 {
-    for (int i = 0; i < ARM_ATTEMPTS; i++)
-        if (kvn_ucx_round(end) == 0 && kvn_ucx_arm(end))
-            return;
-    kvn_ucx_ring(asleep == KVN_UCX_THREAD ? end->thread_event : end->caller_event);
+    for (int i = 0; i < SETTLE_ATTEMPTS; i++) {
+        if (!end->is_still || atomic_load(&end->inbox))
+            kvn_ucx_round(end);
+        if (end->is_still && (end->shows_events || kvn_ucx_arm(end)))
+            return true;
+        end->is_still = false;
+    }
+    return false;
+}
+
+/* What was done may have used up the event that a sleeper waits for, or have left something to do. */
+static void settle_for(kvn_ucx_end *end, int asleep)
+{
+    if (!kvn_ucx_settle(end))
+        kvn_ucx_ring(asleep == KVN_UCX_THREAD ? end->thread_event : end->caller_event);
 }
 
 /* Somebody who can drive on is told that the turn is free, unless one sleeps on the worker. */
@@ -109,7 +125,7 @@ void kvn_ucx_drop_turn(kvn_ucx_end *end)
             break;
         const int asleep = atomic_load(&end->asleep);
         if (asleep != KVN_UCX_NOBODY)
-            settle(end, asleep);
+            settle_for(end, asleep);
         else
             run_errands(end);
     }
@@ -121,7 +137,7 @@ void kvn_ucx_leave_turn(kvn_ucx_end *end)
     const int asleep = atomic_load(&end->asleep);
 
     if (asleep != KVN_UCX_NOBODY)
-        settle(end, asleep);
+        settle_for(end, asleep);
     kvn_ucx_drop_turn(end);
 }
 
