@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, Executor
-from kvnative._ucx import UcxEnd, UcxNativeLink
+from kvnative._ucx import UcxEnd, UcxLibrary, UcxNativeLink
+from kvplan.transport.ucx.library import Found
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, UcxPeer
 
 PAGE = mmap.PAGESIZE
@@ -179,6 +180,11 @@ class TestOnItsWay:
 
     Or the next message was looked at first. Whichever it is, this process lives.
     """
+
+    @pytest.fixture(autouse=True)
+    def needs_a_build_without_assertions(self, ucx: Found) -> None:
+        if UcxLibrary.load(ucx.path).version < (1, 14, 0):
+            pytest.skip("UCX completes what could not be sent twice; Debian's 1.13 asserts against")
 
     def test_a_push(self, peer: UcxPeer, end: UcxEnd, mine: Bytes) -> None:
         link = peer.link(end)
