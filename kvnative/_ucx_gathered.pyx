@@ -22,6 +22,7 @@ def gathered_backend(UcxNativeLink link not None, str direction not None, slots,
     The four columns are of uint64 and of one length: the ranges of the peer that it may use, as the
     peer gave them to `UcxEnd.add_range`. A descriptor that lies in none of them is refused with
     KVN_UNMAPPED, and so is, by the peer, one whose range it has removed or does not let be written.
+    A transfer ends likewise when it comes to memory that is not mapped any more, at either end.
 
     Args:
         direction: "get", from the peer, or "put".

@@ -169,18 +169,6 @@ bool kvn_ucx_cut(kvn_ucx_remote *remote, const kvn_ucx_batch *batch, kvn_ucx_cur
 
 /* ---- scattering ---- */
 
-/* Where piece `index` begins and ends in its descriptor. */
-static uint64_t begin_of(const kvn_ucx_section *section, uint32_t index)
-{
-    return index == 0 ? section->from.skip : 0;
-}
-
-static uint64_t end_of(const kvn_ucx_batch *batch, const kvn_ucx_section *section, uint32_t index)
-{
-    return index == section->num_pieces - 1 ? section->last_end
-                                            : batch->nbytes[section->from.index + index];
-}
-
 bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section, uint32_t piece,
                      uint32_t skip, const uint8_t *from, size_t nbytes, kvn_copy copy)
 {
@@ -188,11 +176,11 @@ bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section,
 
     if (piece >= section->num_pieces)
         return false;
-    at = begin_of(section, piece) + skip;
-    if (at > end_of(batch, section, piece))
+    at = kvn_ucx_piece_begin(section, piece) + skip;
+    if (at > kvn_ucx_piece_end(batch, section, piece))
         return false;
     while (nbytes > 0) {
-        const uint64_t left = end_of(batch, section, piece) - at;
+        const uint64_t left = kvn_ucx_piece_end(batch, section, piece) - at;
         const uint64_t taken = left < nbytes ? left : nbytes;
 
         copy((void *)(uintptr_t)(batch->local[section->from.index + piece] + at), from, taken);
@@ -202,7 +190,7 @@ bool kvn_ucx_scatter(const kvn_ucx_batch *batch, const kvn_ucx_section *section,
             return true;
         if (++piece == section->num_pieces)
             return false;
-        at = begin_of(section, piece);
+        at = kvn_ucx_piece_begin(section, piece);
     }
     return true;
 }

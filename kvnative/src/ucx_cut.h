@@ -59,6 +59,19 @@ typedef struct kvn_ucx_section {
     uint32_t num_ranges;
 } kvn_ucx_section;
 
+/* Where piece `index` begins and ends in its descriptor. */
+static inline uint64_t kvn_ucx_piece_begin(const kvn_ucx_section *section, uint32_t index)
+{
+    return index == 0 ? section->from.skip : 0;
+}
+
+static inline uint64_t kvn_ucx_piece_end(const kvn_ucx_batch *batch,
+                                         const kvn_ucx_section *section, uint32_t index)
+{
+    return index == section->num_pieces - 1 ? section->last_end
+                                            : batch->nbytes[section->from.index + index];
+}
+
 /* Cuts the next section at `at`, which is not the end, and advances it. The arrays have room for the
  * limits. False: no range holds the descriptor at `at`, and nothing was cut before it. */
 bool kvn_ucx_cut(kvn_ucx_remote *remote, const kvn_ucx_batch *batch, kvn_ucx_cursor *at,

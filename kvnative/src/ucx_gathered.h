@@ -19,7 +19,8 @@ typedef struct kvn_gathered_ranges {
 
 /* `direction`: KVN_PEER_GET or KVN_PEER_PUT. Holds the link. NULL with errno: EINVAL for the direction or
  * the ranges, ENOMEM. A descriptor outside the ranges is refused by submit: KVN_UNMAPPED. One that the peer
- * has deregistered, or does not let be written, ends the request with KVN_UNMAPPED.
+ * has deregistered, or does not let be written, ends the request with KVN_UNMAPPED; so does one
+ * whose memory is not mapped any more, at either end.
  *
  * A request that ends before it is through waits for its sends in flight, which show the caller's memory to
  * UCX: at most half a second, then its link is failed, and half a second more. Should UCX not have given

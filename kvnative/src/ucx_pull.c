@@ -2,6 +2,7 @@
  * while the end has the turn, so that nothing is written after a request was given up. */
 #include <string.h>
 
+#include "ucx_mapped.h"
 #include "ucx_request.h"
 #include "ucx_serve_state.h"
 
@@ -125,9 +126,16 @@ void kvn_ucx_pull_on_data(kvn_ucx_peer *peer, const kvn_wire_data *header, const
 {
     kvn_request *request;
     kvn_ucx_awaited *part = find(peer, header->request, header->part, &request);
+    uint64_t unmapped;
 
     if (!part)
         return;
+    unmapped = kvn_ucx_first_unmapped(&request->batch, &part->section, header->piece, header->skip,
+                                      nbytes);
+    if (unmapped != KVN_NO_DESCRIPTOR) {
+        kvn_ucx_request_unmapped(request, unmapped);
+        return;
+    }
     if (nbytes > part->section.nbytes - part->received ||
         !kvn_ucx_scatter(&request->batch, &part->section, header->piece, header->skip, payload,
                          nbytes, kvn_ucx_copy_for(peer->serve, nbytes))) {

@@ -2,6 +2,7 @@
  * how far it has got, which also bounds what is under way. */
 #include <string.h>
 
+#include "ucx_mapped.h"
 #include "ucx_request.h"
 #include "ucx_serve_state.h"
 
@@ -55,18 +56,27 @@ static void ask(kvn_request *request)
     request->peer->num_asks++;
 }
 
-/* Cuts the next message and writes it. False: no range holds the descriptor. */
+/* Cuts the next message and writes it. False: the request has ended, as no range holds the descriptor or its
+ * memory is not mapped here. */
 static bool write_push(kvn_request *request, kvn_ucx_message *message)
 {
     uint8_t *table = kvn_ucx_message_reserve(message);
     kvn_wire_range ranges[KVN_WIRE_RANGES];
     kvn_ucx_section section;
+    uint64_t unmapped;
     uint32_t flags = 0;
     size_t pieces;
 
     if (!kvn_ucx_cut(&request->self->remote, &request->batch, &request->at, &LIMITS,
-                     (kvn_wire_piece *)table, ranges, &section))
+                     (kvn_wire_piece *)table, ranges, &section)) {
+        kvn_ucx_request_refused(request, KVN_WIRE_OUTSIDE, request->at.index);
         return false;
+    }
+    unmapped = kvn_ucx_first_unmapped(&request->batch, &section, 0, 0, section.nbytes);
+    if (unmapped != KVN_NO_DESCRIPTOR) {
+        kvn_ucx_request_unmapped(request, unmapped);
+        return false;
+    }
     pieces = section.num_pieces * sizeof(kvn_wire_piece);
     memcpy(table + pieces, ranges, section.num_ranges * sizeof *ranges);
     kvn_ucx_message_reserved(message, pieces + section.num_ranges * sizeof *ranges);
@@ -125,7 +135,6 @@ unsigned kvn_ucx_push_step(kvn_ucx_peer *peer)
     }
     if (!write_push(request, message)) {
         kvn_ucx_message_drop(message);
-        kvn_ucx_request_refused(request, KVN_WIRE_OUTSIDE, request->at.index);
         return 1;
     }
     if (!request->is_open) {

@@ -5,9 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ucx_mapped.h"
+
 int kvn_ucx_ranges_init(kvn_ucx_ranges *self, uint32_t num_slots)
 {
     self->num_slots = num_slots;
+    self->look = 0;
     self->rows = calloc(num_slots, sizeof *self->rows);
     return self->rows ? KVN_OK : KVN_NO_MEMORY;
 }
@@ -33,6 +36,7 @@ int kvn_ucx_ranges_add(kvn_ucx_ranges *self, uint64_t slot, const kvn_ucx_range 
                         "a range of %" PRIu64 " bytes at 0x%" PRIx64 ": it must have at least one "
                         "and end by 2**64", range->nbytes, range->address);
     self->rows[slot] = *range;
+    self->rows[slot].looked = 0;
     self->rows[slot].sends = 0;
     self->rows[slot].state = KVN_UCX_RANGE_OPEN;
     return KVN_OK;
@@ -65,10 +69,21 @@ bool kvn_ucx_ranges_holds(const kvn_ucx_ranges *self, const kvn_wire_range *rang
     return row->state == KVN_UCX_RANGE_OPEN && row->generation == range->generation;
 }
 
-kvn_wire_reason kvn_ucx_ranges_check(const kvn_ucx_ranges *self, const kvn_wire_range *range,
+void kvn_ucx_ranges_look(kvn_ucx_ranges *self) { self->look++; }
+
+static bool is_mapped(const kvn_ucx_ranges *self, kvn_ucx_range *row, const kvn_wire_piece *piece)
+{
+    if (row->looked != self->look) {
+        row->looked = self->look;
+        row->is_mapped = kvn_ucx_is_mapped(row->address, row->nbytes);
+    }
+    return row->is_mapped || kvn_ucx_is_mapped(piece->address, piece->nbytes);
+}
+
+kvn_wire_reason kvn_ucx_ranges_check(kvn_ucx_ranges *self, const kvn_wire_range *range,
                                      const kvn_wire_piece *piece, bool write)
 {
-    const kvn_ucx_range *row;
+    kvn_ucx_range *row;
 
     if (!kvn_ucx_ranges_holds(self, range))
         return KVN_WIRE_STALE;
@@ -76,5 +91,7 @@ kvn_wire_reason kvn_ucx_ranges_check(const kvn_ucx_ranges *self, const kvn_wire_
     if (piece->address < row->address || piece->nbytes > row->nbytes ||
         piece->address - row->address > row->nbytes - piece->nbytes)
         return KVN_WIRE_OUTSIDE;
-    return write && !row->writable ? KVN_WIRE_READ_ONLY : KVN_WIRE_NONE;
+    if (write && !row->writable)
+        return KVN_WIRE_READ_ONLY;
+    return is_mapped(self, row, piece) ? KVN_WIRE_NONE : KVN_WIRE_UNMAPPED;
 }

@@ -20,13 +20,16 @@ typedef struct kvn_ucx_range {
     uint64_t address;
     uint64_t nbytes;
     uint64_t generation;
-    uint32_t sends; /* that read from it and are in flight */
-    uint8_t state;  /* kvn_ucx_range_state */
+    uint64_t looked; /* the look that found out whether it is mapped */
+    uint32_t sends;  /* that read from it and are in flight */
+    uint8_t state;   /* kvn_ucx_range_state */
     bool writable;
+    bool is_mapped;  /* all of it was */
 } kvn_ucx_range;
 
 typedef struct kvn_ucx_ranges {
     kvn_ucx_range *rows;
+    uint64_t look; /* the latest */
     uint32_t num_slots;
 } kvn_ucx_ranges;
 
@@ -46,8 +49,10 @@ void kvn_ucx_ranges_free(kvn_ucx_ranges *self, uint64_t slot);
 void kvn_ucx_ranges_hold(kvn_ucx_ranges *self, uint32_t slot);
 void kvn_ucx_ranges_let_go(kvn_ucx_ranges *self, uint32_t slot);
 
+/* A message begins: whether ranges are mapped is found out anew, for all pieces of it in one go. */
+void kvn_ucx_ranges_look(kvn_ucx_ranges *self);
 /* Whether a peer may read, or write, the piece: KVN_WIRE_NONE, or why not. */
-kvn_wire_reason kvn_ucx_ranges_check(const kvn_ucx_ranges *self, const kvn_wire_range *range,
+kvn_wire_reason kvn_ucx_ranges_check(kvn_ucx_ranges *self, const kvn_wire_range *range,
                                      const kvn_wire_piece *piece, bool write);
 /* Whether the range is the registered one still. */
 bool kvn_ucx_ranges_holds(const kvn_ucx_ranges *self, const kvn_wire_range *range);

@@ -1,5 +1,6 @@
 #include "ucx_request.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -185,6 +186,7 @@ static const char *const REASONS[] = {
     [KVN_WIRE_NONE] = "for no reason",
     [KVN_WIRE_STALE] = "has deregistered it",
     [KVN_WIRE_OUTSIDE] = "has not registered all of it",
+    [KVN_WIRE_UNMAPPED] = "has it registered, but not mapped",
     [KVN_WIRE_READ_ONLY] = "has registered it with writable=False",
     [KVN_WIRE_NO_MEMORY] = "has no memory for the request",
 };
@@ -201,6 +203,16 @@ void kvn_ucx_request_refused(kvn_request *request, kvn_wire_reason reason, uint6
              REASONS[reason]);
     kvn_ucx_request_end(request, reason == KVN_WIRE_NO_MEMORY ? KVN_FAILED : KVN_UNMAPPED, 0, failed,
                         message);
+}
+
+void kvn_ucx_request_unmapped(kvn_request *request, uint64_t failed)
+{
+    char message[256];
+
+    snprintf(message, sizeof message,
+             "descriptor %" PRIu64 ": local memory: %" PRIu64 " bytes at 0x%" PRIx64 " are not mapped",
+             request->first + failed, request->batch.nbytes[failed], request->batch.local[failed]);
+    kvn_ucx_request_end(request, KVN_UNMAPPED, EFAULT, failed, message);
 }
 
 /* Whatever it was, of a request it is the end of its link. */

@@ -100,6 +100,8 @@ void kvn_ucx_request_end(kvn_request *request, int status, int code, uint64_t fa
                          const char *message);
 /* The same where the peer has refused a piece. */
 void kvn_ucx_request_refused(kvn_request *request, kvn_wire_reason reason, uint64_t failed);
+/* The same where the caller's memory is not mapped any more. */
+void kvn_ucx_request_unmapped(kvn_request *request, uint64_t failed);
 /* A message that showed the caller's memory is through; when the last is and the request is over, others
  * may see that. */
 void kvn_ucx_request_landed(kvn_request *request);

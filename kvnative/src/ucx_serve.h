@@ -15,7 +15,8 @@ typedef struct kvn_ucx_serve kvn_ucx_serve;
 kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_failure *failure);
 
 /* From here on peers may read [address, address + nbytes), and write if `writable`, by naming the slot
- * and the generation. The memory must be mapped, and stay so until the range is removed. */
+ * and the generation. The memory should be mapped, and stay so until the range is removed: what is not when
+ * a peer asks for it is refused (ucx_mapped.h). */
 int kvn_ucx_serve_add_range(kvn_ucx_serve *self, uint64_t slot, uint64_t address, uint64_t nbytes,
                             bool writable, uint64_t generation, kvn_failure *failure);
 /* Peers reach it no more: none writes to it, and no send reads from it. Waits for those in flight, at most

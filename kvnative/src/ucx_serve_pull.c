@@ -166,6 +166,7 @@ static bool fill(kvn_ucx_asked *part, kvn_ucx_message *message)
     kvn_ucx_ranges *ranges = &part->peer->serve->ranges;
     const bool copied = part->tables.nbytes <= COPIED_NBYTES;
 
+    kvn_ucx_ranges_look(ranges);
     while (part->piece < part->tables.num_pieces && message->nbytes < KVN_WIRE_DATA_NBYTES) {
         const kvn_wire_piece piece = kvn_ucx_piece_at(&part->tables, part->piece);
         const size_t room = KVN_WIRE_DATA_NBYTES - message->nbytes, left = piece.nbytes - part->skip;

@@ -10,10 +10,11 @@
 /* Writes the pieces until one may not be written: why, and its index. */
 static kvn_wire_reason scatter(kvn_ucx_peer *peer, const kvn_ucx_tables *tables, uint32_t *index)
 {
-    const kvn_ucx_ranges *ranges = &peer->serve->ranges;
+    kvn_ucx_ranges *ranges = &peer->serve->ranges;
     const kvn_copy copy = kvn_ucx_copy_for(peer->serve, tables->nbytes);
     const uint8_t *from = tables->data;
 
+    kvn_ucx_ranges_look(ranges);
     for (uint32_t i = 0; i < tables->num_pieces; i++) {
         const kvn_wire_piece piece = kvn_ucx_piece_at(tables, i);
         kvn_wire_reason reason;

@@ -94,6 +94,7 @@ typedef enum kvn_wire_reason {
     KVN_WIRE_STALE,    /* its range is not registered, or registered anew */
     KVN_WIRE_OUTSIDE,  /* it is not inside its range */
     KVN_WIRE_READ_ONLY,
+    KVN_WIRE_UNMAPPED, /* it is not mapped any more, though registered */
     KVN_WIRE_NO_MEMORY /* the serving end has none for the part */
 } kvn_wire_reason;
 

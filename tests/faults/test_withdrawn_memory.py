@@ -140,7 +140,7 @@ def test_a_cache_that_is_freed_stays_for_who_has_claimed_it(
     refused(lambda: user.pull_cache(CacheIndex(1, 1), cache), NOT_EXIST)
 
 
-@pytest.mark.usefixtures("served_by_nobody")
+@pytest.mark.over_ucx
 def test_pages_that_their_owner_has_unmapped(make_engine: MakeEngine, peer: Peer) -> None:
     """Registered by address, unmapped, and not unregistered: an error, at both ends no crash."""
     user = make_engine(2)
