@@ -70,7 +70,7 @@ struct kvn_ucx_end {
     bool is_closed;
     bool shows_events; /* the workers' files are readable as long as there is something: arming adds nothing */
     bool is_sending;   /* the sender had something to do when it was asked last */
-    unsigned num_idle; /* rounds since then in which nothing happened */
+    unsigned num_idle; /* rounds since something has happened */
     bool is_still;     /* since the last round only events can bring something to do */
     atomic_uint num_endpoints; /* that are open or being closed; changed under the turn */
 

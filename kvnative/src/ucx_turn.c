@@ -55,10 +55,8 @@ static unsigned run_errands(kvn_ucx_end *end)
  * which is a tenth of the time that a small pull waits for its answer. */
 static bool asks_sender(kvn_ucx_end *end, unsigned count)
 {
-    if (count == 0 && !end->is_sending && end->shows_events && ++end->num_idle % SENDER_EVERY != 0)
-        return false;
-    end->num_idle = count ? 0 : end->num_idle;
-    return true;
+    end->num_idle = count ? 0 : end->num_idle + 1;
+    return end->num_idle % SENDER_EVERY == 0 || end->is_sending || !end->shows_events;
 }
 
 unsigned kvn_ucx_round(kvn_ucx_end *end)
