@@ -1,5 +1,6 @@
 /* An end is made, described and destroyed here; ucx_turn.c and ucx_attend.c drive it. */
 #include <errno.h>
+#include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -107,6 +108,15 @@ static int open_workers(kvn_ucx_end *end, kvn_failure *failure)
     return KVN_OK;
 }
 
+/* UCX takes 13 MiB for an end from malloc, by 4 and by 2, on whichever threads drive it. Once such a block
+ * was freed malloc takes them from its arenas, and those keep twice as much each: 69 MB after 300 engines. */
+static void give_back(void)
+{
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+}
+
 static void dismantle(kvn_ucx_end *end)
 {
     free(end->address);
@@ -124,6 +134,7 @@ static void dismantle(kvn_ucx_end *end)
         end->calls->ucp_cleanup(end->context);
     kvn_ucx_turn_fini(end);
     free(end);
+    give_back();
 }
 
 int kvn_ucx_end_create(const kvn_ucx_library *library, kvn_ucx_mode mode,
