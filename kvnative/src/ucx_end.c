@@ -1,5 +1,6 @@
 /* An end is made, described and destroyed here; ucx_turn.c and ucx_attend.c drive it. */
 #include <errno.h>
+#include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -121,6 +122,15 @@ static int open_workers(kvn_ucx_end *end, kvn_failure *failure)
     return KVN_OK;
 }
 
+/* UCX takes 13 MiB for an end from malloc, by 4 and by 2, on whichever threads drive it. Once such a block
+ * was freed malloc takes them from its arenas, and those keep twice as much each: 69 MB after 300 engines. */
+static void give_back(void)
+{
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+}
+
 static void dismantle(kvn_ucx_end *end)
 {
     free(end->address);
@@ -140,6 +150,7 @@ static void dismantle(kvn_ucx_end *end)
     if (end->is_here)
         munmap((void *)(uintptr_t)end->is_here, sizeof *end->is_here);
     free(end);
+    give_back();
 }
 
 /* Asking the system who this is takes as long as a tenth of a small transfer. */

@@ -1,5 +1,7 @@
 #include "ucx_line.h"
 
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <stdlib.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -109,6 +111,15 @@ kvn_ucs_status kvn_ucx_line_open(kvn_ucx_line *self, kvn_ucx_end *end, void *pee
     return status;
 }
 
+static bool is_answered(int file)
+{
+    struct tcp_info found;
+    socklen_t nbytes = sizeof found;
+
+    return getsockopt(file, IPPROTO_TCP, TCP_INFO, &found, &nbytes) == 0 &&
+           found.tcpi_bytes_received > 0;
+}
+
 /* True: one of them was connected, so that UCX will say that it has lost the peer. */
 static bool shut_down(const kvn_ucx_line *self)
 {
@@ -116,7 +127,8 @@ static bool shut_down(const kvn_ucx_line *self)
 
     /* A file's number may have got another owner, but not its inode. */
     for (unsigned i = 0; i < self->num_sockets; i++)
-        if (self->sockets[i].inode && inode_of(self->sockets[i].file) == self->sockets[i].inode)
+        if (self->sockets[i].inode && inode_of(self->sockets[i].file) == self->sockets[i].inode &&
+            is_answered(self->sockets[i].file))
             is_any |= shutdown(self->sockets[i].file, SHUT_RDWR) == 0;
     return is_any;
 }

@@ -2,7 +2,9 @@
  *
  * UCX's TCP does not close the connection of an endpoint that is closed while the other side lives: it writes
  * into the stream that nothing more comes, even in the middle of a message, and keeps the socket. So a line
- * is closed by shutting its sockets down first. To UCX, on either side, that is a peer who has died. */
+ * is closed by shutting its sockets down first. To UCX, on either side, that is a peer who has died. Before
+ * the peer's UCX has answered it would connect anew, by another socket, and say nothing; but then closing the
+ * endpoint closes the socket. */
 #ifndef KVN_UCX_LINE_H
 #define KVN_UCX_LINE_H
 

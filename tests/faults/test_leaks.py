@@ -69,10 +69,10 @@ def measured(peer: Peer) -> Footprint:
     return found
 
 
-def assert_no_more(after: Footprint, before: Footprint, mappings: int = 8) -> None:
+def assert_no_more(after: Footprint, before: Footprint) -> None:
     # A connection that has just ended may hold its descriptors for some moments.
     assert after["descriptors"] <= before["descriptors"] + 4
-    assert after["mappings"] <= before["mappings"] + mappings  # malloc's move with the load
+    assert after["mappings"] <= before["mappings"] + 8  # malloc's move with the load
     # Workers come when they are first needed: one more, but not one for each round.
     assert after["threads"] <= before["threads"] + 1
     assert after["registrations"] == before["registrations"]
@@ -149,15 +149,18 @@ ENGINE = """
 """
 
 
-def test_engines_come_and_go(make_peer: MakePeer, machine: str) -> None:
+def test_engines_come_and_go(make_peer: MakePeer) -> None:
+    """The user's go whole, with what they took from malloc.
+
+    Over UCX that is 13 MiB each; some pages stay at the top of malloc's arenas, which it keeps.
+    """
     user, owner = make_peer(2), make_peer(1)
     owner.make_cache("allocated")
     run_rounds(user, owner, ENGINE, 30)
     before = [measured(it) for it in (user, owner)]
     run_rounds(user, owner, ENGINE, 300)
-    mappings = 80 if machine == "ucx" else 8  # UCX allocates by 2 MiB, which malloc maps
     for peer, was in zip((user, owner), before, strict=True):
-        assert_no_more(measured(peer), was, mappings)
+        assert_no_more(measured(peer), was)
 
 
 def test_peers_that_die_leave_nothing(make_peer: MakePeer) -> None:

@@ -34,6 +34,10 @@ def make(peer: Owner, token: bytes, address: str) -> str:
     return f"links.append(end.link(bytes.fromhex('{token.hex()}'), {address}))"
 
 
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 TOKENS = iter(range(1000, 10_000))
 
 
@@ -65,6 +69,20 @@ def test_the_peer_is_told_why_a_link_is_closed(end: UcxEnd, steady_peer: UcxPeer
     assert steady_peer.run("result = links[-1].failure")[0] == KVN_CANCELLED
     link.close("too late")
     assert link.failure == (KVN_PEER_GONE, "the peer has closed the link: no more of you")
+
+
+def test_a_connection_that_is_being_made_ends_with_its_end(end: UcxEnd, peer: UcxPeer) -> None:
+    """UCX would make it anew, and the end would never go."""
+    before = descriptors()
+    peer.stop()
+    with found():
+        brief = open_end()
+    link = brief.link(next(TOKENS).to_bytes(16, "big"), peer.address)
+    with pytest.raises(UcxError):
+        link.connect(50)
+    brief.close()
+    del link, brief
+    assert descriptors() == before
 
 
 def test_a_link_that_is_dropped_is_closed(end: UcxEnd, steady_peer: UcxPeer) -> None:
