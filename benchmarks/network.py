@@ -11,7 +11,7 @@ from benchmarks.pairs import LOOPBACK, Place, veth
 from benchmarks.table import Row, Run, Topic
 
 TOPIC = Topic()
-ROUNDS, PEER_ROUNDS = 11, 5
+TIMES, ROUNDS, PEER_ROUNDS = 3, 7, 5
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
     with places() as both:
         for place in both:
             ends = libraries.kvplan_over_tcp(place), libraries.bare(place)
-            compared.add(run, place, direction, *ends, rounds=ROUNDS)
+            compared.add(run, place, direction, *ends, rounds=ROUNDS, times=TIMES)
     return compared.row(name, 0.90, "one connection, writev and readv")
 
 
