@@ -49,11 +49,13 @@ sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and th
 # No forks among many threads with AddressSanitizer: the child may find its allocator locked, for ever.
 sanitize-addresses:
 	tools/sanitize address,undefined -k 'not forked' tests/native tests/execution tests/transport \
-	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py
+	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
+	  tests/ucx/test_{cut,hostile_peer,gathered_ranges}.py
 
 sanitize-threads:
 	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_wrappers.py tests/execution \
-	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py
+	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
+	  tests/ucx/test_{links,gathered_crowd}.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
