@@ -34,7 +34,7 @@ class Gate:
         return limit_batch(trace(trace(backend, self._tell), self._held), 1)
 
     def wait(self) -> None:
-        """Return once the first batch has moved."""
+        """Return once the first batch was submitted: most backends have moved it then."""
         ready, _, _ = select.select([self._told], [], [], DEADLINE_S)
         assert ready, "no transfer has begun"
 
