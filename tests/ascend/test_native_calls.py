@@ -72,7 +72,8 @@ def test_a_push_of_all_layers_waits_once(
     assert sizes == [BATCH] * 30 + [128]  # ceil(7808 / 256) calls
     assert len(sim_log.calls(GET)) == 1  # of the words that say that nothing was withdrawn
     assert len(waits(sim_log)) == 1
-    assert {it.pid for it in sim_log.calls()} == {os.getpid()}, "the peer took part in it"
+    moving = sim_log.calls(PUT, GET, *COPIES)  # its last calls of linking may still come
+    assert {it.pid for it in moving} == {os.getpid()}, "the peer took part in it"
     arrived(user, cache, peer)
 
 
