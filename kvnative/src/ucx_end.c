@@ -71,7 +71,7 @@ static bool is_tcp_alone(const kvn_ucx_end *end)
     for (char *name = strtok_r(copy, " ", &rest); name; name = strtok_r(NULL, " ", &rest))
         if (strncmp(name, "tcp/", 4) != 0)
             return false;
-    return *end->transports != 0;
+    return *end->transports != 0 && strlen(end->transports) < sizeof end->transports - 1; /* all of it */
 }
 
 static int open_worker(kvn_ucx_end *end, kvn_ucp_worker_h *worker, int *fd, kvn_failure *failure)

@@ -113,7 +113,7 @@ kvn_ucs_status kvn_ucx_line_open(kvn_ucx_line *self, kvn_ucx_end *end, void *pee
 
 static bool is_answered(int file)
 {
-    struct tcp_info found;
+    struct tcp_info found = {0};
     socklen_t nbytes = sizeof found;
 
     return getsockopt(file, IPPROTO_TCP, TCP_INFO, &found, &nbytes) == 0 &&

@@ -29,6 +29,8 @@ static uint64_t first_in(const kvn_ucx_batch *batch, const kvn_ucx_section *sect
 
         if (begin == behind)
             continue;
+        if (behind < begin) /* past the end of all addresses */
+            return section->from.index + i;
         low = begin < low ? begin : low;
         high = behind > high ? behind : high;
     }

@@ -170,17 +170,20 @@ static unsigned serve(kvn_ucx_part *part)
     kvn_ucx_mover *self = (kvn_ucx_mover *)part;
     kvn_request *last = self->tail, *request = self->head;
     unsigned count = 0;
+    bool is_late = false;
 
     self->part.has_more = false;
     if (!request)
         return 0;
     const int64_t until = kvn_now_ns() + SERVE_NS;
-    for (bool is_last = false; request && !is_last; request = self->head) {
-        is_last = request == last || kvn_now_ns() > until;
+    for (bool is_last = false; request && !is_last && !is_late; request = self->head) {
+        is_last = request == last;
+        is_late = !is_last && kvn_now_ns() > until; /* the others have not been looked at */
         take_off(self, request); /* to the end of the row */
         append(self, request);
         count += step(request);
     }
+    count += is_late;
     self->part.has_more = count > 0;
     return count;
 }

@@ -127,6 +127,7 @@ void kvn_ucx_pull_on_data(kvn_ucx_peer *peer, const kvn_wire_data *header, const
     kvn_request *request;
     kvn_ucx_awaited *part = find(peer, header->request, header->part, &request);
     uint64_t unmapped;
+    bool is_fit;
 
     if (!part)
         return;
@@ -136,13 +137,14 @@ void kvn_ucx_pull_on_data(kvn_ucx_peer *peer, const kvn_wire_data *header, const
         kvn_ucx_request_unmapped(request, unmapped);
         return;
     }
-    if (nbytes > part->section.nbytes - part->received ||
-        !kvn_ucx_scatter(&request->batch, &part->section, header->piece, header->skip, payload,
-                         nbytes, kvn_ucx_copy_for(peer->serve, nbytes))) {
+    is_fit = nbytes <= part->section.nbytes - part->received &&
+             kvn_ucx_scatter(&request->batch, &part->section, header->piece, header->skip, payload,
+                             nbytes, kvn_ucx_copy_for(peer->serve, nbytes));
+    kvn_copy_fence();
+    if (!is_fit) {
         kvn_ucx_peer_refuse(peer, "DATA", "it is longer than what was asked for");
         return;
     }
-    kvn_copy_fence();
     part->received += nbytes;
     atomic_fetch_add_explicit(&request->moved, nbytes, memory_order_relaxed);
     if (header->flags & KVN_WIRE_FINAL)

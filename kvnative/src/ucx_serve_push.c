@@ -13,11 +13,11 @@ static kvn_wire_reason scatter(kvn_ucx_peer *peer, const kvn_ucx_tables *tables,
     kvn_ucx_ranges *ranges = &peer->serve->ranges;
     const kvn_copy copy = kvn_ucx_copy_for(peer->serve, tables->nbytes);
     const uint8_t *from = tables->data;
+    kvn_wire_reason reason = KVN_WIRE_NONE;
 
     kvn_ucx_ranges_look(ranges);
     for (uint32_t i = 0; i < tables->num_pieces; i++) {
         const kvn_wire_piece piece = kvn_ucx_piece_at(tables, i);
-        kvn_wire_reason reason;
         kvn_wire_range range;
 
         if (piece.nbytes == 0)
@@ -26,14 +26,15 @@ static kvn_wire_reason scatter(kvn_ucx_peer *peer, const kvn_ucx_tables *tables,
         reason = kvn_ucx_ranges_check(ranges, &range, &piece, true);
         if (reason != KVN_WIRE_NONE) {
             *index = i;
-            return reason;
+            break;
         }
         copy((void *)(uintptr_t)piece.address, from, piece.nbytes);
         from += piece.nbytes;
     }
     kvn_copy_fence();
-    kvn_ucx_add(&peer->serve->pushed_nbytes, tables->nbytes);
-    return KVN_WIRE_NONE;
+    if (reason == KVN_WIRE_NONE)
+        kvn_ucx_add(&peer->serve->pushed_nbytes, tables->nbytes);
+    return reason;
 }
 
 /* ---- requests of several messages ---- */

@@ -36,8 +36,10 @@ static unsigned run_errands(kvn_ucx_end *end)
         first = latest;
         latest = next;
     }
-    if (first)
+    if (first) {
         end->is_still = false;
+        end->is_sending = true; /* a connection that was closed is taken down in its progress */
+    }
     for (; first; count++) {
         kvn_ucx_errand *it = first;
         const bool is_awaited = it->is_awaited;
@@ -82,6 +84,9 @@ unsigned kvn_ucx_round(kvn_ucx_end *end)
 
 bool kvn_ucx_arm(kvn_ucx_end *end)
 {
+    /* The last look: idle rounds ask the sender now and then, and arming forgets why it had called. */
+    if (end->calls->ucp_worker_progress(end->sender) != 0)
+        return false;
     return atomic_load(&end->inbox) == NULL &&
            end->calls->ucp_worker_arm(end->receiver) == KVN_UCS_OK &&
            end->calls->ucp_worker_arm(end->sender) == KVN_UCS_OK;
