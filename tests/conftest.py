@@ -10,6 +10,7 @@ no test finds UCX: those that want it ask for the fixture `ucx`.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
 hide()
 
+TEARDOWN_S = 150
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -40,6 +43,23 @@ def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "kvsim"
     folder.mkdir(exist_ok=True)
     os.environ["KVSIM_DIR"] = str(folder)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Watch the teardown of a test that failed, since its failure ended all other watches.
+
+    pytest cancels its own timeout and pytest-timeout's, for those who debug. A teardown that hangs
+    now ends its process, and pytest-xdist names the test.
+    """
+    if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(TEARDOWN_S)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    signal.alarm(0)
 
 
 @pytest.fixture

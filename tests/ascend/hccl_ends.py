@@ -19,6 +19,7 @@ from tests.ascend.simulator import ELSEWHERE, HOME, Log
 from tests.ascend_sim.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
+ANSWER_S = 60
 _names = itertools.count()
 
 
@@ -101,6 +102,7 @@ class Remote:
         self._connection.send((method, arguments, keywords))
 
     def result(self) -> Any:
+        assert self._connection.poll(ANSWER_S), f"no answer within {ANSWER_S} s"
         good, value = self._connection.recv()
         if not good:
             raise RemoteError(*value)

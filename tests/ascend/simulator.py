@@ -28,6 +28,11 @@ class Call(NamedTuple):
     fields: dict[str, Any]
 
 
+def _whole(text: bytes) -> bytes:
+    """Without the line that a process may be writing just now."""
+    return text[: text.rfind(b"\n") + 1]
+
+
 class Log:
     """What is called from now on, in all processes that have the same environment."""
 
@@ -37,7 +42,7 @@ class Log:
 
     def restart(self) -> None:
         """Forget what was called so far."""
-        self._from = self._path.stat().st_size if self._path.exists() else 0
+        self._from = len(_whole(self._path.read_bytes())) if self._path.exists() else 0
 
     def calls(self, *names: str, pid: int | None = None) -> list[Call]:
         """Return the calls of these names, or all; of one process, or all."""
@@ -45,7 +50,8 @@ class Log:
             return []
         with self._path.open("rb") as file:
             file.seek(self._from)
-            lines = [json.loads(line) for line in file]
+            text = file.read()
+        lines = [json.loads(line) for line in _whole(text).splitlines()]
         return [
             Call(it["call"], it.get("code", 0), it.get("pid", 0), it)
             for it in lines
