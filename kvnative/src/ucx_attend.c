@@ -59,6 +59,8 @@ static void depart(kvn_ucx_end *end)
     }
     const bool has_turn = kvn_ucx_try_turn(end);
     const bool is_settled = has_turn && kvn_ucx_settle(end);
+    if (is_settled)
+        kvn_ucx_delay_acks(end);
     pthread_mutex_lock(&end->roles);
     const bool is_last = atomic_fetch_sub(&end->num_attending, 1) == 1;
     const bool is_handed = is_last && is_settled && atomic_load(&end->is_parked);

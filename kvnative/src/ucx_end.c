@@ -100,14 +100,13 @@ static int open_workers(kvn_ucx_end *end, kvn_failure *failure)
 {
     kvn_ucp_address *address;
     size_t nbytes;
-    int fd;
 
     end->worker_fd = epoll_create1(EPOLL_CLOEXEC);
     if (end->worker_fd < 0)
         return kvn_fail(failure, KVN_FAILED, errno, "no file for the events of UCX workers: %s",
                         strerror(errno));
     if (open_worker(end, &end->sender, &end->sender_fd, failure) != KVN_OK ||
-        open_worker(end, &end->receiver, &fd, failure) != KVN_OK)
+        open_worker(end, &end->receiver, &end->receiver_fd, failure) != KVN_OK)
         return failure->status;
     list_transports(end);
     end->shows_events = is_tcp_alone(end);

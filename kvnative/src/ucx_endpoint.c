@@ -70,6 +70,7 @@ static void on_sent(void *request, kvn_ucs_status status, void *argument)
 
     link->end->calls->ucp_request_free(request);
     link->num_sending--;
+    link->end->num_sending--;
     if (status != KVN_UCS_OK)
         lose(link, status); /* mostly it has failed before, and this is why it was cancelled */
     if (status == KVN_UCS_OK || !kvn_ucx_link_has_failed(link, &why))
@@ -109,6 +110,7 @@ int kvn_ucx_link_send(kvn_ucx_link *link, unsigned id, const void *header, size_
         end->calls->ucp_am_send_nbx(link->ep, id, header, header_nbytes, buffer, count, &param);
     if (request && !KVN_UCS_IS_ERROR(request)) {
         kvn_ucx_link_hold(link); /* for on_sent */
+        end->num_sending++;
         return KVN_PENDING;
     }
     link->num_sending--;

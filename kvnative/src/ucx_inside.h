@@ -46,7 +46,7 @@ struct kvn_ucx_end {
     _Atomic(uintptr_t) holder; /* the thread that has the turn; 0: nobody */
     _Atomic(kvn_ucx_errand *) inbox;
     int worker_fd; /* epoll: events of both */
-    int sender_fd; /* UCX's, of the sender */
+    int sender_fd, receiver_fd; /* UCX's */
     int thread_event;  /* wakes the thread */
     int caller_event;  /* wakes the caller that sleeps on the worker */
     int thread_set;    /* epoll: the worker's events, if it shall see them, and thread_event */
@@ -70,7 +70,9 @@ struct kvn_ucx_end {
     bool is_closed;
     bool shows_events; /* the workers' files are readable as long as there is something: arming adds nothing */
     bool is_sending;   /* the sender had something to do when it was asked last */
+    uint64_t num_sending; /* messages of all links that are under way */
     unsigned num_idle; /* rounds since something has happened */
+    int64_t acks_told_ns; /* ucx_acks.c */
     bool is_still;     /* since the last round only events can bring something to do */
     atomic_uint num_endpoints; /* that are open or being closed; changed under the turn */
 
@@ -99,6 +101,11 @@ void kvn_ucx_unring(int event);
 /* ---- ucx_attend.c ---- */
 
 void *kvn_ucx_thread(void *end); /* what the end's own thread does */
+
+/* ---- ucx_acks.c ---- */
+
+/* Under the turn, before it is left to one who sleeps: the next messages take less time. */
+void kvn_ucx_delay_acks(kvn_ucx_end *end);
 
 /* ---- ucx_table.c ---- */
 

@@ -53,12 +53,13 @@ static unsigned run_errands(kvn_ucx_end *end)
     return count;
 }
 
-/* The sender as well, unless nothing has happened that it may have to do with: to ask it takes a system call,
- * which is a tenth of the time that a small pull waits for its answer. */
+/* The sender as well, while something of it is under way, and now and then: to ask it takes a system call, which
+ * is a tenth of the time that a small pull waits for its answer. */
 static bool asks_sender(kvn_ucx_end *end, unsigned count)
 {
     end->num_idle = count ? 0 : end->num_idle + 1;
-    return end->num_idle % SENDER_EVERY == 0 || end->is_sending || !end->shows_events;
+    return end->num_idle % SENDER_EVERY == SENDER_EVERY - 1 || end->is_sending || end->num_sending ||
+           !end->shows_events;
 }
 
 unsigned kvn_ucx_round(kvn_ucx_end *end)
@@ -87,6 +88,7 @@ bool kvn_ucx_arm(kvn_ucx_end *end)
     /* The last look: idle rounds ask the sender now and then, and arming forgets why it had called. */
     if (end->calls->ucp_worker_progress(end->sender) != 0)
         return false;
+    kvn_ucx_delay_acks(end);
     return atomic_load(&end->inbox) == NULL &&
            end->calls->ucp_worker_arm(end->receiver) == KVN_UCS_OK &&
            end->calls->ucp_worker_arm(end->sender) == KVN_UCS_OK;
