@@ -12,9 +12,6 @@
 #include <signal.h>
 #include <sys/epoll.h>
 
-/* Idle rounds. */
-#define YIELD_EVERY 8
-
 typedef struct waiter {
     bool (*is_done)(void *context);
     void *context;
@@ -105,7 +102,7 @@ static void sleep_on_worker(kvn_ucx_end *end, const waiter *it)
 /* While it spins. Where two ends that wait for each other share a core, one must let the other answer. */
 static void relax(const kvn_ucx_end *end)
 {
-    if (end->num_idle % YIELD_EVERY == YIELD_EVERY - 1)
+    if (kvn_ucx_is_due(end))
         sched_yield();
 }
 

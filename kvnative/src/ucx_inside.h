@@ -14,6 +14,7 @@
  * network comes within. */
 #define KVN_UCX_ATTEND_SPIN_NS 50000
 #define KVN_UCX_THREAD_SPIN_NS 30000
+#define KVN_UCX_IDLE_ROUNDS 8
 #define KVN_UCX_TABLE_SIZE 1024
 
 /* Who sleeps on the worker's events: it is armed then. */
@@ -97,6 +98,12 @@ bool kvn_ucx_settle(kvn_ucx_end *end);
 void kvn_ucx_drop_turn(kvn_ucx_end *end);
 void kvn_ucx_ring(int event);     /* an eventfd */
 void kvn_ucx_unring(int event);
+
+/* In each of so many idle rounds: for what is not to be done in all of them. */
+static inline bool kvn_ucx_is_due(const kvn_ucx_end *end)
+{
+    return end->num_idle % KVN_UCX_IDLE_ROUNDS == KVN_UCX_IDLE_ROUNDS - 1;
+}
 
 /* ---- ucx_attend.c ---- */
 

@@ -11,8 +11,6 @@
 
 /* As often it is tried to settle before whoever sleeps is woken to see for himself. */
 #define SETTLE_ATTEMPTS 4
-/* Of idle rounds. */
-#define SENDER_EVERY 8
 
 static uintptr_t self(void) { return (uintptr_t)pthread_self(); }
 
@@ -58,8 +56,7 @@ static unsigned run_errands(kvn_ucx_end *end)
 static bool asks_sender(kvn_ucx_end *end, unsigned count)
 {
     end->num_idle = count ? 0 : end->num_idle + 1;
-    return end->num_idle % SENDER_EVERY == SENDER_EVERY - 1 || end->is_sending || end->num_sending ||
-           !end->shows_events;
+    return kvn_ucx_is_due(end) || end->is_sending || end->num_sending || !end->shows_events;
 }
 
 unsigned kvn_ucx_round(kvn_ucx_end *end)

@@ -21,9 +21,9 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 way="mapped",
                 source=_HERE,
                 lines=(
-                    CostLine(fixed_us=140, descriptor_us=0.9, mib_us=15, upto_nbytes=256 << 10),
-                    CostLine(fixed_us=220, descriptor_us=0.12, mib_us=68, upto_nbytes=24 << 20),
-                    CostLine(fixed_us=220, descriptor_us=0.12, mib_us=65),
+                    CostLine(fixed_us=185, descriptor_us=1.2, mib_us=90, upto_nbytes=256 << 10),
+                    CostLine(fixed_us=290, descriptor_us=0.23, mib_us=101, upto_nbytes=24 << 20),
+                    CostLine(fixed_us=530, descriptor_us=0.09, mib_us=70),
                 ),
             ),
             TransportCost(
@@ -33,8 +33,8 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 call_descriptors=1024,
                 source=_HERE,
                 lines=(
-                    CostLine(fixed_us=120, descriptor_us=2.6, mib_us=270, upto_nbytes=128 << 10),
-                    CostLine(fixed_us=190, descriptor_us=0.54, mib_us=95),
+                    CostLine(fixed_us=195, descriptor_us=4.1, mib_us=530, upto_nbytes=128 << 10),
+                    CostLine(fixed_us=340, descriptor_us=0.67, mib_us=132),
                 ),
             ),
             TransportCost(
@@ -43,7 +43,7 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 call="message",
                 call_nbytes=224 << 10,
                 source=_HERE,
-                lines=(CostLine(fixed_us=345, descriptor_us=0.63, mib_us=576),),
+                lines=(CostLine(fixed_us=495, descriptor_us=0.73, mib_us=356),),
             ),
             TransportCost(
                 name="ucx-one-sided",
@@ -51,7 +51,7 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 call="get or put",
                 call_descriptors=1,
                 source=_HERE,
-                lines=(CostLine(fixed_us=1115, descriptor_us=1.55, mib_us=276),),
+                lines=(CostLine(fixed_us=2120, descriptor_us=2.05, mib_us=316),),
             ),
             TransportCost(
                 name="hccl",

@@ -80,6 +80,33 @@ class UcxPeer(Owner):
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    def pull_and_stop(self, memory: Bytes, slot: int, times: int) -> None:
+        """Let it pull `memory`, all of a slot of this end, so many times, and stop meanwhile.
+
+        It stops itself as soon as something has come: the rest is under way. After `resume`
+        comes an `answer`; the pull is `task` there, and what came is in `into`.
+        """
+        base, nbytes = memory.ctypes.data, memory.nbytes
+        self.send(
+            f"""
+            import os, signal
+            from kvnative._executor import Executor
+            from kvnative._lower import Descriptors
+            from kvnative._ucx_gathered import gathered_backend
+            from tests.ucx.peer import u64
+            ranges = u64({slot}), u64(1), u64({base}), u64({nbytes})
+            into = np.zeros(({times}, {nbytes}), dtype=np.uint8)
+            task = Executor(gathered_backend(links[-1], "get", *ranges)).submit(
+                Descriptors.from_columns(
+                    u64(*(row.ctypes.data for row in into)),
+                    u64(*[{base}] * {times}), u64(*[{nbytes}] * {times})))
+            while not task.done and not task.report.bytes_done:
+                pass
+            os.kill(os.getpid(), signal.SIGSTOP)
+            """
+        )
+        self.wait_until_stopped()
+
     def link(self, end: UcxEnd) -> UcxNativeLink:
         """A link of `end` to it, connected."""
         token = next(_TOKENS).to_bytes(16, "big")

@@ -139,36 +139,9 @@ class TestMemoryUnderWay:
         with_link = peer.link(end)
         local[:] = 7
         end.add_range(SLOT, local.ctypes.data, local.nbytes, True, 1)
-        peer.run(
-            f"""
-            from kvnative._executor import Executor
-            from kvnative._ucx_gathered import gathered_backend
-            from tests.ucx.peer import u64
-            from kvnative._lower import Descriptors
-            backend = gathered_backend(links[-1], "get", u64({SLOT}), u64(1),
-                                       u64({local.ctypes.data}), u64({local.nbytes}))
-            # Eight times the same: the peer is to stop long before the last byte.
-            mine = np.zeros((8, {local.nbytes}), dtype=np.uint8)
-            executor = Executor(backend)
-            descriptors = Descriptors.from_columns(
-                u64(*(row.ctypes.data for row in mine)),
-                u64(*[{local.ctypes.data}] * 8),
-                u64(*[{local.nbytes}] * 8),
-            )
-            """
-        )
         before = end.counters
-        # It stops itself as soon as something has come, so that the rest is under way.
-        peer.send(
-            """
-            import os, signal
-            task = executor.submit(descriptors)
-            while not task.done and not task.report.bytes_done:
-                pass
-            os.kill(os.getpid(), signal.SIGSTOP)
-            """
-        )
-        peer.wait_until_stopped()
+        # Eight times the same: it stops long before the last byte.
+        peer.pull_and_stop(local, SLOT, times=8)
         end.remove_range(SLOT)
         local[:] = 8
         after = end.counters
@@ -183,7 +156,7 @@ class TestMemoryUnderWay:
         status, message, sevens = peer.run(
             f"""
             report = task.wait({TIMEOUT_MS})
-            result = report.status, report.message, bool((mine <= 7).all())
+            result = report.status, report.message, bool((into <= 7).all())
             """
         )
         assert status in (KVN_UNMAPPED, KVN_PEER_GONE), message

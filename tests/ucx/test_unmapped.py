@@ -204,25 +204,7 @@ class TestOnItsWay:
         """This end serves the peer, which stops as soon as something has come."""
         link = peer.link(end)
         end.add_range(SLOT, mine.ctypes.data, mine.nbytes, True, 1)
-        peer.send(
-            f"""
-            import os, signal
-            from kvnative._executor import Executor
-            from kvnative._lower import Descriptors
-            from kvnative._ucx_gathered import gathered_backend
-            from tests.ucx.peer import u64
-            backend = gathered_backend(links[-1], "get", u64({SLOT}), u64(1),
-                                       u64({mine.ctypes.data}), u64({mine.nbytes}))
-            into = np.zeros((16, {mine.nbytes}), dtype=np.uint8)
-            task = Executor(backend).submit(Descriptors.from_columns(
-                u64(*(row.ctypes.data for row in into)),
-                u64(*[{mine.ctypes.data}] * 16), u64(*[{mine.nbytes}] * 16)))
-            while not task.done and not task.report.bytes_done:
-                pass
-            os.kill(os.getpid(), signal.SIGSTOP)
-            """
-        )
-        peer.wait_until_stopped()
+        peer.pull_and_stop(mine, SLOT, times=16)
         for page in PAGES:
             unmap_here(mine, page)
         peer.resume()
