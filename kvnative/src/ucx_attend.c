@@ -12,6 +12,8 @@
 #include <signal.h>
 #include <sys/epoll.h>
 
+#define CLOSELY_NS 1000000
+
 typedef struct waiter {
     bool (*is_done)(void *context);
     void *context;
@@ -42,6 +44,15 @@ static void arrive(kvn_ucx_end *end)
     pthread_mutex_unlock(&end->roles);
 }
 
+/* Of calls that follow each other closely one in a while has the time for what speeds up the others. */
+static bool is_one_of_many(kvn_ucx_end *end)
+{
+    const int64_t before = end->departed_ns;
+
+    end->departed_ns = kvn_now_ns();
+    return end->departed_ns - before < CLOSELY_NS;
+}
+
 /* The last one that goes leaves the thread asleep on a worker that is settled, or awake. */
 static void depart(kvn_ucx_end *end)
 {
@@ -56,7 +67,7 @@ static void depart(kvn_ucx_end *end)
     }
     const bool has_turn = kvn_ucx_try_turn(end);
     const bool is_settled = has_turn && kvn_ucx_settle(end);
-    if (is_settled)
+    if (is_settled && is_one_of_many(end))
         kvn_ucx_delay_acks(end);
     pthread_mutex_lock(&end->roles);
     const bool is_last = atomic_fetch_sub(&end->num_attending, 1) == 1;

@@ -71,9 +71,10 @@ struct kvn_ucx_end {
     bool is_closed;
     bool shows_events; /* the workers' files are readable as long as there is something: arming adds nothing */
     bool is_sending;   /* the sender had something to do when it was asked last */
-    uint64_t num_sending; /* messages of all links that are under way */
+    uint64_t num_sending; /* messages of links, of which UCX has not told yet that they are sent */
     unsigned num_idle; /* rounds since something has happened */
-    int64_t acks_told_ns; /* ucx_acks.c */
+    unsigned num_unasked; /* rounds since the sender was asked */
+    int64_t acks_told_ns, departed_ns; /* ucx_acks.c, ucx_attend.c */
     bool is_still;     /* since the last round only events can bring something to do */
     atomic_uint num_endpoints; /* that are open or being closed; changed under the turn */
 

@@ -11,6 +11,8 @@
 
 /* As often it is tried to settle before whoever sleeps is woken to see for himself. */
 #define SETTLE_ATTEMPTS 4
+/* Rounds, while something happens in them, after which the sender is asked whatever there is. */
+#define MOST_UNASKED 32
 
 static uintptr_t self(void) { return (uintptr_t)pthread_self(); }
 
@@ -52,11 +54,16 @@ static unsigned run_errands(kvn_ucx_end *end)
 }
 
 /* The sender as well, while something of it is under way, and now and then: to ask it takes a system call, which
- * is a tenth of the time that a small pull waits for its answer. */
+ * is a tenth of the time that a small pull waits for its answer. What UCX has told us is sent may wait in its own
+ * buffer, and only the sender hears of a peer that has died. */
 static bool asks_sender(kvn_ucx_end *end, unsigned count)
 {
     end->num_idle = count ? 0 : end->num_idle + 1;
-    return kvn_ucx_is_due(end) || end->is_sending || end->num_sending || !end->shows_events;
+    if (++end->num_unasked < MOST_UNASKED && !kvn_ucx_is_due(end) && !end->is_sending &&
+        !end->num_sending && end->shows_events)
+        return false;
+    end->num_unasked = 0;
+    return true;
 }
 
 unsigned kvn_ucx_round(kvn_ucx_end *end)

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -29,14 +29,13 @@ SHARE = {"tests/datadist/test_transfers.py": 50}
     ("suite", "at_least"),
     (ALL if os.environ.get("KVPLAN_TEST_ACROSS") == "all" else SHARE).items(),
 )
-def test_between_hosts(
-    suite: str, at_least: int, hosts: list[Namespace], cluster_key: str, tmp_path: Path
-) -> None:
+def test_between_hosts(suite: str, at_least: int, hosts: list[Namespace], cluster_key: str) -> None:
     here, there = hosts
     # All belong to one user namespace, if any: from inside it is not entered again.
     enter = [it for it in there.command() if it not in ("--user", "--preserve-credentials")]
     before = network.received(here)
-    with found():
+    # Not tmp_path: the names of sockets in it would be too long.
+    with found(), TemporaryDirectory(prefix="kv") as inner:
         done = here.run(
             *(
                 sys.executable,
@@ -48,7 +47,7 @@ def test_between_hosts(
                 "--timeout=120",
                 "--tb=short",
             ),
-            *(f"--basetemp={tmp_path / 'inner'}", suite),
+            *(f"--basetemp={inner}", suite),
             cwd=ROOT,
             env=os.environ
             | {

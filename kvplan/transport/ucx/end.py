@@ -59,7 +59,7 @@ class LazyEnd:
 
     @property
     def native(self) -> UcxEnd | None:
-        """The native end, if it was made."""
+        """The native end, if it was made and not closed yet."""
         return self._native
 
     @property
@@ -117,7 +117,7 @@ class LazyEnd:
             self._closed = True
             is_left = self._left.wait_for(lambda: not self._inside, _LEAVING_S)
         with self._opening:
-            native = self._native
+            native, self._native = self._native, None  # its sockets go with its last user
         if native is None:
             return
         if is_left:

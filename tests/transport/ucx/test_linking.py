@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,6 +153,20 @@ def test_who_lacks_it_is_named_with_what_to_do(ucx: Found, lacks: str) -> None:
     who = lacking.cluster_id
     assert f"ucx: cluster {who} does not" in message
     assert "pip install 'kvplan[ucx]'" in message
+
+
+def test_what_is_closed_has_no_files_any_more() -> None:
+    """Not even for as long as something refers to it: others may want the ports."""
+    files, before, kept = Path("/proc/self/fd"), 0, []
+    for _ in range(2):  # UCX has some of its own from the first time on
+        before = len(list(files.iterdir()))
+        ends = UcxTransport(mode="gathered"), UcxTransport(mode="gathered")
+        ends[0].ready()
+        kept += [*connect(*ends), *ends]
+        assert len(list(files.iterdir())) > before
+        for it in kept:
+            it.close()
+    assert len(list(files.iterdir())) == before
 
 
 def test_a_forked_child_forgets(ends: tuple[UcxTransport, UcxTransport]) -> None:
