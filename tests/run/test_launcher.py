@@ -19,6 +19,9 @@ print(sys.argv, __name__, globals().get("__file__"), __package__, __spec__ and _
 print([it for it in sys.path if it != {str(STUBS)!r}], sys.flags, sys.warnoptions, sys._xoptions)
 """
 
+HEEDS_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+"""Also where a shell had started the tests in the background, and so told them to ignore those."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -102,7 +105,7 @@ def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
 
 
 def test_a_signal_is_the_cause_of_death_also_for_who_waits(folder: Folder) -> None:
-    folder.write("program.py", "import signal; signal.raise_signal(signal.SIGINT)")
+    folder.write("program.py", f"{HEEDS_INTERRUPTS}; signal.raise_signal(signal.SIGINT)")
     assert folder.launch("program.py").code == -signal.SIGINT
 
 
@@ -110,8 +113,8 @@ def test_what_is_interrupted_is_the_program(folder: Folder) -> None:
     """The process that was started is the program: it gets the signals that are sent to it."""
     folder.write(
         "program.py",
-        """
-        import signal
+        f"""
+        {HEEDS_INTERRUPTS}
         try:
             print("waits", flush=True)
             signal.pause()
