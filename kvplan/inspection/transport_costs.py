@@ -22,8 +22,8 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 source=_HERE,
                 lines=(
                     CostLine(fixed_us=185, descriptor_us=1.2, mib_us=90, upto_nbytes=256 << 10),
-                    CostLine(fixed_us=290, descriptor_us=0.23, mib_us=101, upto_nbytes=24 << 20),
-                    CostLine(fixed_us=530, descriptor_us=0.09, mib_us=70),
+                    CostLine(fixed_us=290, descriptor_us=0.17, mib_us=92, upto_nbytes=24 << 20),
+                    CostLine(fixed_us=720, descriptor_us=0.14, mib_us=70),
                 ),
             ),
             TransportCost(
