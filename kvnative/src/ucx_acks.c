@@ -9,7 +9,8 @@
 
 #include "ucx_inside.h"
 
-/* Less than the timer's, so that it is told again after every pause; not after every sleep. */
+/* Less than the timer's, so that it is told again after every pause; not after every sleep. With a long list,
+ * which is dear to read, more seldom. */
 #define PERIOD_NS 20000000
 #define LONG_PERIOD_NS 1000000000
 /* Of connections that many are told: with more, a message is seldom waited for. */
@@ -25,12 +26,10 @@ void kvn_ucx_delay_acks(kvn_ucx_end *end)
     int sockets[MOST_SOCKETS];
     const int64_t now = kvn_now_ns();
 
-    if (!end->shows_events || now < end->acks_told_ns + PERIOD_NS)
+    if (!end->shows_events || now < end->acks_due_ns)
         return;
-    end->acks_told_ns = now;
     const size_t count = kvn_ucx_sockets(end->receiver_fd, sockets, MOST_SOCKETS);
-    if (count == MOST_SOCKETS) /* a long list, which is dear to read */
-        end->acks_told_ns += LONG_PERIOD_NS;
+    end->acks_due_ns = now + (count < MOST_SOCKETS ? PERIOD_NS : LONG_PERIOD_NS);
     for (size_t i = 0; i < count; i++) {
         set_quick(sockets[i], 1); /* acknowledges now */
         set_quick(sockets[i], 0);

@@ -44,13 +44,15 @@ static void arrive(kvn_ucx_end *end)
     pthread_mutex_unlock(&end->roles);
 }
 
-/* Of calls that follow each other closely one in a while has the time for what speeds up the others. */
-static bool is_one_of_many(kvn_ucx_end *end)
+/* Under the turn. A call that follows another one closely sees to it that the next ones take less time; one that
+ * comes alone does not pay for that. */
+static void prepare_for_next(kvn_ucx_end *end)
 {
-    const int64_t before = end->departed_ns;
+    const int64_t now = kvn_now_ns();
 
-    end->departed_ns = kvn_now_ns();
-    return end->departed_ns - before < CLOSELY_NS;
+    if (now - end->departed_ns < CLOSELY_NS)
+        kvn_ucx_delay_acks(end);
+    end->departed_ns = now;
 }
 
 /* The last one that goes leaves the thread asleep on a worker that is settled, or awake. */
@@ -67,8 +69,8 @@ static void depart(kvn_ucx_end *end)
     }
     const bool has_turn = kvn_ucx_try_turn(end);
     const bool is_settled = has_turn && kvn_ucx_settle(end);
-    if (is_settled && is_one_of_many(end))
-        kvn_ucx_delay_acks(end);
+    if (is_settled)
+        prepare_for_next(end);
     pthread_mutex_lock(&end->roles);
     const bool is_last = atomic_fetch_sub(&end->num_attending, 1) == 1;
     const bool is_handed = is_last && is_settled && atomic_load(&end->is_parked);

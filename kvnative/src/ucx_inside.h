@@ -74,7 +74,8 @@ struct kvn_ucx_end {
     uint64_t num_sending; /* messages of links, of which UCX has not told yet that they are sent */
     unsigned num_idle; /* rounds since something has happened */
     unsigned num_unasked; /* rounds since the sender was asked */
-    int64_t acks_told_ns, departed_ns; /* ucx_acks.c, ucx_attend.c */
+    int64_t acks_due_ns; /* when they may be told to wait again: ucx_acks.c */
+    int64_t departed_ns; /* when the last call left a settled worker: ucx_attend.c */
     bool is_still;     /* since the last round only events can bring something to do */
     atomic_uint num_endpoints; /* that are open or being closed; changed under the turn */
 

@@ -59,11 +59,11 @@ static unsigned run_errands(kvn_ucx_end *end)
 static bool asks_sender(kvn_ucx_end *end, unsigned count)
 {
     end->num_idle = count ? 0 : end->num_idle + 1;
-    if (++end->num_unasked < MOST_UNASKED && !kvn_ucx_is_due(end) && !end->is_sending &&
-        !end->num_sending && end->shows_events)
-        return false;
-    end->num_unasked = 0;
-    return true;
+    const bool is_asked = ++end->num_unasked >= MOST_UNASKED || kvn_ucx_is_due(end) ||
+                          end->is_sending || end->num_sending || !end->shows_events;
+    if (is_asked)
+        end->num_unasked = 0;
+    return is_asked;
 }
 
 unsigned kvn_ucx_round(kvn_ucx_end *end)
