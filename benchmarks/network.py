@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from benchmarks import libraries
 from benchmarks.comparing import Comparison, fastest
-from benchmarks.pairs import LOOPBACK, Place, veth
+from benchmarks.pairs import LOOPBACK, Library, Place, veth
 from benchmarks.table import Row, Run, Topic
 
 TOPIC = Topic()
@@ -45,14 +45,26 @@ def tcp_push(run: Run, name: str) -> Row:
     return ratio_to_bare(run, name, "push")
 
 
-@TOPIC.row("tcp_over_best_peer")
-def tcp_over_peers(run: Run, name: str) -> Row:
+def beside_peers(
+    run: Run, name: str, ours: Callable[[Place], Library], target: float | None
+) -> Row:
     """Both directions, both places, three sizes, each beside each peer with its best settings."""
     compared = Comparison()
     with places() as both:
         for place in both:
-            ours = libraries.kvplan_over_tcp(place)
             for peers in libraries.nixl_over_tcp(place), libraries.mooncake_over_tcp(place):
                 for direction, peer in fastest(peers, place).items():
-                    compared.add(run, place, direction, ours, peer, rounds=PEER_ROUNDS)
-    return compared.row(name, 3.0, "the peer's best settings")
+                    compared.add(run, place, direction, ours(place), peer, rounds=PEER_ROUNDS)
+    return compared.row(name, target, "the peer's best settings")
+
+
+@TOPIC.row("tcp_over_best_peer")
+def tcp_over_peers(run: Run, name: str) -> Row:
+    """Paged pulls and pushes over TCP, to those of the peers."""
+    return beside_peers(run, name, libraries.kvplan_over_tcp, 3.0)
+
+
+@TOPIC.row("tcp_bare_over_best_peer")
+def tcp_bare_over_peers(run: Run, name: str) -> Row:
+    """The bare program's: what one connection leaves to be reached in the row above."""
+    return beside_peers(run, name, libraries.bare, None)
