@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -167,14 +168,44 @@ class TransportCost:
         source = f"fitted to {len(rows)} measured transfers"
         return replace(self, name=name or self.name, lines=tuple(lines), source=source)
 
+    def scale(
+        self, measurements: Iterable[tuple[Plan, float]], name: str | None = None
+    ) -> TransportCost:
+        """These costs on a machine, or a day, that is faster or slower in everything alike.
+
+        All costs are multiplied by one factor: the median of measured to estimated time. One
+        transfer is enough, of several the odd one does not count. Where the parts differ, `fit`.
+
+        Args:
+            measurements: plans, and the milliseconds that each took.
+            name: of the result; None: as this one's.
+
+        Raises:
+            TypeError: something else than plans and numbers.
+            LLMException: LLM_PARAM_INVALID: a time that is not > 0, none, or an estimate that is 0;
+                LLM_FEATURE_NOT_ENABLED: there are no costs to begin with.
+        """
+        ratios = []
+        for plan, ms in measurements:
+            estimated = self.estimate(plan).ms
+            if not estimated:
+                raise invalid(f"{self.name}: {plan!r} costs nothing, which no factor changes")
+            ratios.append(_checked_ms(plan, ms) / estimated)
+        if not ratios:
+            raise invalid("measurements: there are none; one transfer is enough")
+        factor = median(ratios)
+        lines = tuple(
+            replace(line, **{it: factor * getattr(line, it) for it in COEFFICIENTS})
+            for line in self.lines
+        )
+        told = f"{factor:.2f} times ({plural(len(ratios), 'measured transfer')}): {self.source}"
+        return replace(self, name=name or self.name, lines=lines, source=told)
+
     def _row(self, plan: Plan, ms: float) -> tuple[float, float, float, float, float]:
         """The amounts that a line has coefficients for, and the time in microseconds."""
-        if isinstance(ms, bool) or not isinstance(ms, int | float):
-            raise TypeError(f"milliseconds of {plan!r} = {shown(ms)} must be a number")
-        if not 0 < ms < float("inf"):
-            raise invalid(f"milliseconds of {plan!r} = {ms} must be > 0 and finite")
+        us = 1000.0 * _checked_ms(plan, ms)
         nbytes, descriptors = plan.nbytes, plan.num_descriptors
-        return 1, self.calls(descriptors, nbytes), descriptors, nbytes / MIB, 1000.0 * ms
+        return 1, self.calls(descriptors, nbytes), descriptors, nbytes / MIB, us
 
     def _line(self, nbytes: int) -> CostLine:
         for line in self.lines:
@@ -185,6 +216,14 @@ class TransportCost:
             "fit() their costs",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
+
+
+def _checked_ms(plan: Plan, ms: float) -> float:
+    if isinstance(ms, bool) or not isinstance(ms, int | float):
+        raise TypeError(f"milliseconds of {plan!r} = {shown(ms)} must be a number")
+    if not 0 < ms < float("inf"):
+        raise invalid(f"milliseconds of {plan!r} = {ms} must be > 0 and finite")
+    return ms
 
 
 def _non_negative_fit(rows: NDArray[np.float64]) -> Sequence[float]:

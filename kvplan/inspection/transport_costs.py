@@ -21,9 +21,9 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 way="mapped",
                 source=_HERE,
                 lines=(
-                    CostLine(fixed_us=185, descriptor_us=1.2, mib_us=90, upto_nbytes=256 << 10),
-                    CostLine(fixed_us=290, descriptor_us=0.17, mib_us=92, upto_nbytes=24 << 20),
-                    CostLine(fixed_us=720, descriptor_us=0.14, mib_us=70),
+                    CostLine(fixed_us=148, descriptor_us=0.96, mib_us=72, upto_nbytes=256 << 10),
+                    CostLine(fixed_us=232, descriptor_us=0.136, mib_us=73.6, upto_nbytes=24 << 20),
+                    CostLine(fixed_us=576, descriptor_us=0.112, mib_us=56),
                 ),
             ),
             TransportCost(
@@ -33,8 +33,8 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 call_descriptors=1024,
                 source=_HERE,
                 lines=(
-                    CostLine(fixed_us=195, descriptor_us=4.1, mib_us=530, upto_nbytes=128 << 10),
-                    CostLine(fixed_us=340, descriptor_us=0.67, mib_us=132),
+                    CostLine(fixed_us=152, descriptor_us=3.2, mib_us=414, upto_nbytes=128 << 10),
+                    CostLine(fixed_us=266, descriptor_us=0.52, mib_us=103),
                 ),
             ),
             TransportCost(
@@ -43,7 +43,7 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 call="message",
                 call_nbytes=224 << 10,
                 source=_HERE,
-                lines=(CostLine(fixed_us=495, descriptor_us=0.73, mib_us=356),),
+                lines=(CostLine(fixed_us=360, descriptor_us=0.53, mib_us=258),),
             ),
             TransportCost(
                 name="ucx-one-sided",
@@ -51,7 +51,7 @@ TRANSPORT_COSTS: Final = MappingProxyType(
                 call="get or put",
                 call_descriptors=1,
                 source=_HERE,
-                lines=(CostLine(fixed_us=2120, descriptor_us=2.05, mib_us=316),),
+                lines=(CostLine(fixed_us=1390, descriptor_us=1.34, mib_us=207),),
             ),
             TransportCost(
                 name="hccl",

@@ -143,6 +143,43 @@ def test_each_range_of_sizes_has_its_own_line() -> None:
     assert again.lines[1].mib_us == pytest.approx(40)
 
 
+def test_one_transfer_tells_how_fast_a_machine_is() -> None:
+    faster = COST.scale([(PLAN, PLAN.estimate(COST).ms / 4)], name="host 7")
+    assert (faster.name, faster.way, faster.call_nbytes) == ("host 7", "gathered", 64 * KIB)
+    assert faster.source == "0.25 times (1 measured transfer): "
+    for plan, ms in measured(COST):
+        assert plan.estimate(faster).ms == pytest.approx(ms / 4)
+
+
+def test_of_several_the_odd_one_does_not_count() -> None:
+    disturbed = [(plan, 2 * ms) for plan, ms in measured(COST)] + [(PLAN, 1e6)]
+    assert PLAN.estimate(COST.scale(disturbed)).ms == pytest.approx(2 * PLAN.estimate(COST).ms)
+
+
+def test_each_line_is_scaled_and_ends_where_it_did() -> None:
+    cost = TRANSPORT_COSTS["local"]
+    assert len(cost.lines) > 1
+    twice = cost.scale([(PLAN, 2 * PLAN.estimate(cost).ms)])
+    assert [it.upto_nbytes for it in twice.lines] == [it.upto_nbytes for it in cost.lines]
+    for plan, ms in measured(cost):
+        assert plan.estimate(twice).ms == pytest.approx(2 * ms)
+
+
+def test_what_nothing_can_be_scaled_by() -> None:
+    with pytest.raises(LLMException, match="measurements: there are none; one transfer is enough"):
+        COST.scale([])
+    with pytest.raises(LLMException, match=r"= -1 must be > 0 and finite"):
+        COST.scale([(PLAN, -1)])
+    with pytest.raises(TypeError, match="must be a number"):
+        COST.scale([(PLAN, None)])  # type: ignore[list-item]
+    free = TransportCost(name="free", way="", lines=(CostLine(),))
+    with pytest.raises(LLMException, match=r"free: .* costs nothing, which no factor changes"):
+        free.scale([(PLAN, 1.0)])
+    with pytest.raises(LLMException, match="'hccl': it has run on simulated") as refused:
+        TRANSPORT_COSTS["hccl"].scale([(PLAN, 1.0)])
+    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
 def test_an_estimate_is_a_value() -> None:
     assert PLAN.estimate(COST) == PLAN.estimate(COST)
     assert isinstance(PLAN.estimate("local"), Estimate)
