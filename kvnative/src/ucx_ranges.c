@@ -67,8 +67,7 @@ void kvn_ucx_ranges_hold(kvn_ucx_ranges *self, uint32_t slot) { self->rows[slot]
 
 void kvn_ucx_ranges_let_go(kvn_ucx_ranges *self, uint32_t slot) { self->rows[slot].sends--; }
 
-/* Whether the range is the registered one still. */
-static bool holds(const kvn_ucx_ranges *self, const kvn_wire_range *range)
+bool kvn_ucx_ranges_holds(const kvn_ucx_ranges *self, const kvn_wire_range *range)
 {
     const kvn_ucx_range *row;
 
@@ -94,7 +93,7 @@ kvn_wire_reason kvn_ucx_ranges_check(kvn_ucx_ranges *self, const kvn_wire_range 
 {
     kvn_ucx_range *row;
 
-    if (!holds(self, range))
+    if (!kvn_ucx_ranges_holds(self, range))
         return KVN_WIRE_STALE;
     row = &self->rows[range->slot];
     if (piece->address < row->address || piece->nbytes > row->nbytes ||

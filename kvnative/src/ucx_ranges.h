@@ -54,5 +54,7 @@ void kvn_ucx_ranges_look(kvn_ucx_ranges *self);
 /* Whether a peer may read, or write, the piece: KVN_WIRE_NONE, or why not. */
 kvn_wire_reason kvn_ucx_ranges_check(kvn_ucx_ranges *self, const kvn_wire_range *range,
                                      const kvn_wire_piece *piece, bool write);
+/* Whether the range is the registered one still. */
+bool kvn_ucx_ranges_holds(const kvn_ucx_ranges *self, const kvn_wire_range *range);
 
 #endif

@@ -1,6 +1,6 @@
 /* Serving what peers pull: parts wait in the queues of their link, and go out as one DATA after another,
  * each looked at anew, so that a range that is withdrawn meanwhile ends them. A part is confirmed once all
- * of it was sent: what of a range is being sent, who withdraws the range waits for (ucx_withdraw.c). */
+ * of it was sent and its ranges were looked at again. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -99,10 +99,34 @@ static void drop(kvn_ucx_asked *part)
         forget(part);
 }
 
+/* Whether every piece lies in a range that is registered still. */
+static void look_again(kvn_ucx_asked *part)
+{
+    const kvn_ucx_ranges *ranges = &part->peer->serve->ranges;
+
+    for (uint32_t i = 0; i < part->tables.num_ranges; i++) {
+        const kvn_wire_range range = kvn_ucx_range_at(&part->tables, i);
+        kvn_wire_piece piece = {0};
+
+        if (kvn_ucx_ranges_holds(ranges, &range))
+            continue;
+        for (uint32_t k = 0; k < part->tables.num_pieces; k++) {
+            piece = kvn_ucx_piece_at(&part->tables, k);
+            if (piece.nbytes == 0 || piece.range != i)
+                continue;
+            part->reason = KVN_WIRE_STALE;
+            part->failed = part->first + k;
+            return;
+        }
+    }
+}
+
 /* All that was sent of it has left. */
 static void conclude(kvn_ucx_asked *part)
 {
     if (!part->is_dropped) {
+        if (part->reason == KVN_WIRE_NONE)
+            look_again(part);
         kvn_ucx_add(&part->peer->serve->parts, 1);
         kvn_ucx_peer_answer(part->peer, part->request, part->number, part->reason, part->failed,
                             KVN_WIRE_OF_PULL);
