@@ -52,9 +52,10 @@ def beside_peers(
     compared = Comparison()
     with places() as both:
         for place in both:
+            mover = ours(place)
             for peers in libraries.nixl_over_tcp(place), libraries.mooncake_over_tcp(place):
                 for direction, peer in fastest(peers, place).items():
-                    compared.add(run, place, direction, ours(place), peer, rounds=PEER_ROUNDS)
+                    compared.add(run, place, direction, mover, peer, rounds=PEER_ROUNDS)
     return compared.row(name, target, "the peer's best settings")
 
 
@@ -66,5 +67,5 @@ def tcp_over_peers(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_bare_over_best_peer")
 def tcp_bare_over_peers(run: Run, name: str) -> Row:
-    """The bare program's: what one connection leaves to be reached in the row above."""
+    """The bare program's: what one connection leaves to be reached in tcp_over_best_peer."""
     return beside_peers(run, name, libraries.bare, None)

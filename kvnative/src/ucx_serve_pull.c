@@ -99,7 +99,8 @@ static void drop(kvn_ucx_asked *part)
         forget(part);
 }
 
-/* Whether every piece lies in a range that is registered still. */
+/* Whether every piece lies in a range that is registered still. Who withdraws one waits for what is being
+ * sent of it, but may have mapped other pages there before: what was read of those is not confirmed. */
 static void look_again(kvn_ucx_asked *part)
 {
     const kvn_ucx_ranges *ranges = &part->peer->serve->ranges;

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvplan.planning.plan import Plan
 
 MIB: Final = 1 << 20
+MOST_MS: Final = 1e12
+"""Of a measured transfer: 30 years."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ COEFFICIENTS: Final = ("fixed_us", "call_us", "descriptor_us", "mib_us")
 
 @dataclass(frozen=True, kw_only=True)
 class TransportCost:
-    """How a transport moves a plan, and what that costs. Frozen; `fit` makes one by measurement.
+    """How a transport moves a plan, and what that costs. Frozen; `scale` and `fit` measure.
 
     Attributes:
         name: for people, and what `plan.estimate` is given for the rows that kvplan has.
@@ -138,7 +140,7 @@ class TransportCost:
             name: of the result; None: as this one's.
 
         Raises:
-            TypeError: something else than plans and numbers.
+            TypeError: a time that is not a number.
             LLMException: LLM_PARAM_INVALID: a time that is not > 0, or too few of them.
         """
         rows = [self._row(plan, ms) for plan, ms in measurements]
@@ -171,26 +173,27 @@ class TransportCost:
     def scale(
         self, measurements: Iterable[tuple[Plan, float]], name: str | None = None
     ) -> TransportCost:
-        """These costs on a machine, or a day, that is faster or slower in everything alike.
+        """These costs on a machine, or a day, on which this transport is faster or slower.
 
-        All costs are multiplied by one factor: the median of measured to estimated time. One
-        transfer is enough, of several the odd one does not count. Where the parts differ, `fit`.
+        All of them are multiplied by one factor: the median of measured to estimated time. One
+        transfer is enough; of three or more, a single odd one does not count. Where a network or a
+        way of copying differs, so that one part of the costs changes more than the others, `fit`.
 
         Args:
             measurements: plans, and the milliseconds that each took.
             name: of the result; None: as this one's.
 
         Raises:
-            TypeError: something else than plans and numbers.
+            TypeError: a time that is not a number.
             LLMException: LLM_PARAM_INVALID: a time that is not > 0, none, or an estimate that is 0;
                 LLM_FEATURE_NOT_ENABLED: there are no costs to begin with.
         """
         ratios = []
         for plan, ms in measurements:
-            estimated = self.estimate(plan).ms
+            measured, estimated = _checked_ms(plan, ms), self.estimate(plan).ms
             if not estimated:
                 raise invalid(f"{self.name}: {plan!r} costs nothing, which no factor changes")
-            ratios.append(_checked_ms(plan, ms) / estimated)
+            ratios.append(measured / estimated)
         if not ratios:
             raise invalid("measurements: there are none; one transfer is enough")
         factor = median(ratios)
@@ -198,8 +201,10 @@ class TransportCost:
             replace(line, **{it: factor * getattr(line, it) for it in COEFFICIENTS})
             for line in self.lines
         )
-        told = f"{factor:.2f} times ({plural(len(ratios), 'measured transfer')}): {self.source}"
-        return replace(self, name=name or self.name, lines=lines, source=told)
+        source = f"scaled by {factor:.3g} to {plural(len(ratios), 'measured transfer')}"
+        if self.source:
+            source += f"; {self.source}"
+        return replace(self, name=name or self.name, lines=lines, source=source)
 
     def _row(self, plan: Plan, ms: float) -> tuple[float, float, float, float, float]:
         """The amounts that a line has coefficients for, and the time in microseconds."""
@@ -221,8 +226,8 @@ class TransportCost:
 def _checked_ms(plan: Plan, ms: float) -> float:
     if isinstance(ms, bool) or not isinstance(ms, int | float):
         raise TypeError(f"milliseconds of {plan!r} = {shown(ms)} must be a number")
-    if not 0 < ms < float("inf"):
-        raise invalid(f"milliseconds of {plan!r} = {ms} must be > 0 and finite")
+    if not 0 < ms <= MOST_MS:
+        raise invalid(f"milliseconds of {plan!r} = {shown(ms)} must be > 0 and at most {MOST_MS:g}")
     return ms
 
 

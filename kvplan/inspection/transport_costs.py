@@ -9,7 +9,7 @@ from kvplan.inspection.transport_cost import CostLine, TransportCost
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
-_HERE: Final = "benchmarks/cost_model.py, on a 2-core VM"
+_HERE: Final = "measured by benchmarks/cost_model.py on a 2-core VM, scaled to an ordinary day"
 _NO_HARDWARE: Final = "it has run on simulated libraries only, which says nothing of time"
 
 TRANSPORT_COSTS: Final = MappingProxyType(

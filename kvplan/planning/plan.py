@@ -217,7 +217,8 @@ class Plan:
 
         Args:
             transport: a name ("local", "local-registered", "ucx", "ucx-one-sided"), whose costs
-                were measured on a machine of 2 cores, or what `TransportCost.fit` made on yours.
+                were measured on a machine of 2 cores, or what `TransportCost.scale` or
+                `fit` made on yours.
 
         Raises:
             TypeError: neither a name nor costs.

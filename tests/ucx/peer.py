@@ -34,8 +34,9 @@ def u64(*values: int) -> Column:
     return np.array(values, dtype=np.uint64)
 
 
-def open_end(mode: str = "gathered") -> UcxEnd:
-    return UcxEnd(UcxLibrary.load(find().path), mode=mode, settings={"UCX_NET_DEVICES": "lo"})
+def open_end(mode: str = "gathered", **settings: str) -> UcxEnd:
+    given = {"UCX_NET_DEVICES": "lo", **settings}
+    return UcxEnd(UcxLibrary.load(find().path), mode=mode, settings=given)
 
 
 class UcxPeer(Owner):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
 import numpy as np
 import pytest
 
 from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, Executor
 from kvnative._ucx import UcxEnd, UcxNativeLink
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, UcxPeer, blocks, open_end
+from tests.ucx_library import found
 
 DIRECTIONS = ["get", "put"]
 SLOT = 5
 HALF = NBYTES // 2
+MESSAGE_NBYTES = 224 << 10
+"""Of a pull's answer, at most; four of them are sent at once."""
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -131,6 +137,13 @@ def test_a_range_that_goes_while_others_use_it(
     assert link.connected
 
 
+def wait_until_idle(end: UcxEnd) -> None:
+    """Until it does nothing more: it has sent what the sockets take."""
+    before = None
+    while before != (before := end.counters):
+        time.sleep(0.02)
+
+
 class TestMemoryUnderWay:
     def test_a_peer_that_does_not_take_it_loses_its_link(
         self, end: UcxEnd, peer: UcxPeer, local: Bytes
@@ -161,6 +174,27 @@ class TestMemoryUnderWay:
         )
         assert status in (KVN_UNMAPPED, KVN_PEER_GONE), message
         assert sevens
+
+    def test_what_it_takes_meanwhile_is_not_confirmed(self, peer: UcxPeer, local: Bytes) -> None:
+        """All of a part is under way when its owner changes what lies there, and withdraws it."""
+        with found():
+            end = open_end(UCX_TCP_SNDBUF="16k")
+        link = peer.link(end)
+        some = local[: 4 * MESSAGE_NBYTES]
+        end.add_range(SLOT, some.ctypes.data, some.nbytes, True, 1)
+        peer.pull_and_stop(some, SLOT, times=1)
+        wait_until_idle(end)
+        some[:] = 8
+        with ThreadPoolExecutor(2) as threads:
+            removals = [threads.submit(end.remove_range, SLOT) for _ in range(2)]
+            # One of them waits for the peer. When the other is refused, it does so.
+            wait(removals, return_when=FIRST_COMPLETED)
+            peer.resume()
+        assert [type(it.exception()) for it in removals].count(ValueError) == 1
+        peer.answer()
+        status = peer.run(f"result = task.wait({TIMEOUT_MS}).status")
+        assert status == (KVN_UNMAPPED if link.connected else KVN_PEER_GONE)
+        end.close()
 
     @pytest.mark.usefixtures("ucx")
     def test_the_table(self) -> None:
