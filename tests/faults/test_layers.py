@@ -23,7 +23,7 @@ from kvplan import (
     LLMStatusCode,
     Transfers,
 )
-from tests.datadist.layers import wait_until
+from tests.datadist.layers import ready, wait_until
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import pattern
 from tests.faults.gate import Gate
@@ -61,11 +61,6 @@ def source(user: LlmDataDist) -> Cache:
     for array, values in zip(user.arrays(cache), pattern(1, DESC), strict=True):
         array[:] = values
     return cache
-
-
-def ready(task: LayerTask, layers: range) -> None:
-    for layer in layers:
-        task.ready(layer)
 
 
 def failed(task: LayerTask) -> LLMException:
