@@ -221,7 +221,8 @@ def report(transport: str, samples: list[Sample], every: bool) -> bool:
             f"{plan.operation:12} {plan.num_descriptors:6} {nbytes_text(plan.nbytes):>10} "
             f"{sample.ms:12.3f} {sample.error(fitted):+8.0%} {told}"
         )
-    costs, factor = [("fitted costs", fitted)], 1.0
+    held, factor = True, 1.0
+    costs = [("fitted costs", fitted)]
     if shipped.lines:
         scaled = shipped.scale(known)
         factor = kept[0].plan.estimate(scaled).ms / kept[0].plan.estimate(shipped).ms
