@@ -31,8 +31,13 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
     if (kvn_ucx_link_has_failed(self->link, &failure)) {
         failure.status = KVN_PEER_GONE; /* the operation ended for that */
     } else if (is_refusal(status)) {
+        /* It cancels what it finds no way for. */
         kvn_fail(&failure, status == KVN_UCS_ERR_NO_MEMORY ? KVN_NO_MEMORY : KVN_UNSUPPORTED,
-                 status, "UCX refuses %s: %s", call, text);
+                 status, "UCX refuses %s: %s%s", call, text,
+                 status == KVN_UCS_ERR_CANCELED
+                     ? ": it has no one-sided way for memory of these kinds over this link;"
+                       " between the host and a device it needs RDMA, on one host as well"
+                     : "");
     } else {
         kvn_fail(&failure, KVN_PEER_GONE, status,
                  "%s failed: %s; the peer has died, or has freed memory that was in use", call,

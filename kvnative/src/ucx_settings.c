@@ -15,6 +15,7 @@ typedef struct preset {
 /* Measured over TCP: a message is one segment of 256 KiB that is gathered by the system call, which is four
  * times as fast as UCX's own sizes. Where no transport reads memory itself, UCX would have the owner's thread
  * do it by messages, at any address that they name, and die of one that is not mapped: not for us.
+ * Between GPUs that it sees no NVLink of, UCX leaves gets out, and pulls would have no way at all.
  * UCX's first choice for its own memory is huge pages out of malloc's heap, advised to be so and never taken
  * back: engines that came and went left that heap cut into ever more mappings, 160 after 240. */
 static const preset presets[] = {
@@ -29,6 +30,7 @@ static const preset presets[] = {
     {KVN_UCX_GATHERED, {"ALLOC_PRIO", "mmap"}},
     {KVN_UCX_ONE_SIDED, {"TLS", "^tcp"}},
     {KVN_UCX_ONE_SIDED, {"PROTO_EMULATION_ENABLE", "n"}},
+    {KVN_UCX_ONE_SIDED, {"CUDA_IPC_ENABLE_GET_ZCOPY", "on"}},
 };
 
 #define MAX_NAME 256

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Column = NDArray[np.uint64]
 
 Local = Literal["host", "cuda"]
-"""The kind of this process's memory. Device memory has not been tried: no GPU was at hand."""
+"""The kind of this process's memory."""
 
 
 def gathered(native: UcxNativeLink, direction: Direction, ranges: Sequence[Range]) -> Backend:

