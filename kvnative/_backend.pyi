@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import NamedTuple, Never, Self, final
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "host_backend",
     "limit_bandwidth",
     "limit_batch",
+    "striped",
     "trace",
 ]
 
@@ -74,4 +76,5 @@ def fail_at(backend: Backend, descriptor: int, status: int = -9, code: int = 0) 
 def delay(backend: Backend, ms: float) -> Backend: ...
 def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
 def limit_batch(backend: Backend, max_batch: int, max_nbytes: int | None = None) -> Backend: ...
+def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...
 def trace(backend: Backend, fd: int) -> Backend: ...

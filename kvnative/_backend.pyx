@@ -17,7 +17,7 @@ __all__ = [
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
     "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
     "STRATEGIES", "Backend", "Capabilities", "NativeError", "ThreadPool", "delay", "fail_at",
-    "host_backend", "limit_bandwidth", "limit_batch", "trace",
+    "host_backend", "limit_bandwidth", "limit_batch", "striped", "trace",
 ]
 
 # The same names for Python as in status.h.
@@ -189,6 +189,34 @@ def host_backend(ThreadPool pool not None, strategy: str = "auto") -> Backend:
                          f" {', '.join(map(repr, STRATEGIES))}")
     index = STRATEGIES.index(strategy)
     return Backend.adopt(kvn_host_create(pool.pool, <kvn_strategy><int>index), pool, "host_backend")
+
+
+def striped(backends, *, min_nbytes: int) -> Backend:
+    """Move a large batch over several backends at once, each a contiguous stripe of it.
+
+    Args:
+        backends: 1 to 16 that reach the same memory, as a sequence.
+        min_nbytes: bytes that make another stripe worth its while: a batch of less than twice as
+            much goes to the first backend alone.
+
+    Raises:
+        ValueError: so many backends, or so few bytes.
+    """
+    cdef kvn_backend *inner[KVN_MAX_STRIPES]
+    cdef Backend backend
+    cdef Py_ssize_t count = 0
+    owners = tuple(backends)
+    if not 1 <= len(owners) <= KVN_MAX_STRIPES:
+        raise ValueError(f"{len(owners)} backends: expected 1 to {<int>KVN_MAX_STRIPES}")
+    if not 1 <= min_nbytes < 2**64:
+        raise ValueError(f"min_nbytes = {min_nbytes}: expected 1 to 2**64 - 1 bytes")
+    for item in owners:
+        backend = <Backend?>item
+        backend.check_process()
+        backend.calls()
+        inner[count] = backend.handle
+        count += 1
+    return Backend.adopt(kvn_striped_create(inner, count, min_nbytes), owners, "striped")
 
 
 def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KVN_FAILED,

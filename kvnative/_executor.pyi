@@ -26,6 +26,7 @@ from kvnative._backend import (
     host_backend,
     limit_bandwidth,
     limit_batch,
+    striped,
     trace,
 )
 from kvnative._lower import Descriptors
@@ -71,6 +72,7 @@ __all__ = [
     "host_backend",
     "limit_bandwidth",
     "limit_batch",
+    "striped",
     "trace",
 ]
 

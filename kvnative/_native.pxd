@@ -79,6 +79,11 @@ cdef extern from "wrappers.h" nogil:
     kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch, uint64_t max_nbytes)
     kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
 
+cdef extern from "striped.h" nogil:
+    enum:
+        KVN_MAX_STRIPES
+    kvn_backend *kvn_striped_create(kvn_backend **inner, size_t count, uint64_t min_nbytes)
+
 cdef extern from "executor.h" nogil:
     ctypedef struct kvn_task:
         pass

@@ -82,7 +82,11 @@ cdef extern from "ucx_serve.h" nogil:
         kvn_ucx_serve *self, uint64_t slot, uint64_t address, uint64_t nbytes, bint writable,
         uint64_t generation, kvn_failure *failure
     )
-    int kvn_ucx_serve_remove_range(kvn_ucx_serve *self, uint64_t slot, kvn_failure *failure)
+    enum:
+        KVN_UCX_MAX_LANES
+    int kvn_ucx_serve_remove_range(
+        kvn_ucx_serve **all, size_t count, uint64_t slot, kvn_failure *failure
+    )
     void kvn_ucx_serve_count(const kvn_ucx_serve *self, kvn_ucx_served *out)
 
 

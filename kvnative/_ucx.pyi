@@ -1,9 +1,9 @@
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Never, final
 
 from kvnative._backend import NativeError
 
-__all__ = ["UcxEnd", "UcxError", "UcxLibrary", "UcxNativeLink"]
+__all__ = ["UcxEnd", "UcxError", "UcxLibrary", "UcxNativeLink", "remove_range"]
 
 class UcxError(NativeError):
     code: int
@@ -61,3 +61,5 @@ class UcxNativeLink:
     @property
     def way(self) -> str: ...
     def close(self, reason: str = "the link was closed") -> None: ...
+
+def remove_range(ends: Sequence[UcxEnd], slot: int) -> None: ...

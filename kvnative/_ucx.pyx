@@ -15,7 +15,7 @@ import weakref
 
 from kvnative._backend import NativeError
 
-__all__ = ["UcxEnd", "UcxError", "UcxLibrary", "UcxNativeLink"]
+__all__ = ["UcxEnd", "UcxError", "UcxLibrary", "UcxNativeLink", "remove_range"]
 
 # As in the environment; either form is understood.
 PREFIX = "UCX_"
@@ -47,6 +47,35 @@ cdef int check_ucx(int status, const kvn_failure *failure) except -1:
     if status == KVN_INVALID and failure.code == 0:
         raise ValueError(message)
     raise UcxError(message, failure.code, status)
+
+
+def remove_range(ends, slot: int) -> None:
+    """As `UcxEnd.remove_range`, of several ends at once, whose sends are waited for together.
+
+    Args:
+        ends: 1 to 16, as a sequence.
+        slot: of a range that the first holds; another one need not.
+
+    Raises:
+        ValueError: so many ends; otherwise as there.
+    """
+    cdef uint64_t place = unsigned("slot", slot)
+    cdef kvn_ucx_serve *all[KVN_UCX_MAX_LANES]
+    cdef size_t count = 0
+    cdef kvn_failure failure
+    cdef int status
+    cdef UcxEnd end
+    held = tuple(ends)
+    if not 1 <= len(held) <= KVN_UCX_MAX_LANES:
+        raise ValueError(f"{len(held)} ends: expected 1 to {<int>KVN_UCX_MAX_LANES}")
+    for item in held:
+        end = <UcxEnd?>item
+        end.check_serves()
+        all[count] = end.serve
+        count += 1
+    with nogil:
+        status = kvn_ucx_serve_remove_range(all, count, place, &failure)
+    check_ucx(status, &failure)
 
 
 @atexit.register
@@ -239,13 +268,7 @@ cdef class UcxEnd:
         Raises:
             ValueError: the slot holds no range; the end is one-sided.
         """
-        cdef uint64_t place = unsigned("slot", slot)
-        cdef kvn_failure failure
-        cdef int status
-        self.check_serves()
-        with nogil:
-            status = kvn_ucx_serve_remove_range(self.serve, place, &failure)
-        check_ucx(status, &failure)
+        remove_range((self,), slot)
 
     def link(self, bytes token not None, bytes peer_address=None) -> UcxNativeLink:
         """Make a link; connect() it before use.

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvplan import LlmDataDist, Options
-from tests.places import CLUSTER_KEY
+from tests.places import CLUSTER_KEY, UCX_LANES
 
-FIELDS: dict[str, Any] = {"transport": "ucx"}
+FIELDS: dict[str, Any] = {"transport": "ucx", "ucx_lanes": UCX_LANES}
 if CLUSTER_KEY:
     FIELDS["cluster_key_file"] = CLUSTER_KEY
-KEYS = {f"kvplan.{name}": value for name, value in FIELDS.items()}
+KEYS = {f"kvplan.{name}": str(value) for name, value in FIELDS.items()}
 
 
 def engine_of(machine: str) -> type[LlmDataDist]:

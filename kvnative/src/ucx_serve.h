@@ -19,11 +19,15 @@ kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_f
  * a peer asks for it is refused (ucx_mapped.h). */
 int kvn_ucx_serve_add_range(kvn_ucx_serve *self, uint64_t slot, uint64_t address, uint64_t nbytes,
                             bool writable, uint64_t generation, kvn_failure *failure);
-/* Peers reach it no more: none writes to it, and no send reads from it. Waits for those in flight, at most
- * about half a second; then the links that do not take them are failed, and waited for as long again.
- * Should UCX not have given the sends up by then, it may read the memory until the connection ends, for a
- * peer that learns of no success. KVN_INVALID: the slot holds no range. Not under the turn. */
-int kvn_ucx_serve_remove_range(kvn_ucx_serve *self, uint64_t slot, kvn_failure *failure);
+#define KVN_UCX_MAX_LANES 16
+
+/* Peers reach it no more, by none of these ends, 1 to KVN_UCX_MAX_LANES: none writes to it, and no send reads
+ * from it. Waits for those in flight, at most about half a second; then the links that do not take them are
+ * failed, and waited for as long again. Should UCX not have given the sends up by then, it may read the memory
+ * until the connection ends, for a peer that learns of no success. KVN_INVALID: the slot of the first holds no
+ * range. Under no end's turn. */
+int kvn_ucx_serve_remove_range(kvn_ucx_serve *const *all, size_t count, uint64_t slot,
+                               kvn_failure *failure);
 
 /* What has been counted; read at any time. */
 typedef struct kvn_ucx_served {

@@ -137,20 +137,40 @@ static void run(kvn_ucx_removal *it, void (*errand)(kvn_ucx_end *, kvn_ucx_erran
     kvn_ucx_do_and_wait(it->serve->end, &it->errand);
 }
 
-int kvn_ucx_serve_remove_range(kvn_ucx_serve *self, uint64_t slot, kvn_failure *failure)
+/* Whether all of them are, by the deadline. */
+static bool are_drained(kvn_ucx_removal *its, size_t count, int64_t deadline_ns)
 {
-    kvn_ucx_removal it = {.serve = self, .slot = slot};
+    bool all = true;
 
-    if (kvn_ucx_end_is_forked(self->end))
+    for (size_t i = 0; i < count; i++)
+        all &= kvn_ucx_attend(its[i].serve->end, is_drained, &its[i], deadline_ns);
+    return all;
+}
+
+int kvn_ucx_serve_remove_range(kvn_ucx_serve *const *all, size_t count, uint64_t slot,
+                               kvn_failure *failure)
+{
+    kvn_ucx_removal its[KVN_UCX_MAX_LANES];
+
+    if (kvn_ucx_end_is_forked(all[0]->end))
         return refuse_foreign(failure);
-    run(&it, close_range);
-    if (!it.is_held)
-        return kvn_fail(failure, KVN_INVALID, 0, "slot %" PRIu64 " holds no range", slot);
-    if (!kvn_ucx_attend(self->end, is_drained, &it, kvn_now_ns() + PATIENCE_NS)) {
-        run(&it, close_stalled);
-        kvn_ucx_attend(self->end, is_drained, &it, kvn_now_ns() + LAST_PATIENCE_NS);
+    for (size_t i = 0; i < count; i++) {
+        its[i] = (kvn_ucx_removal){.serve = all[i], .slot = slot};
+        run(&its[i], close_range);
+        if (!its[i].is_held && i == 0)
+            return kvn_fail(failure, KVN_INVALID, 0, "slot %" PRIu64 " holds no range", slot);
+        if (!its[i].is_held)
+            atomic_store(&its[i].drained, true);
     }
-    run(&it, forget);
+    if (!are_drained(its, count, kvn_now_ns() + PATIENCE_NS)) {
+        for (size_t i = 0; i < count; i++)
+            if (!is_drained(&its[i]))
+                run(&its[i], close_stalled);
+        are_drained(its, count, kvn_now_ns() + LAST_PATIENCE_NS);
+    }
+    for (size_t i = 0; i < count; i++)
+        if (its[i].is_held)
+            run(&its[i], forget);
     return KVN_OK;
 }
 

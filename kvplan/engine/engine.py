@@ -96,6 +96,7 @@ class Engine:
                 ucx_mode=options.ucx_mode,
                 ucx_devices=options.ucx_devices,
                 ucx_settings=options.ucx_settings,
+                ucx_lanes=options.ucx_lanes,
                 label=f"kvplan-{cluster_id}",
             )
             transports, missing = make_transports(options.transport, reach)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvplan.ascend.choice import ACCELERATORS
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
-from kvplan.transport.ucx.modes import check_mode
+from kvplan.transport.ucx.modes import MAX_LANES, check_mode
 from kvplan.transport.ucx.settings import check_devices, check_settings
 from kvplan.validation import UINT32_MAX, check_type, check_width, shown
 
@@ -206,6 +206,7 @@ ROWS: Final = (
     Row("ucx_mode", ("kvplan.ucx_mode",), _text, check_mode),
     Row("ucx_devices", ("kvplan.ucx_devices",), _text, check_devices),
     Row("ucx_settings", ("kvplan.ucx_settings",), _text, check_settings),
+    _number("ucx_lanes", "kvplan.ucx_lanes", low=1, high=MAX_LANES),
     _boolean("permit_any_peer", "kvplan.permit_any_peer"),
     _string("cluster_key_file", "kvplan.cluster_key_file", optional=True),
     _number("heartbeat_interval_ms", "kvplan.heartbeat_interval_ms", low=1, high=_INT32_MAX),

@@ -45,6 +45,8 @@ class Options:
         ucx_devices: that UCX may use, with commas between, such as "eth0,mlx5_0:1"; empty: UCX
             chooses, but not the loopback where there is another.
         ucx_settings: of UCX, a JSON object such as {"UCX_TLS": "tcp"}; what it says counts.
+        ucx_lanes: connections to each peer, each with a thread at both ends, that together move
+            what is large by messages of UCX; both ends use as many as the one with fewer.
         permit_any_peer: let every process of this user trace this one. Where Yama asks for it
             (`kernel.yama.ptrace_scope=1`, as on Ubuntu), peers reach registered memory only so.
         cluster_key_file: path of the key that all engines of a cluster share; None: no
@@ -85,6 +87,7 @@ class Options:
     ucx_mode: str = "auto"
     ucx_devices: str = ""
     ucx_settings: str = ""
+    ucx_lanes: int = 1
     permit_any_peer: bool = False
     cluster_key_file: str | None = None
     heartbeat_interval_ms: int = 1000

@@ -33,6 +33,7 @@ class TransportOptions:
         ucx_mode: how bytes move over UCX: "auto", "gathered" or "one_sided".
         ucx_devices: that UCX may use, such as "eth0,mlx5_0:1"; empty: it chooses.
         ucx_settings: of UCX, JSON such as {"UCX_TLS": "tcp"}.
+        ucx_lanes: connections to each peer over UCX's messages.
         label: what the process is called by tools that look at transports.
     """
 
@@ -45,6 +46,7 @@ class TransportOptions:
     ucx_mode: str = "auto"
     ucx_devices: str = ""
     ucx_settings: str = ""
+    ucx_lanes: int = 1
     label: str = "kvplan"
 
 
@@ -84,6 +86,7 @@ def _ucx(options: TransportOptions) -> Transport:
         mode=options.ucx_mode,
         devices=options.ucx_devices,
         settings=options.ucx_settings,
+        lanes=options.ucx_lanes,
         label=options.label,
     )
 

@@ -1,6 +1,12 @@
-"""The cable is cut in the middle of a transfer, or pulled out, and comes back."""
+"""The cable is cut in the middle of a transfer, or pulled out, and comes back.
+
+By one lane; KVPLAN_TEST_ACROSS=all (`make across`) does it by three as well.
+"""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +17,13 @@ from tools.namespaces import Namespace
 
 RATE = "100mbit"  # the transfer takes 0.7 s
 SOME = NBYTES // 8
-directions = pytest.mark.parametrize("direction", ["pull", "push"])
+LANES = [1, 3] if os.environ.get("KVPLAN_TEST_ACROSS") == "all" else [1]
+
+
+def directions(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test for pulls and for pushes."""
+    ways = [(direction, lanes) for direction in ("pull", "push") for lanes in LANES]
+    return pytest.mark.parametrize(("direction", "lanes"), ways)(test)
 
 
 class Link:
@@ -47,9 +59,9 @@ class Link:
 
 @directions
 def test_cut_and_restored_in_time(
-    hosts: list[Namespace], make_engine: MakeEngine, direction: str
+    hosts: list[Namespace], make_engine: MakeEngine, direction: str, lanes: int
 ) -> None:
-    link = Link(hosts, make_engine, direction, **PATIENT)
+    link = Link(hosts, make_engine, direction, ucx_lanes=lanes, **PATIENT)
     link.begin(timeout_ms=30_000)
     hosts[0].cut()
     hosts[0].restore()
@@ -60,9 +72,9 @@ def test_cut_and_restored_in_time(
 
 @directions
 def test_cut_until_the_deadline(
-    hosts: list[Namespace], make_engine: MakeEngine, direction: str
+    hosts: list[Namespace], make_engine: MakeEngine, direction: str, lanes: int
 ) -> None:
-    link = Link(hosts, make_engine, direction, **PATIENT)
+    link = Link(hosts, make_engine, direction, ucx_lanes=lanes, **PATIENT)
     link.begin(timeout_ms=600)
     hosts[0].cut()
     outcome = link.user.moved()
@@ -78,9 +90,9 @@ def test_cut_until_the_deadline(
 
 @directions
 def test_cut_until_the_peer_is_given_up(
-    hosts: list[Namespace], make_engine: MakeEngine, direction: str
+    hosts: list[Namespace], make_engine: MakeEngine, direction: str, lanes: int
 ) -> None:
-    link = Link(hosts, make_engine, direction, **QUICK)
+    link = Link(hosts, make_engine, direction, ucx_lanes=lanes, **QUICK)
     link.begin(timeout_ms=30_000)
     hosts[0].cut()
     outcome = link.user.moved()
@@ -110,9 +122,9 @@ def test_pulled_out_and_another_put_in(hosts: list[Namespace], make_engine: Make
 
 @directions
 def test_the_peer_is_killed(
-    hosts: list[Namespace], make_engine: MakeEngine, direction: str
+    hosts: list[Namespace], make_engine: MakeEngine, direction: str, lanes: int
 ) -> None:
-    link = Link(hosts, make_engine, direction, **PATIENT)
+    link = Link(hosts, make_engine, direction, ucx_lanes=lanes, **PATIENT)
     link.begin(timeout_ms=30_000)
     link.peer.kill()
     outcome = link.user.moved()
@@ -121,7 +133,7 @@ def test_the_peer_is_killed(
     if direction == "pull":
         link.target.check(1, outcome)
     network.mend(*hosts)
-    again = make_engine(hosts[0], 1, **PATIENT)
+    again = make_engine(hosts[0], 1, ucx_lanes=lanes, **PATIENT)
     again.hold(1 if direction == "pull" else None)
     link.user.wait_for_state(link.peer, "BROKEN")
     link.user.link(again)
@@ -133,9 +145,9 @@ def test_the_peer_is_killed(
 
 @directions
 def test_the_peer_stops_until_the_deadline(
-    hosts: list[Namespace], make_engine: MakeEngine, direction: str
+    hosts: list[Namespace], make_engine: MakeEngine, direction: str, lanes: int
 ) -> None:
-    link = Link(hosts, make_engine, direction, **PATIENT)
+    link = Link(hosts, make_engine, direction, ucx_lanes=lanes, **PATIENT)
     link.begin(timeout_ms=600)
     link.peer.stop()
     outcome = link.user.moved()
@@ -152,10 +164,10 @@ def test_the_peer_stops_until_the_deadline(
 @directions
 @pytest.mark.parametrize("memory", ["allocated", "registered"])
 def test_what_goes_away_at_the_other_end(
-    hosts: list[Namespace], make_engine: MakeEngine, direction: str, memory: str
+    hosts: list[Namespace], make_engine: MakeEngine, direction: str, lanes: int, memory: str
 ) -> None:
     """Never bytes of what is there after it, nor into it."""
-    link = Link(hosts, make_engine, direction, **PATIENT)
+    link = Link(hosts, make_engine, direction, ucx_lanes=lanes, **PATIENT)
     link.peer.hold(1 if direction == "pull" else None, memory)
     link.begin(timeout_ms=30_000)
     ends = "deallocate_cache" if memory == "allocated" else "unregister_cache"

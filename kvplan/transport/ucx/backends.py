@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
+
+from kvnative._backend import striped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,16 +25,28 @@ Local = Literal["host", "cuda"]
 """The kind of this process's memory."""
 
 
-def gathered(native: UcxNativeLink, direction: Direction, ranges: Sequence[Range]) -> Backend:
+_STRIPE_NBYTES: Final = 1 << 20
+"""What another lane moves at least: 0.3 ms of its time. Threads that sleep are woken for it."""
+
+
+def gathered(
+    natives: Sequence[UcxNativeLink], direction: Direction, ranges: Sequence[Range]
+) -> Backend:
     """A backend that asks the peer for its bytes, or sends it some, in messages.
+
+    Args:
+        natives: the link's lanes.
+        direction: to the peer or from it.
+        ranges: of the peer, that it may use.
 
     Raises:
         NativeError: the link has ended.
     """
     from kvnative._ucx_gathered import gathered_backend
 
-    slots, generations, addresses, sizes = _columns(ranges)
-    return gathered_backend(native, direction, slots, generations, addresses, sizes)
+    columns = _columns(ranges)
+    lanes = [gathered_backend(it, direction, *columns) for it in natives]
+    return lanes[0] if len(lanes) == 1 else striped(lanes, min_nbytes=_STRIPE_NBYTES)
 
 
 def one_sided(

@@ -1,4 +1,4 @@
-"""This process's end of all links over UCX: made when it is first needed, which takes 0.4 s."""
+"""This process's ends of all links over UCX: made when first needed, which takes 0.4 s."""
 
 from __future__ import annotations
 
@@ -18,49 +18,54 @@ if TYPE_CHECKING:
     from kvplan.transport.ucx.library import Found
     from kvplan.transport.ucx.modes import Mode
 
+    Natives = tuple[UcxEnd, ...]
+
 _LOG = Log("kvplan")
 _LEAVING_S = 2.0  # for calls that are under way when the end is closed
 
 
-class LazyEnd:
-    """A UCX context with its worker and its thread, as soon as somebody needs them.
+class LazyEnds:
+    """An end for each lane, as soon as somebody needs them: a UCX context, and a thread.
 
     Args:
         found: the library.
+        lanes: how many.
         mode: how bytes move.
         settings: of UCX, without their prefix.
         max_ranges: registrations that there can be.
         name: that UCX's own tools show.
-        opened: told of the native end before anybody else uses it.
+        opened: told of the native ends before anybody else uses them.
     """
 
     def __init__(
         self,
         found: Found,
+        lanes: int,
         mode: Mode,
         settings: Mapping[str, str],
         max_ranges: int,
         name: str,
-        opened: Callable[[UcxEnd], None],
+        opened: Callable[[Natives], None],
     ) -> None:
         self.found = found
+        self.lanes = lanes
         self.mode = mode
         self._settings = settings
         self._max_ranges = max_ranges
         self._name = name
         self._opened = opened
         self._opening = threading.RLock()  # re-entrant: a signal handler may close it
-        self._native: UcxEnd | None = None
+        self._natives: Natives = ()
         self._failure: LLMException | None = None
         self._version = ""
         self._left = threading.Condition(threading.RLock())
-        self._inside = 0  # calls that use the native end
+        self._inside = 0  # calls that use the native ends
         self._closed = False
 
     @property
-    def native(self) -> UcxEnd | None:
-        """The native end, if it was made and not closed yet."""
-        return self._native
+    def natives(self) -> Natives:
+        """The native ends; empty unless they were made and are not closed yet."""
+        return self._natives
 
     @property
     def version(self) -> str:
@@ -69,11 +74,11 @@ class LazyEnd:
 
     @property
     def failure(self) -> LLMException | None:
-        """Why it could not be made, if that was tried."""
+        """Why they could not be made, if that was tried."""
         return self._failure
 
-    def open(self) -> UcxEnd:
-        """The native end, made by now; who comes meanwhile waits.
+    def open(self) -> Natives:
+        """The native ends, made by now; who comes meanwhile waits.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the library cannot be used;
@@ -82,50 +87,49 @@ class LazyEnd:
         with self._opening:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
-            if self._native is None:
+            if not self._natives:
                 if self._closed:
                     raise transport_closed()
                 try:
-                    native = self._make()
+                    natives = self._make()
                 except LLMException as error:
                     self._failure = error
                     raise
-                self._opened(native)
-                self._native = native
-            return self._native
+                self._opened(natives)
+                self._natives = natives
+            return self._natives
 
     @contextmanager
-    def use(self) -> Iterator[UcxEnd]:
-        """As `open`; it is not closed as long as the caller is inside."""
-        native = self.open()
+    def use(self) -> Iterator[Natives]:
+        """As `open`; they are not closed as long as the caller is inside."""
+        natives = self.open()
         with self._left:
             if self._closed:
                 raise transport_closed()
             self._inside += 1
         try:
-            yield native
+            yield natives
         finally:
             with self._left:
                 self._inside -= 1
                 self._left.notify_all()
 
     def close(self) -> None:
-        """Take it down; who is inside must be about to leave. Idempotent."""
+        """Take them down; who is inside must be about to leave. Idempotent."""
         with self._left:
             if self._closed:
                 return
             self._closed = True
             is_left = self._left.wait_for(lambda: not self._inside, _LEAVING_S)
         with self._opening:
-            native, self._native = self._native, None  # its sockets go with its last user
-        if native is None:
-            return
-        if is_left:
-            native.close()
-        else:  # it goes with its last user
+            natives, self._natives = self._natives, ()  # their sockets go with their last users
+        if not is_left and natives:  # they go with their last user
             _LOG.warning("event=closes_late transport=ucx")
+            return
+        for native in natives:
+            native.close()
 
-    def _make(self) -> UcxEnd:
+    def _make(self) -> Natives:
         from kvnative._ucx import UcxEnd, UcxLibrary  # most engines never need them
 
         try:
@@ -136,18 +140,24 @@ class LazyEnd:
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             ) from error
         self._version = ".".join(map(str, library.version))
+        made: list[UcxEnd] = []
         try:
-            return UcxEnd(
-                library,
-                mode=self.mode,
-                settings=self._settings,
-                max_ranges=self._max_ranges,
-                name=self._name,
-            )
+            while len(made) < self.lanes:
+                end = UcxEnd(
+                    library,
+                    mode=self.mode,
+                    settings=self._settings,
+                    max_ranges=self._max_ranges,
+                    name=self._name,
+                )
+                made.append(end)
         except NativeError as error:
+            for end in made:
+                end.close()
             raise ucx_error(
                 error, f"UCX {self._version} ({self.found.path}) cannot be used {self.mode}"
             ) from error
+        return tuple(made)
 
 
 def ucx_error(error: NativeError, what: str) -> LLMException:

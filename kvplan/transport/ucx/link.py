@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from typing import TYPE_CHECKING, Literal
 
 from kvnative._backend import NativeError
@@ -39,20 +40,31 @@ class UcxLink:
         metadata: of the peer, when the link was made.
         renewable: nothing, as memory is reached as it comes.
         way: see `TransportLink`.
+
+    Args:
+        natives: its lanes, one at least: it has failed when one of them has.
+        metadata: of the peer.
+        regions: of this process, in the mode one_sided.
     """
 
     renewable = None
 
     def __init__(
-        self, native: UcxNativeLink, metadata: Metadata, regions: UcxRegions | None = None
+        self,
+        natives: Sequence[UcxNativeLink],
+        metadata: Metadata,
+        regions: UcxRegions | None = None,
     ) -> None:
         self._pid = os.getpid()
-        self._native: UcxNativeLink | None = native  # None: closed
+        self._natives = tuple(natives)  # empty: closed
         self._regions = regions  # None: the peer serves messages
         self.metadata = metadata
         self._table = RangeTable(self.peer, metadata.ranges)
-        self.way = native.way  # of a link that has failed it tells no more
+        # Of a link that has failed it tells no more.
+        lanes = f", {len(natives)} lanes" if len(natives) > 1 else ""
+        self.way = f"{natives[0].way}{lanes}"
         self._why: LLMException | None = None
+        self._deaths = _any_of([it.death_fd for it in natives]) if lanes else None
 
     @property
     def finds_freed(self) -> Literal["check", "before", "after"]:
@@ -67,9 +79,8 @@ class UcxLink:
 
     @property
     def _failure(self) -> tuple[int, str] | None:
-        """Status and message of why the native link has ended by itself."""
-        native = self._native
-        return None if native is None else native.failure
+        """Status and message of why a native link has ended by itself."""
+        return next((why for it in self._natives if (why := it.failure) is not None), None)
 
     @property
     def peer(self) -> str:
@@ -82,8 +93,10 @@ class UcxLink:
 
         It is the link's: stop polling it before `close`.
         """
-        native = self._native
-        return None if native is None else native.death_fd
+        natives = self._natives
+        if not natives:
+            return None
+        return natives[0].death_fd if self._deaths is None else self._deaths.fileno()
 
     def memory(
         self,
@@ -123,12 +136,12 @@ class UcxLink:
         Raises:
             NativeError: the link has ended.
         """
-        if (native := self._native) is None:
+        if not (natives := self._natives):
             raise NativeError(f"the link to {self.peer} is closed")
         if self._regions is None:
-            return backends.gathered(native, direction, ranges)
+            return backends.gathered(natives, direction, ranges)
         local: backends.Local = "cuda" if on_device else "host"
-        return backends.one_sided(native, direction, ranges, known, self._regions, local)
+        return backends.one_sided(natives[0], direction, ranges, known, self._regions, local)
 
     @property
     def takes_device(self) -> bool:
@@ -163,8 +176,10 @@ class UcxLink:
         self._why = why or LLMException(
             f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
         )
-        native, self._native = self._native, None  # its descriptors go with its last user
-        if native is not None:
+        natives, self._natives = self._natives, ()  # their descriptors go with their last users
+        if self._deaths is not None:
+            self._deaths.close()
+        for native in natives:
             native.close(str(self._why.args[0]))
 
     def __enter__(self) -> UcxLink:
@@ -184,3 +199,11 @@ class UcxLink:
                 f"{self.metadata.instance}"
             )
         return RangeTable(self.peer, newer.ranges), newer
+
+
+def _any_of(files: Sequence[int]) -> select.epoll:
+    """What polls readable once one of the files does."""
+    found = select.epoll()
+    for file in files:
+        found.register(file, select.EPOLLIN)
+    return found

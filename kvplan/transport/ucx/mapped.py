@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvnative._host import Arena, Pin
-    from kvnative._ucx import UcxEnd
     from kvnative._ucx_one_sided import UcxRegion
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
+    from kvplan.transport.ucx.end import Natives
 
 _WORD_NBYTES = 8
 
@@ -75,12 +75,13 @@ class MappedRegistrations:
         """What this process's UCX knows, once it is there."""
         return self._regions
 
-    def attach(self, native: UcxEnd) -> None:
+    def attach(self, natives: Natives) -> None:
         """Show a board; from here on memory can be registered.
 
         Raises:
             LLMException: UCX does not take the board's memory, and why.
         """
+        (native,) = natives
         regions, board = UcxRegions(native), Board(self._num_slots)
         try:
             self._shown = regions.map(board.address, self._num_slots * _WORD_NBYTES, owner=board)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from kvplan.transport.documents import Document, fields_of, write_schema
-from kvplan.transport.ucx.modes import Mode
+from kvplan.transport.ucx.modes import MAX_LANES, Mode
 
 SCHEMA: Final = "kvplan.ucx"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 MAX_NBYTES: Final = 32 << 20
 MAX_SLOTS: Final = 1 << 16
 
@@ -26,8 +26,8 @@ _SIZE = (1, 2**63 - 1)
 _NUMBER = (0, 2**63 - 1)
 _RANGE = {"address": _ADDRESS, "nbytes": _SIZE, "slot": (0, MAX_SLOTS - 1), "generation": _NUMBER}
 _REGION = {"number": _NUMBER, "address": _ADDRESS, "nbytes": _SIZE}
-_PROCESS = {"pid": (1, 2**31 - 1)}
-_TOP = ("instance", "host", "pid", "mode", "ucx", "over", "address", "ranges", "regions", "board")
+_PROCESS = {"pid": (1, 2**31 - 1), "lanes": (1, MAX_LANES)}
+_TOP = ("instance", "host", "mode", "ucx", "over", "addresses", "ranges", "regions", "board")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ class Metadata:
         mode: how it moves bytes.
         version: of UCX, such as "1.22.0"; empty while it is not loaded.
         over: what UCX may use, such as "tcp/eth0 tcp/eth1"; empty while it is not loaded.
-        address: of UCX's worker; empty while it is not loaded.
+        lanes: that it has.
+        addresses: of UCX's worker, for each lane; none while it is not loaded.
         ranges: that it names.
         regions: that those lie in; of mode one_sided.
         board: of registrations, a word of 8 bytes for each slot; of mode one_sided.
@@ -85,7 +86,8 @@ class Metadata:
     mode: Mode
     version: str = ""
     over: str = ""
-    address: bytes = b""
+    lanes: int = 1
+    addresses: tuple[bytes, ...] = ()
     ranges: tuple[Range, ...] = ()
     regions: tuple[RegionRef, ...] = ()
     board: RegionRef | None = None
@@ -102,7 +104,8 @@ class Metadata:
             "mode": self.mode,
             "ucx": self.version,
             "over": self.over,
-            "address": _text_of(self.address),
+            "lanes": self.lanes,
+            "addresses": [_text_of(it) for it in self.addresses],
             "ranges": [fields_of(it) for it in self.ranges],
             "regions": [_fields_of_region(it) for it in self.regions],
             "board": None if self.board is None else _fields_of_region(self.board),
@@ -118,7 +121,7 @@ class Metadata:
             TypeError: `blob` is not bytes.
         """
         document = _PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
-        fields = _PEER.fields("", document, {"schema", "schema_version", *_TOP})
+        fields = _PEER.fields("", document, {"schema", "schema_version", *_TOP, *_PROCESS})
         modes = get_args(Mode)
         mode = _PEER.text("mode", fields["mode"], modes.__contains__, f"one of {', '.join(modes)}")
         found = _PEER.elements("regions", fields["regions"])
@@ -126,14 +129,22 @@ class Metadata:
         board = None if fields["board"] is None else _region("board", fields["board"])
         by_number = {it.number: it for it in regions}
         ranges = _PEER.elements("ranges", fields["ranges"])
+        numbers = _PEER.numbers("document", fields, _PROCESS)
+        addresses = _PEER.elements("addresses", fields["addresses"])
+        if len(addresses) not in (0, numbers["lanes"]):
+            raise _PEER.bad(
+                f"addresses is a list of {len(addresses)}; it must be empty or have an element for "
+                f"each of {numbers['lanes']} lanes"
+            )
         return cls(
             _PEER.text("instance", fields["instance"], _is_instance, "32 hexadecimal digits"),
             _PEER.text("host", fields["host"], _is_name, "1 to 64 printable characters"),
-            _PEER.numbers("document", fields, _PROCESS)["pid"],
+            numbers["pid"],
             "one_sided" if mode == "one_sided" else "gathered",
             _PEER.text("ucx", fields["ucx"], _is_version, 'a version such as "1.22.0", or empty'),
             _PEER.text("over", fields["over"], _is_line, "at most 4096 printable characters"),
-            _blob("address", fields["address"]),
+            numbers["lanes"],
+            tuple(_blob(f"addresses[{i}]", it) for i, it in enumerate(addresses)),
             tuple(_range(f"ranges[{i}]", it, by_number) for i, it in enumerate(ranges)),
             regions,
             board,

@@ -15,6 +15,9 @@ one_sided: a get or put for each descriptor, done by the fabric."""
 MODES: Final = ("auto", *get_args(Mode))
 """What can be asked for."""
 
+MAX_LANES: Final = 16
+"""Connections of one link, each with a thread of its own at both ends."""
+
 _RDMA: Final = Path("/sys/class/infiniband")
 _VERBS: Final = "libuct_ib.so*"
 
@@ -29,6 +32,19 @@ def check_mode(name: str, value: object) -> str:
     if check_type(name, value, str) not in MODES:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(MODES)}")
     return str(value)
+
+
+def check_lanes(name: str, value: object) -> int:
+    """`value`, if it is a number of lanes.
+
+    Raises:
+        TypeError: not an int.
+        LLMException: LLM_PARAM_INVALID.
+    """
+    number = check_type(name, value, int)
+    if not 1 <= number <= MAX_LANES:
+        raise invalid(f"{name}={number} is out of range [1, {MAX_LANES}]")
+    return number
 
 
 def choose_mode(asked: str, library: str) -> Mode:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvnative._host import Pin
-    from kvnative._ucx import UcxEnd
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
+    from kvplan.transport.ucx.end import Natives
 
 
 class Shown(NamedTuple):
@@ -42,8 +42,8 @@ class Registration(RegisteredMemory[Range]):
 class Registrations:
     """Those of one transport; may be used from several threads.
 
-    The native end has a table of them, which it looks at for each request of a peer. Until that end
-    is made they are kept here alone: no peer can ask for anything.
+    Each native end has a table of them, which it looks at for each request of a peer. Until those
+    ends are made they are kept here alone: no peer can ask for anything.
 
     Args:
         num_slots: that there can be at once.
@@ -61,7 +61,7 @@ class Registrations:
         self._free: list[int] = []
         self._next = 0  # the first slot that was never taken
         self._generation = 0
-        self._native: UcxEnd | None = None
+        self._natives: Natives = ()
         self._closed = False
 
     def __len__(self) -> int:
@@ -73,12 +73,12 @@ class Registrations:
     def regions(self) -> None:
         """None: UCX need not know the memory."""
 
-    def attach(self, native: UcxEnd) -> None:
-        """Let the native end serve all of them, and those that come."""
+    def attach(self, natives: Natives) -> None:
+        """Let the native ends serve all of them, and those that come."""
         with self._mutex:
             for it in tuple(self._by_slot.values()):
-                _serve(native, it.range)
-            self._native = native
+                _serve(natives, it.range)
+            self._natives = natives
 
     def add(self, memory: Registrable, *, writable: bool) -> Registration:
         """See `UcxTransport.register`."""
@@ -96,9 +96,8 @@ class Registrations:
             self._generation += 1
             known = Range(address, nbytes, slot, self._generation, writable)
             it = self._by_slot[slot] = Registration(known, pin)
-            native = self._native
-        if native is not None:  # else `attach` tells it
-            _serve(native, known)
+            natives = self._natives
+        _serve(natives, known)  # none yet: `attach` tells them
         return it
 
     def remove(self, registration: protocol.Registration) -> None:
@@ -109,9 +108,11 @@ class Registrations:
             if self._by_slot.get(slot) is not it:
                 return
             del self._by_slot[slot]
-            native = self._native
-        if native is not None:
-            native.remove_range(slot)  # waits for what is being sent from there: without the lock
+            natives = self._natives
+        if natives:
+            from kvnative._ucx import remove_range
+
+            remove_range(natives, slot)  # waits for what is being sent from there: without the lock
         with self._mutex:
             self._free.append(slot)
         if it.pin is not None:
@@ -129,10 +130,10 @@ class Registrations:
             return Shown(ranges_of(given, self._by_slot))
 
     def close(self) -> None:
-        """Forget all, and take no more; the native end, which serves them, has gone."""
+        """Forget all, and take no more; the native ends, which serve them, have gone."""
         with self._mutex:
             self._closed = True
-            self._native = None
+            self._natives = ()
             ended, self._by_slot = list(self._by_slot.values()), {}
         for it in ended:
             if it.pin is not None:
@@ -160,8 +161,9 @@ def check_num_slots(num_slots: object) -> None:
         )
 
 
-def _serve(native: UcxEnd, it: Range) -> None:
-    native.add_range(it.slot, it.address, it.nbytes, it.writable, it.generation)
+def _serve(natives: Natives, it: Range) -> None:
+    for native in natives:
+        native.add_range(it.slot, it.address, it.nbytes, it.writable, it.generation)
 
 
 def _own(registration: protocol.Registration) -> Registration:

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 from kvnative._backend import NativeError
@@ -14,11 +15,11 @@ from kvplan.execution.outcome import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.arenas import new_arena
 from kvplan.transport.identity import link_failed
-from kvplan.transport.ucx.end import LazyEnd, transport_closed
+from kvplan.transport.ucx.end import LazyEnds, transport_closed
 from kvplan.transport.ucx.library import find
 from kvplan.transport.ucx.link import UcxLink
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Metadata
-from kvplan.transport.ucx.modes import check_mode, choose_mode
+from kvplan.transport.ucx.modes import check_lanes, check_mode, choose_mode
 from kvplan.transport.ucx.registrations import Registration, Registrations, Shown
 from kvplan.transport.ucx.settings import check_devices, read_settings, settings_of
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvnative._ucx import UcxNativeLink
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
+    from kvplan.transport.ucx.end import Natives
     from kvplan.transport.ucx.mapped import MappedRegistrations
     from kvplan.transport.ucx.mapped import Registration as MappedRegistration
     from kvplan.transport.ucx.modes import Mode
@@ -41,12 +43,13 @@ _LOOPBACK: Final = "tcp/lo"
 class UcxTransport:
     """What this process lets its peers reach over UCX, and its links to them.
 
-    The library is loaded when the first link is made, and with it a thread begins that serves the
-    peers; in the mode one_sided at once, since memory must be known to it. Close it before the
-    memory goes. In a forked child it is of no use.
+    The library is loaded when the first link is made, and with it a thread for each lane begins
+    that serves the peers; in the mode one_sided at once, since memory must be known to it. Close it
+    before the memory goes. In a forked child it is of no use.
 
     Attributes:
         mode: how bytes move; a peer must have the same.
+        lanes: the connections to each peer, of which both ends use as many as the one with fewer.
     """
 
     name = "ucx"
@@ -57,6 +60,7 @@ class UcxTransport:
         mode: str = "auto",
         devices: str = "",
         settings: str = "",
+        lanes: int = 1,
         max_registrations: int = MAX_SLOTS,
         label: str = "kvplan",
     ) -> None:
@@ -66,6 +70,8 @@ class UcxTransport:
             mode: "gathered", "one_sided"; "auto": one_sided where there is RDMA.
             devices: that UCX may use, such as "eth0,mlx5_0:1"; empty: it chooses.
             settings: of UCX: a JSON object such as {"UCX_TLS": "tcp"}; what it says counts.
+            lanes: 1 to 16: how many connections, each with a thread, move what is large at once. Of
+                no use in the mode one_sided, which has one.
             max_registrations: how many there can be at once.
             label: that UCX's own tools show.
 
@@ -76,14 +82,17 @@ class UcxTransport:
         check_mode("mode", mode)
         check_devices("devices", devices)
         given = read_settings("settings", settings)
+        check_lanes("lanes", lanes)
         found = find()
         self.mode = choose_mode(mode, found.path)
+        self.lanes = lanes if self.mode == "gathered" else 1
         self._registrations = _registrations_of(self.mode, max_registrations)
         self._pid = os.getpid()
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
-        self._end = LazyEnd(
+        self._ends = LazyEnds(
             found,
+            self.lanes,
             self.mode,
             settings_of(self.mode, devices, given),
             max_registrations,
@@ -94,7 +103,7 @@ class UcxTransport:
         self._connecting: set[UcxNativeLink] = set()
         self._closed = False
         if self.mode == "one_sided":
-            self._end.open()
+            self._ends.open()
 
     @property
     def reaches(self) -> frozenset[Kind]:
@@ -159,7 +168,7 @@ class UcxTransport:
                 says to its settings.
         """
         self._check_process()
-        self._end.open()
+        self._ends.open()
 
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it may be."""
@@ -186,27 +195,25 @@ class UcxTransport:
         """
         self._check_process()
         peer = Metadata.from_bytes(metadata)
-        with self._end.use() as end:
+        give_up = time.monotonic() + timeout_ms / 1e3
+        natives: list[UcxNativeLink] = []
+        with self._ends.use() as ends:
             if reason := self._refusal(peer):  # by now this end's version is known too
                 raise link_failed(reason)
             try:
-                native = end.link(_token_of(session), peer.address or None)
-            except NativeError as error:
-                raise link_failed(f"{peer} cannot be reached: {error}") from error
-            try:
-                with self._mutex:
-                    self._check_process()
-                    self._connecting.add(native)
-                native.connect(max(timeout_ms, 1.0))
+                self._begin(ends[: peer.lanes], peer, _token_of(session), natives)
+                for native in natives:
+                    native.connect(max((give_up - time.monotonic()) * 1e3, 1.0))
             except BaseException as error:
-                native.close("it was never connected")
+                for native in natives:
+                    native.close("it was never connected")
                 if isinstance(error, NativeError):
                     raise self._unconnected(peer, error, timeout_ms) from error
                 raise
             finally:
                 with self._mutex:
-                    self._connecting.discard(native)
-        return UcxLink(native, peer, self._registrations.regions)
+                    self._connecting.difference_update(natives)
+        return UcxLink(natives, peer, self._registrations.regions)
 
     def close(self) -> None:
         """Close the links, deregister everything, and end the thread; idempotent.
@@ -222,7 +229,7 @@ class UcxTransport:
             connecting = tuple(self._connecting)
         for native in connecting:  # their callers are waited for; the end closes the others
             native.close("the transport is closed")
-        self._end.close()
+        self._ends.close()
         self._registrations.close()
 
     def __enter__(self) -> UcxTransport:
@@ -235,21 +242,37 @@ class UcxTransport:
         state = "closed" if self._closed else f"{len(self._registrations)} registrations"
         return f"<UcxTransport of process {self._pid}, {self.mode}: {state}>"
 
+    def _begin(
+        self, ends: Natives, peer: Metadata, token: bytes, begun: list[UcxNativeLink]
+    ) -> None:
+        """Make a native link for each lane, all before the first is connected; adds to `begun`."""
+        addresses = peer.addresses or (None,) * len(ends)
+        for end, address in zip(ends, addresses, strict=False):
+            try:
+                native = end.link(token, address)
+            except NativeError as error:
+                raise link_failed(f"{peer} cannot be reached: {error}") from error
+            begun.append(native)
+            with self._mutex:
+                self._check_process()
+                self._connecting.add(native)
+
     def _metadata(self, shown: Shown) -> Metadata:
-        native = self._end.native
+        natives = self._ends.natives
         return Metadata(
             self._instance,
             self._host,
             self._pid,
             self.mode,
-            self._end.version,
-            "" if native is None else native.transports,
-            b"" if native is None else native.address,
+            self._ends.version,
+            natives[0].transports if natives else "",
+            self.lanes,
+            tuple(it.address for it in natives),
             *shown,
         )
 
     def _refusal(self, peer: Metadata) -> str | None:
-        if (failure := self._end.failure) is not None:
+        if (failure := self._ends.failure) is not None:
             return str(failure.args[0])
         if peer.instance == self._instance:
             return f"{peer} is this transport itself"
@@ -261,12 +284,11 @@ class UcxTransport:
         return _versions_refusal(self._metadata(Shown(())), peer)
 
     def _unconnected(self, peer: Metadata, error: NativeError, timeout_ms: float) -> LLMException:
-        ours, theirs = self._end.version, peer.version
+        ours, theirs = self._ends.version, peer.version
         versions = f" (UCX {theirs} there, {ours} here)" if theirs and theirs != ours else ""
         code = status_code_of(getattr(error, "status", None))
         if code is LLMStatusCode.LLM_TIMEOUT:
-            end = self._end.native
-            over = end.transports if end is not None else ""
+            over = self._metadata(Shown(())).over
             return link_failed(
                 f"{peer}{versions} has not answered over {over} within {timeout_ms:g} ms: is one "
                 "of these on a network with it (kvplan.ucx_devices chooses), and no firewall "

@@ -100,7 +100,7 @@ def test_versions_that_do_not_meet_over_the_loopback(
 ) -> None:
     one, _ = ends
     one.ready()
-    old = Metadata("0" * 32, "node7", 7, "gathered", "1.13.1", "tcp/lo tcp/eth0", b"x")
+    old = Metadata("0" * 32, "node7", 7, "gathered", "1.13.1", "tcp/lo tcp/eth0")
     assert "which do not work together over the loopback" in str(one.refusal(old.to_bytes()))
 
 

@@ -19,7 +19,8 @@ WHOLE = Metadata(
     "one_sided",
     "1.22.0",
     "rc_mlx5/mlx5_0:1",
-    b"\0address",
+    2,
+    (b"\0address", b"another"),
     (RANGE, replace(RANGE, address=0x9000, slot=4, writable=False, region=5)),
     (RegionRef(5, 0x8000, 65536, b"key"),),
     RegionRef(0, 0x100, 8192, b"board"),
@@ -39,11 +40,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "mode": ("rdma", "one of gathered, one_sided"),
     "ucx": ("newest", "a version such as"),
     "over": ("tcp\neth0", "printable"),
-    "address": ("===", "base64"),
+    "lanes": (17, r"lanes is 17; .*\[1, 16\]"),
+    "addresses": (["==="] * 2, r"addresses\[0\] is .*base64"),
     "ranges": ({}, "must be a list"),
     "regions": ([{"number": 5}], "regions.0. is .*address, key, nbytes, number"),
     "board": (7, "board is 7"),
-    "extra": (1, "just the fields address, board"),
+    "extra": (1, "just the fields addresses, board"),
 }
 
 
@@ -55,6 +57,13 @@ def test_a_field_that_cannot_be(field: str) -> None:
     with pytest.raises(LLMException, match=message) as refused:
         Metadata.from_bytes(json.dumps(document).encode())
     assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_an_address_for_some_lanes() -> None:
+    document = json.loads(WHOLE.to_bytes())
+    del document["addresses"][1]
+    with pytest.raises(LLMException, match=r"addresses is a list of 1; .*each of 2 lanes"):
+        Metadata.from_bytes(json.dumps(document).encode())
 
 
 BAD_RANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -79,7 +88,7 @@ def test_a_range_that_cannot_be(name: str) -> None:
 
 def test_another_schema_and_no_json() -> None:
     other = WHOLE.to_bytes().replace(b"kvplan.ucx", b"kvplan.xyz")
-    with pytest.raises(LLMException, match=r"schema 'kvplan.xyz' .*reads 'kvplan.ucx' version 1"):
+    with pytest.raises(LLMException, match=r"schema 'kvplan.xyz' .*reads 'kvplan.ucx' version 2"):
         Metadata.from_bytes(other)
     with pytest.raises(LLMException, match="no JSON"):
         Metadata.from_bytes(b"{")

@@ -1,0 +1,307 @@
+#include "striped.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "job.h"
+#include "report.h"
+
+typedef struct striped {
+    kvn_backend base;
+    uint64_t min_nbytes;
+    size_t count;
+    kvn_backend *inner[KVN_MAX_STRIPES];
+} striped;
+
+typedef struct stripe {
+    kvn_backend *inner;
+    kvn_request *request;
+    uint64_t first; /* in the batch */
+    atomic_int why; /* KVN_OK, or what it was given up for while it was open */
+} stripe;
+
+struct kvn_request {
+    uint64_t count;
+    uint64_t total;
+    size_t num_stripes;
+    stripe stripes[KVN_MAX_STRIPES];
+};
+
+static void capabilities(const kvn_backend *base, kvn_capabilities *out)
+{
+    const striped *self = (const striped *)base;
+
+    self->inner[0]->vtable->capabilities(self->inner[0], out);
+    for (size_t i = 1; i < self->count; i++) {
+        kvn_capabilities other;
+        self->inner[i]->vtable->capabilities(self->inner[i], &other);
+        out->max_batch = other.max_batch < out->max_batch ? other.max_batch : out->max_batch;
+        out->max_nbytes = other.max_nbytes < out->max_nbytes ? other.max_nbytes : out->max_nbytes;
+        out->directions &= other.directions;
+        out->asynchronous &= other.asynchronous;
+    }
+}
+
+/* ---- the outcome: what the stripes say, together ---- */
+
+static bool is_given_up(int status) { return status == KVN_TIMEOUT || status == KVN_CANCELLED; }
+
+/* A reason goes before that others were given up. */
+static bool says_more(const kvn_report *one, const kvn_report *all)
+{
+    return one->status < 0 && (all->status >= 0 || (is_given_up(all->status) && !is_given_up(one->status)));
+}
+
+static void add(kvn_report *all, kvn_report *one, const stripe *it)
+{
+    const uint64_t first = it->first;
+    const int why = atomic_load(&it->why);
+
+    all->bytes_done += one->bytes_done;
+    if (one->status == KVN_PENDING)
+        return;
+    /* To give up one may cost the way that all of them use. */
+    if (one->status < 0 && why != KVN_OK) {
+        one->status = why;
+        one->failed = KVN_NO_DESCRIPTOR;
+    }
+    for (uint32_t i = 0; i < one->num_unconfirmed; i++)
+        kvn_report_add_span(all, first + one->unconfirmed[i].first, first + one->unconfirmed[i].last);
+    if (!says_more(one, all))
+        return;
+    all->status = one->status;
+    all->code = one->code;
+    all->failed = one->failed == KVN_NO_DESCRIPTOR ? KVN_NO_DESCRIPTOR : first + one->failed;
+    memcpy(all->message, one->message, sizeof all->message);
+}
+
+static int settle(const kvn_request *request, kvn_report *all)
+{
+    kvn_report_merge_spans(all);
+    if (is_given_up(all->status))
+        kvn_report_abandoned(all, all->status, request->count, request->total);
+    return all->status;
+}
+
+/* KVN_PENDING until all have an outcome. */
+static int ask_all(kvn_request *request, kvn_report *report)
+{
+    bool is_pending = false;
+    kvn_report one;
+
+    kvn_report_begin(report);
+    report->status = KVN_OK;
+    for (size_t i = 0; i < request->num_stripes; i++) {
+        const stripe *it = &request->stripes[i];
+        is_pending |= it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING;
+        add(report, &one, it);
+    }
+    if (!is_pending)
+        return settle(request, report);
+    const uint64_t bytes_done = report->bytes_done;
+    kvn_report_begin(report);
+    report->bytes_done = bytes_done;
+    return KVN_PENDING;
+}
+
+/* ---- submit ---- */
+
+/* Where the n-th of `count` stripes ends: with the descriptor that brings `cut`, the bytes before it, to its
+ * share of all. */
+static uint64_t end_of(const kvn_columns *batch, uint64_t first, uint64_t *cut, uint64_t share)
+{
+    uint64_t at = first;
+
+    while (at < batch->count && *cut < share)
+        *cut += batch->nbytes[at++];
+    return at;
+}
+
+static int submit_one(stripe *it, const kvn_columns *batch, uint64_t last, kvn_report *report)
+{
+    kvn_columns part = *batch;
+
+    part.dst += it->first;
+    part.src += it->first;
+    part.nbytes += it->first;
+    part.first += it->first;
+    part.count = last - it->first;
+    return it->inner->vtable->submit(it->inner, &part, &it->request, report);
+}
+
+static void let_go(kvn_request *request)
+{
+    for (size_t i = 0; i < request->num_stripes; i++) {
+        const stripe *it = &request->stripes[i];
+        it->inner->vtable->release(it->inner, it->request);
+    }
+    free(request);
+}
+
+typedef struct giving_up {
+    stripe *it;
+    int why;
+    pthread_t thread;
+    bool has_thread;
+} giving_up;
+
+static void *give_up_one(void *argument)
+{
+    const giving_up *self = argument;
+    kvn_report one;
+
+    self->it->inner->vtable->abort(self->it->inner, self->it->request, self->why, &one);
+    return NULL;
+}
+
+/* Of all at once: what one takes to stop may be half a second. */
+static void give_up(kvn_request *request, int why)
+{
+    giving_up all[KVN_MAX_STRIPES];
+    const size_t count = request->num_stripes;
+    kvn_report one;
+
+    for (size_t i = 0; i < count; i++) {
+        stripe *it = &request->stripes[i];
+        int open = KVN_OK;
+        if (it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING)
+            atomic_compare_exchange_strong(&it->why, &open, why);
+        all[i] = (giving_up){.it = it, .why = why};
+    }
+    for (size_t i = 1; i < count; i++)
+        all[i].has_thread = pthread_create(&all[i].thread, NULL, give_up_one, &all[i]) == 0;
+    for (size_t i = 0; i < count; i++)
+        if (all[i].has_thread)
+            pthread_join(all[i].thread, NULL);
+        else
+            give_up_one(&all[i]);
+}
+
+/* One stripe was: nothing of the others goes on. */
+static int refuse(kvn_request *request, uint64_t first, kvn_report *report)
+{
+    const uint64_t count = request->count;
+
+    give_up(request, KVN_CANCELLED);
+    let_go(request);
+    if (report->failed != KVN_NO_DESCRIPTOR)
+        report->failed += first;
+    report->num_unconfirmed = 0;
+    kvn_report_add_span(report, 0, count);
+    return report->status;
+}
+
+static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    striped *self = (striped *)base;
+    kvn_request *request;
+    uint64_t total, cut = 0, first = 0;
+
+    *out = NULL;
+    if (!kvn_columns_total(batch, &total))
+        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
+                                 "the descriptors have 2**64 bytes or more together");
+    request = malloc(sizeof *request);
+    if (!request)
+        return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
+                                 "no memory for a request (%zu bytes)", sizeof *request);
+    request->count = batch->count;
+    request->total = total;
+    request->num_stripes = 0;
+    const uint64_t most = total / self->min_nbytes;
+    const size_t count = most < 1 ? 1 : most < self->count ? most : self->count;
+    for (size_t n = 0; n < count; n++) {
+        const bool is_last = n + 1 == count;
+        const uint64_t last = is_last ? batch->count : end_of(batch, first, &cut, total / count * (n + 1));
+        stripe *it = &request->stripes[request->num_stripes];
+
+        if (first == last && count > 1) /* a descriptor before it was larger than its share */
+            continue;
+        it->inner = self->inner[n];
+        it->first = first;
+        atomic_init(&it->why, KVN_OK);
+        if (submit_one(it, batch, last, report) != KVN_OK)
+            return refuse(request, first, report);
+        request->num_stripes++;
+        first = last;
+    }
+    *out = request;
+    return KVN_OK;
+}
+
+/* ---- poll, wait, abort, release ---- */
+
+static int poll(kvn_backend *base, kvn_request *request, kvn_report *report)
+{
+    (void)base;
+    return ask_all(request, report);
+}
+
+static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+{
+    kvn_report one;
+    int status = KVN_OK;
+
+    (void)base;
+    for (size_t i = 0; i < request->num_stripes && status != KVN_PENDING; i++) {
+        const stripe *it = &request->stripes[i];
+        status = it->inner->vtable->wait(it->inner, it->request, deadline_ns, &one);
+    }
+    return ask_all(request, report);
+}
+
+static int abort_all(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
+{
+    (void)base;
+    give_up(request, why);
+    return ask_all(request, report);
+}
+
+static void release(kvn_backend *base, kvn_request *request)
+{
+    (void)base;
+    let_go(request);
+}
+
+static const char *last_error(const kvn_backend *base)
+{
+    const striped *self = (const striped *)base;
+    const char *found = "";
+
+    for (size_t i = 0; i < self->count && !*found; i++)
+        found = self->inner[i]->vtable->last_error(self->inner[i]);
+    return found;
+}
+
+static void destroy(kvn_backend *base) { free(base); }
+
+static const kvn_backend_vtable vtable = {
+    .name = "striped",
+    .capabilities = capabilities,
+    .submit = submit,
+    .poll = poll,
+    .wait = wait,
+    .abort = abort_all,
+    .release = release,
+    .last_error = last_error,
+    .destroy = destroy,
+};
+
+kvn_backend *kvn_striped_create(kvn_backend *const *inner, size_t count, uint64_t min_nbytes)
+{
+    if (count < 1 || count > KVN_MAX_STRIPES || min_nbytes < 1) {
+        errno = EINVAL;
+        return NULL;
+    }
+    striped *self = calloc(1, sizeof *self);
+    if (!self)
+        return NULL;
+    self->base.vtable = &vtable;
+    self->min_nbytes = min_nbytes;
+    self->count = count;
+    memcpy(self->inner, inner, count * sizeof *inner);
+    return &self->base;
+}

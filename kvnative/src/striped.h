@@ -1,0 +1,14 @@
+/* striped: several ways to one place, used at once. A large batch is cut into stripes of about the same size, one
+ * for each of several backends, as many of them as get `min_nbytes`; what is smaller goes to the first alone.
+ * Whatever one of them does not confirm is not confirmed. It does not own what it stripes over. */
+#ifndef KVNATIVE_STRIPED_H
+#define KVNATIVE_STRIPED_H
+
+#include "kvnative/backend.h"
+
+#define KVN_MAX_STRIPES 16
+
+/* NULL with errno set: EINVAL (no backends, or more than KVN_MAX_STRIPES; min_nbytes < 1), ENOMEM. */
+kvn_backend *kvn_striped_create(kvn_backend *const *inner, size_t count, uint64_t min_nbytes);
+
+#endif

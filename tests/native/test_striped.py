@@ -1,0 +1,174 @@
+"""Several backends at once: what they move together, and what one of them does not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_TIMEOUT,
+    Backend,
+    Executor,
+    ThreadPool,
+    delay,
+    fail_at,
+    host_backend,
+    limit_bandwidth,
+    limit_batch,
+    striped,
+)
+from tests.native.scatter import indices, scatter
+
+COUNT, SIZE = 42, 1000
+POOLS = [ThreadPool(1) for _ in range(3)]
+
+
+@pytest.fixture
+def lanes() -> list[Backend]:
+    return [host_backend(pool) for pool in POOLS]
+
+
+def stripes(num_lanes: int) -> list[range]:
+    """Of COUNT descriptors of one size."""
+    ends = [COUNT * (n + 1) // num_lanes for n in range(num_lanes)]
+    return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 100, 5000, 200_000]), min_size=1, max_size=30),
+    num_lanes=st.integers(1, 3),
+    min_nbytes=st.sampled_from([1, 1000, 100_000]),
+    max_batch=st.sampled_from([1, 4, 1000]),
+)
+def test_all_arrives(sizes: list[int], num_lanes: int, min_nbytes: int, max_batch: int) -> None:
+    case = scatter(sizes, seed=len(sizes))
+    lanes = [limit_batch(host_backend(pool), max_batch) for pool in POOLS[:num_lanes]]
+    with Executor(striped(lanes, min_nbytes=min_nbytes)) as executor:
+        report = executor.run(case.descriptors)
+    assert (report.status, report.bytes_done) == (KVN_OK, case.total)
+    case.assert_moved()
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 100, 5000]), min_size=1, max_size=30),
+    failing=st.lists(st.none() | st.integers(0, 30), min_size=3, max_size=3),
+)
+def test_whatever_is_confirmed_has_arrived(sizes: list[int], failing: list[int | None]) -> None:
+    case = scatter(sizes)
+    lanes = [
+        lane if index is None else fail_at(lane, index)
+        for lane, index in zip([host_backend(pool) for pool in POOLS], failing, strict=True)
+    ]
+    with Executor(striped(lanes, min_nbytes=100)) as executor:
+        report = executor.run(case.descriptors)
+    unconfirmed = indices(report.unconfirmed)
+    assert (report.status == KVN_OK) == (not unconfirmed)
+    assert all(case.arrived(it) for it in set(range(len(sizes))) - unconfirmed)
+    if unconfirmed:
+        assert report.failed in failing
+        assert f"descriptor {report.failed} was made to fail" in report.message
+
+
+def test_each_has_a_stripe(lanes: list[Backend]) -> None:
+    """What fails is in one of them: fail_at counts in the task, and each sees its own part."""
+    for stripe, last in zip(stripes(3), (False, False, True), strict=True):
+        case = scatter([SIZE] * COUNT)
+        index = stripe[-1] if last else stripe[0]
+        backend = striped([fail_at(it, index, KVN_PEER_GONE, 77) for it in lanes], min_nbytes=1)
+        report = Executor(backend).run(case.descriptors)
+        assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, index)
+        assert report.unconfirmed == ((index, stripe[-1] + 1),)
+        case.assert_moved(set(range(COUNT)) - set(range(index, stripe[-1] + 1)))
+
+
+@pytest.mark.parametrize(
+    ("min_nbytes", "used"), [(SIZE * COUNT // 2 + 1, 1), (SIZE * 15, 2), (SIZE * 14, 3)]
+)
+def test_as_many_as_have_enough_to_do(lanes: list[Backend], min_nbytes: int, used: int) -> None:
+    case = scatter([SIZE] * COUNT)
+    lanes[used:] = [fail_at(it, COUNT - 1) for it in lanes[used:]]
+    backend = striped(lanes, min_nbytes=min_nbytes)
+    assert Executor(backend).run(case.descriptors).status == KVN_OK
+    case.assert_moved()
+
+
+def test_one_that_is_larger_than_its_share(lanes: list[Backend]) -> None:
+    """The stripes beside it are empty, and nothing after it is lost."""
+    for sizes in ([100_000, 1, 1], [1, 100_000, 1], [1, 1, 100_000], [100_000]):
+        case = scatter(sizes)
+        report = Executor(striped(lanes, min_nbytes=1)).run(case.descriptors)
+        assert report.status == KVN_OK
+        case.assert_moved()
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+def test_one_that_is_late(lanes: list[Backend], how: str) -> None:
+    case = scatter([SIZE] * COUNT)
+    backend = striped([lanes[0], delay(lanes[1], 1e9), lanes[2]], min_nbytes=1)
+    with Executor(backend) as executor:
+        task = executor.submit(case.descriptors)
+        report = task.wait(50)
+        if how == "cancel":
+            task = executor.submit(case.descriptors)
+            report = task.cancel()
+    late = stripes(3)[1]
+    assert report.status == (KVN_TIMEOUT if how == "deadline" else KVN_CANCELLED)
+    assert set(late) <= indices(report.unconfirmed)
+    words = "the deadline passed" if how == "deadline" else "cancelled"
+    assert report.message.startswith(f"{words}: ")
+    assert f"of {SIZE * COUNT} bytes" in report.message
+    assert f"of {COUNT} descriptors are not confirmed" in report.message
+    if how == "deadline":
+        assert report.unconfirmed == ((late[0], late[-1] + 1),)
+
+
+def test_a_reason_says_more_than_that_others_were_given_up(lanes: list[Backend]) -> None:
+    case = scatter([SIZE] * COUNT)
+    failing = fail_at(lanes[2], COUNT - 1, KVN_FAILED)
+    with Executor(striped([delay(lanes[0], 1e9), lanes[1], failing], min_nbytes=1)) as executor:
+        report = executor.run(case.descriptors, timeout_ms=20)
+    assert (report.status, report.failed) == (KVN_FAILED, COUNT - 1)
+    assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
+
+
+def test_a_batch_that_one_refuses(lanes: list[Backend]) -> None:
+    """What the others have begun is given up, and nothing of it is confirmed."""
+    case = scatter([SIZE] * (COUNT - 1) + [SIZE + 1])
+    slow, narrow = limit_bandwidth(lanes[0], 1.0), limit_batch(lanes[2], COUNT, SIZE)
+    hidden = striped([slow, lanes[1], narrow], min_nbytes=1)
+    report = Executor(hidden).run(case.descriptors)
+    assert report.status == KVN_INVALID
+    assert report.unconfirmed == ((0, COUNT),)
+    assert hidden.capabilities.max_nbytes == SIZE
+
+
+def test_it_waits_for_all_of_several_tasks(lanes: list[Backend]) -> None:
+    executor = Executor(striped(lanes, min_nbytes=1))
+    cases = [scatter([50_000] * 9, seed=seed) for seed in range(8)]
+    threads = [threading.Thread(target=executor.run, args=[it.descriptors]) for it in cases]
+    for thread in threads:
+        thread.start()
+    for thread, case in zip(threads, cases, strict=True):
+        thread.join()
+        case.assert_moved()
+
+
+def test_arguments(lanes: list[Backend]) -> None:
+    with pytest.raises(ValueError, match="0 backends: expected 1 to 16"):
+        striped([], min_nbytes=1)
+    with pytest.raises(ValueError, match="17 backends"):
+        striped(lanes[:1] * 17, min_nbytes=1)
+    with pytest.raises(ValueError, match="min_nbytes = 0"):
+        striped(lanes, min_nbytes=0)
+    with pytest.raises(TypeError):
+        striped([None], min_nbytes=1)  # type: ignore[list-item]
+    assert striped(lanes[:1], min_nbytes=1).name == "striped"
+    assert striped(lanes, min_nbytes=1).last_error == ""
