@@ -72,17 +72,18 @@ class Comparison:
                 candidates = (partial(pair.seconds, direction, blocks) for pair in pairs)
                 times = run.medians(*candidates, rounds=rounds)
                 mine, others = (TENSORS * blocks * BLOCK / seconds / 1e9 for seconds in times)
-                them = f"{other.name} ({pairs[1].settings})"
+                us, them = (f"{it.library.name} ({it.settings})" for it in pairs)
                 case = f"{place.name} {direction} {blocks}"
-                cases.append(Case(case, mine, others, ours.name, them))
+                cases.append(Case(case, mine, others, us, them))
         return cases
 
     def row(self, name: str, target: float | None, limit: str) -> Row:
         """The worst case; all of them are in the JSON lines."""
         worst = min(self._cases, key=lambda case: case.ratio)
+        most = max(case.ratio for case in self._cases)
         note = (
-            f"{worst.name} beside {worst.them}, the least of {len(self._cases)} cases up to "
-            f"{max(case.ratio for case in self._cases):.2f}; limit: {limit}"
+            f"{worst.name}, {worst.us} beside {worst.them}, the least of {len(self._cases)} cases "
+            f"up to {most:.2f}; limit: {limit}"
         )
         cases = {}
         for case in self._cases:

@@ -48,14 +48,21 @@ def bare(place: Place) -> Library:
     return Library("bare sockets", "", [program, "serve", place.serving, "0"], follow)
 
 
-def kvplan_over_tcp(place: Place, work: Work = "paged") -> Library:
+def kvplan_over_tcp(place: Place, work: Work = "paged", lanes: int = 1) -> Library:
     """Ours, over TCP and the place's interface alone."""
     options = {
         "kvplan.transport": "ucx",
         "kvplan.ucx_mode": "gathered",
         "kvplan.ucx_devices": place.interface,
+        "kvplan.ucx_lanes": str(lanes),
     }
-    return _kvplan(place, "gathered", options, "arena", work)
+    return _kvplan(place, f"gathered, lanes: {lanes}", options, "arena", work)
+
+
+def kvplan_lanes_over_tcp(place: Place) -> list[Library]:
+    """Our choices over TCP."""
+    most = max(2, len(os.sched_getaffinity(0)))
+    return [kvplan_over_tcp(place, lanes=lanes) for lanes in (1, 2, 4, 8) if lanes <= most]
 
 
 def kvplan_on_one_host(memory: Memory) -> Library:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks import libraries
@@ -46,15 +46,16 @@ def tcp_push(run: Run, name: str) -> Row:
 
 
 def beside_peers(
-    run: Run, name: str, ours: Callable[[Place], Library], target: float | None
+    run: Run, name: str, ours: Callable[[Place], Sequence[Library]], target: float | None
 ) -> Row:
-    """Both directions, both places, three sizes, each beside each peer with its best settings."""
+    """Both directions, both places, three sizes; all with their best settings."""
     compared = Comparison()
     with places() as both:
         for place in both:
-            mover = ours(place)
+            movers = fastest(ours(place), place)
             for peers in libraries.nixl_over_tcp(place), libraries.mooncake_over_tcp(place):
                 for direction, peer in fastest(peers, place).items():
+                    mover = movers[direction]
                     compared.add(run, place, direction, mover, peer, rounds=PEER_ROUNDS)
     return compared.row(name, target, "the peer's best settings")
 
@@ -62,10 +63,10 @@ def beside_peers(
 @TOPIC.row("tcp_over_best_peer")
 def tcp_over_peers(run: Run, name: str) -> Row:
     """Paged pulls and pushes over TCP, to those of the peers."""
-    return beside_peers(run, name, libraries.kvplan_over_tcp, 3.0)
+    return beside_peers(run, name, libraries.kvplan_lanes_over_tcp, 3.0)
 
 
 @TOPIC.row("tcp_bare_over_best_peer")
 def tcp_bare_over_peers(run: Run, name: str) -> Row:
     """The bare program's: what one connection leaves to be reached in tcp_over_best_peer."""
-    return beside_peers(run, name, libraries.bare, None)
+    return beside_peers(run, name, lambda place: [libraries.bare(place)], None)
