@@ -61,7 +61,7 @@ def kvplan_over_tcp(place: Place, work: Work = "paged", lanes: int = 1) -> Libra
 
 def kvplan_lanes_over_tcp(place: Place) -> list[Library]:
     """Our choices over TCP."""
-    most = max(2, len(os.sched_getaffinity(0)))
+    most = max(2, _cores() // 2)
     return [kvplan_over_tcp(place, lanes=lanes) for lanes in (1, 2, 4, 8) if lanes <= most]
 
 
@@ -98,10 +98,15 @@ def _kvplan(
 def nixl_over_tcp(place: Place) -> list[Library]:
     """NIXL's choices over TCP."""
     only = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": place.interface}
+    workers = [it for it in (4, 8) if it <= _cores() // 2]
     return [
         _nixl(_threads(True), only, thread=True),
         *(
-            _nixl(f"{_threads(False)}, {words}", {**only, **more}, thread=False)
+            _nixl(f"{it} workers, segments of 256 KiB", {**only, **SEGMENTS}, workers=it)
+            for it in workers
+        ),
+        *(
+            _nixl(f"{_threads(False)}, {words}", {**only, **more})
             for words, more in OVER_TCP.items()
         ),
     ]
@@ -142,13 +147,22 @@ def mooncake_over_tcp(place: Place) -> list[Library]:
 
 
 def _nixl(
-    settings: str, environment: dict[str, str], *, thread: bool, memory: str = "ordinary"
+    settings: str,
+    environment: dict[str, str],
+    *,
+    thread: bool = False,
+    workers: int = 0,
+    memory: str = "ordinary",
 ) -> Library:
-    command = [_peers_python(), "-m", "benchmarks.movers.nixl"]
+    command = [_peers_python(), "-m", "benchmarks.movers.nixl", "--workers", str(workers)]
     command += ["--thread", str(int(thread)), "--memory", memory]
     return Library(
         "NIXL", settings, command, lambda line: [*command, line], environment, spins=True
     )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _threads(progress: bool) -> str:
