@@ -53,7 +53,7 @@ sanitize-addresses:
 	  tests/ucx/test_{cut,hostile_peer,gathered_ranges}.py
 
 sanitize-threads:
-	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_wrappers.py tests/execution \
+	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_{wrappers,striped}.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
 	  tests/ucx/test_{links,gathered_crowd}.py
 

@@ -5,7 +5,7 @@ Suites whose engines another network namespace has are run by tests/across/.
 
 KVPLAN_TEST_MACHINES: comma-separated; "ucx": all tests of tests/datadist and tests/faults over UCX,
     and over nothing else. (tests/links is about the conversation, and has transports of its own.)
-KVPLAN_TEST_UCX_LANES: how many lanes their links have then.
+KVPLAN_TEST_UCX_LANES: how many lanes their links have then; else 2.
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
 KVPLAN_TEST_IP, KVPLAN_TEST_PEER_IP: where engines of this process, and of peers, listen.
 KVPLAN_TEST_CLUSTER_KEY: path of the cluster key that all engines have.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import pytest
 
 MACHINES = tuple(filter(None, os.environ.get("KVPLAN_TEST_MACHINES", "").split(",")))
-UCX_LANES = int(os.environ.get("KVPLAN_TEST_UCX_LANES", "1"))
+UCX_LANES = int(os.environ.get("KVPLAN_TEST_UCX_LANES", "2"))
 PEER_COMMAND: tuple[str, ...] = tuple(json.loads(os.environ.get("KVPLAN_TEST_PEER_COMMAND", "[]")))
 IP = os.environ.get("KVPLAN_TEST_IP", "127.0.0.1")
 PEER_IP = os.environ.get("KVPLAN_TEST_PEER_IP", "127.0.0.1")

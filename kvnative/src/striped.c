@@ -14,6 +14,9 @@ typedef struct striped {
     uint64_t min_nbytes;
     size_t count;
     kvn_backend *inner[KVN_MAX_STRIPES];
+    pthread_mutex_t error_mutex;
+    char error[sizeof((kvn_report *)0)->message];
+    char error_shown[sizeof((kvn_report *)0)->message];
 } striped;
 
 typedef struct stripe {
@@ -64,8 +67,9 @@ static void add(kvn_report *all, kvn_report *one, const stripe *it)
     if (one->status == KVN_PENDING)
         return;
     /* To give up one may cost the way that all of them use. */
-    if (one->status < 0 && why != KVN_OK) {
+    if (one->status == KVN_PEER_GONE && why != KVN_OK) {
         one->status = why;
+        one->code = 0;
         one->failed = KVN_NO_DESCRIPTOR;
     }
     for (uint32_t i = 0; i < one->num_unconfirmed; i++)
@@ -78,6 +82,16 @@ static void add(kvn_report *all, kvn_report *one, const stripe *it)
     memcpy(all->message, one->message, sizeof all->message);
 }
 
+static int tell(striped *self, const kvn_report *report)
+{
+    if (report->status < 0) {
+        pthread_mutex_lock(&self->error_mutex);
+        memcpy(self->error, report->message, sizeof self->error);
+        pthread_mutex_unlock(&self->error_mutex);
+    }
+    return report->status;
+}
+
 static int settle(const kvn_request *request, kvn_report *all)
 {
     kvn_report_merge_spans(all);
@@ -87,7 +101,7 @@ static int settle(const kvn_request *request, kvn_report *all)
 }
 
 /* KVN_PENDING until all have an outcome. */
-static int ask_all(kvn_request *request, kvn_report *report)
+static int ask_all(striped *self, kvn_request *request, kvn_report *report)
 {
     bool is_pending = false;
     kvn_report one;
@@ -99,8 +113,10 @@ static int ask_all(kvn_request *request, kvn_report *report)
         is_pending |= it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING;
         add(report, &one, it);
     }
-    if (!is_pending)
-        return settle(request, report);
+    if (!is_pending) {
+        settle(request, report);
+        return tell(self, report);
+    }
     const uint64_t bytes_done = report->bytes_done;
     kvn_report_begin(report);
     report->bytes_done = bytes_done;
@@ -180,8 +196,8 @@ static void give_up(kvn_request *request, int why)
             give_up_one(&all[i]);
 }
 
-/* One stripe was: nothing of the others goes on. */
-static int refuse(kvn_request *request, uint64_t first, kvn_report *report)
+/* One stripe was: nothing of the others goes on, of which some bytes may have moved. */
+static int refuse(striped *self, kvn_request *request, uint64_t first, kvn_report *report)
 {
     const uint64_t count = request->count;
 
@@ -191,7 +207,7 @@ static int refuse(kvn_request *request, uint64_t first, kvn_report *report)
         report->failed += first;
     report->num_unconfirmed = 0;
     kvn_report_add_span(report, 0, count);
-    return report->status;
+    return tell(self, report);
 }
 
 static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
@@ -224,7 +240,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
         it->first = first;
         atomic_init(&it->why, KVN_OK);
         if (submit_one(it, batch, last, report) != KVN_OK)
-            return refuse(request, first, report);
+            return refuse(self, request, first, report);
         request->num_stripes++;
         first = last;
     }
@@ -236,8 +252,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
 
 static int poll(kvn_backend *base, kvn_request *request, kvn_report *report)
 {
-    (void)base;
-    return ask_all(request, report);
+    return ask_all((striped *)base, request, report);
 }
 
 static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
@@ -245,19 +260,17 @@ static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kv
     kvn_report one;
     int status = KVN_OK;
 
-    (void)base;
     for (size_t i = 0; i < request->num_stripes && status != KVN_PENDING; i++) {
         const stripe *it = &request->stripes[i];
         status = it->inner->vtable->wait(it->inner, it->request, deadline_ns, &one);
     }
-    return ask_all(request, report);
+    return ask_all((striped *)base, request, report);
 }
 
 static int abort_all(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
 {
-    (void)base;
     give_up(request, why);
-    return ask_all(request, report);
+    return ask_all((striped *)base, request, report);
 }
 
 static void release(kvn_backend *base, kvn_request *request)
@@ -268,15 +281,19 @@ static void release(kvn_backend *base, kvn_request *request)
 
 static const char *last_error(const kvn_backend *base)
 {
-    const striped *self = (const striped *)base;
-    const char *found = "";
+    striped *self = (striped *)base;
 
-    for (size_t i = 0; i < self->count && !*found; i++)
-        found = self->inner[i]->vtable->last_error(self->inner[i]);
-    return found;
+    pthread_mutex_lock(&self->error_mutex);
+    memcpy(self->error_shown, self->error, sizeof self->error);
+    pthread_mutex_unlock(&self->error_mutex);
+    return self->error_shown;
 }
 
-static void destroy(kvn_backend *base) { free(base); }
+static void destroy(kvn_backend *base)
+{
+    pthread_mutex_destroy(&((striped *)base)->error_mutex);
+    free(base);
+}
 
 static const kvn_backend_vtable vtable = {
     .name = "striped",
@@ -303,5 +320,6 @@ kvn_backend *kvn_striped_create(kvn_backend *const *inner, size_t count, uint64_
     self->min_nbytes = min_nbytes;
     self->count = count;
     memcpy(self->inner, inner, count * sizeof *inner);
+    pthread_mutex_init(&self->error_mutex, NULL);
     return &self->base;
 }

@@ -21,7 +21,6 @@ from kvnative._executor import (
     delay,
     fail_at,
     host_backend,
-    limit_bandwidth,
     limit_batch,
     striped,
 )
@@ -139,15 +138,20 @@ def test_a_reason_says_more_than_that_others_were_given_up(lanes: list[Backend])
     assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
 
 
-def test_a_batch_that_one_refuses(lanes: list[Backend]) -> None:
-    """What the others have begun is given up, and nothing of it is confirmed."""
+def test_its_limits_are_the_least_of_all(lanes: list[Backend]) -> None:
     case = scatter([SIZE] * (COUNT - 1) + [SIZE + 1])
-    slow, narrow = limit_bandwidth(lanes[0], 1.0), limit_batch(lanes[2], COUNT, SIZE)
-    hidden = striped([slow, lanes[1], narrow], min_nbytes=1)
-    report = Executor(hidden).run(case.descriptors)
-    assert report.status == KVN_INVALID
-    assert report.unconfirmed == ((0, COUNT),)
-    assert hidden.capabilities.max_nbytes == SIZE
+    backend = striped([lanes[0], lanes[1], limit_batch(lanes[2], COUNT, SIZE)], min_nbytes=1)
+    report = Executor(backend).run(case.descriptors)
+    assert (report.status, report.unconfirmed) == (KVN_INVALID, ((0, COUNT),))
+    assert backend.capabilities[:2] == (COUNT, SIZE)
+    case.assert_moved(set())
+
+
+def test_the_latest_error_is_told(lanes: list[Backend]) -> None:
+    case = scatter([SIZE] * COUNT)
+    backend = striped([delay(lanes[0], 1e9), lanes[1], fail_at(lanes[2], COUNT - 1)], min_nbytes=1)
+    report = Executor(backend).run(case.descriptors, timeout_ms=20)
+    assert backend.last_error == report.message != ""
 
 
 def test_it_waits_for_all_of_several_tasks(lanes: list[Backend]) -> None:

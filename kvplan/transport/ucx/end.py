@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from kvnative._backend import NativeError
 from kvplan.execution.outcome import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.identity import link_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     Natives = tuple[UcxEnd, ...]
 
 _LOG = Log("kvplan")
+_FILES = 16  # that an end has at most
 _LEAVING_S = 2.0  # for calls that are under way when the end is closed
 
 
@@ -82,7 +86,8 @@ class LazyEnds:
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the library cannot be used;
-                LLM_PARAM_INVALID: a setting that UCX does not know, or otherwise what UCX says.
+                LLM_PARAM_INVALID: a setting that UCX does not know, or otherwise what UCX says; all
+                these for good. LLM_LINK_FAILED: too few file descriptors are left now.
         """
         with self._opening:
             if self._failure is not None:
@@ -90,6 +95,8 @@ class LazyEnds:
             if not self._natives:
                 if self._closed:
                     raise transport_closed()
+                # UCX would say that it finds no network, and not always recover.
+                _check_files_left(_FILES * self.lanes)
                 try:
                     natives = self._make()
                 except LLMException as error:
@@ -126,8 +133,7 @@ class LazyEnds:
         if not is_left and natives:  # they go with their last user
             _LOG.warning("event=closes_late transport=ucx")
             return
-        for native in natives:
-            native.close()
+        _close(natives)
 
     def _make(self) -> Natives:
         from kvnative._ucx import UcxEnd, UcxLibrary  # most engines never need them
@@ -143,21 +149,51 @@ class LazyEnds:
         made: list[UcxEnd] = []
         try:
             while len(made) < self.lanes:
-                end = UcxEnd(
-                    library,
-                    mode=self.mode,
-                    settings=self._settings,
-                    max_ranges=self._max_ranges,
-                    name=self._name,
+                made.append(
+                    UcxEnd(
+                        library,
+                        mode=self.mode,
+                        settings=self._settings,
+                        max_ranges=self._max_ranges,
+                        name=self._name,
+                    )
                 )
-                made.append(end)
         except NativeError as error:
-            for end in made:
-                end.close()
+            while made:  # the error is kept, and all that its traceback refers to
+                made.pop().close()
             raise ucx_error(
                 error, f"UCX {self._version} ({self.found.path}) cannot be used {self.mode}"
             ) from error
         return tuple(made)
+
+
+def _close(natives: Natives) -> None:
+    """At the same time: each waits for its peers to hear of it."""
+    if len(natives) > 1:
+        try:
+            with ThreadPoolExecutor(len(natives)) as threads:
+                list(threads.map(lambda it: it.close(), natives))
+        except RuntimeError:  # no thread can be had; a second time is fine
+            pass
+        else:
+            return
+    for native in natives:
+        native.close()
+
+
+def _check_files_left(count: int) -> None:
+    held: list[int] = []
+    try:
+        held.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
+        held.extend(os.dup(held[0]) for _ in range(count - 1))
+    except OSError as error:
+        raise link_failed(
+            f"UCX wants {count} file descriptors for a start, of which {len(held)} are left "
+            f"({error.strerror}): raise the limit (ulimit -n)"
+        ) from error
+    finally:
+        for file in held:
+            os.close(file)
 
 
 def ucx_error(error: NativeError, what: str) -> LLMException:

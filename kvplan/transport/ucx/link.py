@@ -93,10 +93,10 @@ class UcxLink:
 
         It is the link's: stop polling it before `close`.
         """
-        natives = self._natives
-        if not natives:
+        natives, deaths = self._natives, self._deaths
+        if not natives or (deaths is not None and deaths.closed):
             return None
-        return natives[0].death_fd if self._deaths is None else self._deaths.fileno()
+        return natives[0].death_fd if deaths is None else deaths.fileno()
 
     def memory(
         self,
@@ -203,7 +203,7 @@ class UcxLink:
 
 def _any_of(files: Sequence[int]) -> select.epoll:
     """What polls readable once one of the files does."""
-    found = select.epoll()
+    found = select.epoll(len(files))
     for file in files:
         found.register(file, select.EPOLLIN)
     return found

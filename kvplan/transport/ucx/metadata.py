@@ -144,7 +144,7 @@ class Metadata:
             _PEER.text("ucx", fields["ucx"], _is_version, 'a version such as "1.22.0", or empty'),
             _PEER.text("over", fields["over"], _is_line, "at most 4096 printable characters"),
             numbers["lanes"],
-            tuple(_blob(f"addresses[{i}]", it) for i, it in enumerate(addresses)),
+            tuple(_address(f"addresses[{i}]", it) for i, it in enumerate(addresses)),
             tuple(_range(f"ranges[{i}]", it, by_number) for i, it in enumerate(ranges)),
             regions,
             board,
@@ -196,6 +196,12 @@ def _blob(path: str, value: object) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise _PEER.bad(f"{path} is {text[:40]!r}; it must be {must_be}") from None
+
+
+def _address(path: str, value: object) -> bytes:
+    if not (found := _blob(path, value)):
+        raise _PEER.bad(f"{path} is empty; it must have at least 1 byte")
+    return found
 
 
 def _is_instance(text: str) -> bool:

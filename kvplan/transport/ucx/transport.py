@@ -165,7 +165,7 @@ class UcxTransport:
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the library cannot be used, and why; what UCX
-                says to its settings.
+                says to its settings; LLM_LINK_FAILED: too few file descriptors are left now.
         """
         self._check_process()
         self._ends.open()
@@ -204,16 +204,18 @@ class UcxTransport:
                 self._begin(ends[: peer.lanes], peer, _token_of(session), natives)
                 for native in natives:
                     native.connect(max((give_up - time.monotonic()) * 1e3, 1.0))
+                return UcxLink(natives, peer, self._registrations.regions)
             except BaseException as error:
                 for native in natives:
                     native.close("it was never connected")
                 if isinstance(error, NativeError):
                     raise self._unconnected(peer, error, timeout_ms) from error
+                if isinstance(error, OSError):  # no descriptor is left
+                    raise link_failed(f"{peer} cannot be reached: {error.strerror}") from error
                 raise
             finally:
                 with self._mutex:
                     self._connecting.difference_update(natives)
-        return UcxLink(natives, peer, self._registrations.regions)
 
     def close(self) -> None:
         """Close the links, deregister everything, and end the thread; idempotent.
@@ -250,7 +252,7 @@ class UcxTransport:
         for end, address in zip(ends, addresses, strict=False):
             try:
                 native = end.link(token, address)
-            except NativeError as error:
+            except (NativeError, ValueError) as error:
                 raise link_failed(f"{peer} cannot be reached: {error}") from error
             begun.append(native)
             with self._mutex:

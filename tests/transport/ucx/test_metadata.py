@@ -66,6 +66,13 @@ def test_an_address_for_some_lanes() -> None:
         Metadata.from_bytes(json.dumps(document).encode())
 
 
+def test_an_address_of_nothing() -> None:
+    document = json.loads(WHOLE.to_bytes())
+    document["addresses"][1] = ""
+    with pytest.raises(LLMException, match=r"addresses\[1\] is empty"):
+        Metadata.from_bytes(json.dumps(document).encode())
+
+
 BAD_RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"nbytes": 0}, r"ranges\[0\].nbytes is 0"),
     "wraps around": ({"address": 2**64 - 1}, "ends past 2\\*\\*64"),
