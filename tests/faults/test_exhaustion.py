@@ -11,6 +11,7 @@ from tests.faults.moves import link, move
 from tests.faults.outcomes import assert_confirmed, refused
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.places import UCX_LANES
 
 POOL = PoolConfig(4 * DESC.nbytes, 10)
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -117,7 +118,7 @@ def test_a_caller_without_descriptors(make_engine: MakeEngine, make_peer: MakePe
     owner, peer = make_engine(1), make_peer(2)
     make_cache(owner, "allocated", 1)
     peer.run(LIMIT)
-    for count in (*range(0, 24, 2), 48):
+    for count in (*range(0, 24, 2), 24 + 24 * UCX_LANES):
         said = peer.run(
             """
             descriptors_left(count)
