@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Natives = tuple[UcxEnd, ...]
 
 _LOG = Log("kvplan")
-_FILES = 16  # that an end has at most
+_FILES = 16  # that an end has at most, or a link for a start
 _LEAVING_S = 2.0  # for calls that are under way when the end is closed
 
 
@@ -96,7 +96,7 @@ class LazyEnds:
                 if self._closed:
                     raise transport_closed()
                 # UCX would say that it finds no network, and not always recover.
-                _check_files_left(_FILES * self.lanes)
+                _check_files_left(_FILES * (self.lanes + 1))
                 try:
                     natives = self._make()
                 except LLMException as error:
