@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks import libraries
+from benchmarks.compiled import compiled
+from benchmarks.libraries import SEGMENTS
 from benchmarks.network import places
-from benchmarks.pairs import Pair, Place
+from benchmarks.pairs import LOOPBACK, Pair, Place
 from benchmarks.table import Row, Run, Topic, Unmeasured
 from kvplan.status import LLMException
 from kvplan.transport.ucx.library import find
@@ -57,6 +59,16 @@ def ucx_seconds(place: Place) -> float:
             server.kill()
 
 
+def messages_seconds(place: Place) -> float:
+    """Median seconds of a question and an answer of 4 KiB, as messages of UCX with nothing around them."""
+    program = compiled("messages.c", "")
+    settings = SEGMENTS | {"UCX_TLS": "tcp", "UCX_ZCOPY_THRESH": "0"}
+    settings["UCX_NET_DEVICES"] = place.interface
+    arguments = (str(program), find().path, str(TIMES))
+    said = subprocess.run(arguments, check=True, env=settings, capture_output=True, text=True).stdout
+    return float(said) / 1e6
+
+
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
@@ -76,6 +88,16 @@ def small_pull(
     ratios = ", ".join(f"{place} {a / b:.2f}" for a, b, place in figures)
     note = f"{where}, the worse of {ratios}; limit: ucx_perftest's get, both ends spinning"
     return Row(name, ours, "us", theirs, target=target, note=note)
+
+
+@TOPIC.row("tcp_messages_4KiB_us")
+def messages(run: Run, name: str) -> Row:
+    """The part of a small pull that is UCX's."""
+    bare, get = run.medians(
+        partial(messages_seconds, LOOPBACK), partial(ucx_seconds, LOOPBACK), rounds=ROUNDS
+    )
+    note = "two messages of UCX and nothing else; limit: ucx_perftest's get, both ends spinning"
+    return Row(name, 1e6 * bare, "us", 1e6 * get, target=None, note=note)
 
 
 @TOPIC.row("tcp_pull_4KiB_us")

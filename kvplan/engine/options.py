@@ -11,6 +11,7 @@ from typing import Any
 from kvplan.engine.option_rows import ROWS, SPELLINGS, WITHOUT_MEANING
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
+from kvplan.transport.ucx.modes import DEFAULT_LANES
 from kvplan.validation import check_mapping, check_type, shown
 
 
@@ -87,7 +88,7 @@ class Options:
     ucx_mode: str = "auto"
     ucx_devices: str = ""
     ucx_settings: str = ""
-    ucx_lanes: int = 1
+    ucx_lanes: int = DEFAULT_LANES
     permit_any_peer: bool = False
     cluster_key_file: str | None = None
     heartbeat_interval_ms: int = 1000

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.ucx.modes import DEFAULT_LANES
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class TransportOptions:
     ucx_mode: str = "auto"
     ucx_devices: str = ""
     ucx_settings: str = ""
-    ucx_lanes: int = 1
+    ucx_lanes: int = DEFAULT_LANES
     label: str = "kvplan"
 
 

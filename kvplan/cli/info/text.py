@@ -158,11 +158,12 @@ def _transports(found: Found) -> Iterator[str]:
 def _limits(found: Found) -> Iterator[str]:
     it = found["limits"]
     files, scope = it["open_files"], it["ptrace_scope"]
+    links = ", ".join(f"{count} over {name}" for name, count in it["links_by_open_files"].items())
     yield ""
     yield "limits"
     yield _row(
         "open files",
-        f"{files['soft']} (at most {files['hard']}): about {it['links_by_open_files']} links",
+        f"{files['soft']} (at most {files['hard']}): links: about {links}",
     )
     if (free := it["shared_memory_free_bytes"]) is not None:
         yield _row("/dev/shm", f"{_gib(free)} GiB free")

@@ -18,6 +18,10 @@ MODES: Final = ("auto", *get_args(Mode))
 MAX_LANES: Final = 16
 """Connections of one link, each with a thread of its own at both ends."""
 
+DEFAULT_LANES: Final = 2
+"""Faster than one even where both ends have one core each (docs/performance.md); more take more
+descriptors and threads than every user may have to spare."""
+
 _RDMA: Final = Path("/sys/class/infiniband")
 _VERBS: Final = "libuct_ib.so*"
 

@@ -19,7 +19,7 @@ from kvplan.transport.ucx.end import LazyEnds, transport_closed
 from kvplan.transport.ucx.library import find
 from kvplan.transport.ucx.link import UcxLink
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Metadata
-from kvplan.transport.ucx.modes import check_lanes, check_mode, choose_mode
+from kvplan.transport.ucx.modes import DEFAULT_LANES, check_lanes, check_mode, choose_mode
 from kvplan.transport.ucx.registrations import Registration, Registrations, Shown
 from kvplan.transport.ucx.settings import check_devices, read_settings, settings_of
 
@@ -60,7 +60,7 @@ class UcxTransport:
         mode: str = "auto",
         devices: str = "",
         settings: str = "",
-        lanes: int = 1,
+        lanes: int = DEFAULT_LANES,
         max_registrations: int = MAX_SLOTS,
         label: str = "kvplan",
     ) -> None:
