@@ -26,7 +26,11 @@ class TestTheOneOfTheTests:
         assert it["stopped"] is None
         assert it["ucx"]["mode"] == "gathered" or not it["ucx"]["missing_for_rdma"]
         assert it["ucx"]["over"] == ["tcp/lo"]
-        assert it["ucx"]["copy"] == {"way": "gathered over tcp/lo", "works": True, "why_not": ""}
+        assert it["ucx"]["copy"] == {
+            "way": "gathered over tcp/lo, 2 lanes",
+            "works": True,
+            "why_not": "",
+        }
         assert it["ucx"]["environment"]["UCX_NET_DEVICES"] == "lo"
         assert transport(it, "ucx")["works"]
         assert ways(it, "ucx") == {("host", "host"): "direct"}
