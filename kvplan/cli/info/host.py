@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kvplan
 
-_DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 12}  # at each end; over ucx with two lanes, the default
+_DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 12}  # at each end; ucx has two lanes by default
 
 
 def describe() -> dict[str, object]:
