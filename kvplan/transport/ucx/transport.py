@@ -145,7 +145,7 @@ class UcxTransport:
         """End it: from here on no peer reports a success for it. It may be freed afterwards.
 
         What is being sent from it is waited for; a peer that takes longer than half a second to
-        receive that is cut off. A second time is fine.
+        receive that is cut off. A second time is fine, and waits for the same.
         """
         self._check_process()
         self._registrations.remove(registration)
