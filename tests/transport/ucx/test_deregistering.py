@@ -6,42 +6,23 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.ucx.link import UcxLink
 from kvplan.transport.ucx.transport import UcxTransport
-from tests.transport.owner import Owner
+from tests.transport.ucx.lanes_peer import TIMEOUT_MS, LanesPeer
 
 pytestmark = pytest.mark.usefixtures("ucx")
 
 SMALL = {"UCX_TCP_SNDBUF": "16k", "UCX_TCP_RCVBUF": "16k"}
 """Sockets that hold less than one message of those that are under way at a time."""
 NBYTES = 64 << 20
-TIMEOUT_MS = 20_000
-SESSION = b"of deregistering"
 
 
-class Reader(Owner):
-    """A process with a lane for each of `transport`, that pulls from this one."""
-
-    script = Path(__file__).with_name("lanes_process.py")
-
-    def link(self, transport: UcxTransport) -> UcxLink:
-        transport.ready()
-        theirs = self.metadata()
-        self.send(
-            f"""
-            link = transport.connect(
-                {transport.metadata(())!r}, timeout_ms={TIMEOUT_MS}, session={SESSION!r})
-            """
-        )
-        link = transport.connect(theirs, timeout_ms=TIMEOUT_MS, session=SESSION)
-        self.answer()
-        return link
+class Reader(LanesPeer):
+    """Pulls from this process."""
 
     def pull_and_stop(self, address: int, nbytes: int, metadata: bytes) -> None:
         """Let it pull all of that, and stop itself as soon as something has come."""
@@ -79,7 +60,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[UcxTransport]:
 def reader(transport: UcxTransport, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     for name, value in SMALL.items():
         monkeypatch.setenv(name, value)
-    reader = Reader(arguments=[str(transport.lanes)])
+    reader = Reader(transport.lanes)
     yield reader
     reader.close()
 
