@@ -21,10 +21,11 @@ def engine_of(machine: str) -> type[LlmDataDist]:
 
 
 class OverUcx(LlmDataDist):
-    """Its options are the test's, and the transport."""
+    """Its options are the test's, and the transport, with as many lanes at least."""
 
     def initialize(self, options: Mapping[str, str] | Options | None = None) -> None:
         if isinstance(options, Options):
-            super().initialize(replace(options, **FIELDS))
+            lanes = max(options.ucx_lanes, UCX_LANES)
+            super().initialize(replace(options, **{**FIELDS, "ucx_lanes": lanes}))
         else:
             super().initialize({**KEYS, **(options or {})})

@@ -1,6 +1,7 @@
 """What the suites run over, and where the processes of a test are: as the environment says.
 
-By default engines are on this host, linked over local; tests marked `over_ucx` run over UCX too.
+By default engines are on this host, linked over local; tests marked `over_ucx` run over UCX too,
+and those marked `over_ucx(only=True)` over UCX alone.
 Suites whose engines another network namespace has are run by tests/across/.
 
 KVPLAN_TEST_MACHINES: comma-separated; "ucx": all tests of tests/datadist and tests/faults over UCX,
@@ -40,7 +41,8 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     """
     if fixture not in metafunc.fixturenames:
         return
-    marked = metafunc.definition.get_closest_marker("over_ucx") is not None
-    names = MACHINES or (*usual, *(["ucx"] if marked else []))
-    known = [it for it in names if it in (*usual, "ucx")]
+    mark = metafunc.definition.get_closest_marker("over_ucx")
+    fit = ["ucx"] if mark and mark.kwargs.get("only") else [*usual, "ucx"]
+    names = MACHINES or (*usual, *(["ucx"] if mark else []))
+    known = [it for it in names if it in fit]
     metafunc.parametrize(fixture, known, indirect=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +20,7 @@ from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
     from kvplan.ascend.device import AscendDevice
-    from kvplan.transport.protocol import Registrable, Transport
+    from kvplan.transport.protocol import Registrable, Registration, Transport
 
 _LOG = Log("kvplan")
 
@@ -102,11 +103,11 @@ class HeldCache:
 
     Attributes:
         entry: the cache.
-        withdraw: ends its registrations.
+        offer: what peers may reach of it.
     """
 
     entry: CacheEntry
-    withdraw: ExitStack
+    offer: Offer
 
     def renewed(self, transports: Sequence[Transport]) -> HeldCache:
         """The same cache of the user's memory, in registrations of its own.
@@ -123,11 +124,10 @@ class HeldCache:
                 f"cache {cache.cache_id}: {error.args[0]}", status_code=error.status_code
             ) from None
         ranges = offered_ranges(memory) if entry.remote_accessible else ()
-        with ExitStack() as undo:
-            metadata = offer(transports, ranges, memory.writable, undo)
-            # Peers are told of it because it is another Cache.
-            again = replace(entry, cache=replace(cache), metadata=metadata)
-            return HeldCache(again, undo.pop_all())
+        offered = offer(transports, ranges, memory.writable)
+        # Peers are told of it because it is another Cache.
+        again = replace(entry, cache=replace(cache), metadata=offered.metadata)
+        return HeldCache(again, offered)
 
 
 def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> list[HeldCache]:
@@ -136,7 +136,7 @@ def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> lis
         renewed = []
         for it in held:
             renewed.append(it.renewed(transports))
-            undo.callback(renewed[-1].withdraw.close)
+            undo.callback(renewed[-1].offer.withdraw)
         undo.pop_all()
     return renewed
 
@@ -148,7 +148,37 @@ def end_all(held: Iterable[HeldCache]) -> None:
     """
     with ExitStack() as all_of_them:
         for it in held:
-            all_of_them.callback(it.withdraw.close)
+            all_of_them.callback(it.offer.withdraw)
+
+
+class Endings:
+    """Caches of the user's memory that nothing names any more, and that have not ended yet.
+
+    To end one waits for what is being sent of it; until then the memory must stay, whichever of
+    several calls its user waits for.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = RLock()
+        self._held: set[HeldCache] = set()
+
+    def add(self, held: Iterable[HeldCache]) -> None:
+        """Before nothing names them any more; `end` must follow."""
+        with self._mutex:
+            self._held.update(held)
+
+    def of(self, cache_id: int) -> list[HeldCache]:
+        """Those that were the cache of this id."""
+        with self._mutex:
+            return [it for it in self._held if it.entry.cache.cache_id == cache_id]
+
+    def end(self, held: Collection[HeldCache]) -> None:
+        """As `end_all`; others may be at it already."""
+        try:
+            end_all(held)
+        finally:
+            with self._mutex:
+                self._held.difference_update(held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +190,27 @@ class Claim:
     batch_index: int
 
 
-def offer(
-    transports: Sequence[Transport],
-    ranges: Sequence[Registrable],
-    writable: bool,
-    undo: ExitStack,
-) -> Mapping[str, bytes]:
-    """Let peers reach `ranges` until `undo` is closed; return what they need for that.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What peers may reach of a cache.
+
+    Attributes:
+        metadata: as of `CacheEntry`.
+        registrations: each with its transport.
+    """
+
+    metadata: Mapping[str, bytes]
+    registrations: tuple[tuple[Transport, Registration], ...]
+
+    def withdraw(self) -> None:
+        """End the registrations. A second time is fine, and waits for what the first waits for."""
+        with ExitStack() as all_of_them:
+            for transport, it in self.registrations:
+                all_of_them.callback(transport.deregister, it)
+
+
+def offer(transports: Sequence[Transport], ranges: Sequence[Registrable], writable: bool) -> Offer:
+    """Let peers reach `ranges`.
 
     No ranges: nothing is offered, and nobody needs anything. Peers that use a transport which does
     not reach such memory are told of the cache, with empty metadata.
@@ -175,27 +219,32 @@ def offer(
         LLMException: the transport's, that cannot offer them.
     """
     metadata = {}
-    for transport in transports if ranges else ():
-        metadata[transport.name] = b""
-        if kind_of(ranges[0]) in transport.reaches:
+    made: list[tuple[Transport, Registration]] = []
+    with ExitStack() as undo:
+        for transport in transports if ranges else ():
+            metadata[transport.name] = b""
+            if kind_of(ranges[0]) not in transport.reaches:
+                continue
             try:
-                metadata[transport.name] = _offer_by(transport, ranges, writable, undo)
+                offered = _offer_by(transport, ranges, writable)
             except LLMException as error:
                 if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
                     raise
                 _LOG.info("peers do not reach a cache over transport %s: %s", transport.name, error)
-    return MappingProxyType(metadata)
+            else:
+                undo.callback(offered.withdraw)
+                metadata |= offered.metadata
+                made += offered.registrations
+        undo.pop_all()
+    return Offer(MappingProxyType(metadata), tuple(made))
 
 
-def _offer_by(
-    transport: Transport, ranges: Sequence[Registrable], writable: bool, undo: ExitStack
-) -> bytes:
+def _offer_by(transport: Transport, ranges: Sequence[Registrable], writable: bool) -> Offer:
+    registrations = []
     with ExitStack() as unless_all:
-        registrations = []
         for memory_range in ranges:
-            registration = transport.register(memory_range, writable=writable)
-            unless_all.callback(transport.deregister, registration)
-            registrations.append(registration)
+            registrations.append(transport.register(memory_range, writable=writable))
+            unless_all.callback(transport.deregister, registrations[-1])
         metadata = transport.metadata(registrations)
-        undo.push(unless_all.pop_all())
-        return metadata
+        unless_all.pop_all()
+    return Offer({transport.name: metadata}, tuple((transport, it) for it in registrations))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.types import NO_ID, BlocksCacheKey, CacheKey
+from kvplan.types import NO_ID, BlocksCacheKey, CacheDesc, CacheKey
 from kvplan.validation import check_type, shown
 
 AnyKey = CacheKey | BlocksCacheKey
@@ -59,6 +59,19 @@ def check_keys(keys: Sequence[AnyKey], paged: bool) -> None:
         check_type(BLOCKS_CACHE_KEY if paged else f"{CACHE_KEYS}[{row}]", key, expected)
     if paged and len(keys) > 1:
         raise invalid(f"{BLOCKS_CACHE_KEY}={shown(keys)}: a paged cache has at most one")
+
+
+def check_fit(keys: Sequence[AnyKey], desc: CacheDesc) -> None:
+    """Refuse more keys than the cache has slots.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    if len(keys) > desc.batch_size:
+        raise invalid(
+            f"{CACHE_KEYS} has {len(keys)} elements; at most batch_size={desc.batch_size} slots "
+            "can be named"
+        )
 
 
 @dataclass(eq=False, slots=True)

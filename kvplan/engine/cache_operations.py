@@ -97,7 +97,8 @@ class CacheOperations(Running):
     def unregister_cache(self, cache_id: int) -> None:
         """End a registered cache and its keys; an unknown id is fine.
 
-        On return no peer reports a success for it any more.
+        On return no peer reports a success for it any more, and over UCX nothing of it is being
+        sent, whichever of several calls has ended it.
 
         Raises:
             TypeError, ValueError: cache_id is no int64.

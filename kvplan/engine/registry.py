@@ -13,6 +13,7 @@ from kvplan.engine import cache_memory
 from kvplan.engine.cache_entry import (
     CacheEntry,
     Claim,
+    Endings,
     HeldCache,
     ad_hoc,
     check_tellable,
@@ -20,7 +21,7 @@ from kvplan.engine.cache_entry import (
     offer,
     renew_all,
 )
-from kvplan.engine.cache_keys import CACHE_KEYS, AnyKey, BoundKey, KeyIndex, check_keys, not_exist
+from kvplan.engine.cache_keys import AnyKey, BoundKey, KeyIndex, check_fit, check_keys, not_exist
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools
 from kvplan.engine.release import finalized
@@ -74,6 +75,7 @@ class CacheRegistry:
         self._closed = False
         self._last_id = 0
         self._held: dict[int, HeldCache] = {}
+        self._endings = Endings()
         # Those that live by their id. `get` reads it without the lock.
         self._entries: dict[int, CacheEntry] = {}
         self._keys = KeyIndex()
@@ -171,20 +173,20 @@ class CacheRegistry:
     def unregister(self, cache_id: int) -> None:
         """End a registered cache, its keys and its claims; an id that is unknown is fine.
 
-        On return no peer reports a success for it any more.
+        On return no peer reports a success for it any more, and no transport still sends it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: it was allocated.
         """
         with self._mutex:
-            if self._entry_of(cache_id, owned=False) is None:
-                return
-            if self._entries.pop(cache_id, None) is None:
-                return
-            self._keys.unbind(cache_id)
-            ended = self._held.pop(cache_id)
-        end_all([ended])
-        self._on_change()
+            there = self._entry_of(cache_id, owned=False) is not None
+            if there and self._entries.pop(cache_id, None) is not None:
+                self._keys.unbind(cache_id)
+                self._endings.add([self._held.pop(cache_id)])
+            ended = self._endings.of(cache_id)  # it was renewed perhaps, or somebody is at it
+        if ended:
+            self._endings.end(ended)
+            self._on_change()
 
     def renew(self, cache_ids: Iterable[int]) -> None:
         """Offer registered caches anew, as if they had been freed and made; an unknown id is fine.
@@ -204,7 +206,8 @@ class CacheRegistry:
                     if cache_id in self._entries:
                         self._entries[cache_id] = now.entry
                 ended.append(before if lives else now)
-        end_all(ended)
+            self._endings.add(ended)
+        self._endings.end(ended)
         self._on_change()
 
     def remove_key(self, key: CacheKey) -> None:
@@ -336,11 +339,7 @@ class CacheRegistry:
                 raise finalized()
             self._last_id += 1
             cache_id = self._last_id
-        if len(keys) > desc.batch_size:
-            raise invalid(
-                f"{CACHE_KEYS} has {len(keys)} elements; at most batch_size={desc.batch_size} "
-                "slots can be named"
-            )
+        check_fit(keys, desc)
         return cache_id
 
     def _publish(
@@ -357,7 +356,8 @@ class CacheRegistry:
         """Offer the memory to peers, and make the cache known: both, or neither."""
         # Without the lock: to register much memory takes long, and links must not wait for it.
         with ExitStack() as undo:
-            metadata = offer(self._transports, ranges, memory.writable, undo)
+            offered = offer(self._transports, ranges, memory.writable)
+            undo.callback(offered.withdraw)
             entry = CacheEntry(
                 cache=Cache(desc, cache_id, tuple(memory.addresses.tolist())),
                 paged=paged,
@@ -365,7 +365,7 @@ class CacheRegistry:
                 blocks_key=next((key for key in keys if isinstance(key, BlocksCacheKey)), None),
                 remote_accessible=bool(ranges),
                 owned=owned,
-                metadata=metadata,
+                metadata=offered.metadata,
                 created=time.time(),
             )
             check_tellable(entry)
@@ -373,8 +373,9 @@ class CacheRegistry:
                 if self._closed:
                     raise finalized()
                 self._keys.bind(cache_id, keys, num_tensors=desc.num_tensors, consumable=owned)
-                self._held[cache_id] = HeldCache(entry, undo.pop_all())
+                self._held[cache_id] = HeldCache(entry, offered)
                 self._entries[cache_id] = entry
+                undo.pop_all()
         self._on_change()
         return entry
 

@@ -130,7 +130,10 @@ class Transport(Protocol):
         """
 
     def deregister(self, registration: Registration) -> None:
-        """End it: from here on no peer reports a success for it; a second time is fine."""
+        """End it: from here on no peer reports a success for it.
+
+        A second time is fine, and in another thread waits for what the first one waits for.
+        """
 
     def metadata(self, registrations: Iterable[Registration] | None = None) -> bytes:
         """Who this process is, and where `registrations` are; None: all of them.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from kvplan import CacheDesc, DataType, LLMStatusCode
 from kvplan.engine.arrays import tensor_arrays
@@ -18,6 +20,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import PoolConfig
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.protocol import Registration
 
 from .caches import ALL_TENSORS, SLOTS, free_nbytes, key, tried
 
@@ -126,6 +129,50 @@ def test_closing_leaves_nothing_behind_of_what_is_being_made():
             assert set(in_threads(work)) == {LLMStatusCode.LLM_ENGINE_FINALIZED}
             assert registry.entries() == []
             assert transport.metadata() == transport.metadata([])
+
+
+class Sending(LocalTransport):
+    """Something of the first memory that it offers is being sent, until `sent`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: queue.Queue[str] = queue.Queue()
+        self.sent = threading.Event()
+        self._first: object = None
+
+    def register(self, memory: Any, *, writable: bool = True) -> Any:
+        made = super().register(memory, writable=writable)
+        self._first = self._first or made
+        return made
+
+    def deregister(self, registration: Registration) -> None:
+        if registration is self._first:
+            self.events.put("waits")
+            assert self.sent.wait(30)
+        super().deregister(registration)
+
+
+@pytest.mark.parametrize("call", ["unregister", "renew"])
+def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
+    """When `unregister` returns, its user takes the memory away."""
+    with Sending() as transport, ThreadPoolExecutor(2) as threads:
+        registry = made(transport)
+        entry = registry.register(SLOTS, [np.zeros(SLOTS.shape, np.uint8)] * 2, paged=False)
+        cache_id, events = entry.cache.cache_id, transport.events
+        calls = {"unregister": registry.unregister, "renew": lambda it: registry.renew([it])}
+        try:
+            first = threads.submit(calls[call], cache_id)
+            assert events.get(timeout=30) == "waits"
+            second = threads.submit(registry.unregister, cache_id)
+            second.add_done_callback(lambda _: events.put("returned"))
+            assert events.get(timeout=30) == "waits"
+        finally:
+            transport.sent.set()
+        assert [it.result(30) for it in (first, second)] == [None, None]
+        assert registry.offered() == {}
+        registry.unregister(cache_id)
+        assert transport.metadata() == transport.metadata([])
+        registry.close()
 
 
 def test_finalizers_and_signal_handlers_may_use_the_registry_that_they_interrupt() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from kvplan import CacheDesc, DataType, LinkState, LLMStatusCode, PoolConfig
 from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
@@ -114,21 +116,37 @@ def descriptors_left(count):
 """
 
 
-def test_a_caller_without_descriptors(make_engine: MakeEngine, make_peer: MakePeer) -> None:
-    owner, peer = make_engine(1), make_peer(2)
+LANES = 8
+"""Over UCX: their links take more descriptors than conversations do."""
+
+first_or_later = pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+"""Over UCX the first link loads it, a later one finds it there."""
+
+
+@pytest.mark.over_ucx
+@first_or_later
+def test_a_caller_without_descriptors(
+    make_engine: MakeEngine, make_peer: MakePeer, is_first: bool
+) -> None:
+    owner, peer = make_engine(1, ucx_lanes=LANES), make_peer(2, ucx_lanes=LANES)
     make_cache(owner, "allocated", 1)
     peer.run(LIMIT)
-    for count in (*range(0, 24, 2), 24 + 24 * UCX_LANES):
+    if not is_first:
+        link(owner, peer)
+        owner.unlink_clusters([2], timeout_ms=10_000).raise_for_status()
+    enough = 48 + 24 * max(LANES, UCX_LANES)
+    for count in (*range(0, 32, 2), enough):
         said = peer.run(
             """
             descriptors_left(count)
-            (it,) = datadist.link_clusters([ClusterInfo(1, address)], timeout_ms=300)
+            (it,) = datadist.link_clusters([ClusterInfo(1, address)], timeout_ms=timeout_ms)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             result = it.status.name, str(it.error)
             if it.error is None:
                 datadist.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
             """,
             count=count,
+            timeout_ms=10_000 if count == enough else 300,
             address=owner.listen_address,
         )
         assert said[0] in {"LLM_SUCCESS", "LLM_LINK_FAILED"}, said
@@ -148,12 +166,19 @@ def test_a_caller_without_descriptors(make_engine: MakeEngine, make_peer: MakePe
     assert owner.links() == []
 
 
-def test_one_who_is_called_without_descriptors(make_engine: MakeEngine, peer: Peer) -> None:
-    user = make_engine(2)
+@pytest.mark.over_ucx
+@first_or_later
+def test_one_who_is_called_without_descriptors(
+    make_engine: MakeEngine, make_peer: MakePeer, is_first: bool
+) -> None:
+    user, peer = make_engine(2, ucx_lanes=LANES), make_peer(1, ucx_lanes=LANES)
     remote = peer.make_cache()
     cache, arrays = make_cache(user, "allocated", None)
     peer.run(LIMIT)
-    for count in (0, 1, 2, 4, 6, 8):
+    if not is_first:
+        link(user, peer)
+        user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
+    for count in (0, 1, *range(2, 32, 2)):
         peer.run("descriptors_left(count)", count=count)
         (result,) = user.link_clusters([peer.cluster], timeout_ms=200)
         assert result.status in {LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_LINK_FAILED}, result

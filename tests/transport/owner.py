@@ -33,10 +33,18 @@ class Owner:
 
     def run(self, *code: str) -> Any:
         """Execute the snippets there, one after another; returns their `result`."""
+        self.send(*code)
+        return self.answer()
+
+    def send(self, *code: str) -> None:
+        """As `run`, and do not wait: `answer` does."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps("\n".join(map(dedent, code))) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """The `result` of what was sent."""
+        assert self.process.stdout is not None
         answer = json.loads(self.process.stdout.readline())
         assert "error" not in answer, answer["error"]
         return answer["result"]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import dedent
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,18 +54,6 @@ class UcxPeer(Owner):
     def fill(self) -> None:
         """Put its memory back to what it was."""
         self.memory[:] = self._content
-
-    def send(self, code: str) -> None:
-        """Let it execute the snippet, and do not wait: `answer` does."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(dedent(code)) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer["error"]
-        return answer["result"]
 
     def stop(self) -> None:
         """On return it does not run any more."""

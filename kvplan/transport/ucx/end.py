@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvplan.execution.outcome import status_code_of
+from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.identity import link_failed
+from kvplan.transport.ucx import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     Natives = tuple[UcxEnd, ...]
 
 _LOG = Log("kvplan")
-_FILES = 16  # that an end has at most, or a link for a start
 _LEAVING_S = 2.0  # for calls that are under way when the end is closed
 
 
@@ -95,8 +94,10 @@ class LazyEnds:
             if not self._natives:
                 if self._closed:
                     raise transport_closed()
-                # UCX would say that it finds no network, and not always recover.
-                _check_files_left(_FILES * (self.lanes + 1))
+                # UCX would say that it finds no network.
+                few = files.too_few(files.for_start(self.lanes), "a start")
+                if few is not None:
+                    raise few
                 try:
                     natives = self._make()
                 except LLMException as error:
@@ -105,6 +106,15 @@ class LazyEnds:
                 self._opened(natives)
                 self._natives = natives
             return self._natives
+
+    def no_room(self) -> LLMException | None:
+        """Why there cannot be a link more now, beside those that are being made; None: there can.
+
+        Whoever is reached without room may never be reached again: see `files`.
+        """
+        with self._left:
+            links = max(self._inside, 1)
+        return files.too_few(files.for_links(links, self.lanes), plural(links, "link"))
 
     @contextmanager
     def use(self) -> Iterator[Natives]:
@@ -179,21 +189,6 @@ def _close(natives: Natives) -> None:
             return
     for native in natives:
         native.close()
-
-
-def _check_files_left(count: int) -> None:
-    held: list[int] = []
-    try:
-        held.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
-        held.extend(os.dup(held[0]) for _ in range(count - 1))
-    except OSError as error:
-        raise link_failed(
-            f"UCX wants {count} file descriptors for a start, of which {len(held)} are left "
-            f"({error.strerror}): raise the limit (ulimit -n)"
-        ) from error
-    finally:
-        for file in held:
-            os.close(file)
 
 
 def ucx_error(error: NativeError, what: str) -> LLMException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.status import LLMException, LLMStatusCode
@@ -37,6 +37,9 @@ class Registration(RegisteredMemory[Range]):
 
     range: Range
     pin: Pin | None  # keeps the memory where it is; None: the caller does
+    # Taken by who ends it, who takes no other lock until he is through; then it is free again.
+    # Re-entrant: a signal handler may interrupt him to do the same.
+    ending: threading.RLock = field(default_factory=threading.RLock, init=False)
 
 
 class Registrations:
@@ -103,18 +106,24 @@ class Registrations:
     def remove(self, registration: protocol.Registration) -> None:
         """See `UcxTransport.deregister`."""
         it = _own(registration)
-        slot = it.range.slot
         with self._mutex:
-            if self._by_slot.get(slot) is not it:
-                return
-            del self._by_slot[slot]
             natives = self._natives
-        if natives:
-            from kvnative._ucx import remove_range
+            is_first = self._by_slot.get(it.range.slot) is it
+            if is_first:
+                it.ending.acquire()
+                del self._by_slot[it.range.slot]
+        if not is_first:
+            with it.ending:  # until all that was being sent from there is sent
+                return
+        try:
+            if natives:
+                from kvnative._ucx import remove_range
 
-            remove_range(natives, slot)  # waits for what is being sent from there: without the lock
+                remove_range(natives, it.range.slot)  # waits for that
+        finally:
+            it.ending.release()
         with self._mutex:
-            self._free.append(slot)
+            self._free.append(it.range.slot)
         if it.pin is not None:
             it.pin.release()
 

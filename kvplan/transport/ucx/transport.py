@@ -145,7 +145,7 @@ class UcxTransport:
         """End it: from here on no peer reports a success for it. It may be freed afterwards.
 
         What is being sent from it is waited for; a peer that takes longer than half a second to
-        receive that is cut off. A second time is fine.
+        receive that is cut off. A second time is fine, and waits for the same.
         """
         self._check_process()
         self._registrations.remove(registration)
@@ -153,15 +153,20 @@ class UcxTransport:
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """What a peer needs to reach this process: its address and `registrations` (None: all).
 
+        Where too few file descriptors are left for a link the address is left out.
+
         Raises:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
             TypeError: one of them is no `Registration`.
         """
         self._check_process()
-        return self._metadata(self._registrations.shown(registrations)).to_bytes()
+        shown = self._registrations.shown(registrations)
+        return self._metadata(shown, is_reached=self._ends.no_room() is None).to_bytes()
 
     def ready(self) -> None:
         """Load UCX, unless that was done: from then on metadata has its address.
+
+        It is asked for before each link, so that a peer hears of what is missing.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the library cannot be used, and why; what UCX
@@ -169,6 +174,8 @@ class UcxTransport:
         """
         self._check_process()
         self._ends.open()
+        if (error := self._ends.no_room()) is not None:
+            raise error
 
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it may be."""
@@ -191,7 +198,8 @@ class UcxTransport:
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, or has not come in time;
-                LLM_PARAM_INVALID: bad metadata; LLM_FEATURE_NOT_ENABLED: as `ready`.
+                or too few file descriptors are left now; LLM_PARAM_INVALID: bad metadata;
+                LLM_FEATURE_NOT_ENABLED: as `ready`.
         """
         self._check_process()
         peer = Metadata.from_bytes(metadata)
@@ -200,6 +208,8 @@ class UcxTransport:
         with self._ends.use() as ends:
             if reason := self._refusal(peer):  # by now this end's version is known too
                 raise link_failed(reason)
+            if (error := self._ends.no_room()) is not None:
+                raise error
             try:
                 self._begin(ends[: peer.lanes], peer, _token_of(session), natives)
                 for native in natives:
@@ -259,7 +269,7 @@ class UcxTransport:
                 self._check_process()
                 self._connecting.add(native)
 
-    def _metadata(self, shown: Shown) -> Metadata:
+    def _metadata(self, shown: Shown, *, is_reached: bool = True) -> Metadata:
         natives = self._ends.natives
         return Metadata(
             self._instance,
@@ -269,7 +279,7 @@ class UcxTransport:
             self._ends.version,
             natives[0].transports if natives else "",
             self.lanes,
-            tuple(it.address for it in natives),
+            tuple(it.address for it in natives) if is_reached else (),
             *shown,
         )
 
