@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -69,17 +67,6 @@ class UcxPeer(Owner):
         answer = json.loads(self.process.stdout.readline())
         assert "error" not in answer, answer["error"]
         return answer["result"]
-
-    def stop(self) -> None:
-        """On return it does not run any more."""
-        os.kill(self.pid, signal.SIGSTOP)
-        self.wait_until_stopped()
-
-    def wait_until_stopped(self) -> None:
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
 
     def pull_and_stop(self, memory: Bytes, slot: int, times: int) -> None:
         """Let it pull `memory`, all of a slot of this end, so many times, and stop meanwhile.

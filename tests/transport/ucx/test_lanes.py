@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import select
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -61,14 +60,6 @@ class LanesOwner(Owner):
             result = memory.ctypes.data
             """
         )
-
-    def stop(self) -> None:
-        """On return it does not run any more."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
 
     def link(self, transport: UcxTransport, *, knows_address: bool = True) -> UcxLink:
         if knows_address:
