@@ -220,7 +220,7 @@ def striped(backends, *, min_nbytes: int) -> Backend:
 
 
 def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KVN_FAILED,
-            int code=0) -> Backend:
+            int code=0, *, bint at_submit=False) -> Backend:
     """Make descriptor number `descriptor` of every task fail.
 
     The descriptors before it are moved, it and those after it are not.
@@ -228,12 +228,13 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KV
     Args:
         status: what the report says, one of the negative KVN_ constants.
         code: the system's error code in the report.
+        at_submit: refuse the batch that has it, of which nothing is moved then.
     """
     if not KVN_NO_DEVICE_MEMORY <= status < KVN_OK:
         raise ValueError(f"status = {status}: expected {KVN_NO_DEVICE_MEMORY} to {KVN_OK - 1}")
     backend.check_process()
-    return Backend.adopt(kvn_fail_at_create(backend.handle, descriptor, status, code), backend,
-                         "fail_at")
+    return Backend.adopt(
+        kvn_fail_at_create(backend.handle, descriptor, status, code, at_submit), backend, "fail_at")
 
 
 def delay(Backend backend not None, double ms) -> Backend:
