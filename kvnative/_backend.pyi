@@ -16,6 +16,7 @@ __all__ = [
     "KVN_TIMEOUT",
     "KVN_UNMAPPED",
     "KVN_UNSUPPORTED",
+    "MAX_STRIPES",
     "STRATEGIES",
     "Backend",
     "Capabilities",
@@ -45,6 +46,7 @@ KVN_DEVICE_MEMORY: int
 KVN_SUSPECT_REMOTE: int
 KVN_NO_DEVICE_MEMORY: int
 
+MAX_STRIPES: int
 STRATEGIES: tuple[str, ...]
 
 class NativeError(RuntimeError): ...

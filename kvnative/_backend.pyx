@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
-    "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
+    "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED", "MAX_STRIPES",
     "STRATEGIES", "Backend", "Capabilities", "NativeError", "ThreadPool", "delay", "fail_at",
     "host_backend", "limit_bandwidth", "limit_batch", "striped", "trace",
 ]
@@ -31,6 +31,8 @@ globals().update(
     KVN_SUSPECT_REMOTE=_native.KVN_SUSPECT_REMOTE,
     KVN_NO_DEVICE_MEMORY=_native.KVN_NO_DEVICE_MEMORY,
 )
+
+MAX_STRIPES = <int>KVN_MAX_STRIPES
 
 STRATEGIES = tuple(
     kvn_strategy_name(<kvn_strategy>i).decode() for i in range(<int>KVN_NUM_STRATEGIES)
