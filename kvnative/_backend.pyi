@@ -16,6 +16,7 @@ __all__ = [
     "KVN_TIMEOUT",
     "KVN_UNMAPPED",
     "KVN_UNSUPPORTED",
+    "MAX_STRIPES",
     "STRATEGIES",
     "Backend",
     "Capabilities",
@@ -45,6 +46,7 @@ KVN_DEVICE_MEMORY: int
 KVN_SUSPECT_REMOTE: int
 KVN_NO_DEVICE_MEMORY: int
 
+MAX_STRIPES: int
 STRATEGIES: tuple[str, ...]
 
 class NativeError(RuntimeError): ...
@@ -72,7 +74,14 @@ class Backend:
     def last_error(self) -> str: ...
 
 def host_backend(pool: ThreadPool, strategy: str = "auto") -> Backend: ...
-def fail_at(backend: Backend, descriptor: int, status: int = -9, code: int = 0) -> Backend: ...
+def fail_at(
+    backend: Backend,
+    descriptor: int,
+    status: int = -9,
+    code: int = 0,
+    *,
+    at_submit: bool = False,
+) -> Backend: ...
 def delay(backend: Backend, ms: float) -> Backend: ...
 def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
 def limit_batch(backend: Backend, max_batch: int, max_nbytes: int | None = None) -> Backend: ...

@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
-    "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED",
+    "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED", "MAX_STRIPES",
     "STRATEGIES", "Backend", "Capabilities", "NativeError", "ThreadPool", "delay", "fail_at",
     "host_backend", "limit_bandwidth", "limit_batch", "striped", "trace",
 ]
@@ -31,6 +31,8 @@ globals().update(
     KVN_SUSPECT_REMOTE=_native.KVN_SUSPECT_REMOTE,
     KVN_NO_DEVICE_MEMORY=_native.KVN_NO_DEVICE_MEMORY,
 )
+
+MAX_STRIPES = <int>KVN_MAX_STRIPES
 
 STRATEGIES = tuple(
     kvn_strategy_name(<kvn_strategy>i).decode() for i in range(<int>KVN_NUM_STRATEGIES)
@@ -220,7 +222,7 @@ def striped(backends, *, min_nbytes: int) -> Backend:
 
 
 def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KVN_FAILED,
-            int code=0) -> Backend:
+            int code=0, *, bint at_submit=False) -> Backend:
     """Make descriptor number `descriptor` of every task fail.
 
     The descriptors before it are moved, it and those after it are not.
@@ -228,12 +230,13 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KV
     Args:
         status: what the report says, one of the negative KVN_ constants.
         code: the system's error code in the report.
+        at_submit: refuse the batch that has it, of which nothing is moved then.
     """
     if not KVN_NO_DEVICE_MEMORY <= status < KVN_OK:
         raise ValueError(f"status = {status}: expected {KVN_NO_DEVICE_MEMORY} to {KVN_OK - 1}")
     backend.check_process()
-    return Backend.adopt(kvn_fail_at_create(backend.handle, descriptor, status, code), backend,
-                         "fail_at")
+    return Backend.adopt(
+        kvn_fail_at_create(backend.handle, descriptor, status, code, at_submit), backend, "fail_at")
 
 
 def delay(Backend backend not None, double ms) -> Backend:

@@ -73,7 +73,8 @@ cdef extern from "host.h" nogil:
     kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
 
 cdef extern from "wrappers.h" nogil:
-    kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code)
+    kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
+                                    bint at_submit)
     kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
     kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
     kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch, uint64_t max_nbytes)

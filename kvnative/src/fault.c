@@ -1,4 +1,5 @@
-/* fail_at: the inner backend gets the batch up to the descriptor that is to fail, then it fails. */
+/* fail_at: the inner backend gets the batch up to the descriptor that is to fail, then it fails; or
+ * gets nothing of it, since it is refused. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -12,6 +13,7 @@ typedef struct fail_at {
     uint64_t descriptor;
     int status;
     int code;
+    bool at_submit;
 } fail_at;
 
 typedef struct fault_request {
@@ -19,6 +21,15 @@ typedef struct fault_request {
     uint64_t fault;     /* index in the batch; its count if the fault is not in it */
     uint64_t count;
 } fault_request;
+
+static int refuse(const fail_at *self, uint64_t fault, uint64_t count, kvn_report *report)
+{
+    kvn_report_refuse(report, count, self->status, self->code,
+                      "descriptor %" PRIu64 " was made to be refused with status %d, code %d",
+                      self->descriptor, self->status, self->code);
+    report->failed = fault;
+    return self->status;
+}
 
 static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
                         kvn_report *report)
@@ -31,6 +42,8 @@ static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     *out = NULL;
     if (self->descriptor >= batch->first && self->descriptor - batch->first < batch->count)
         before.count = self->descriptor - batch->first;
+    if (self->at_submit && before.count < batch->count)
+        return refuse(self, before.count, batch->count, report);
     request = calloc(1, sizeof *request);
     if (!request)
         return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
@@ -128,7 +141,8 @@ static const kvn_backend_vtable FAIL_AT_VTABLE = {
     .destroy = kvn_wrapper_destroy,
 };
 
-kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code)
+kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
+                                bool at_submit)
 {
     fail_at *self;
 
@@ -142,5 +156,6 @@ kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int sta
     self->descriptor = descriptor;
     self->status = status;
     self->code = code;
+    self->at_submit = at_submit;
     return &self->wrapper.base;
 }

@@ -6,7 +6,10 @@
 #ifndef KVN_UCX_SERVE_H
 #define KVN_UCX_SERVE_H
 
+#include "striped.h"
 #include "ucx_end.h"
+
+#define KVN_UCX_MAX_LANES KVN_MAX_STRIPES /* a batch is striped over the lanes of a link */
 
 typedef struct kvn_ucx_serve kvn_ucx_serve;
 
@@ -19,7 +22,6 @@ kvn_ucx_serve *kvn_ucx_serve_create(kvn_ucx_end *end, uint32_t max_ranges, kvn_f
  * a peer asks for it is refused (ucx_mapped.h). */
 int kvn_ucx_serve_add_range(kvn_ucx_serve *self, uint64_t slot, uint64_t address, uint64_t nbytes,
                             bool writable, uint64_t generation, kvn_failure *failure);
-#define KVN_UCX_MAX_LANES 16
 
 /* Peers reach it no more, by none of these ends, 1 to KVN_UCX_MAX_LANES: none writes to it, and no send reads
  * from it. Waits for those in flight, at most about half a second; then the links that do not take them are

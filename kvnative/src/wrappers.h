@@ -4,11 +4,15 @@
 #ifndef KVNATIVE_WRAPPERS_H
 #define KVNATIVE_WRAPPERS_H
 
+#include <stdbool.h>
+
 #include "kvnative/backend.h"
 
 /* Descriptor `descriptor` of every task fails with `status` (< 0), `code` and a message that says so.
- * Those before it are moved, it and those after are not. */
-kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code);
+ * Those before it are moved, it and those after are not. If `at_submit`, the batch that has it is
+ * refused, and nothing of that is moved. */
+kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
+                                bool at_submit);
 
 /* No batch is known to be through before `nanoseconds` after its submission. One that is aborted
  * before is not confirmed, whatever the inner backend has moved. */

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -131,14 +129,6 @@ class Engine(Owner):
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id} at {self.address}"
-
-    def stop(self) -> None:
-        """SIGSTOP; on return it has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.dead = True

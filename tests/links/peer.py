@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,3 @@ class Peer(Owner):
     def state(self, cluster_id: int) -> str | None:
         found = self.run(f"state = end.state({cluster_id}); result = state and state.name")
         return None if found is None else str(found)
-
-    def stop(self) -> None:
-        """SIGSTOP; on return it has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)

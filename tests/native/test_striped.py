@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,6 +25,7 @@ from kvnative._executor import (
     host_backend,
     limit_batch,
     striped,
+    trace,
 )
 from tests.native.scatter import indices, scatter
 
@@ -136,6 +139,38 @@ def test_a_reason_says_more_than_that_others_were_given_up(lanes: list[Backend])
         report = executor.run(case.descriptors, timeout_ms=20)
     assert (report.status, report.failed) == (KVN_FAILED, COUNT - 1)
     assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
+
+
+@pytest.mark.parametrize("index", [0, 20, COUNT - 1])
+def test_one_is_refused(lanes: list[Backend], tmp_path: Path, index: int) -> None:
+    """What went before is given up, though it would go on; nothing comes after."""
+    case = scatter([SIZE] * COUNT)
+    before = index // len(stripes(3)[0])
+    with (tmp_path / "trace").open("w+b") as file:
+        late = [trace(delay(it, 1e9), file.fileno()) for it in lanes]
+        late[before] = fail_at(late[before], index, KVN_PEER_GONE, 77, at_submit=True)
+        backend = striped(late, min_nbytes=1)
+        report = Executor(backend).run(case.descriptors)
+        file.seek(0)
+        lines = [json.loads(line) for line in file]
+    assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, index)
+    assert f"descriptor {index} was made to be refused" in report.message
+    assert backend.last_error == report.message
+    assert report.unconfirmed == ((0, COUNT),)
+    for stripe in stripes(3)[:before]:
+        calls = [it["call"] for it in lines if it["first"] == stripe[0] and it["call"] != "poll"]
+        assert calls == ["submit", "abort", "release"]
+    assert {it["first"] for it in lines} == {stripe[0] for stripe in stripes(3)[:before]}
+
+
+def test_batches_before_one_that_is_refused_are_confirmed(lanes: list[Backend]) -> None:
+    case = scatter([SIZE] * COUNT)
+    refusing = fail_at(lanes[1], 30, at_submit=True)
+    backend = limit_batch(striped([lanes[0], refusing, lanes[2]], min_nbytes=1), COUNT // 2)
+    report = Executor(backend).run(case.descriptors)
+    assert (report.failed, report.unconfirmed) == (30, ((COUNT // 2, COUNT),))
+    assert all(case.arrived(it) for it in range(COUNT // 2))
+    assert not any(case.arrived(it) for it in range(28, COUNT))  # from the stripe on
 
 
 def test_its_limits_are_the_least_of_all(lanes: list[Backend]) -> None:

@@ -51,6 +51,18 @@ def test_a_fault_moves_all_before_it_and_nothing_after(
     case.assert_moved(set(range(index)))
 
 
+@pytest.mark.parametrize(("max_batch", "first"), [(COUNT, 0), (7, 14), (1, 20)])
+def test_a_refusal_moves_nothing_of_its_batch(host: Backend, max_batch: int, first: int) -> None:
+    case = scatter([100] * COUNT)
+    backend = limit_batch(fail_at(host, 20, KVN_PEER_GONE, 77, at_submit=True), max_batch)
+    report = Executor(backend).run(case.descriptors)
+    assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, 20)
+    assert report.unconfirmed == ((first, COUNT),)
+    assert report.bytes_done == first * 100
+    assert "descriptor 20 was made to be refused" in report.message
+    case.assert_moved(set(range(first)))
+
+
 def test_a_fault_counts_anew_for_every_task(host: Backend) -> None:
     executor = Executor(limit_batch(fail_at(host, 5), 4))
     longer, shorter = scatter([10] * 9), scatter([10] * 5)

@@ -52,6 +52,17 @@ class Owner:
     def metadata(self) -> bytes:
         return str(self.run("result = transport.metadata().decode()")).encode()
 
+    def stop(self) -> None:
+        """SIGSTOP; on return it has stopped."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        self.wait_until_stopped()
+
+    def wait_until_stopped(self) -> None:
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """End it at once; on return it is dead, and a zombie until `close`."""
         os.kill(self.process.pid, signal.SIGKILL)

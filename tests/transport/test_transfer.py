@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 
@@ -106,14 +103,13 @@ class TestOneKind:
         owner.run(setup)
         base = owner.run(FILL)
         with transport.connect(owner.metadata()) as link:
-            os.kill(owner.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, owner.pid, os.WSTOPPED)
+            owner.stop()
             local = tensors(2)
             memory = tensors_of(link, base, writable=True)
             kvplan.execute(kvplan.plan_pull_blocks(DESC, DESC, SRC, DST), memory, local)
             np.testing.assert_array_equal(local, after_transfer(tensors(1), tensors(2)))
             kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, SRC, DST), tensors(3), memory)
-            os.kill(owner.pid, signal.SIGCONT)
+            owner.resume()
         expected = np.concatenate(after_transfer(tensors(3), tensors(1)))
         assert owner.run("result = memory.tobytes().hex()") == expected.tobytes().hex()
 

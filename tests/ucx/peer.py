@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,17 +52,6 @@ class UcxPeer(Owner):
     def fill(self) -> None:
         """Put its memory back to what it was."""
         self.memory[:] = self._content
-
-    def stop(self) -> None:
-        """On return it does not run any more."""
-        os.kill(self.pid, signal.SIGSTOP)
-        self.wait_until_stopped()
-
-    def wait_until_stopped(self) -> None:
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
 
     def pull_and_stop(self, memory: Bytes, slot: int, times: int) -> None:
         """Let it pull `memory`, all of a slot of this end, so many times, and stop meanwhile.

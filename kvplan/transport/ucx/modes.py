@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from kvnative._backend import MAX_STRIPES
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
@@ -15,7 +16,7 @@ one_sided: a get or put for each descriptor, done by the fabric."""
 MODES: Final = ("auto", *get_args(Mode))
 """What can be asked for."""
 
-MAX_LANES: Final = 16
+MAX_LANES: Final = MAX_STRIPES
 """Connections of one link, each with a thread of its own at both ends."""
 
 DEFAULT_LANES: Final = 2
