@@ -16,6 +16,7 @@ from benchmarks.pairs import LOOPBACK, Pair, Place
 from benchmarks.table import Row, Run, Topic, Unmeasured
 from kvplan.status import LLMException
 from kvplan.transport.ucx.library import find
+from kvplan.transport.ucx.modes import DEFAULT_LANES
 
 TOPIC = Topic()
 TIMES, WARM_UP = 2000, 200
@@ -25,12 +26,17 @@ LISTENS_S = 10
 """Until the serving end must listen."""
 
 
-def ucx_perftest() -> tuple[str, dict[str, str]]:
-    """The program that comes with the UCX which kvplan uses, and its environment."""
+def ucx_library() -> Path:
+    """The UCX that kvplan uses."""
     try:
-        library = Path(find().path)
+        return Path(find().path)
     except LLMException as error:
         raise Unmeasured(str(error)) from error
+
+
+def ucx_perftest() -> tuple[str, dict[str, str]]:
+    """The program that comes with the UCX which kvplan uses, and its environment."""
+    library = ucx_library()
     program = library.parents[1] / "bin/ucx_perftest"
     if not program.exists():
         raise Unmeasured(f"{program} is not there: pip install libucx-cu12")
@@ -64,8 +70,8 @@ def messages_seconds(place: Place) -> float:
     program = compiled("messages.c", "")
     settings = SEGMENTS | {"UCX_TLS": "tcp", "UCX_ZCOPY_THRESH": "0"}
     settings["UCX_NET_DEVICES"] = place.interface
-    arguments = (str(program), find().path, str(TIMES))
-    said = subprocess.check_output(arguments, env=settings, text=True)
+    arguments = (str(program), str(ucx_library()), str(TIMES))
+    said = subprocess.check_output(arguments, env=settings, text=True, timeout=60)
     return float(said) / 1e6
 
 
@@ -79,7 +85,7 @@ def small_pull(
     figures = []
     with places() as both:
         for place in both:
-            with Pair(libraries.kvplan_over_tcp(place, "small"), place) as pair:
+            with Pair(libraries.kvplan_over_tcp(place, "small", DEFAULT_LANES), place) as pair:
                 ours, theirs = run.medians(
                     partial(pair.seconds, level, TIMES), partial(ucx_seconds, place), rounds=ROUNDS
                 )

@@ -97,8 +97,8 @@ class CacheOperations(Running):
     def unregister_cache(self, cache_id: int) -> None:
         """End a registered cache and its keys; an unknown id is fine.
 
-        On return no peer reports a success for it any more, and over UCX nothing of it is being
-        sent, whichever of several calls has ended it.
+        On return no peer reports a success for it any more, whichever of several calls has ended
+        it, and nothing of it is being sent over UCX's messages (kvplan.ucx_mode=gathered).
 
         Raises:
             TypeError, ValueError: cache_id is no int64.

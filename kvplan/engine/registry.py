@@ -173,7 +173,7 @@ class CacheRegistry:
     def unregister(self, cache_id: int) -> None:
         """End a registered cache, its keys and its claims; an id that is unknown is fine.
 
-        On return no peer reports a success for it any more, and no transport still sends it.
+        On return no peer reports a success for it any more; its transports have ended it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: it was allocated.

@@ -58,7 +58,8 @@ def _limits() -> dict[str, object]:
     return {
         "open_files": {"soft": soft, "hard": hard},
         "links_by_open_files": {
-            name: soft // each for name, each in _DESCRIPTORS_OF_A_LINK.items()
+            name: None if soft < 0 else soft // each
+            for name, each in _DESCRIPTORS_OF_A_LINK.items()
         },
         "ptrace_scope": _number_in("/proc/sys/kernel/yama/ptrace_scope"),
         "shared_memory_free_bytes": _free("/dev/shm"),

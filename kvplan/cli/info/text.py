@@ -161,10 +161,11 @@ def _limits(found: Found) -> Iterator[str]:
     links = ", ".join(f"{count} over {name}" for name, count in it["links_by_open_files"].items())
     yield ""
     yield "limits"
-    yield _row(
-        "open files",
-        f"{files['soft']} (at most {files['hard']}): links: about {links}",
-    )
+    if files["soft"] < 0:
+        yield _row("open files", "unlimited")
+    else:
+        many = f"{files['soft']} (at most {files['hard']}): about so many links: {links}"
+        yield _row("open files", many)
     if (free := it["shared_memory_free_bytes"]) is not None:
         yield _row("/dev/shm", f"{_gib(free)} GiB free")
     if scope:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -63,6 +64,7 @@ class LazyEnds:
         self._version = ""
         self._left = threading.Condition(threading.RLock())
         self._inside = 0  # calls that use the native ends
+        self._being_made = 0  # links, by some of those
         self._closed = False
 
     @property
@@ -108,13 +110,43 @@ class LazyEnds:
             return self._natives
 
     def no_room(self) -> LLMException | None:
-        """Why there cannot be a link more now, beside those that are being made; None: there can.
+        """Why there cannot be a link more now; None: there can.
 
         Whoever is reached without room may never be reached again: see `files`.
         """
+        return files.too_few(files.for_links(1, self.lanes), "1 link")
+
+    @contextmanager
+    def making(self, lanes: int, give_up: float) -> Iterator[None]:
+        """The caller, who is within `use`, makes a link.
+
+        Where there may not be room for all that are being made at once it waits for the others.
+
+        Args:
+            lanes: of the link.
+            give_up: when waiting ends, of `time.monotonic`.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: there is no room.
+        """
         with self._left:
-            links = max(self._inside, 1)
-        return files.too_few(files.for_links(links, self.lanes), plural(links, "link"))
+            while True:
+                if self._closed:
+                    raise transport_closed()
+                links = self._being_made + 1
+                few = files.too_few(files.for_links(links, lanes), plural(links, "link"))
+                if few is None:
+                    break
+                left = give_up - time.monotonic()
+                if not self._being_made or left <= 0 or not self._left.wait(left):
+                    raise few
+            self._being_made += 1
+        try:
+            yield
+        finally:
+            with self._left:
+                self._being_made -= 1
+                self._left.notify_all()
 
     @contextmanager
     def use(self) -> Iterator[Natives]:
@@ -137,6 +169,7 @@ class LazyEnds:
             if self._closed:
                 return
             self._closed = True
+            self._left.notify_all()
             is_left = self._left.wait_for(lambda: not self._inside, _LEAVING_S)
         with self._opening:
             natives, self._natives = self._natives, ()  # their sockets go with their last users

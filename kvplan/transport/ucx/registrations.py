@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,8 +38,8 @@ class Registration(RegisteredMemory[Range]):
 
     range: Range
     pin: Pin | None  # keeps the memory where it is; None: the caller does
-    # Taken by who ends it, who takes no other lock until he is through; then it is free again.
-    # Re-entrant: a signal handler may interrupt him to do the same.
+    # Held by who ends it, and taken before the table's. Re-entrant: a signal handler may interrupt
+    # him to do the same.
     ending: threading.RLock = field(default_factory=threading.RLock, init=False)
 
 
@@ -106,24 +107,21 @@ class Registrations:
     def remove(self, registration: protocol.Registration) -> None:
         """See `UcxTransport.deregister`."""
         it = _own(registration)
-        with self._mutex:
-            natives = self._natives
-            is_first = self._by_slot.get(it.range.slot) is it
-            if is_first:
-                it.ending.acquire()
-                del self._by_slot[it.range.slot]
-        if not is_first:
-            with it.ending:  # until all that was being sent from there is sent
-                return
-        try:
+        with it.ending:  # until all that is being sent from there is sent, whoever ended it
+            with self._mutex:
+                if self._by_slot.get(it.range.slot) is not it:
+                    return
+                natives = self._natives
+                if not natives:
+                    self._forget(it)
             if natives:
                 from kvnative._ucx import remove_range
 
-                remove_range(natives, it.range.slot)  # waits for that
-        finally:
-            it.ending.release()
-        with self._mutex:
-            self._free.append(it.range.slot)
+                # What an interrupted call has removed, or a signal handler, is there no more.
+                with suppress(ValueError):
+                    remove_range(natives, it.range.slot)  # waits for that
+                if not self._forget(it):
+                    return
         if it.pin is not None:
             it.pin.release()
 
@@ -147,6 +145,15 @@ class Registrations:
         for it in ended:
             if it.pin is not None:
                 it.pin.release()
+
+    def _forget(self, it: Registration) -> bool:
+        """True: it was there until now."""
+        with self._mutex:
+            if self._by_slot.get(it.range.slot) is not it:
+                return False
+            del self._by_slot[it.range.slot]
+            self._free.append(it.range.slot)
+            return True
 
     def _take(self) -> int:
         if self._free:

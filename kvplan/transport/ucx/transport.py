@@ -144,8 +144,9 @@ class UcxTransport:
     def deregister(self, registration: protocol.Registration) -> None:
         """End it: from here on no peer reports a success for it. It may be freed afterwards.
 
-        What is being sent from it is waited for; a peer that takes longer than half a second to
-        receive that is cut off. A second time is fine, and waits for the same.
+        Gathered, what is being sent from it is waited for; a peer that takes longer than half a
+        second to receive that is cut off. One-sided, what a peer is reading goes on, and is not
+        confirmed. A second time is fine, and waits for the same.
         """
         self._check_process()
         self._registrations.remove(registration)
@@ -208,12 +209,12 @@ class UcxTransport:
         with self._ends.use() as ends:
             if reason := self._refusal(peer):  # by now this end's version is known too
                 raise link_failed(reason)
-            if (error := self._ends.no_room()) is not None:
-                raise error
+            lanes = ends[: peer.lanes]
             try:
-                self._begin(ends[: peer.lanes], peer, _token_of(session), natives)
-                for native in natives:
-                    native.connect(max((give_up - time.monotonic()) * 1e3, 1.0))
+                with self._ends.making(len(lanes), give_up):
+                    self._begin(lanes, peer, _token_of(session), natives)
+                    for native in natives:
+                        native.connect(max((give_up - time.monotonic()) * 1e3, 1.0))
                 return UcxLink(natives, peer, self._registrations.regions)
             except BaseException as error:
                 for native in natives:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -125,3 +127,31 @@ def test_what_others_that_are_being_made_will_want_is_left_to_them(
     )
     assert said[0] == "LLM_LINK_FAILED"
     assert re.fullmatch(wanted(24, "2 links"), said[1]), said
+
+
+def test_links_that_are_made_at_once_wait_for_each_other(
+    transport: UcxTransport, peer: LanesPeer
+) -> None:
+    """There is room for all of them, but not for as much as all might want on the way."""
+    transport.ready()
+    sessions = [b"%d" % it for it in range(8)]
+    theirs = peer.metadata()
+    peer.send(
+        f"""
+        from concurrent.futures import ThreadPoolExecutor
+        def connect(session):
+            return transport.connect({transport.metadata(())!r}, timeout_ms=20_000, session=session)
+        leave(40)
+        with ThreadPoolExecutor({len(sessions)}) as threads:
+            links = list(threads.map(connect, {sessions!r}))
+        restore()
+        result = len(links)
+        """
+    )
+    connect = partial(transport.connect, theirs, timeout_ms=20_000)
+    with ThreadPoolExecutor(len(sessions)) as threads:
+        links = list(threads.map(lambda it: connect(session=it), sessions))
+    assert peer.answer() == len(links)
+    for link in links:
+        link.check()
+        link.close()
