@@ -16,7 +16,6 @@ from benchmarks.pairs import LOOPBACK, Pair, Place
 from benchmarks.table import Row, Run, Topic, Unmeasured
 from kvplan.status import LLMException
 from kvplan.transport.ucx.library import find
-from kvplan.transport.ucx.modes import DEFAULT_LANES
 
 TOPIC = Topic()
 TIMES, WARM_UP = 2000, 200
@@ -85,7 +84,7 @@ def small_pull(
     figures = []
     with places() as both:
         for place in both:
-            with Pair(libraries.kvplan_over_tcp(place, "small", DEFAULT_LANES), place) as pair:
+            with Pair(libraries.kvplan_over_tcp(place, "small"), place) as pair:
                 ours, theirs = run.medians(
                     partial(pair.seconds, level, TIMES), partial(ucx_seconds, place), rounds=ROUNDS
                 )

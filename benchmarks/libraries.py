@@ -14,6 +14,7 @@ from typing import Literal
 from benchmarks.compiled import compiled
 from benchmarks.pairs import LOOPBACK, Library, Place
 from benchmarks.table import Unmeasured
+from kvplan.transport.ucx.modes import DEFAULT_LANES
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "build/peers"
@@ -48,7 +49,7 @@ def bare(place: Place) -> Library:
     return Library("bare sockets", "", [program, "serve", place.serving, "0"], follow)
 
 
-def kvplan_over_tcp(place: Place, work: Work = "paged", lanes: int = 1) -> Library:
+def kvplan_over_tcp(place: Place, work: Work = "paged", lanes: int = DEFAULT_LANES) -> Library:
     """Ours, over TCP and the place's interface alone."""
     options = {
         "kvplan.transport": "ucx",

@@ -23,11 +23,11 @@ def places() -> Iterator[list[Place]]:
 
 
 def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
-    """The worst of both places and three sizes; as many lanes as do best."""
+    """The worst of both places and three sizes, with as many lanes as users have by default."""
     compared = Comparison()
     with places() as both:
         for place in both:
-            ours = fastest(libraries.kvplan_lanes_over_tcp(place), place)[direction]
+            ours = libraries.kvplan_over_tcp(place)
             times = QUICK_TIMES if run.quick else TIMES
             ends = ours, libraries.bare(place)
             compared.add(run, place, direction, *ends, rounds=ROUNDS, times=times)
