@@ -132,7 +132,7 @@ class Transport(Protocol):
     def deregister(self, registration: Registration) -> None:
         """End it: from here on no peer reports a success for it.
 
-        A second time is fine, and in another thread waits for what the first one waits for.
+        A second time is fine. Where what is being sent is waited for, it waits for the same.
         """
 
     def metadata(self, registrations: Iterable[Registration] | None = None) -> bytes:
