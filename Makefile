@@ -55,7 +55,7 @@ sanitize-addresses:
 sanitize-threads:
 	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_{wrappers,striped}.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
-	  tests/ucx/test_{links,gathered_crowd}.py
+	  tests/ucx/test_{links,gathered_crowd,hand_over}.py
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
 	$(BIN)/python -m benchmarks

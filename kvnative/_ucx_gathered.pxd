@@ -14,5 +14,6 @@ cdef extern from "ucx_gathered.h" nogil:
         uint64_t count
 
     kvn_backend *kvn_gathered_create(
-        kvn_ucx_serve *serve, kvn_ucx_link *link, int direction, const kvn_gathered_ranges *ranges
+        kvn_ucx_serve *serve, kvn_ucx_link *link, int direction, const kvn_gathered_ranges *ranges,
+        bint hands_over
     )

@@ -17,4 +17,5 @@ def gathered_backend(
     generations: NDArray[np.uint64],
     addresses: NDArray[np.uint64],
     nbytes: NDArray[np.uint64],
+    hands_over: bool = False,
 ) -> Backend: ...

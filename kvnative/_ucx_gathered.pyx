@@ -16,7 +16,7 @@ cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
 
 
 def gathered_backend(UcxNativeLink link not None, str direction not None, slots, generations,
-                     addresses, nbytes) -> Backend:
+                     addresses, nbytes, bint hands_over=False) -> Backend:
     """Return a backend whose remote addresses are those of the link's peer.
 
     The four columns are of uint64 and of one length: the ranges of the peer that it may use, as the
@@ -26,6 +26,8 @@ def gathered_backend(UcxNativeLink link not None, str direction not None, slots,
 
     Args:
         direction: "get", from the peer, or "put".
+        hands_over: the end's own thread begins a transfer, not who submits it, unless another one
+            waits for something there: for who submits to several ends at once.
 
     Raises:
         ValueError: another direction; columns of several lengths; an empty range, or one that ends
@@ -53,7 +55,7 @@ def gathered_backend(UcxNativeLink link not None, str direction not None, slots,
         ranges.addresses = <const uint64_t *>columns[2].buf
         ranges.nbytes = <const uint64_t *>columns[3].buf
         ranges.count = columns[0].shape[0]
-        backend = kvn_gathered_create(link.end.serve, link.link, way, &ranges)
+        backend = kvn_gathered_create(link.end.serve, link.link, way, &ranges, hands_over)
         if backend is NULL and errno == EINVAL:
             raise ValueError("a range is empty, ends beyond 2**64 or has a slot of 2**32 or more")
         return Backend.adopt(backend, link, "gathered backend")

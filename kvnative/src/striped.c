@@ -125,15 +125,22 @@ static int ask_all(striped *self, kvn_request *request, kvn_report *report)
 
 /* ---- submit ---- */
 
-/* Where the n-th of `count` stripes ends: with the descriptor that brings `cut`, the bytes before it, to its
- * share of all. */
-static uint64_t end_of(const kvn_columns *batch, uint64_t first, uint64_t *cut, uint64_t share)
+/* Where each lane's stripe ends: with the descriptor that brings the bytes before it to its share of all. How
+ * many lanes have one; it may be empty. */
+static size_t cut_up(const striped *self, const kvn_columns *batch, uint64_t total,
+                     uint64_t lasts[KVN_MAX_STRIPES])
 {
-    uint64_t at = first;
+    const uint64_t most = total / self->min_nbytes;
+    const size_t count = most < 1 ? 1 : most < self->count ? most : self->count;
+    uint64_t at = 0, cut = 0;
 
-    while (at < batch->count && *cut < share)
-        *cut += batch->nbytes[at++];
-    return at;
+    for (size_t n = 0; n + 1 < count; n++) {
+        while (at < batch->count && cut < total / count * (n + 1))
+            cut += batch->nbytes[at++];
+        lasts[n] = at;
+    }
+    lasts[count - 1] = batch->count;
+    return count;
 }
 
 static int submit_one(stripe *it, const kvn_columns *batch, uint64_t last, kvn_report *report)
@@ -214,7 +221,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
 {
     striped *self = (striped *)base;
     kvn_request *request;
-    uint64_t total, cut = 0, first = 0;
+    uint64_t total, lasts[KVN_MAX_STRIPES];
 
     *out = NULL;
     if (!kvn_columns_total(batch, &total))
@@ -227,22 +234,21 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     request->count = batch->count;
     request->total = total;
     request->num_stripes = 0;
-    const uint64_t most = total / self->min_nbytes;
-    const size_t count = most < 1 ? 1 : most < self->count ? most : self->count;
-    for (size_t n = 0; n < count; n++) {
-        const bool is_last = n + 1 == count;
-        const uint64_t last = is_last ? batch->count : end_of(batch, first, &cut, total / count * (n + 1));
+    const size_t count = cut_up(self, batch, total, lasts);
+    /* The first one last: it may be begun by this thread, and takes a while then. */
+    for (size_t n = 1; n <= count; n++) {
+        const size_t lane = n % count;
+        const uint64_t first = lane > 0 ? lasts[lane - 1] : 0;
         stripe *it = &request->stripes[request->num_stripes];
 
-        if (first == last && count > 1) /* a descriptor before it was larger than its share */
+        if (first == lasts[lane] && count > 1) /* a descriptor before it was larger than its share */
             continue;
-        it->inner = self->inner[n];
+        it->inner = self->inner[lane];
         it->first = first;
         atomic_init(&it->why, KVN_OK);
-        if (submit_one(it, batch, last, report) != KVN_OK)
+        if (submit_one(it, batch, lasts[lane], report) != KVN_OK)
             return refuse(self, request, first, report);
         request->num_stripes++;
-        first = last;
     }
     *out = request;
     return KVN_OK;
@@ -260,8 +266,8 @@ static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kv
     kvn_report one;
     int status = KVN_OK;
 
-    for (size_t i = 0; i < request->num_stripes && status != KVN_PENDING; i++) {
-        const stripe *it = &request->stripes[i];
+    for (size_t i = request->num_stripes; i > 0 && status != KVN_PENDING; i--) { /* the first lane's is the last */
+        const stripe *it = &request->stripes[i - 1];
         status = it->inner->vtable->wait(it->inner, it->request, deadline_ns, &one);
     }
     return ask_all((striped *)base, request, report);

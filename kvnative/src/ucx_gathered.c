@@ -118,7 +118,10 @@ static int submit(kvn_backend *base, const kvn_columns *columns, kvn_request **o
         (*out)->report.status = KVN_OK;
         atomic_store(&(*out)->finished, true);
     } else {
-        kvn_ucx_do(end_of(base), &(*out)->start);
+        if (self->hands_over)
+            kvn_ucx_hand_over(end_of(base), &(*out)->start);
+        else
+            kvn_ucx_do(end_of(base), &(*out)->start);
     }
     return KVN_OK;
 }
@@ -271,7 +274,7 @@ static const kvn_backend_vtable vtable = {
 };
 
 kvn_backend *kvn_gathered_create(kvn_ucx_serve *serve, kvn_ucx_link *link, kvn_direction direction,
-                                 const kvn_gathered_ranges *ranges)
+                                 const kvn_gathered_ranges *ranges, bool hands_over)
 {
     kvn_gathered *self;
     int status;
@@ -294,6 +297,7 @@ kvn_backend *kvn_gathered_create(kvn_ucx_serve *serve, kvn_ucx_link *link, kvn_d
     self->serve = serve;
     self->link = link;
     self->direction = direction;
+    self->hands_over = hands_over;
     pthread_mutex_init(&self->error_mutex, NULL);
     kvn_ucx_link_hold(link);
     return &self->base;

@@ -17,15 +17,16 @@ typedef struct kvn_gathered_ranges {
     uint64_t count;
 } kvn_gathered_ranges;
 
-/* `direction`: KVN_PEER_GET or KVN_PEER_PUT. Holds the link. NULL with errno: EINVAL for the direction or
- * the ranges, ENOMEM. A descriptor outside the ranges is refused by submit: KVN_UNMAPPED. One that the peer
- * has deregistered, or does not let be written, ends the request with KVN_UNMAPPED; so does one
- * whose memory is not mapped any more, at either end.
+/* `direction`: KVN_PEER_GET or KVN_PEER_PUT. `hands_over`: who submits leaves it to the end's own thread to
+ * begin, as it has more to submit elsewhere: a push begins with some MiB. Holds the link. NULL with errno:
+ * EINVAL for the direction or the ranges, ENOMEM. A descriptor outside the ranges is refused by submit:
+ * KVN_UNMAPPED. One that the peer has deregistered, or does not let be written, ends the request with
+ * KVN_UNMAPPED; so does one whose memory is not mapped any more, at either end.
  *
  * A request that ends before it is through waits for its sends in flight, which show the caller's memory to
  * UCX: at most half a second, then its link is failed, and half a second more. Should UCX not have given
  * them up by then, it may read that memory, but nothing else, until the connection ends. */
 kvn_backend *kvn_gathered_create(kvn_ucx_serve *serve, kvn_ucx_link *link, kvn_direction direction,
-                                 const kvn_gathered_ranges *ranges);
+                                 const kvn_gathered_ranges *ranges, bool hands_over);
 
 #endif

@@ -16,6 +16,7 @@ typedef struct kvn_gathered {
     kvn_ucx_link *link;
     kvn_ucx_remote remote;
     kvn_direction direction;
+    bool hands_over; /* requests are begun by the end's thread, if that sleeps */
     pthread_mutex_t error_mutex;
     char error[256];       /* message of the latest failed request */
     char error_shown[256]; /* the copy of it that last_error returns */

@@ -166,16 +166,37 @@ void kvn_ucx_leave_turn(kvn_ucx_end *end)
     kvn_ucx_drop_turn(end);
 }
 
-void kvn_ucx_do_later(kvn_ucx_end *end, kvn_ucx_errand *errand)
+static void leave_errand(kvn_ucx_end *end, kvn_ucx_errand *errand)
 {
     errand->next = atomic_load(&end->inbox);
     while (!atomic_compare_exchange_weak(&end->inbox, &errand->next, errand))
         ;
+}
+
+static void run_inbox(kvn_ucx_end *end)
+{
     /* Who has the turn looks into the inbox before it leaves. */
     if (!kvn_ucx_has_turn(end) && kvn_ucx_try_turn(end)) {
         kvn_ucx_round(end);
         kvn_ucx_leave_turn(end);
     }
+}
+
+void kvn_ucx_do_later(kvn_ucx_end *end, kvn_ucx_errand *errand)
+{
+    leave_errand(end, errand);
+    run_inbox(end);
+}
+
+void kvn_ucx_hand_over(kvn_ucx_end *end, kvn_ucx_errand *errand)
+{
+    errand->is_awaited = false;
+    leave_errand(end, errand);
+    /* If it wakes by itself meanwhile it has not looked into the inbox yet. */
+    if (atomic_load(&end->asleep) == KVN_UCX_THREAD)
+        kvn_ucx_ring(end->thread_event);
+    else
+        run_inbox(end);
 }
 
 void kvn_ucx_do(kvn_ucx_end *end, kvn_ucx_errand *errand)
@@ -255,6 +276,7 @@ void kvn_ucx_turn_stop(kvn_ucx_end *end)
     kvn_ucx_ring(end->thread_event);
     pthread_join(end->thread, NULL);
     end->has_thread = false;
+    run_inbox(end); /* what it was to run */
 }
 
 void kvn_ucx_turn_fini(kvn_ucx_end *end)

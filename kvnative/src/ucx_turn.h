@@ -37,7 +37,10 @@ bool kvn_ucx_has_turn(const kvn_ucx_end *end);
 /* Runs the errand: at once if this thread has the turn or gets it, otherwise soon, on the thread that has
  * it. After it ran at once, progresses the worker one round. Never blocks. */
 void kvn_ucx_do(kvn_ucx_end *end, kvn_ucx_errand *errand);
-/* As above, and returns after it has run. Not to be called under the turn, unless it shall run at once. */
+/* As kvn_ucx_do, but where the end's own thread sleeps it is woken to run the errand: this one has others to begin
+ * meanwhile. */
+void kvn_ucx_hand_over(kvn_ucx_end *end, kvn_ucx_errand *errand);
+/* As kvn_ucx_do, and returns after it has run. Not to be called under the turn, unless it shall run at once. */
 void kvn_ucx_do_and_wait(kvn_ucx_end *end, kvn_ucx_errand *errand);
 
 /* Waits until `is_done(context)`; true then, false when the deadline has passed (KVN_FOREVER: never).

@@ -143,12 +143,18 @@ def test_a_reason_says_more_than_that_others_were_given_up(lanes: list[Backend])
 
 @pytest.mark.parametrize("index", [0, 20, COUNT - 1])
 def test_one_is_refused(lanes: list[Backend], tmp_path: Path, index: int) -> None:
-    """What went before is given up, though it would go on; nothing comes after."""
+    """What went before is given up, though it would go on; nothing comes after.
+
+    The first stripe is the last to begin.
+    """
     case = scatter([SIZE] * COUNT)
-    before = index // len(stripes(3)[0])
+    first, *others = stripes(3)
+    order = [*others, first]
+    before = next(order[:at] for at, it in enumerate(order) if index in it)
     with (tmp_path / "trace").open("w+b") as file:
         late = [trace(delay(it, 1e9), file.fileno()) for it in lanes]
-        late[before] = fail_at(late[before], index, KVN_PEER_GONE, 77, at_submit=True)
+        refusing = stripes(3).index(order[len(before)])
+        late[refusing] = fail_at(late[refusing], index, KVN_PEER_GONE, 77, at_submit=True)
         backend = striped(late, min_nbytes=1)
         report = Executor(backend).run(case.descriptors)
         file.seek(0)
@@ -157,10 +163,10 @@ def test_one_is_refused(lanes: list[Backend], tmp_path: Path, index: int) -> Non
     assert f"descriptor {index} was made to be refused" in report.message
     assert backend.last_error == report.message
     assert report.unconfirmed == ((0, COUNT),)
-    for stripe in stripes(3)[:before]:
+    for stripe in before:
         calls = [it["call"] for it in lines if it["first"] == stripe[0] and it["call"] != "poll"]
         assert calls == ["submit", "abort", "release"]
-    assert {it["first"] for it in lines} == {stripe[0] for stripe in stripes(3)[:before]}
+    assert {it["first"] for it in lines} == {stripe[0] for stripe in before}
 
 
 def test_batches_before_one_that_is_refused_are_confirmed(lanes: list[Backend]) -> None:

@@ -108,10 +108,11 @@ class UcxPeer(Owner):
         generation: int = 1,
         offset: int = 0,
         nbytes: int = NBYTES,
+        hands_over: bool = False,
     ) -> Backend:
         """A backend that knows one range of the peer."""
-        columns = (slot, generation, self.base + offset, nbytes)
-        return gathered_backend(link, direction, *map(u64, columns))  # type: ignore[arg-type]
+        columns = map(u64, (slot, generation, self.base + offset, nbytes))
+        return gathered_backend(link, direction, *columns, hands_over=hands_over)  # type: ignore[arg-type]
 
     def descriptors(
         self, direction: str, local: Bytes, spans: Sequence[tuple[int, int, int]]

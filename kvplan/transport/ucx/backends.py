@@ -45,7 +45,12 @@ def gathered(
     from kvnative._ucx_gathered import gathered_backend
 
     columns = _columns(ranges)
-    lanes = [gathered_backend(it, direction, *columns) for it in natives]
+    lanes = [
+        gathered_backend(
+            it, direction, *columns, hands_over=index > 0
+        )  # who calls drives the first
+        for index, it in enumerate(natives)
+    ]
     return lanes[0] if len(lanes) == 1 else striped(lanes, min_nbytes=_STRIPE_NBYTES)
 
 
