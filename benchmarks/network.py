@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from benchmarks import libraries
 from benchmarks.comparing import Comparison, fastest
@@ -31,7 +32,9 @@ def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
             times = QUICK_TIMES if run.quick else TIMES
             ends = ours, libraries.bare(place)
             compared.add(run, place, direction, *ends, rounds=ROUNDS, times=times)
-    return compared.row(name, 0.90, "one connection, writev and readv")
+    congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    limit = f"one connection, writev and readv; congestion control: {congestion_control}"
+    return compared.row(name, 0.90, limit)
 
 
 @TOPIC.row("tcp_pull_ratio")
