@@ -26,8 +26,8 @@ def gathered_backend(UcxNativeLink link not None, str direction not None, slots,
 
     Args:
         direction: "get", from the peer, or "put".
-        hands_over: the end's own thread begins a transfer, not who submits it, unless another one
-            waits for something there: for who submits to several ends at once.
+        hands_over: the end's own thread begins a transfer if it sleeps, and not who submits it: for
+            who submits to several ends at once.
 
     Raises:
         ValueError: another direction; columns of several lengths; an empty range, or one that ends

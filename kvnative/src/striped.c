@@ -21,8 +21,8 @@ typedef struct striped {
 
 typedef struct stripe {
     kvn_backend *inner;
-    kvn_request *request;
-    uint64_t first; /* in the batch */
+    kvn_request *request; /* NULL: not submitted */
+    uint64_t first, last; /* in the batch */
     atomic_int why; /* KVN_OK, or what it was given up for while it was open */
 } stripe;
 
@@ -143,7 +143,7 @@ static size_t cut_up(const striped *self, const kvn_columns *batch, uint64_t tot
     return count;
 }
 
-static int submit_one(stripe *it, const kvn_columns *batch, uint64_t last, kvn_report *report)
+static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
 {
     kvn_columns part = *batch;
 
@@ -151,7 +151,7 @@ static int submit_one(stripe *it, const kvn_columns *batch, uint64_t last, kvn_r
     part.src += it->first;
     part.nbytes += it->first;
     part.first += it->first;
-    part.count = last - it->first;
+    part.count = it->last - it->first;
     return it->inner->vtable->submit(it->inner, &part, &it->request, report);
 }
 
@@ -159,7 +159,8 @@ static void let_go(kvn_request *request)
 {
     for (size_t i = 0; i < request->num_stripes; i++) {
         const stripe *it = &request->stripes[i];
-        it->inner->vtable->release(it->inner, it->request);
+        if (it->request)
+            it->inner->vtable->release(it->inner, it->request);
     }
     free(request);
 }
@@ -184,15 +185,17 @@ static void *give_up_one(void *argument)
 static void give_up(kvn_request *request, int why)
 {
     giving_up all[KVN_MAX_STRIPES];
-    const size_t count = request->num_stripes;
+    size_t count = 0;
     kvn_report one;
 
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < request->num_stripes; i++) {
         stripe *it = &request->stripes[i];
         int open = KVN_OK;
+        if (!it->request)
+            continue;
         if (it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING)
             atomic_compare_exchange_strong(&it->why, &open, why);
-        all[i] = (giving_up){.it = it, .why = why};
+        all[count++] = (giving_up){.it = it, .why = why};
     }
     for (size_t i = 1; i < count; i++)
         all[i].has_thread = pthread_create(&all[i].thread, NULL, give_up_one, &all[i]) == 0;
@@ -235,20 +238,24 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     request->total = total;
     request->num_stripes = 0;
     const size_t count = cut_up(self, batch, total, lasts);
-    /* The first one last: it may be begun by this thread, and takes a while then. */
-    for (size_t n = 1; n <= count; n++) {
-        const size_t lane = n % count;
-        const uint64_t first = lane > 0 ? lasts[lane - 1] : 0;
+    for (size_t n = 0; n < count; n++) {
+        const uint64_t first = n > 0 ? lasts[n - 1] : 0;
         stripe *it = &request->stripes[request->num_stripes];
 
-        if (first == lasts[lane] && count > 1) /* a descriptor before it was larger than its share */
+        if (first == lasts[n] && count > 1) /* a descriptor before it was larger than its share */
             continue;
-        it->inner = self->inner[lane];
-        it->first = first;
+        *it = (stripe){.inner = self->inner[n], .first = first, .last = lasts[n]};
         atomic_init(&it->why, KVN_OK);
-        if (submit_one(it, batch, lasts[lane], report) != KVN_OK)
-            return refuse(self, request, first, report);
         request->num_stripes++;
+    }
+    /* The first one last: this thread may have to begin it, which takes a while. */
+    for (size_t n = 1; n <= request->num_stripes; n++) {
+        stripe *it = &request->stripes[n % request->num_stripes];
+
+        if (submit_one(it, batch, report) != KVN_OK) {
+            it->request = NULL;
+            return refuse(self, request, it->first, report);
+        }
     }
     *out = request;
     return KVN_OK;
@@ -266,8 +273,8 @@ static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kv
     kvn_report one;
     int status = KVN_OK;
 
-    for (size_t i = request->num_stripes; i > 0 && status != KVN_PENDING; i--) { /* the first lane's is the last */
-        const stripe *it = &request->stripes[i - 1];
+    for (size_t i = 0; i < request->num_stripes && status != KVN_PENDING; i++) {
+        const stripe *it = &request->stripes[i];
         status = it->inner->vtable->wait(it->inner, it->request, deadline_ns, &one);
     }
     return ask_all((striped *)base, request, report);

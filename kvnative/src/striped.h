@@ -1,7 +1,7 @@
 /* striped: several ways to one place, used at once. A large batch is cut into stripes of about the same size, one
  * for each of several backends, as many of them as get `min_nbytes`; what is smaller goes to the first alone.
  * Whatever one of them does not confirm is not confirmed. An outcome waits for all stripes, also when one has
- * failed. A batch of which a later stripe is refused may have moved bytes of earlier ones. It does not own what it
+ * failed. A batch of which a stripe is refused may have moved bytes of the others. It does not own what it
  * stripes over. */
 #ifndef KVNATIVE_STRIPED_H
 #define KVNATIVE_STRIPED_H

@@ -1,6 +1,7 @@
 /* The turn and the inbox. Whoever fails to get the turn has left its errand first, and whoever leaves the
- * turn looks into the inbox afterwards: so one of the two sees the other, and no errand stays behind. All
- * of that rests on sequentially consistent atomics. */
+ * turn looks into the inbox afterwards: so one of the two sees the other, and no errand stays behind. Who
+ * hands one over leaves it before it finds the thread asleep, and rings; the thread looks into the inbox after
+ * it has woken and before it sleeps. All of that rests on sequentially consistent atomics. */
 #include "ucx_inside.h"
 
 #include <errno.h>
@@ -192,7 +193,7 @@ void kvn_ucx_hand_over(kvn_ucx_end *end, kvn_ucx_errand *errand)
 {
     errand->is_awaited = false;
     leave_errand(end, errand);
-    /* If it wakes by itself meanwhile it has not looked into the inbox yet. */
+    /* If it is awake by now it looks into the inbox before it sleeps. */
     if (atomic_load(&end->asleep) == KVN_UCX_THREAD)
         kvn_ucx_ring(end->thread_event);
     else
@@ -276,7 +277,10 @@ void kvn_ucx_turn_stop(kvn_ucx_end *end)
     kvn_ucx_ring(end->thread_event);
     pthread_join(end->thread, NULL);
     end->has_thread = false;
-    run_inbox(end); /* what it was to run */
+    /* Who finds it asleep from here on would wake nobody; who did before has left an errand. */
+    int thread = KVN_UCX_THREAD;
+    atomic_compare_exchange_strong(&end->asleep, &thread, KVN_UCX_NOBODY);
+    run_inbox(end);
 }
 
 void kvn_ucx_turn_fini(kvn_ucx_end *end)

@@ -141,6 +141,14 @@ def test_a_reason_says_more_than_that_others_were_given_up(lanes: list[Backend])
     assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
 
 
+def test_of_several_reasons_the_first_is_told(lanes: list[Backend]) -> None:
+    case = scatter([SIZE] * COUNT)
+    failing = [fail_at(it, index) for it, index in zip(lanes, (3, 20, COUNT - 1), strict=True)]
+    report = Executor(striped(failing, min_nbytes=1)).run(case.descriptors)
+    assert report.failed == 3
+    assert "descriptor 3 was made to fail" in report.message
+
+
 @pytest.mark.parametrize("index", [0, 20, COUNT - 1])
 def test_one_is_refused(lanes: list[Backend], tmp_path: Path, index: int) -> None:
     """What went before is given up, though it would go on; nothing comes after.
@@ -176,7 +184,7 @@ def test_batches_before_one_that_is_refused_are_confirmed(lanes: list[Backend]) 
     report = Executor(backend).run(case.descriptors)
     assert (report.failed, report.unconfirmed) == (30, ((COUNT // 2, COUNT),))
     assert all(case.arrived(it) for it in range(COUNT // 2))
-    assert not any(case.arrived(it) for it in range(28, COUNT))  # from the stripe on
+    assert not any(case.arrived(it) for it in range(COUNT // 2, COUNT))  # it is the first to begin
 
 
 def test_its_limits_are_the_least_of_all(lanes: list[Backend]) -> None:

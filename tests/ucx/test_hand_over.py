@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_OK, KVN_PENDING, Executor, Task
+from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_PENDING, Executor, Task
 from kvnative._ucx import UcxNativeLink
 from tests.ucx.peer import TIMEOUT_MS, Bytes, UcxPeer, blocks, open_end
 from tests.ucx.test_gathered import DIRECTIONS, both
@@ -34,9 +35,11 @@ def test_nobody_waits(
         for count in (1, 64, 400):
             spans = blocks(count, 32 << 10)
             here, there = both(steady_peer.memory, direction, local, spans)
-            for _ in range(40):
+            for _ in range(20):
                 if direction == "get":
                     local[:] = 0xA5
+                else:
+                    steady_peer.fill()
                 task = executor.submit(steady_peer.descriptors(direction, local, spans))
                 assert until_done(task) == KVN_OK
                 assert np.array_equal(local, here)
@@ -55,10 +58,11 @@ def test_beside_those_who_wait(
     ]
     with Executor(backends[0]) as thread, Executor(backends[1]) as waiting:
         is_over = threading.Event()
+        statuses = set()
 
         def wait() -> None:
             while not is_over.is_set():
-                waiting.run(descriptors[1], TIMEOUT_MS)
+                statuses.add(waiting.run(descriptors[1], TIMEOUT_MS).status)
 
         other = threading.Thread(target=wait)
         other.start()
@@ -68,6 +72,7 @@ def test_beside_those_who_wait(
         finally:
             is_over.set()
             other.join()
+        assert statuses == {KVN_OK}
     steady_peer.fill()
 
 
@@ -81,7 +86,39 @@ def test_as_the_end_is_closed(steady_peer: UcxPeer, local: Bytes, direction: str
         executor = Executor(backend)
         closing = threading.Thread(target=end.close)
         closing.start()
-        statuses = [until_done(executor.submit(descriptors)) for _ in range(3)]
-        closing.join()
+        statuses = []
+        while closing.is_alive():
+            statuses.append(until_done(executor.submit(descriptors)))
+        statuses.append(until_done(executor.submit(descriptors)))
         assert KVN_PENDING not in statuses
+        assert statuses[-1] == KVN_PEER_GONE
     steady_peer.fill()
+
+
+def threads() -> set[Path]:
+    return set(Path("/proc/self/task").iterdir())
+
+
+def are_asleep(tasks: set[Path]) -> bool:
+    return all((it / "stat").read_text().rpartition(")")[2].split()[0] == "S" for it in tasks)
+
+
+def test_who_submits_a_push_does_not_begin_it(steady_peer: UcxPeer, local: Bytes) -> None:
+    """It costs that thread next to nothing, where one that begins it copies some MiB."""
+    before = threads()
+    with found():
+        end = open_end()
+    link = steady_peer.link(end)
+    spent = {True: 0, False: 0}
+    for hands_over in [True, False] * 10:
+        with Executor(steady_peer.backend(link, "put", hands_over=hands_over)) as executor:
+            descriptors = steady_peer.descriptors("put", local, blocks(400, 32 << 10))
+            while not are_asleep(threads() - before):
+                pass
+            begun = time.thread_time_ns()
+            task = executor.submit(descriptors)
+            spent[hands_over] += time.thread_time_ns() - begun
+            assert until_done(task) == KVN_OK
+    end.close()
+    steady_peer.fill()
+    assert spent[True] < spent[False] / 2, spent

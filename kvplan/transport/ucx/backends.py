@@ -45,10 +45,9 @@ def gathered(
     from kvnative._ucx_gathered import gathered_backend
 
     columns = _columns(ranges)
+    # A push begins with some MiB: who calls begins it in the first lane only.
     lanes = [
-        gathered_backend(
-            it, direction, *columns, hands_over=index > 0
-        )  # who calls drives the first
+        gathered_backend(it, direction, *columns, hands_over=direction == "put" and index > 0)
         for index, it in enumerate(natives)
     ]
     return lanes[0] if len(lanes) == 1 else striped(lanes, min_nbytes=_STRIPE_NBYTES)
