@@ -125,22 +125,27 @@ static int ask_all(striped *self, kvn_request *request, kvn_report *report)
 
 /* ---- submit ---- */
 
-/* Where each lane's stripe ends: with the descriptor that brings the bytes before it to its share of all. How
- * many lanes have one; it may be empty. */
-static size_t cut_up(const striped *self, const kvn_columns *batch, uint64_t total,
-                     uint64_t lasts[KVN_MAX_STRIPES])
+/* A stripe for each lane, up to the descriptor that brings the bytes before it to the lanes' share of all; none for
+ * a lane of whose share nothing is left, as a descriptor before it was larger than its own. */
+static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *request)
 {
-    const uint64_t most = total / self->min_nbytes;
+    const uint64_t most = request->total / self->min_nbytes;
     const size_t count = most < 1 ? 1 : most < self->count ? most : self->count;
-    uint64_t at = 0, cut = 0;
+    const uint64_t share = request->total / count;
+    uint64_t first = 0, last = 0, cut = 0;
 
-    for (size_t n = 0; n + 1 < count; n++) {
-        while (at < batch->count && cut < total / count * (n + 1))
-            cut += batch->nbytes[at++];
-        lasts[n] = at;
+    request->num_stripes = 0;
+    for (size_t n = 0; n < count; n++, first = last) {
+        stripe *it = &request->stripes[request->num_stripes];
+
+        while (last < batch->count && (n + 1 == count || cut < share * (n + 1)))
+            cut += batch->nbytes[last++];
+        if (first == last && count > 1)
+            continue;
+        *it = (stripe){.inner = self->inner[n], .first = first, .last = last};
+        atomic_init(&it->why, KVN_OK);
+        request->num_stripes++;
     }
-    lasts[count - 1] = batch->count;
-    return count;
 }
 
 static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
@@ -224,7 +229,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
 {
     striped *self = (striped *)base;
     kvn_request *request;
-    uint64_t total, lasts[KVN_MAX_STRIPES];
+    uint64_t total;
 
     *out = NULL;
     if (!kvn_columns_total(batch, &total))
@@ -236,18 +241,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                                  "no memory for a request (%zu bytes)", sizeof *request);
     request->count = batch->count;
     request->total = total;
-    request->num_stripes = 0;
-    const size_t count = cut_up(self, batch, total, lasts);
-    for (size_t n = 0; n < count; n++) {
-        const uint64_t first = n > 0 ? lasts[n - 1] : 0;
-        stripe *it = &request->stripes[request->num_stripes];
-
-        if (first == lasts[n] && count > 1) /* a descriptor before it was larger than its share */
-            continue;
-        *it = (stripe){.inner = self->inner[n], .first = first, .last = lasts[n]};
-        atomic_init(&it->why, KVN_OK);
-        request->num_stripes++;
-    }
+    cut_up(self, batch, request);
     /* The first one last: this thread may have to begin it, which takes a while. */
     for (size_t n = 1; n <= request->num_stripes; n++) {
         stripe *it = &request->stripes[n % request->num_stripes];
