@@ -124,6 +124,9 @@ def test_nothing_is_left_behind(machine: Machine) -> None:
             user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
             owner.allocate_cache(DESC)
             user.submit_pull_cache(CacheIndex(1, 1), user.allocate_cache(DESC)).wait()
+        for thread in threading.enumerate():
+            if "-worker" in thread.name:  # has been told to end, and is not waited for
+                thread.join()
 
     live()  # what the process has for good: its copying threads
     gc.collect()

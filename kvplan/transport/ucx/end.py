@@ -97,12 +97,11 @@ class LazyEnds:
                 if self._closed:
                     raise transport_closed()
                 # UCX would say that it finds no network.
-                few = files.too_few(files.for_start(self.lanes), "a start")
-                if few is not None:
-                    raise few
+                self._check_files()
                 try:
                     natives = self._make()
                 except LLMException as error:
+                    self._check_files()  # others may have taken them meanwhile
                     self._failure = error
                     raise
                 self._opened(natives)
@@ -177,6 +176,10 @@ class LazyEnds:
             _LOG.warning("event=closes_late transport=ucx")
             return
         _close(natives)
+
+    def _check_files(self) -> None:
+        if (few := files.too_few(files.for_start(self.lanes), "a start")) is not None:
+            raise few
 
     def _make(self) -> Natives:
         from kvnative._ucx import UcxEnd, UcxLibrary  # most engines never need them

@@ -155,3 +155,31 @@ def test_links_that_are_made_at_once_wait_for_each_other(
     for link in links:
         link.check()
         link.close()
+
+
+def test_they_run_out_while_it_is_opened(peer: LanesPeer) -> None:
+    """After it has looked; it can be opened when they are there again."""
+    said = peer.run(
+        """
+        from kvplan.transport.ucx.end import LazyEnds
+        from kvplan.transport.ucx.library import find
+
+        class Late(LazyEnds):
+            def _make(self):
+                leave(left)
+                return super()._make()
+
+        ends = Late(find(), 1, "gathered", {"NET_DEVICES": "lo"}, 16, "late", lambda natives: None)
+        left = 6
+        result = [said_by(ends.open), ends.failure]
+        restore()
+        left = 100
+        result += [said_by(ends.open), len(ends.natives)]
+        ends.close()
+        restore()
+        """
+    )
+    (status, reason), failure, later, count = said
+    assert status == "LLM_LINK_FAILED"
+    assert re.match(wanted(32, "a start"), reason)
+    assert (failure, later, count) == (None, None, 1)
