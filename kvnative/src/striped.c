@@ -138,8 +138,10 @@ static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *r
     for (size_t n = 0; n < count; n++, first = last) {
         stripe *it = &request->stripes[request->num_stripes];
 
-        while (last < batch->count && (n + 1 == count || cut < share * (n + 1)))
+        while (n + 1 < count && last < batch->count && cut < share * (n + 1))
             cut += batch->nbytes[last++];
+        if (n + 1 == count)
+            last = batch->count;
         if (first == last && count > 1)
             continue;
         *it = (stripe){.inner = self->inner[n], .first = first, .last = last};
