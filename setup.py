@@ -21,6 +21,7 @@ from pathlib import Path
 from Cython.Build import cythonize
 from Cython.Compiler import Options
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
 
 
@@ -67,8 +68,8 @@ cython_flags = ["-O0" if CHECKED else "-O3"]
 strict_flags = ["-fPIC", "-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
 
 include_dirs = ["include", "kvnative/src"]
-c_sources = sorted(map(str, Path("kvnative/src").glob("*.c")))
-headers = sorted(map(str, [*Path("include").rglob("*.h"), *Path("kvnative/src").glob("*.h")]))
+c_sources = sorted(map(str, Path("kvnative/src").rglob("*.c")))
+headers = sorted(map(str, [*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")]))
 macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)]
 abi_macros = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
 
@@ -87,6 +88,14 @@ modules = [
 ]
 
 Options.warning_errors = True
+
+
+class BuildArchive(build_clib):
+    """build_clib whose archive keeps nothing of a source that is gone."""
+
+    def run(self) -> None:
+        Path(self.build_clib, "libkvn.a").unlink(missing_ok=True)
+        super().run()
 
 
 class BuildNative(build_ext):
@@ -133,7 +142,7 @@ setup(
     )
     if modules
     else [],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_clib": BuildArchive, "build_ext": BuildNative},
     options={
         "build": {"build_base": BUILD},
         "build_ext": {"parallel": os.cpu_count()},

@@ -57,8 +57,8 @@ PATIENCE_MS: Final = 120_000
 OPTIONS: Final[dict[str, dict[str, str]]] = {
     "local": {},
     "local-registered": {},
-    "ucx": {"kvplan.transport": "ucx", "kvplan.ucx_mode": "gathered"},
-    "ucx-one-sided": {"kvplan.transport": "ucx", "kvplan.ucx_mode": "one_sided"},
+    "tcp": {"kvplan.transport": "tcp"},
+    "ucx": {"kvplan.transport": "ucx", "kvplan.ucx_settings": '{"UCX_TLS": "shm"}'},
 }
 """Of both engines, by the name of the costs that are measured."""
 

@@ -31,12 +31,12 @@ def small_key(cluster_id: int) -> CacheKeyByIdAndIndex:
     return CacheKeyByIdAndIndex(cluster_id, 1)
 
 
-def serve(first_cluster_id: int, engines: int, with_paged: bool) -> None:
+def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str) -> None:
     """Say where `engines` engines listen, one line each; the first may hold paged caches too."""
     with ExitStack() as opened:
         for cluster_id in range(first_cluster_id, first_cluster_id + engines):
             datadist = opened.enter_context(LlmDataDist(cluster_id, LlmRole.PROMPT))
-            datadist.initialize(LISTEN)
+            datadist.initialize({**LISTEN, "kvplan.transport": transport})
             small = datadist.allocate_cache(SMALL)
             datadist.arrays(small)[0][:] = cluster_id % 256
             if with_paged and cluster_id == first_cluster_id:
@@ -51,5 +51,5 @@ def serve(first_cluster_id: int, engines: int, with_paged: bool) -> None:
 
 
 if __name__ == "__main__":
-    first, count, paged = map(int, sys.argv[1:])
-    serve(first, count, bool(paged))
+    first, count, paged = map(int, sys.argv[1:4])
+    serve(first, count, bool(paged), sys.argv[4])

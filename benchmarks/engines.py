@@ -1,10 +1,10 @@
-"""LlmDataDist: what an engine adds to the executor, and what a link costs; peers are processes."""
+"""LlmDataDist: what an engine adds to the executor; peers are processes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 TOPIC = Topic()
 OWN_CLUSTER = 0
-MANY, PROCESSES = 64, 4
 
 
 @contextmanager
-def peers(first: int, engines: int, *, paged: bool = False) -> Iterator[list[ClusterInfo]]:
+def peers(
+    first: int, engines: int, *, paged: bool = False, transport: str = "auto"
+) -> Iterator[list[ClusterInfo]]:
     """Engines that listen, in one new process."""
-    command = [sys.executable, "-m", "benchmarks.engine_peer", *map(str, (first, engines, +paged))]
+    arguments = str(first), str(engines), str(+paged), transport
+    command = [sys.executable, "-m", "benchmarks.engine_peer", *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -97,42 +99,3 @@ def facade_pull_small(run: Run, name: str) -> Row:
     (ours,) = run.medians(timed(pull, repeats=200), rounds=101)
     datadist.deallocate_cache(cache)
     return Row(name, 1e6 * ours, "us", 25, note="a slot of 4 KiB by id; limit: the budget")
-
-
-@TOPIC.row("link_pair_ms")
-def link_pair(run: Run, name: str) -> Row:
-    """From an address to a link that both ends have."""
-    with ExitStack() as opened:
-        clusters = opened.enter_context(peers(1, 1))
-        seconds = link_seconds(run, opened, clusters, rounds=41)
-    return Row(name, 1e3 * seconds, "ms", 20, note="another process; limit: the budget")
-
-
-@TOPIC.row("link_64_s")
-def link_many(run: Run, name: str) -> Row:
-    """All at once, as a decode engine that starts does with its prefill engines."""
-    with ExitStack() as opened:
-        each = MANY // PROCESSES
-        clusters = [
-            it
-            for number in range(PROCESSES)
-            for it in opened.enter_context(peers(1 + number * each, each))
-        ]
-        seconds = link_seconds(run, opened, clusters, rounds=11)
-    note = f"{MANY} engines in {PROCESSES} processes, one call; limit: the budget"
-    return Row(name, seconds, "s", 1, note=note)
-
-
-def link_seconds(run: Run, opened: ExitStack, clusters: list[ClusterInfo], rounds: int) -> float:
-    """Median seconds of `link_clusters`; what is linked is unlinked in between."""
-    datadist = opened.enter_context(LlmDataDist(OWN_CLUSTER, LlmRole.DECODER))
-    datadist.initialize()
-    link = timed(lambda: datadist.link_clusters(clusters, timeout_ms=30_000).raise_for_status())
-
-    def once() -> float:
-        seconds = link()
-        datadist.unlink_clusters(clusters, timeout_ms=30_000).raise_for_status()
-        return seconds
-
-    (seconds,) = run.medians(once, rounds=rounds)
-    return seconds

@@ -14,7 +14,7 @@ from typing import Literal
 from benchmarks.compiled import compiled
 from benchmarks.pairs import LOOPBACK, Library, Place
 from benchmarks.table import Unmeasured
-from kvplan.transport.ucx.modes import DEFAULT_LANES
+from kvplan.transport.tcp.transport import connections_of
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "build/peers"
@@ -39,9 +39,9 @@ QUEUES = {
 """Of Mooncake: by default it refuses batches of more than 2,048 descriptors."""
 
 
-def bare(place: Place) -> Library:
-    """One TCP connection, writev and readv."""
-    program = str(compiled("sockets.c", ""))
+def bare(place: Place, source: Literal["sockets.c", "exchange.c"] = "sockets.c") -> Library:
+    """One TCP connection between two C programs that do nothing else."""
+    program = str(compiled(source, ""))
 
     def follow(line: str) -> list[str]:
         return [program, "follow", place.serving, str(json.loads(line)["port"])]
@@ -49,21 +49,24 @@ def bare(place: Place) -> Library:
     return Library("bare sockets", "", [program, "serve", place.serving, "0"], follow)
 
 
-def kvplan_over_tcp(place: Place, work: Work = "paged", lanes: int = DEFAULT_LANES) -> Library:
-    """Ours, over TCP and the place's interface alone."""
+def kvplan_over_tcp(
+    place: Place, work: Work = "paged", connections: int | None = None, encrypt: bool = False
+) -> Library:
+    """Ours; without `connections` with as many as users have by default."""
+    number = connections_of(_cores()) if connections is None else connections
     options = {
-        "kvplan.transport": "ucx",
-        "kvplan.ucx_mode": "gathered",
-        "kvplan.ucx_devices": place.interface,
-        "kvplan.ucx_lanes": str(lanes),
+        "kvplan.transport": "tcp",
+        "kvplan.tcp_connections": str(number),
+        "kvplan.encrypt": str(+encrypt),
     }
-    return _kvplan(place, f"gathered, lanes: {lanes}", options, "arena", work)
+    settings = f"connections: {number}{', encrypted' if encrypt else ''}"
+    return _kvplan(place, settings, options, "arena", work)
 
 
-def kvplan_lanes_over_tcp(place: Place) -> list[Library]:
+def kvplan_connections_over_tcp(place: Place) -> list[Library]:
     """Our choices over TCP."""
     most = max(2, _cores() // 2)
-    return [kvplan_over_tcp(place, lanes=lanes) for lanes in (1, 2, 4, 8) if lanes <= most]
+    return [kvplan_over_tcp(place, connections=it) for it in (1, 2, 4, 8) if it <= most]
 
 
 def kvplan_on_one_host(memory: Memory) -> Library:
@@ -71,25 +74,13 @@ def kvplan_on_one_host(memory: Memory) -> Library:
     return _kvplan(LOOPBACK, f"local, {memory}", {"kvplan.transport": "local"}, memory, "paged")
 
 
-def ucx_on_one_host(memory: Memory) -> Library:
-    """UCX's own ways between processes of one host, a get or put for each descriptor, by kvplan."""
-    options = {"kvplan.transport": "ucx", "kvplan.ucx_mode": "one_sided"}
-    return _kvplan(LOOPBACK, f"one-sided, {memory}", options, memory, "paged", name="UCX")
-
-
 def _kvplan(
-    place: Place,
-    settings: str,
-    options: dict[str, str],
-    memory: Memory,
-    work: Work,
-    *,
-    name: str = "kvplan",
+    place: Place, settings: str, options: dict[str, str], memory: Memory, work: Work
 ) -> Library:
     command = [sys.executable, "-m", "benchmarks.movers.engine", "--memory", memory]
     command += ["--work", work, *(f"--option={key}={value}" for key, value in options.items())]
     return Library(
-        name,
+        "kvplan",
         settings,
         [*command, "--address", place.serving],
         lambda line: [*command, "--address", place.moving, line],

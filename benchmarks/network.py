@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import libraries
-from benchmarks.comparing import Comparison, fastest
+from benchmarks.comparing import DIRECTIONS, Comparison, fastest
 from benchmarks.pairs import LOOPBACK, Library, Place, veth
 from benchmarks.table import Row, Run, Topic
 
@@ -24,7 +25,7 @@ def places() -> Iterator[list[Place]]:
 
 
 def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
-    """The worst of both places and three sizes, with as many lanes as users have by default."""
+    """The worst of both places and three sizes."""
     compared = Comparison()
     with places() as both:
         for place in both:
@@ -34,7 +35,7 @@ def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
             compared.add(run, place, direction, *ends, rounds=ROUNDS, times=times)
     congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     limit = f"one connection, writev and readv; congestion control: {congestion_control}"
-    return compared.row(name, 0.90, limit)
+    return compared.row(name, 1.0, limit)
 
 
 @TOPIC.row("tcp_pull_ratio")
@@ -47,6 +48,16 @@ def tcp_pull(run: Run, name: str) -> Row:
 def tcp_push(run: Run, name: str) -> Row:
     """Paged pushes, the same way."""
     return ratio_to_bare(run, name, "push")
+
+
+@TOPIC.row("tcp_encrypted_ratio")
+def tcp_encrypted(run: Run, name: str) -> Row:
+    """Paged pulls and pushes with `Options(encrypt=True)`, to those without."""
+    compared = Comparison()
+    ends = libraries.kvplan_over_tcp(LOOPBACK, encrypt=True), libraries.kvplan_over_tcp(LOOPBACK)
+    for direction in DIRECTIONS:
+        compared.add(run, LOOPBACK, direction, *ends, rounds=ROUNDS)
+    return compared.row(name, 0.5, "the same without encryption")
 
 
 def beside_peers(
@@ -67,7 +78,10 @@ def beside_peers(
 @TOPIC.row("tcp_over_best_peer")
 def tcp_over_peers(run: Run, name: str) -> Row:
     """Paged pulls and pushes over TCP, to those of the peers."""
-    return beside_peers(run, name, libraries.kvplan_lanes_over_tcp, 3.0)
+    cores = len(os.sched_getaffinity(0))
+    return beside_peers(
+        run, name, libraries.kvplan_connections_over_tcp, 5.0 if cores >= 16 else 1.2
+    )
 
 
 @TOPIC.row("tcp_bare_over_best_peer")

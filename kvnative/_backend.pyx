@@ -150,7 +150,8 @@ cdef class Backend:
     def __dealloc__(self):
         # A forked child has none of the threads and maybe a locked mutex: it only forgets.
         if self.handle is not NULL and self.pid == getpid():
-            self.handle.vtable.destroy(self.handle)
+            with nogil:  # one of UCX waits for the thread that progresses it
+                self.handle.vtable.destroy(self.handle)
 
     @property
     def name(self) -> str:

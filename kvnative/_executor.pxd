@@ -1,5 +1,7 @@
 # What other Cython modules may see of the executor.
 from kvnative._backend cimport Backend
+from kvnative._lower cimport Descriptors
+from kvnative._task cimport AnyTask, Task
 
 
 cdef class Executor:
@@ -7,4 +9,6 @@ cdef class Executor:
     cdef dict tasks               # in flight, oldest first; a dict because sets have no order
     cdef bint closed
 
-    cdef int check_usable(self) except -1
+    cdef Backend usable(self, Backend backend)
+    cdef int admit(self, AnyTask task) except -1
+    cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits)

@@ -1,18 +1,13 @@
 """The executor: moves descriptor arrays with a backend, without the GIL, and keeps what it uses."""
 
 cimport cython
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint64_t
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._lower_c cimport kvn_columns
-from kvnative._native cimport *
 from kvnative._staged cimport StagedTask
-from kvnative._task cimport (
-    AnyTask, Report, Task, deadline_of, drop_finished, next_look, report_of
-)
+from kvnative._task cimport AnyTask, Report, Task, deadline_of, drop_finished
 
 from kvnative import _backend, _staged, _task
 from kvnative._backend import NativeError
@@ -26,7 +21,7 @@ for _module in (_backend, _staged, _task):
 @cython.final
 @cython.auto_pickle(False)
 cdef class Executor:
-    """Moves descriptors with one backend; any thread may submit.
+    """Moves descriptors with a backend; any thread may submit.
 
     Tasks in flight, their descriptors and what they were told to keep stay alive until their
     outcome, also if every handle is dropped; what is through is let go at the next submit() of
@@ -45,19 +40,37 @@ cdef class Executor:
         """The backend, as given."""
         return self._backend
 
-    cdef int check_usable(self) except -1:
-        self._backend.check_process()
+    cdef Backend usable(self, Backend backend):
+        """The backend to use: `backend`, or without one this executor's."""
+        if backend is None:
+            backend = self._backend
+        backend.check_process()
         if self.closed:
+            raise NativeError("the executor is closed")
+        return backend
+
+    cdef int admit(self, AnyTask task) except -1:
+        """Refuse a task that close() may not have found: it is in `tasks` before this looks."""
+        if self.closed:
+            task.cancel()
             raise NativeError("the executor is closed")
         return 0
 
-    def submit(self, Descriptors descriptors not None, keep: object = ()) -> Task:
+    cdef Task start(self, Backend backend, Descriptors descriptors, object keep, bint waits):
+        cdef Task task = Task.prepare(self.usable(backend), descriptors, keep, waits, self.tasks)
+        self.admit(task)
+        task.begin()
+        return task
+
+    def submit(self, Descriptors descriptors not None, keep: object = (),
+               Backend backend=None) -> Task:
         """Begin a transfer and return at once; small ones are done on return.
 
         Args:
             descriptors: in layout "columns". They cannot be lowered into again until the outcome.
                 Their addresses are taken as they are: a wrong one ends the process.
             keep: any object (a tuple, say), kept alive until the outcome: the memory's owner.
+            backend: what moves this transfer; None: the executor's.
 
         Returns:
             The task. What the backend refuses is told by its report.
@@ -67,16 +80,15 @@ cdef class Executor:
             NativeError: the executor is closed, or belongs to the process that this one was forked
                 from.
         """
-        self.check_usable()
         drop_finished(2)
-        return Task.begin(self._backend, descriptors, keep, self.tasks)
+        return self.start(backend, descriptors, keep, False)
 
-    def stage(self, Descriptors descriptors not None, stage_size: int, keep: object = ()
-              ) -> StagedTask:
+    def stage(self, Descriptors descriptors not None, stage_size: int, keep: object = (),
+              Backend backend=None) -> StagedTask:
         """Prepare a transfer whose stages move when they are opened; nothing moves yet.
 
         Args:
-            descriptors, keep: as for submit().
+            descriptors, keep, backend: as for submit().
             stage_size: descriptors of one stage, >= 1; the last stage may have fewer.
 
         Returns:
@@ -88,49 +100,36 @@ cdef class Executor:
             NativeError: as submit().
         """
         cdef uint64_t size
-        self.check_usable()
+        cdef StagedTask task
+        backend = self.usable(backend)
         if stage_size < 1:
             raise ValueError(f"stage_size = {stage_size!r}: expected at least 1 descriptor")
         size = stage_size
         drop_finished(2)
-        return StagedTask.prepare(self._backend, descriptors, size, keep, self.tasks)
+        task = StagedTask.prepare(backend, descriptors, size, keep, self.tasks)
+        self.admit(task)
+        return task
 
     def run(self, Descriptors descriptors not None, timeout_ms: float | None = None,
-            keep: object = ()) -> Report:
+            keep: object = (), Backend backend=None) -> Report:
         """Transfer and wait, helping to copy: submit() and wait() in one call.
 
         Arguments, return value and errors are theirs. On KeyboardInterrupt the transfer is given
         up.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
-        cdef kvn_task task
-        cdef kvn_report native
-        cdef kvn_columns columns
-        cdef int status
-        self.check_usable()
-        columns = descriptors.hold_columns()
-        with nogil:
-            status = kvn_task_submit(&task, self._backend.handle, &columns)
-            if status == KVN_PENDING:
-                status = kvn_task_wait(&task, next_look(deadline))
+        cdef Task task = self.start(backend, descriptors, keep, True)
         try:
-            while status == KVN_PENDING and kvn_now_ns() < deadline:
-                PyErr_CheckSignals()
-                with nogil:
-                    status = kvn_task_wait(&task, next_look(deadline))
-        finally:
-            with nogil:
-                if status == KVN_PENDING:
-                    kvn_task_abort(&task, KVN_TIMEOUT)
-                kvn_task_report(&task, &native)
-                kvn_task_release(&task)
-                descriptors.release()
-        return report_of(&native, columns.count)
+            return task.wait_until(deadline, True)
+        except BaseException:
+            task.cancel()
+            raise
 
     def close(self, cancel: bool = False) -> None:
         """Wait for the tasks in flight, or cancel them; then take no more. Idempotent.
 
-        A task with stages that nobody has opened would not end, and is cancelled in either case.
+        Those of run() too: when this returns, no byte is touched any more. A task with stages that
+        nobody has opened would not end, and is cancelled in either case.
         """
         cdef AnyTask task
         self.closed = True
@@ -143,7 +142,7 @@ cdef class Executor:
                 task.wait()
 
     def __enter__(self):
-        self.check_usable()
+        self.usable(None)
         return self
 
     def __exit__(self, kind, error, traceback):

@@ -369,6 +369,7 @@ cdef class Descriptors:
         columns.count = self.num_descriptors
         columns.first = 0
         columns.beside = 0
+        columns.waits = 0
         return columns
 
 

@@ -10,6 +10,7 @@ cdef extern from "kvnative/descriptor.h" nogil:
         size_t count
         uint64_t first
         uint32_t beside
+        uint32_t waits
 
 cdef extern from "lower.h" nogil:
     enum:

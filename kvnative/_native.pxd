@@ -54,7 +54,7 @@ cdef extern from "kvnative/backend.h" nogil:
         const char *name
         void (*capabilities)(const kvn_backend *self, kvn_capabilities *out) noexcept
         const char *(*last_error)(const kvn_backend *self) noexcept
-        void (*destroy)(kvn_backend *self) noexcept
+        void (*destroy)(kvn_backend *self) noexcept nogil
 
 cdef extern from "pool.h" nogil:
     enum:
@@ -88,7 +88,8 @@ cdef extern from "striped.h" nogil:
 cdef extern from "executor.h" nogil:
     ctypedef struct kvn_task:
         pass
-    int kvn_task_submit(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
+    void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
+    int kvn_task_begin(kvn_task *task)
     int kvn_task_poll(kvn_task *task)
     int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
     int kvn_task_abort(kvn_task *task, int why)

@@ -45,7 +45,10 @@ cdef class StagedTask(AnyTask):
             self.descriptors = None  # never begun
             raise MemoryError(f"no memory for {columns.count} descriptors in stages of"
                               f" {stage_size}")
-        self.begun(status)
+        if status == KVN_PENDING:
+            self.enlist()
+        else:
+            self.settle()
         return self
 
     def __dealloc__(self):

@@ -8,8 +8,6 @@ from kvnative._native cimport kvn_report, kvn_task
 
 # The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
 cdef int64_t deadline_of(object timeout_ms) except -1
-# When a wait for `deadline_ns` looks for signals.
-cdef int64_t next_look(int64_t deadline_ns) noexcept nogil
 
 
 cdef class Report:
@@ -49,7 +47,8 @@ cdef class AnyTask:
 
     cdef kvn_columns take(self, Backend backend, Descriptors descriptors, object keep,
                           dict siblings) except *
-    cdef int begun(self, int status) except -1
+    cdef int enlist(self) except -1
+    cdef Report wait_until(self, int64_t deadline, bint stop)
     cdef Report settle(self)
     cdef bint over(self)
 
@@ -58,7 +57,9 @@ cdef class Task(AnyTask):
     cdef kvn_task task
 
     @staticmethod
-    cdef Task begin(Backend backend, Descriptors descriptors, object keep, dict siblings)
+    cdef Task prepare(Backend backend, Descriptors descriptors, object keep, bint waits,
+                      dict siblings)
+    cdef int begin(self) except -1
 
 
 # Settle up to `most` of the oldest tasks, of any executor, if they are through.

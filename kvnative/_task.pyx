@@ -129,11 +129,8 @@ cdef class AnyTask:
         self.count = columns.count
         return columns
 
-    cdef int begun(self, int status) except -1:
-        """The task is with the native layer: from here on its memory stays until the outcome."""
-        if status != KVN_PENDING:
-            self.settle()
-            return 0
+    cdef int enlist(self) except -1:
+        """Keep the task until its outcome. Before anything moves, so that `close` finds it."""
         try:
             self.siblings[self] = in_flight[self] = None
         except BaseException:
@@ -204,12 +201,16 @@ cdef class AnyTask:
             NativeError: this process was forked from the one that submitted the task.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
-        cdef bint stop = give_up, passed
-        cdef int status
         if self.outcome is not None:
             return self.outcome
         self.backend.check_process()
-        while True:
+        return self.wait_until(deadline, give_up)
+
+    cdef Report wait_until(self, int64_t deadline, bint stop):
+        """As `wait`."""
+        cdef bint passed
+        cdef int status
+        while self.outcome is None:
             with nogil:
                 status = self.wait_native(next_look(deadline))
                 passed = status == KVN_PENDING and kvn_now_ns() >= deadline
@@ -220,6 +221,7 @@ cdef class AnyTask:
             if passed:
                 return self.report
             PyErr_CheckSignals()
+        return self.outcome
 
     def cancel(self) -> Report:
         """Give the transfer up; afterwards no byte is touched any more.
@@ -250,14 +252,24 @@ cdef class Task(AnyTask):
     """
 
     @staticmethod
-    cdef Task begin(Backend backend, Descriptors descriptors, object keep, dict siblings):
+    cdef Task prepare(Backend backend, Descriptors descriptors, object keep, bint waits,
+                      dict siblings):
+        """A task that moves nothing before `begin`; `waits`: who begins it waits for it at once."""
         cdef Task self = Task.__new__(Task)
         cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
+        columns.waits = waits
+        kvn_task_init(&self.task, backend.handle, &columns)
+        self.enlist()
+        return self
+
+    cdef int begin(self) except -1:
+        """Submit it; a small one is done on return."""
         cdef int status
         with nogil:
-            status = kvn_task_submit(&self.task, backend.handle, &columns)
-        self.begun(status)
-        return self
+            status = kvn_task_begin(&self.task)
+        if status != KVN_PENDING:
+            self.settle()
+        return 0
 
     def __dealloc__(self):
         if self.over():

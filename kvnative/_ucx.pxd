@@ -1,11 +1,19 @@
-# Declarations of the sources behind _ucx, and its classes.
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+# Declarations of the sources behind _ucx.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from kvnative._host cimport kvn_failure
+from kvnative._native cimport kvn_backend
 
 
 cdef extern from "clock.h" nogil:
     int64_t kvn_now_ns()
+
+
+cdef extern from "kvnative/ucx.h" nogil:
+    enum:
+        KVN_UCS_MEMORY_HOST
+        KVN_UCS_MEMORY_CUDA
+        KVN_UCS_MEMORY_ROCM
 
 
 cdef extern from "ucx_library.h" nogil:
@@ -16,109 +24,98 @@ cdef extern from "ucx_library.h" nogil:
     int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure)
 
 
-cdef extern from "ucx_end.h" nogil:
-    ctypedef enum kvn_ucx_mode:
-        KVN_UCX_GATHERED
-        KVN_UCX_ONE_SIDED
-    enum:
-        KVN_UCX_TOKEN_NBYTES
-    ctypedef struct kvn_ucx_end:
-        pass
-    ctypedef struct kvn_ucx_link:
-        pass
+cdef extern from "ucx_worker.h" nogil:
     ctypedef struct kvn_ucx_setting:
         const char *name
         const char *value
-    ctypedef struct kvn_ucx_counters:
-        uint64_t messages
-        uint64_t unknown_tokens
-        uint64_t malformed
-        uint64_t wakeups
-        uint64_t rounds
-        uint64_t links_failed
-
-    int kvn_ucx_end_create(
-        const kvn_ucx_library *library, kvn_ucx_mode mode, const kvn_ucx_setting *settings,
-        size_t num_settings, const char *name, kvn_ucx_end **out, kvn_failure *failure
-    )
-    void kvn_ucx_end_close(kvn_ucx_end *end)
-    void kvn_ucx_end_release(kvn_ucx_end *end)
-    const void *kvn_ucx_end_address(const kvn_ucx_end *end, size_t *nbytes)
-    void kvn_ucx_end_transports(const kvn_ucx_end *end, char *out, size_t room)
-    bint kvn_ucx_end_is_forked(const kvn_ucx_end *end)
-    void kvn_ucx_end_count(const kvn_ucx_end *end, kvn_ucx_counters *out)
-
-
-cdef extern from "ucx_link.h" nogil:
-    int kvn_ucx_link_create(
-        kvn_ucx_end *end, const uint8_t *token, const void *address, size_t address_nbytes,
-        kvn_ucx_link **out, kvn_failure *failure
-    )
-    int kvn_ucx_link_connect(kvn_ucx_link *link, int64_t deadline_ns, kvn_failure *failure)
-    void kvn_ucx_link_close(kvn_ucx_link *link, const char *reason)
-    void kvn_ucx_link_hold(kvn_ucx_link *link)
-    void kvn_ucx_link_release(kvn_ucx_link *link)
-    bint kvn_ucx_link_is_connected(const kvn_ucx_link *link)
-    bint kvn_ucx_link_has_failed(const kvn_ucx_link *link, kvn_failure *why)
-    int kvn_ucx_link_death_fd(const kvn_ucx_link *link)
-    void kvn_ucx_link_way(kvn_ucx_link *link, char *out, size_t room)
-
-
-cdef extern from "ucx_serve.h" nogil:
-    ctypedef struct kvn_ucx_serve:
-        pass
-    ctypedef struct kvn_ucx_served:
-        uint64_t pulled_nbytes
-        uint64_t pushed_nbytes
-        uint64_t parts
-        uint64_t refused
-        uint64_t broken
-        uint64_t stalled
-
-    kvn_ucx_serve *kvn_ucx_serve_create(
-        kvn_ucx_end *end, uint32_t max_ranges, kvn_failure *failure
-    )
-    int kvn_ucx_serve_add_range(
-        kvn_ucx_serve *self, uint64_t slot, uint64_t address, uint64_t nbytes, bint writable,
-        uint64_t generation, kvn_failure *failure
-    )
     enum:
-        KVN_UCX_MAX_LANES
-    int kvn_ucx_serve_remove_range(
-        kvn_ucx_serve **all, size_t count, uint64_t slot, kvn_failure *failure
+        KVN_UCX_TICKETS
+    ctypedef struct kvn_ucx_worker:
+        const void *tickets
+        const void *address
+        size_t address_nbytes
+        const char *transports
+
+    int kvn_ucx_worker_create(
+        kvn_ucx_library *library, const kvn_ucx_setting *settings, size_t num_settings,
+        const char *name, kvn_ucx_worker **out, kvn_failure *failure
     )
-    void kvn_ucx_serve_count(const kvn_ucx_serve *self, kvn_ucx_served *out)
+    void kvn_ucx_worker_close(kvn_ucx_worker *self)
+    void kvn_ucx_worker_release(kvn_ucx_worker *self)
+    bint kvn_ucx_worker_is_forked(const kvn_ucx_worker *self)
 
 
-# Raises what `failure` says: UcxError, or ValueError for an argument that UCX never saw.
-cdef int check_ucx(int status, const kvn_failure *failure) except -1
+cdef extern from "ucx_endpoint.h" nogil:
+    enum:
+        KVN_UCX_CONNECTED
+    ctypedef struct kvn_ucx_remote:
+        const void *address
+        size_t address_nbytes
+        uint64_t board
+        uint64_t board_slots
+        uint64_t tickets
+        const void *board_key
+        size_t board_key_nbytes
+        const void *tickets_key
+        size_t tickets_key_nbytes
+        uint32_t tag
+    ctypedef struct kvn_ucx_endpoint:
+        int state
+        int death_fd
+        const char *transport
+
+    int kvn_ucx_endpoint_create(
+        kvn_ucx_worker *worker, const kvn_ucx_remote *remote, kvn_ucx_endpoint **out,
+        kvn_failure *failure
+    )
+    int kvn_ucx_endpoint_connect(
+        kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_failure *failure
+    )
+    int kvn_ucx_endpoint_read_tickets(
+        kvn_ucx_endpoint *self, int64_t deadline_ns, uint64_t *out, kvn_failure *failure
+    )
+    void kvn_ucx_endpoint_fail(
+        kvn_ucx_endpoint *self, int status, int code, const char *message
+    )
+    bint kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
+    void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self)
 
 
-cdef class UcxLibrary:
-    cdef kvn_ucx_library library
-    cdef readonly str path
-    cdef readonly tuple version
+cdef extern from "ucx_region.h" nogil:
+    ctypedef struct kvn_ucx_region:
+        const char *key
+        size_t key_nbytes
+    ctypedef struct kvn_ucx_regions:
+        pass
+
+    void kvn_ucx_regions_init(kvn_ucx_regions *self, kvn_ucx_worker *worker)
+    void kvn_ucx_regions_fini(kvn_ucx_regions *self)
+    int kvn_ucx_region_use(
+        kvn_ucx_regions *self, uint64_t address, uint64_t nbytes, int memory_type,
+        kvn_ucx_region **out, kvn_failure *failure
+    )
+    void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region)
 
 
-cdef class UcxEnd:
-    cdef UcxLibrary library
-    cdef kvn_ucx_end *end
-    cdef kvn_ucx_serve *serve     # the end's; NULL for a one-sided one
-    cdef readonly str mode
-    cdef readonly bytes address
-    cdef readonly str transports
-    cdef object __weakref__
+cdef extern from "ucx_backend.h" nogil:
+    ctypedef struct kvn_ucx_peer_range:
+        uint64_t address
+        uint64_t nbytes
+        uint64_t slot
+        uint64_t generation
+        uint64_t key
+    ctypedef struct kvn_ucx_packed_key:
+        const void *bytes
+        size_t nbytes
+    ctypedef struct kvn_ucx_backend_options:
+        int direction
+        const kvn_ucx_peer_range *ranges
+        uint64_t num_ranges
+        const kvn_ucx_packed_key *keys
+        uint64_t num_keys
+        int local_type
 
-    # TypeError before it was made, NativeError in a forked child.
-    cdef int check_made(self) except -1
-    # ValueError for a one-sided end.
-    cdef int check_serves(self) except -1
-
-
-cdef class UcxNativeLink:
-    cdef readonly UcxEnd end
-    cdef kvn_ucx_link *link
-
-    @staticmethod
-    cdef UcxNativeLink of(UcxEnd end, bytes token, bytes peer_address)
-    cdef int check_made(self) except -1
+    int kvn_ucx_backend_create(
+        kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
+        const kvn_ucx_backend_options *options, kvn_backend **out, kvn_failure *failure
+    )

@@ -1,11 +1,23 @@
-"""UCX: its library, found at run time, an engine's end of it, and links to the ends of peers."""
+"""UCX: its library, found at run time; a worker, its endpoints, and memory that peers reach."""
 
 cimport cython
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from cpython.buffer cimport PyBuffer_Release
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
+from kvnative._backend cimport Backend
+from kvnative._crossing cimport acquire_uint64
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_FAILED, KVN_FOREVER, KVN_INVALID, KVN_OK
+from kvnative._native cimport (
+    KVN_CANCELLED,
+    KVN_FAILED,
+    KVN_FOREVER,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_PEER_GET,
+    KVN_PEER_PUT,
+    kvn_backend,
+)
 
 import atexit
 import math
@@ -15,15 +27,22 @@ import weakref
 
 from kvnative._backend import NativeError
 
-__all__ = ["UcxEnd", "UcxError", "UcxLibrary", "UcxNativeLink", "remove_range"]
+__all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "ucx_backend"]
 
 # As in the environment; either form is understood.
 PREFIX = "UCX_"
 
-cdef dict MODES = {"gathered": KVN_UCX_GATHERED, "one_sided": KVN_UCX_ONE_SIDED}
+cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
+# Of memory, as UCX names them.
+cdef dict KINDS = {
+    "host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA, "rocm": KVN_UCS_MEMORY_ROCM,
+}
 cdef dict LIBRARIES = {}  # file -> UcxLibrary: a library is never closed
 cdef object OPENING = threading.Lock()  # opening may change the environment for a while
-cdef object ENDS = weakref.WeakSet()
+# A child that is forked meanwhile would find it locked for ever.
+os.register_at_fork(before=OPENING.acquire, after_in_parent=OPENING.release,
+                    after_in_child=OPENING.release)
+cdef object WORKERS = weakref.WeakSet()
 
 
 class UcxError(NativeError):
@@ -49,40 +68,11 @@ cdef int check_ucx(int status, const kvn_failure *failure) except -1:
     raise UcxError(message, failure.code, status)
 
 
-def remove_range(ends, slot: int) -> None:
-    """As `UcxEnd.remove_range`, of several ends at once, whose sends are waited for together.
-
-    Args:
-        ends: 1 to 16, as a sequence.
-        slot: of a range that the first holds; another one need not.
-
-    Raises:
-        ValueError: so many ends; otherwise as there.
-    """
-    cdef uint64_t place = unsigned("slot", slot)
-    cdef kvn_ucx_serve *all[KVN_UCX_MAX_LANES]
-    cdef size_t count = 0
-    cdef kvn_failure failure
-    cdef int status
-    cdef UcxEnd end
-    held = tuple(ends)
-    if not 1 <= len(held) <= KVN_UCX_MAX_LANES:
-        raise ValueError(f"{len(held)} ends: expected 1 to {<int>KVN_UCX_MAX_LANES}")
-    for item in held:
-        end = <UcxEnd?>item
-        end.check_serves()
-        all[count] = end.serve
-        count += 1
-    with nogil:
-        status = kvn_ucx_serve_remove_range(all, count, place, &failure)
-    check_ucx(status, &failure)
-
-
 @atexit.register
 def close_all():
     """Stop the threads before UCX's own destructors run."""
-    for end in list(ENDS):
-        end.close()
+    for worker in list(WORKERS):
+        worker.close()
 
 
 @cython.final
@@ -94,6 +84,10 @@ cdef class UcxLibrary:
         path: the file of libucp; another one than was asked for where the process had one before.
         version: (1, 22, 0), say.
     """
+
+    cdef kvn_ucx_library library
+    cdef readonly str path
+    cdef readonly tuple version
 
     def __init__(self, *args, **kwargs):
         raise TypeError("a UcxLibrary comes from UcxLibrary.load()")
@@ -117,13 +111,14 @@ cdef class UcxLibrary:
             known = LIBRARIES.get(path)
             if known is not None:
                 return known
-            with nogil:
-                status = kvn_ucx_library_open(file, &self.library, &failure)
+            # With the GIL, so that no other thread sets os.environ meanwhile.
+            status = kvn_ucx_library_open(file, &self.library, &failure)
             check_ucx(status, &failure)
             self.path = os.fsdecode(<bytes>self.library.path)
             self.version = tuple(<int>self.library.version[i] for i in range(3))
-            LIBRARIES[path] = self
-            return self
+            # By whatever name, it is one: it counts its workers.
+            LIBRARIES[path] = LIBRARIES.setdefault(self.path, self)
+            return LIBRARIES[path]
 
 
 cdef dict encoded_settings(settings):
@@ -137,50 +132,53 @@ cdef dict encoded_settings(settings):
     return found
 
 
+cdef int memory_type(str name, kind) except -1:
+    if kind not in KINDS:
+        raise ValueError(f"{name} is {kind!r}; it must be one of {', '.join(KINDS)}")
+    return KINDS[kind]
+
+
 @cython.final
 @cython.auto_pickle(False)
 @cython.no_gc_clear
-cdef class UcxEnd:
-    """What an engine has of UCX: a context, a worker and the thread that drives it.
+cdef class UcxWorker:
+    """A context of UCX and its worker, with a thread that progresses it when no caller does.
 
     Making one takes up to 400 ms and does not hold the GIL.
 
     Args:
-        mode: "gathered" or "one_sided"; both ends of a link have the same.
         settings: of UCX, with or without UCX_ before the name; they override the environment.
         name: for UCX's own tools.
-        max_ranges: how many slots for ranges there are, 1 to 2**24; of a gathered end.
 
     Attributes:
-        mode: as given.
-        address: of the worker; the peer's end makes a link with it.
-        transports: what UCX found to use, "tcp/eth0" say.
+        address: of the worker; a peer makes an endpoint of it.
+        transports: what UCX found to use, "rc_mlx5/mlx5_0:1 cma/memory" say.
 
     Raises:
-        ValueError: the mode or a setting is none.
-        UcxError: UCX refuses: no device of that name, say.
+        ValueError: a setting is none.
+        UcxError: UCX refuses: no device of that name, say; its settings let it use TCP; or
+            (KVN_UNSUPPORTED) this process was forked from one while that had a worker.
     """
 
-    def __init__(self, UcxLibrary library not None, *, str mode not None="gathered", settings=(),
-                 str name not None="", uint32_t max_ranges=65536):
+    cdef UcxLibrary library
+    cdef kvn_ucx_worker *worker
+    cdef kvn_ucx_regions regions
+    cdef readonly bytes address
+    cdef readonly str transports
+    cdef object __weakref__
+
+    def __init__(self, UcxLibrary library not None, *, settings=(), str name not None=""):
         cdef kvn_failure failure
         cdef int status
-        cdef kvn_ucx_mode number
-        cdef size_t nbytes = 0, count
-        cdef char transports[512]
+        cdef size_t count
         cdef kvn_ucx_setting *array
         cdef bytes label = name.encode()
         cdef const char *title = label
-        cdef const char *start
-        if self.end is not NULL:
-            raise TypeError("a UcxEnd is made once")
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        if self.worker is not NULL:
+            raise TypeError("a UcxWorker is made once")
         given = encoded_settings(dict(settings))
         count = len(given)
-        number = MODES[mode]
         self.library = library
-        self.mode = mode
         array = <kvn_ucx_setting *>calloc(count + 1, sizeof(kvn_ucx_setting))
         if array is NULL:
             raise MemoryError
@@ -189,162 +187,145 @@ cdef class UcxEnd:
                 array[i].name = <const char *>key
                 array[i].value = <const char *>value
             with OPENING, nogil:
-                status = kvn_ucx_end_create(&library.library, number, array, count, title,
-                                            &self.end, &failure)
+                status = kvn_ucx_worker_create(&library.library, array, count, title, &self.worker,
+                                               &failure)
         finally:
             free(array)
         check_ucx(status, &failure)
-        if number == KVN_UCX_GATHERED:
-            self.serve = kvn_ucx_serve_create(self.end, max_ranges, &failure)
-            if self.serve is NULL:
-                check_ucx(failure.status, &failure)
-        start = <const char *>kvn_ucx_end_address(self.end, &nbytes)
-        self.address = start[:nbytes]
-        kvn_ucx_end_transports(self.end, transports, sizeof(transports))
-        self.transports = transports.decode("utf-8", "replace")
-        ENDS.add(self)
+        kvn_ucx_regions_init(&self.regions, self.worker)
+        self.address = (<const char *>self.worker.address)[:self.worker.address_nbytes]
+        self.transports = (<bytes>self.worker.transports).decode("utf-8", "replace")
+        WORKERS.add(self)
 
     cdef int check_made(self) except -1:
-        if self.end is NULL:
-            raise TypeError("the UcxEnd was not made")
-        if kvn_ucx_end_is_forked(self.end):
+        if self.worker is NULL:
+            raise TypeError("the UcxWorker was not made")
+        if kvn_ucx_worker_is_forked(self.worker):
             raise NativeError("UCX does not work in a process forked from the one that opened it:"
                               " start such processes with the method spawn")
         return 0
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """What has been counted.
+    def map(self, address, nbytes, *, kind="host", object owner=None) -> UcxRegion:
+        """Make memory known, which may take a second for each few gigabytes with RDMA.
 
-        messages, unknown_tokens, malformed, wakeups, rounds, links_failed; of a gathered end also
-        pulled_nbytes and pushed_nbytes (by peers), parts (of their pulls), refused (pieces that lay
-        in no range that is registered), broken (links failed for what their peer sent), stalled
-        (links failed for what their peer did not take).
-        """
-        cdef kvn_ucx_counters counters
-        cdef kvn_ucx_served served
-        self.check_made()
-        kvn_ucx_end_count(self.end, &counters)
-        counted = dict(counters)
-        if self.serve is not NULL:
-            kvn_ucx_serve_count(self.serve, &served)
-            counted.update(served)
-        return counted
-
-    cdef int check_serves(self) except -1:
-        self.check_made()
-        if self.serve is NULL:
-            raise ValueError("the end is one-sided: its memory is mapped, not listed in ranges")
-        return 0
-
-    def add_range(self, slot: int, address: int, nbytes: int, writable: bool,
-                  generation: int) -> None:
-        """Let peers read a range of this process's memory, and write to it if `writable`.
-
-        They name it by slot and generation. The memory must be mapped and stay so until
-        `remove_range` has returned.
-
-        Raises:
-            ValueError: a slot that is out of range or taken, an empty range, or one beyond 2**64;
-                the end is one-sided.
-        """
-        cdef uint64_t place = unsigned("slot", slot), start = unsigned("address", address)
-        cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("generation", generation)
-        cdef bint may_write = writable
-        cdef kvn_failure failure
-        cdef int status
-        self.check_serves()
-        with nogil:
-            status = kvn_ucx_serve_add_range(self.serve, place, start, size, may_write, number,
-                                             &failure)
-        check_ucx(status, &failure)
-
-    def remove_range(self, slot: int) -> None:
-        """Let peers reach it no more; when this returns, nothing reads or writes it for them.
-
-        Waits for what is being sent of it, at most about half a second; then the links that do not
-        take it are failed, and what they were sent is never confirmed.
-
-        Raises:
-            ValueError: the slot holds no range; the end is one-sided.
-        """
-        remove_range((self,), slot)
-
-    def link(self, bytes token not None, bytes peer_address=None) -> UcxNativeLink:
-        """Make a link; connect() it before use.
+        Mapped once, however often it is asked for.
 
         Args:
-            token: 16 bytes that both ends know and nobody else.
-            peer_address: of the peer's worker; None: the peer has this one's, and calls.
+            address, nbytes: the range; it stays allocated until released.
+            kind: of memory: "host", "cuda" or "rocm".
+            owner: kept as long as the region.
 
         Raises:
-            ValueError: the token has another length or is in use; the address is empty or too long.
-            UcxError: the end is closed.
+            ValueError: no such range or kind.
+            UcxError: UCX refuses: the memory is not mapped, or may not be locked.
         """
+        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef UcxRegion made = UcxRegion.__new__(UcxRegion)
+        cdef int type_ = memory_type("kind", kind)
+        cdef kvn_failure failure
+        cdef int status
         self.check_made()
-        if len(token) != KVN_UCX_TOKEN_NBYTES:
-            raise ValueError(f"token has {len(token)} bytes; it must have {KVN_UCX_TOKEN_NBYTES}")
-        if peer_address is not None and not peer_address:
-            raise ValueError("peer_address is empty; it must be None or a worker's address")
-        return UcxNativeLink.of(self, token, peer_address)
+        with nogil:
+            status = kvn_ucx_region_use(&self.regions, start, size, type_, &made.region,
+                                        &failure)
+        check_ucx(status, &failure)
+        made.worker = self
+        made.owner = owner
+        made.address = start
+        made.nbytes = size
+        made.kind = kind
+        made.rkey = made.region.key[:made.region.key_nbytes]
+        return made
+
+    def tickets(self) -> UcxRegion:
+        """Make known what owners read to see what this process is writing to their memory."""
+        return self.map(<uintptr_t>self.worker.tickets, KVN_UCX_TICKETS * sizeof(uint64_t))
+
+    def endpoint(self, bytes address not None, *, board_address, board_slots,
+                 bytes board_rkey not None, tickets_address, bytes tickets_rkey not None,
+                 uint32_t tag) -> UcxEndpoint:
+        """Make an endpoint to a peer; connect() it before use.
+
+        What the peer tells is believed: UCX ends the process for an address that it cannot read.
+
+        Args:
+            address: of the peer's worker.
+            board_address, board_slots, board_rkey: the peer's board: a word of 8 bytes for each
+                slot, 1 at least.
+            tickets_address, tickets_rkey: its `tickets`.
+            tag: 32 bits, by which the peer knows what is written to its memory.
+
+        Raises:
+            ValueError: the address or a key is empty, or there are no slots.
+            UcxError: the worker is closed, or no descriptor is left.
+        """
+        cdef UcxEndpoint made = UcxEndpoint.__new__(UcxEndpoint)
+        cdef kvn_failure failure
+        cdef kvn_ucx_remote remote
+        cdef int status
+        self.check_made()
+        if not address or not board_rkey or not tickets_rkey:
+            raise ValueError("address, board_rkey and tickets_rkey must have at least 1 byte")
+        remote.address = <const char *>address
+        remote.address_nbytes = len(address)
+        remote.board = unsigned("board_address", board_address)
+        remote.board_slots = unsigned("board_slots", board_slots)
+        if remote.board_slots == 0:
+            raise ValueError("board_slots is 0; it must be at least 1")
+        remote.board_key = <const char *>board_rkey
+        remote.board_key_nbytes = len(board_rkey)
+        remote.tickets = unsigned("tickets_address", tickets_address)
+        remote.tickets_key = <const char *>tickets_rkey
+        remote.tickets_key_nbytes = len(tickets_rkey)
+        remote.tag = tag
+        made.worker = self
+        with nogil:
+            status = kvn_ucx_endpoint_create(self.worker, &remote, &made.endpoint, &failure)
+        check_ucx(status, &failure)
+        return made
 
     def close(self) -> None:
-        """Fail its links, telling the peers, and stop its thread. Idempotent.
-
-        Nothing happens in a forked child.
-        """
-        if self.end is not NULL:
+        """Fail its endpoints and stop its thread. Idempotent; nothing in a forked child."""
+        if self.worker is not NULL:
             with nogil:
-                kvn_ucx_end_close(self.end)
+                kvn_ucx_worker_close(self.worker)
 
     def __dealloc__(self):
-        if self.end is not NULL:
+        if self.worker is not NULL and not kvn_ucx_worker_is_forked(self.worker):
             with nogil:
-                kvn_ucx_end_close(self.end)
-                kvn_ucx_end_release(self.end)
+                kvn_ucx_worker_close(self.worker)
+                kvn_ucx_regions_fini(&self.regions)
+                kvn_ucx_worker_release(self.worker)
 
 
 @cython.final
 @cython.auto_pickle(False)
 @cython.no_gc_clear
-cdef class UcxNativeLink:
-    """A link to a peer's end; made by UcxEnd.link(), closed with the last reference to it.
+cdef class UcxEndpoint:
+    """The way to a peer; made by `UcxWorker.endpoint`, closed with the last reference to it.
 
     Attributes:
-        end: this side's.
+        worker: this side's.
     """
 
-    def __init__(self, *args, **kwargs):
-        raise TypeError("a UcxNativeLink comes from UcxEnd.link()")
+    cdef readonly UcxWorker worker
+    cdef kvn_ucx_endpoint *endpoint
+    cdef object __weakref__
 
-    @staticmethod
-    cdef UcxNativeLink of(UcxEnd end, bytes token, bytes peer_address):
-        cdef kvn_failure failure
-        cdef UcxNativeLink self = UcxNativeLink.__new__(UcxNativeLink)
-        cdef const uint8_t *word = token
-        cdef const char *address = NULL
-        cdef size_t nbytes = 0
-        cdef int status
-        if peer_address is not None:
-            address = peer_address
-            nbytes = len(peer_address)
-        self.end = end
-        with nogil:
-            status = kvn_ucx_link_create(end.end, word, address, nbytes, &self.link, &failure)
-        check_ucx(status, &failure)
-        return self
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a UcxEndpoint comes from UcxWorker.endpoint()")
 
     cdef int check_made(self) except -1:
-        if self.link is NULL:
-            raise TypeError("the UcxNativeLink was not made")
-        return self.end.check_made()
+        if self.endpoint is NULL:
+            raise TypeError("the UcxEndpoint was not made")
+        return self.worker.check_made()
 
     def connect(self, timeout_ms: float) -> None:
-        """Return when the peer has answered.
+        """Return when the peer's board was read.
 
         Raises:
-            UcxError: KVN_TIMEOUT: it has not within the time, and connect() may be called again;
-                another status: the link has failed.
+            UcxError: KVN_TIMEOUT: it was not within the time, and connect() may be called again;
+                another status: the endpoint has failed.
         """
         cdef kvn_failure failure
         cdef int64_t deadline = KVN_FOREVER
@@ -355,49 +336,224 @@ cdef class UcxNativeLink:
         if not math.isinf(timeout_ms):
             deadline = kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
         with nogil:
-            status = kvn_ucx_link_connect(self.link, deadline, &failure)
+            status = kvn_ucx_endpoint_connect(self.endpoint, deadline, &failure)
         check_ucx(status, &failure)
 
     @property
     def connected(self) -> bool:
-        """The peer has answered, and the link has not failed."""
+        """The peer's board was read, and the endpoint has not failed."""
         self.check_made()
-        return kvn_ucx_link_is_connected(self.link)
+        return self.endpoint.state == KVN_UCX_CONNECTED
 
     @property
     def failure(self) -> tuple[int, str] | None:
         """Status and reason once it has failed; close() is a failure too (KVN_CANCELLED)."""
         cdef kvn_failure why
         self.check_made()
-        if not kvn_ucx_link_has_failed(self.link, &why):
+        if not kvn_ucx_endpoint_has_failed(self.endpoint, &why):
             return None
         return why.status, why.message.decode("utf-8", "replace")
 
     @property
     def death_fd(self) -> int:
-        """A file that becomes readable when the link fails. The link's: duplicate it to keep it."""
+        """A file that becomes readable when it fails. The endpoint's: duplicate it to keep it."""
         self.check_made()
-        return kvn_ucx_link_death_fd(self.link)
+        return self.endpoint.death_fd
 
     @property
-    def way(self) -> str:
-        """"gathered over tcp/eth0"; "gathered" before it is connected."""
-        cdef char way[128]
+    def transport(self) -> str:
+        """What of UCX reads and writes memory, such as "rc_mlx5/mlx5_0:1"; "" until connected."""
         self.check_made()
-        kvn_ucx_link_way(self.link, way, sizeof(way))
-        name = self.end.mode.replace("_", "-")
-        return f"{name} over {way.decode()}" if way[0] else name
+        if self.endpoint.state != KVN_UCX_CONNECTED:
+            return ""
+        return (<bytes>self.endpoint.transport).decode("utf-8", "replace")
 
-    def close(self, str reason not None="the link was closed") -> None:
-        """Tell the peer, and fail with that reason. Idempotent."""
+    def writing(self, uint32_t tag, timeout_ms: float) -> frozenset[tuple[int, int]]:
+        """What the peer is writing to memory of this process now, as it has announced.
+
+        Args:
+            tag: of this process, that the peer's endpoint was made with.
+            timeout_ms: that the look may take.
+
+        Returns:
+            A ticket for each transfer; no other one is ever equal to it.
+
+        Raises:
+            UcxError: KVN_TIMEOUT: it could not be seen in time; another status: the endpoint has
+                failed, or is not connected.
+        """
+        cdef uint64_t words[KVN_UCX_TICKETS]
+        cdef kvn_failure failure
+        cdef int64_t deadline = kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
+        cdef int status
+        self.check_made()
+        with nogil:
+            status = kvn_ucx_endpoint_read_tickets(self.endpoint, deadline, words, &failure)
+        check_ucx(status, &failure)
+        return frozenset((i, words[i]) for i in range(KVN_UCX_TICKETS)
+                         if words[i] and words[i] >> 32 == tag)
+
+    def close(self, str reason not None="the endpoint was closed") -> None:
+        """Fail with that reason. Idempotent."""
         cdef bytes text = reason.encode()
         cdef const char *why = text
         self.check_made()
         with nogil:
-            kvn_ucx_link_close(self.link, why)
+            kvn_ucx_endpoint_fail(self.endpoint, KVN_CANCELLED, 0, why)
 
     def __dealloc__(self):
-        if self.link is not NULL and not kvn_ucx_end_is_forked(self.end.end):
+        if self.endpoint is not NULL and not kvn_ucx_worker_is_forked(self.worker.worker):
             with nogil:
-                kvn_ucx_link_close(self.link, "the link was dropped")
-                kvn_ucx_link_release(self.link)
+                kvn_ucx_endpoint_fail(self.endpoint, KVN_CANCELLED, 0, "the endpoint was dropped")
+                kvn_ucx_endpoint_release(self.endpoint)
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class UcxRegion:
+    """A range that UCX knows; made by `UcxWorker.map`.
+
+    Attributes:
+        worker: whose it is; None once released.
+        address, nbytes, kind: as given.
+        rkey: what a peer's UCX needs to reach it.
+    """
+
+    cdef readonly UcxWorker worker
+    cdef object owner
+    cdef kvn_ucx_region *region  # NULL once it is released
+    cdef readonly uint64_t address
+    cdef readonly uint64_t nbytes
+    cdef readonly str kind
+    cdef readonly bytes rkey
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a UcxRegion comes from UcxWorker.map()")
+
+    @property
+    def released(self) -> bool:
+        """Whether it was."""
+        return self.region is NULL
+
+    def release(self) -> None:
+        """Say that it is not used any more; idempotent, nothing in a forked child.
+
+        Transfers of this worker that use it keep it mapped until they are through. A peer that
+        reaches for it afterwards loses its endpoint: take it off the board before.
+        """
+        cdef kvn_ucx_region *region = self.region
+        if region is NULL or kvn_ucx_worker_is_forked(self.worker.worker):
+            return
+        self.region = NULL
+        with nogil:
+            kvn_ucx_region_drop(&self.worker.regions, region)
+        self.worker = self.owner = None
+
+    def __dealloc__(self):
+        if self.region is not NULL and not kvn_ucx_worker_is_forked(self.worker.worker):
+            with nogil:
+                kvn_ucx_region_drop(&self.worker.regions, self.region)
+
+    def __repr__(self):
+        return (f"<UcxRegion [{self.address:#x}, {self.address + self.nbytes:#x}) of"
+                f" {self.kind} memory{', released' if self.released else ''}>")
+
+
+# What ucx_backend is given, as C takes it.
+@cython.final
+@cython.internal
+@cython.no_gc
+cdef class Choice:
+    cdef kvn_ucx_backend_options options
+    cdef kvn_ucx_peer_range *ranges
+    cdef kvn_ucx_packed_key *keys
+    cdef list packed  # bytes that `keys` shows
+
+    cdef int take_ranges(self, dict columns) except -1:
+        cdef Py_buffer views[5]
+        cdef const uint64_t *words
+        cdef int taken = 0
+        cdef Py_ssize_t count = 0, i, field
+        try:
+            for name, column in columns.items():
+                acquire_uint64(&views[taken], column, name)
+                taken += 1
+                if taken > 1 and views[taken - 1].shape[0] != count:
+                    raise ValueError(f"{name}: expected {count} items, as in addresses, got"
+                                     f" {views[taken - 1].shape[0]}")
+                count = views[0].shape[0]
+            self.ranges = <kvn_ucx_peer_range *>calloc(count + 1, sizeof(kvn_ucx_peer_range))
+            if self.ranges is NULL:
+                raise MemoryError
+            for field in range(5):
+                words = <const uint64_t *>views[field].buf
+                for i in range(count):
+                    (<uint64_t *>&self.ranges[i])[field] = words[i]
+        finally:
+            for i in range(taken):
+                PyBuffer_Release(&views[i])
+        self.options.ranges = self.ranges
+        self.options.num_ranges = count
+        return 0
+
+    cdef int take_keys(self, list rkeys) except -1:
+        cdef bytes key
+        cdef Py_ssize_t i
+        self.packed = rkeys
+        self.keys = <kvn_ucx_packed_key *>calloc(len(rkeys) + 1, sizeof(kvn_ucx_packed_key))
+        if self.keys is NULL:
+            raise MemoryError
+        for i, item in enumerate(rkeys):
+            if not isinstance(item, bytes) or not item:
+                raise TypeError(f"rkeys[{i}]: expected bytes that are not empty, got {item!r}")
+            key = item
+            self.keys[i].bytes = <const char *>key
+            self.keys[i].nbytes = len(key)
+        self.options.keys = self.keys
+        self.options.num_keys = len(rkeys)
+        return 0
+
+    def __dealloc__(self):
+        free(self.ranges)
+        free(self.keys)
+
+
+def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addresses, nbytes, slots,
+                generations, keys, rkeys, local="host") -> Backend:
+    """Return a backend whose remote addresses are the peer's.
+
+    Before and after its bytes a transfer reads from the peer's board the words of those ranges that
+    it uses; if one is not its generation, the transfer ends with KVN_UNMAPPED.
+
+    Args:
+        endpoint: connected.
+        direction: "get", from the peer, or "put".
+        addresses, nbytes, slots, generations: of the peer's ranges, columns of uint64. Remote
+            memory that lies in none of them is refused.
+        keys: for each range, which of `rkeys` opens it; uint64.
+        rkeys: of the peer's regions.
+        local: kind of the local memory that is in no region: "host", "cuda" or "rocm". Host memory
+            need not be in one; with RDMA it then is slower.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+        UcxError: the endpoint has failed, or UCX refuses a key.
+    """
+    cdef Choice choice = Choice.__new__(Choice)
+    cdef kvn_backend *backend = NULL
+    cdef kvn_failure failure
+    cdef int status
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+    endpoint.check_made()
+    choice.take_ranges({"addresses": addresses, "nbytes": nbytes, "slots": slots,
+                        "generations": generations, "keys": keys})
+    choice.take_keys(list(rkeys))
+    choice.options.direction = DIRECTIONS[direction]
+    choice.options.local_type = memory_type("local", local)
+    with nogil:
+        status = kvn_ucx_backend_create(&endpoint.worker.regions, endpoint.endpoint,
+                                        &choice.options, &backend, &failure)
+    check_ucx(status, &failure)
+    return Backend.adopt(backend, endpoint, "ucx_backend")

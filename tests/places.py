@@ -1,12 +1,12 @@
 """What the suites run over, and where the processes of a test are: as the environment says.
 
-By default engines are on this host, linked over local; tests marked `over_ucx` run over UCX too,
-and those marked `over_ucx(only=True)` over UCX alone.
+By default engines are on this host, linked over local; tests marked `over_tcp` run over TCP too,
+and those marked `over_tcp(only=True)` over TCP alone.
 Suites whose engines another network namespace has are run by tests/across/.
 
-KVPLAN_TEST_MACHINES: comma-separated; "ucx": all tests of tests/datadist and tests/faults over UCX,
+KVPLAN_TEST_MACHINES: comma-separated; "tcp": all tests of tests/datadist and tests/faults over TCP,
     and over nothing else. (tests/links is about the conversation, and has transports of its own.)
-KVPLAN_TEST_UCX_LANES: how many lanes their links have then; else 2.
+KVPLAN_TEST_TCP_CONNECTIONS: how many their links have then; else 2.
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
 KVPLAN_TEST_IP, KVPLAN_TEST_PEER_IP: where engines of this process, and of peers, listen.
 KVPLAN_TEST_CLUSTER_KEY: path of the cluster key that all engines have.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import pytest
 
 MACHINES = tuple(filter(None, os.environ.get("KVPLAN_TEST_MACHINES", "").split(",")))
-UCX_LANES = int(os.environ.get("KVPLAN_TEST_UCX_LANES", "2"))
+TCP_CONNECTIONS = int(os.environ.get("KVPLAN_TEST_TCP_CONNECTIONS", "2"))
 PEER_COMMAND: tuple[str, ...] = tuple(json.loads(os.environ.get("KVPLAN_TEST_PEER_COMMAND", "[]")))
 IP = os.environ.get("KVPLAN_TEST_IP", "127.0.0.1")
 PEER_IP = os.environ.get("KVPLAN_TEST_PEER_IP", "127.0.0.1")
@@ -41,8 +41,8 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     """
     if fixture not in metafunc.fixturenames:
         return
-    mark = metafunc.definition.get_closest_marker("over_ucx")
-    fit = ["ucx"] if mark and mark.kwargs.get("only") else [*usual, "ucx"]
-    names = MACHINES or (*usual, *(["ucx"] if mark else []))
+    mark = metafunc.definition.get_closest_marker("over_tcp")
+    fit = ["tcp"] if mark and mark.kwargs.get("only") else [*usual, "tcp"]
+    names = MACHINES or (*usual, *(["tcp"] if mark else []))
     known = [it for it in names if it in fit]
     metafunc.parametrize(fixture, known, indirect=True)

@@ -41,6 +41,7 @@ PUBLIC = (
     "kvplan.run",
     "kvplan.transport.local",
     "kvplan.transport.protocol",
+    "kvplan.transport.tcp.transport",
     "kvplan.transport.ucx.library",
 )
 """What a program may import; everything else may change with any version."""

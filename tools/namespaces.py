@@ -5,8 +5,8 @@
         decode.run(sys.executable, "-m", "my_client", prefill.address)
 
 Two are the ends of one veth pair; more hang on a bridge, which has a namespace of its own. Each has
-its loopback up, and a /sys of its own (UCX looks for interfaces there). They have no names at all:
-a namespace lives as long as some process is in it, here the keeper, which ends with its standard
+its loopback up, and a /sys of its own, where its interfaces are. They have no names at all: a
+namespace lives as long as some process is in it, here the keeper, which ends with its standard
 input. So nothing is left behind, not even by a process that was killed.
 
 Works as root, and as any user where the kernel lets users have user namespaces. In a shell,
@@ -80,7 +80,7 @@ class Namespace:
     def wait_until_up(self, interface: str = INTERFACE) -> None:
         """Return when the kernel has noticed that its cable is in.
 
-        Until then, which may be a second, programs (UCX among them) find an interface without one.
+        Until then, which may be a second, programs find an interface without one.
 
         Raises:
             NamespacesError: it is not in.

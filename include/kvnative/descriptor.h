@@ -19,6 +19,7 @@ typedef struct kvn_columns {
     size_t count;
     uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
     uint32_t beside; /* 1: whoever submits computes on; a thread is left for it, or for who waits */
+    uint32_t waits;  /* 1: whoever submits waits for it at once, and can move it himself */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

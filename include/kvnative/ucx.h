@@ -63,7 +63,7 @@ enum {
     KVN_UCP_PARAM_ESTIMATED_NUM_EPS = 1 << 6,
     KVN_UCP_PARAM_NAME = 1 << 8
 };
-enum { KVN_UCP_FEATURE_RMA = 1 << 1, KVN_UCP_FEATURE_WAKEUP = 1 << 4, KVN_UCP_FEATURE_AM = 1 << 6 };
+enum { KVN_UCP_FEATURE_RMA = 1 << 1, KVN_UCP_FEATURE_WAKEUP = 1 << 4 };
 
 typedef struct kvn_ucp_params {
     uint64_t field_mask;
@@ -174,16 +174,7 @@ enum {
     KVN_UCP_OP_ATTR_FAST_CMPL = 1 << 17,
     KVN_UCP_OP_ATTR_MULTI_SEND = 1 << 19
 };
-enum { KVN_UCP_AM_SEND_FLAG_EAGER = 1 << 1 };
 enum { KVN_UCP_EP_CLOSE_FLAG_FORCE = 1 << 0 };
-/* ucp_dt_make_contig(1), ucp_dt_make_iov() */
-enum { KVN_UCP_DATATYPE_BYTES = 1 << 3, KVN_UCP_DATATYPE_IOV = 2 };
-
-typedef struct kvn_ucp_dt_iov {
-    void *buffer;
-    size_t length;
-} kvn_ucp_dt_iov;
-
 typedef void (*kvn_ucp_send_nbx_callback)(void *request, kvn_ucs_status status, void *user_data);
 
 typedef struct kvn_ucp_request_param {
@@ -198,33 +189,6 @@ typedef struct kvn_ucp_request_param {
     void *recv_info;
     kvn_ucp_mem_h memh;
 } kvn_ucp_request_param;
-
-/* ucp_am_handler_param; ucp_am_recv_param */
-enum {
-    KVN_UCP_AM_HANDLER_PARAM_ID = 1 << 0,
-    KVN_UCP_AM_HANDLER_PARAM_FLAGS = 1 << 1,
-    KVN_UCP_AM_HANDLER_PARAM_CB = 1 << 2,
-    KVN_UCP_AM_HANDLER_PARAM_ARG = 1 << 3
-};
-enum { KVN_UCP_AM_FLAG_WHOLE_MSG = 1 << 0 };
-enum { KVN_UCP_AM_RECV_ATTR_DATA = 1 << 16, KVN_UCP_AM_RECV_ATTR_RNDV = 1 << 17 };
-
-typedef struct kvn_ucp_am_recv_param {
-    uint64_t recv_attr;
-    kvn_ucp_ep_h reply_ep;
-} kvn_ucp_am_recv_param;
-
-typedef kvn_ucs_status (*kvn_ucp_am_recv_callback)(void *arg, const void *header, size_t header_length,
-                                                   void *data, size_t length,
-                                                   const kvn_ucp_am_recv_param *param);
-
-typedef struct kvn_ucp_am_handler_param {
-    uint64_t field_mask;
-    unsigned id;
-    uint32_t flags;
-    kvn_ucp_am_recv_callback cb;
-    void *arg;
-} kvn_ucp_am_handler_param;
 
 /* ucs_log_func_t: RC_STOP keeps a message from UCX's own handler, which prints it; ucs_log_level_t. */
 enum { KVN_UCS_LOG_STOP = 0, KVN_UCS_LOG_CONTINUE = 1 };
@@ -255,16 +219,11 @@ typedef int (*kvn_ucs_log_func)(const char *file, unsigned line, const char *fun
     X(unsigned, ucp_worker_progress, (kvn_ucp_worker_h worker))                                    \
     X(kvn_ucs_status, ucp_worker_get_efd, (kvn_ucp_worker_h worker, int *fd))                      \
     X(kvn_ucs_status, ucp_worker_arm, (kvn_ucp_worker_h worker))                                   \
-    X(kvn_ucs_status, ucp_worker_set_am_recv_handler,                                              \
-      (kvn_ucp_worker_h worker, const kvn_ucp_am_handler_param *param))                            \
     X(kvn_ucs_status, ucp_ep_create,                                                               \
       (kvn_ucp_worker_h worker, const kvn_ucp_ep_params *params, kvn_ucp_ep_h *out))               \
     X(kvn_ucs_status_ptr, ucp_ep_close_nbx, (kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)) \
     X(kvn_ucs_status_ptr, ucp_ep_flush_nbx, (kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)) \
     X(void, ucp_ep_print_info, (kvn_ucp_ep_h ep, FILE * stream))                                   \
-    X(kvn_ucs_status_ptr, ucp_am_send_nbx,                                                         \
-      (kvn_ucp_ep_h ep, unsigned id, const void *header, size_t header_length,                     \
-       const void *buffer, size_t count, const kvn_ucp_request_param *param))                      \
     X(kvn_ucs_status, ucp_mem_map,                                                                 \
       (kvn_ucp_context_h context, const kvn_ucp_mem_map_params *params, kvn_ucp_mem_h *out))       \
     X(kvn_ucs_status, ucp_mem_unmap, (kvn_ucp_context_h context, kvn_ucp_mem_h memory))            \
@@ -280,7 +239,6 @@ typedef int (*kvn_ucs_log_func)(const char *file, unsigned line, const char *fun
     X(kvn_ucs_status_ptr, ucp_put_nbx,                                                             \
       (kvn_ucp_ep_h ep, const void *buffer, size_t count, uint64_t remote, kvn_ucp_rkey_h rkey,    \
        const kvn_ucp_request_param *param))                                                        \
-    X(kvn_ucs_status, ucp_request_check_status, (void *request))                                   \
     X(void, ucp_request_free, (void *request))
 
 /* Of libucs, which comes with it. */

@@ -153,11 +153,23 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
 int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
 {
     const int advice = arena->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
-    if (madvise(arena->address, arena->nbytes, advice) == 0 || errno == EINVAL)
-        return KVN_OK; /* EINVAL: < 5.14 */
-    return kvn_fail(failure, status_of(errno), errno,
+    if (madvise(arena->address, arena->nbytes, advice) == 0)
+        return KVN_OK;
+    int error = errno;
+    /* Before Linux 5.14 fallocate takes the pages, without mapping them; a peer's are its owner's. */
+    if (error == EINVAL) {
+        if (arena->fd < 0)
+            return KVN_OK;
+        do
+            error = fallocate(arena->fd, 0, 0, (off_t)arena->nbytes) == 0 ? 0 : errno;
+        while (error == EINTR);
+        if (error == 0)
+            return KVN_OK;
+    }
+    /* EFAULT: touching a page would raise SIGBUS: no page is left, under vm.overcommit_memory 2. */
+    return kvn_fail(failure, error == EFAULT ? KVN_NO_MEMORY : status_of(error), error,
                     "making %" PRIu64 " bytes of an arena present: %s", arena->nbytes,
-                    strerror(errno));
+                    strerror(error == EFAULT ? ENOMEM : error));
 }
 
 void kvn_arena_close(kvn_arena *arena)

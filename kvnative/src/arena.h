@@ -1,5 +1,6 @@
 /* Arenas: memory in a sealed memfd, which a peer on this host maps as well. The seals fix its size,
- * so neither side's mapping can ever end in SIGBUS, whatever the other does. */
+ * so neither side's mapping can ever end in SIGBUS by what the other does; but it does where the system
+ * has no page left (under vm.overcommit_memory 2), unless all are there by `populate`. */
 #ifndef KVN_ARENA_H
 #define KVN_ARENA_H
 
@@ -26,7 +27,8 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
 int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
                      kvn_failure *failure);
 
-/* Makes every page present now (page tables too), instead of one fault a page at first use. */
+/* Makes every page present now (page tables too), instead of one fault a page at first use.
+ * KVN_NO_MEMORY: there are not as many. */
 int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure);
 
 void kvn_arena_close(kvn_arena *arena); /* idempotent */

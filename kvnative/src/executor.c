@@ -59,6 +59,7 @@ static void issue(kvn_task *task)
         .count = left < task->max_batch ? left : task->max_batch,
         .first = task->columns.first + task->first,
         .beside = task->columns.beside,
+        .waits = task->columns.waits,
     };
     kvn_report report;
 
@@ -93,7 +94,7 @@ static void step(kvn_task *task)
 
 /* ---- submit ---- */
 
-static void init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
+void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
 {
     memset(task, 0, offsetof(kvn_task, outcome));
     task->backend = backend;
@@ -132,26 +133,24 @@ bool kvn_refuse_oversized(kvn_backend *backend, const kvn_columns *columns, kvn_
     return true;
 }
 
-int kvn_task_submit(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
+/* With the mutex held. */
+static void begin(kvn_task *task)
 {
     kvn_capabilities limits;
 
-    init(task, backend, columns);
-    calls(task)->capabilities(backend, &limits);
+    task->begun = true;
+    calls(task)->capabilities(task->backend, &limits);
     task->max_batch = limits.max_batch;
-    if (kvn_refuse_oversized(backend, columns, &task->outcome)) {
+    if (kvn_refuse_oversized(task->backend, &task->columns, &task->outcome)) {
         task->settled = true;
-    } else if (columns->count == 0) {
+    } else if (task->columns.count == 0) {
         settle_between(task, KVN_OK);
     } else {
         issue(task);
-        if (!task->settled && task->batch_count == columns->count)
+        if (!task->settled && task->batch_count == task->columns.count)
             step(task); /* small batches are through already */
     }
-    return task->settled ? task->outcome.status : KVN_PENDING;
 }
-
-/* ---- poll, wait, abort ---- */
 
 /* With the mutex held; gives it up. */
 static int leave(kvn_task *task)
@@ -161,6 +160,18 @@ static int leave(kvn_task *task)
     pthread_mutex_unlock(&task->mutex);
     return status;
 }
+
+/* The mutex is held until the first batch is issued: whoever aborts the task comes before or after. */
+int kvn_task_begin(kvn_task *task)
+{
+    pthread_mutex_lock(&task->mutex);
+    if (!task->settled)
+        begin(task);
+    pthread_cond_broadcast(&task->changed);
+    return leave(task);
+}
+
+/* ---- poll, wait, abort ---- */
 
 static bool is_in_use(const kvn_task *task) { return task->driven || task->aborting > 0; }
 
@@ -175,7 +186,7 @@ static void let_go(kvn_task *task)
 int kvn_task_poll(kvn_task *task)
 {
     pthread_mutex_lock(&task->mutex);
-    if (!task->settled && !is_in_use(task))
+    if (!task->settled && task->begun && !is_in_use(task))
         step(task);
     return leave(task);
 }
@@ -187,7 +198,7 @@ int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
 
     pthread_mutex_lock(&task->mutex);
     while (!task->settled) {
-        if (is_in_use(task)) {
+        if (!task->begun || is_in_use(task)) {
             if (!kvn_cond_wait(&task->changed, &task->mutex, deadline_ns))
                 break;
             continue;
@@ -212,6 +223,11 @@ int kvn_task_abort(kvn_task *task, int why)
     if (task->settled)
         return leave(task);
     task->give_up = why;
+    if (!task->begun) {
+        settle_between(task, why);
+        pthread_cond_broadcast(&task->changed);
+        return leave(task);
+    }
     task->aborting++;
     pthread_mutex_unlock(&task->mutex);
     calls(task)->abort(task->backend, task->request, why, &ignored);

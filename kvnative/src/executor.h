@@ -16,6 +16,7 @@ typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;
     uint64_t max_batch;
+    bool begun;            /* kvn_task_begin has run: before, nothing moves */
     uint64_t first;        /* task-global index of the current batch's first descriptor */
     uint64_t batch_count;
     uint64_t bytes_before; /* moved by the batches before the current one */
@@ -34,10 +35,12 @@ typedef struct kvn_task {
  * of which nothing was moved. */
 bool kvn_refuse_oversized(kvn_backend *backend, const kvn_columns *columns, kvn_report *report);
 
-/* Checks the descriptors and issues the first batch. Always makes a task to poll, wait and release;
- * one that is refused has its outcome at once. Returns its status, KVN_PENDING if in flight. The
- * backend and the columns must outlive the outcome. */
-int kvn_task_submit(kvn_task *task, kvn_backend *backend, const kvn_columns *columns);
+/* Makes a task that does nothing yet: it can be aborted already, and waited for. The backend and the
+ * columns must outlive the outcome. */
+void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns);
+/* Checks the descriptors and issues the first batch, once; does nothing if the task was aborted.
+ * Returns the status, KVN_PENDING if in flight; what is refused has its outcome at once. */
+int kvn_task_begin(kvn_task *task);
 /* KVN_PENDING or the outcome; never blocks. */
 int kvn_task_poll(kvn_task *task);
 /* Blocks until the outcome or the deadline; KVN_PENDING when that passed, with the task still in

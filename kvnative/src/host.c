@@ -63,8 +63,12 @@ static int move(void *context, const kvn_columns *batch, const kvn_piece *piece,
     const host *self = context;
     kvn_copy copy = choose(self, piece);
     uint64_t skip = piece->skip, left = piece->nbytes;
-    int status = KVN_OK;
+    kvn_announcement announced;
+    int status = kvn_guard_enter(self->pooled.guard, false, batch->first + piece->first, &announced,
+                                 fault);
 
+    if (status != KVN_OK)
+        return status;
     for (uint64_t i = piece->first; i < piece->last && status == KVN_OK; i++) {
         uint64_t dst = batch->dst[i], src = batch->src[i], nbytes = batch->nbytes[i];
         uint64_t part = nbytes - skip < left ? nbytes - skip : left;
@@ -78,6 +82,7 @@ static int move(void *context, const kvn_columns *batch, const kvn_piece *piece,
         skip = 0;
     }
     kvn_copy_fence();
+    kvn_guard_leave(self->pooled.guard, &announced);
     return status;
 }
 

@@ -30,7 +30,13 @@ int kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_pool
     return pthread_mutex_init(&self->error_mutex, NULL);
 }
 
-void kvn_pooled_fini(kvn_pooled *self) { pthread_mutex_destroy(&self->error_mutex); }
+void kvn_pooled_fini(kvn_pooled *self)
+{
+    pthread_mutex_destroy(&self->error_mutex);
+    kvn_guard_destroy(self->guard);
+}
+
+void kvn_pooled_set_guard(kvn_backend *self, kvn_guard *guard) { pooled(self)->guard = guard; }
 
 void kvn_pooled_capabilities(const kvn_backend *self, kvn_capabilities *out)
 {

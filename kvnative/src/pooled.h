@@ -5,12 +5,14 @@
 #define KVNATIVE_POOLED_H
 
 #include "pool.h"
+#include "writers.h"
 
 typedef struct kvn_pooled {
     kvn_backend base;         /* vtable: own name and destroy, the rest kvn_pooled_* */
     kvn_pool *pool;           /* not owned */
     kvn_move move;            /* called with the kvn_pooled as context */
     kvn_piece_limits piece;
+    kvn_guard *guard;         /* owned; entered around each piece that is written; NULL: none */
     uint64_t inline_nbytes;   /* batches up to this size are moved by submit itself */
     kvn_capabilities capabilities;
     pthread_mutex_t error_mutex;
@@ -21,6 +23,8 @@ typedef struct kvn_pooled {
 int kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_pool *pool,
                     kvn_move move);
 void kvn_pooled_fini(kvn_pooled *self);
+/* Before the first batch; the backend then owns the guard. */
+void kvn_pooled_set_guard(kvn_backend *self, kvn_guard *guard);
 
 void kvn_pooled_capabilities(const kvn_backend *self, kvn_capabilities *out);
 int kvn_pooled_submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out,

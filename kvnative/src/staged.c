@@ -231,7 +231,8 @@ int kvn_staged_open(kvn_staged *staged, uint64_t stage, int *opened)
     if (it) {
         kvn_columns slice = slice_of(staged, stage);
         pthread_mutex_unlock(&staged->mutex);
-        status = kvn_task_submit(&it->task, staged->backend, &slice);
+        kvn_task_init(&it->task, staged->backend, &slice);
+        status = kvn_task_begin(&it->task);
         pthread_mutex_lock(&staged->mutex);
         it->submitted = true;
         if (status == KVN_PENDING)

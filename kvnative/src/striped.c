@@ -159,6 +159,7 @@ static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
     part.nbytes += it->first;
     part.first += it->first;
     part.count = it->last - it->first;
+    part.waits = batch->waits && it->first == 0; /* for the first stripe; the others move meanwhile */
     return it->inner->vtable->submit(it->inner, &part, &it->request, report);
 }
 

@@ -3,13 +3,17 @@
 #ifndef KVN_UCX_LIBRARY_H
 #define KVN_UCX_LIBRARY_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
+#include <sys/types.h>
 
 #include "failure.h"
 #include "kvnative/ucx.h"
 
 typedef struct kvn_ucx_library {
     kvn_ucx calls;
+    atomic_uint num_workers; /* not destroyed yet, of process `pid`: ucx_worker.c */
+    pid_t pid;
     void *ucp; /* of dlopen */
     unsigned version[3];
     char path[4096]; /* of the file of libucp */
@@ -25,5 +29,11 @@ int kvn_ucx_status(kvn_ucs_status status);
 /* Writes "call: UCX's text for it"; returns kvn_ucx_status(status). `code` becomes the ucs_status_t. */
 int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_status status,
                  kvn_failure *failure);
+
+/* What UCX says of its errors is kept for the message of a failure, instead of being printed on the standard
+ * output of a program that is not ours. Forgets what was said on this thread. */
+void kvn_ucx_log_clear(void);
+/* Appends ": " and what was said last on this thread since, if anything. */
+void kvn_ucx_log_append(char *message, size_t room);
 
 #endif

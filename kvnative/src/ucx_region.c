@@ -6,24 +6,24 @@
 
 /* ---- one region ---- */
 
-static void let_go(kvn_ucx_region *region)
+static void release(kvn_ucx_region *region)
 {
-    const kvn_ucx *calls = kvn_ucx_end_calls(region->end);
+    const kvn_ucx *calls = region->worker->calls;
 
-    if (atomic_fetch_sub(&region->num_held, 1) != 1)
+    if (atomic_fetch_sub(&region->num_holders, 1) != 1)
         return;
-    if (!kvn_ucx_end_is_forked(region->end)) {
+    if (!kvn_ucx_worker_is_forked(region->worker)) {
         calls->ucp_rkey_buffer_release(region->key);
-        calls->ucp_mem_unmap(kvn_ucx_end_context(region->end), region->memory);
+        calls->ucp_mem_unmap(region->worker->context, region->memory);
     }
-    kvn_ucx_end_release(region->end);
+    kvn_ucx_worker_release(region->worker);
     free(region);
 }
 
 static int map(kvn_ucx_region *region, kvn_failure *failure)
 {
-    const kvn_ucx *calls = kvn_ucx_end_calls(region->end);
-    const kvn_ucx_library *library = kvn_ucx_end_library(region->end);
+    const kvn_ucx *calls = region->worker->calls;
+    const kvn_ucx_library *library = region->worker->library;
     const kvn_ucp_mem_map_params params = {
         .field_mask = KVN_UCP_MEM_MAP_PARAM_ADDRESS | KVN_UCP_MEM_MAP_PARAM_LENGTH |
                       KVN_UCP_MEM_MAP_PARAM_MEMORY_TYPE,
@@ -31,7 +31,7 @@ static int map(kvn_ucx_region *region, kvn_failure *failure)
         .length = region->nbytes,
         .memory_type = region->memory_type,
     };
-    kvn_ucp_context_h context = kvn_ucx_end_context(region->end);
+    kvn_ucp_context_h context = region->worker->context;
     kvn_ucs_status status = calls->ucp_mem_map(context, &params, &region->memory);
 
     if (status != KVN_UCS_OK)
@@ -43,86 +43,86 @@ static int map(kvn_ucx_region *region, kvn_failure *failure)
     return kvn_ucx_fail(library, "ucp_rkey_pack", status, failure);
 }
 
-/* ---- the atlas ---- */
+/* ---- the snapshot ---- */
 
-void kvn_ucx_atlas_let_go(kvn_ucx_atlas *atlas)
+void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot)
 {
-    if (!atlas || atomic_fetch_sub(&atlas->num_held, 1) != 1)
+    if (!snapshot || atomic_fetch_sub(&snapshot->num_holders, 1) != 1)
         return;
-    for (size_t i = 0; i < atlas->count; i++)
-        let_go(atlas->regions[i]);
-    free(atlas);
+    for (size_t i = 0; i < snapshot->count; i++)
+        release(snapshot->regions[i]);
+    free(snapshot);
 }
 
 /* Of what is listed; with the mutex. NULL: no memory. */
-static kvn_ucx_atlas *draw(const kvn_ucx_regions *self)
+static kvn_ucx_snapshot *draw(const kvn_ucx_regions *self)
 {
     size_t count = 0;
     for (kvn_ucx_region *it = self->first; it; it = it->next)
         count++;
-    kvn_ucx_atlas *atlas =
-        malloc(sizeof *atlas + count * (sizeof *atlas->items + sizeof *atlas->regions));
-    if (!atlas)
+    kvn_ucx_snapshot *snapshot =
+        malloc(sizeof *snapshot + count * (sizeof *snapshot->items + sizeof *snapshot->regions));
+    if (!snapshot)
         return NULL;
-    atomic_init(&atlas->num_held, 1);
-    atlas->count = count;
-    atlas->items = (kvn_interval *)(atlas + 1);
-    atlas->regions = (kvn_ucx_region **)(atlas->items + count);
+    atomic_init(&snapshot->num_holders, 1);
+    snapshot->count = count;
+    snapshot->items = (kvn_interval *)(snapshot + 1);
+    snapshot->regions = (kvn_ucx_region **)(snapshot->items + count);
     count = 0;
     for (kvn_ucx_region *it = self->first; it; it = it->next, count++) {
-        atomic_fetch_add(&it->num_held, 1);
-        atlas->regions[count] = it;
-        atlas->items[count] = (kvn_interval){
+        atomic_fetch_add(&it->num_holders, 1);
+        snapshot->regions[count] = it;
+        snapshot->items[count] = (kvn_interval){
             .first = it->address, .last = it->address + (it->nbytes - 1), .index = count};
     }
-    kvn_intervals_sort(atlas->items, count);
-    return atlas;
+    kvn_intervals_sort(snapshot->items, count);
+    return snapshot;
 }
 
 /* With the mutex. The one before is for the caller to let go, without it. */
-static kvn_ucx_atlas *redraw(kvn_ucx_regions *self)
+static kvn_ucx_snapshot *renew(kvn_ucx_regions *self)
 {
-    kvn_ucx_atlas *before = self->atlas;
-    self->atlas = draw(self);
+    kvn_ucx_snapshot *before = self->snapshot;
+    self->snapshot = draw(self);
     return before;
 }
 
-kvn_ucx_atlas *kvn_ucx_atlas_hold(kvn_ucx_regions *self)
+kvn_ucx_snapshot *kvn_ucx_snapshot_take(kvn_ucx_regions *self)
 {
     pthread_mutex_lock(&self->mutex);
-    kvn_ucx_atlas *atlas = self->atlas;
-    if (atlas)
-        atomic_fetch_add(&atlas->num_held, 1);
+    kvn_ucx_snapshot *snapshot = self->snapshot;
+    if (snapshot)
+        atomic_fetch_add(&snapshot->num_holders, 1);
     pthread_mutex_unlock(&self->mutex);
-    return atlas;
+    return snapshot;
 }
 
-kvn_ucx_region *kvn_ucx_atlas_find(const kvn_ucx_atlas *atlas, uint64_t address, uint64_t nbytes,
-                                   size_t *hint)
+kvn_ucx_region *kvn_ucx_snapshot_find(const kvn_ucx_snapshot *snapshot, uint64_t address,
+                                      uint64_t nbytes, size_t *hint)
 {
-    if (!atlas)
+    if (!snapshot)
         return NULL;
-    const size_t found = kvn_intervals_find(atlas->items, atlas->count, address, nbytes, *hint);
+    const size_t found = kvn_intervals_find(snapshot->items, snapshot->count, address, nbytes, *hint);
     if (found == KVN_NO_INTERVAL)
         return NULL;
     *hint = found;
-    return atlas->regions[atlas->items[found].index];
+    return snapshot->regions[snapshot->items[found].index];
 }
 
-/* ---- all of an end's ---- */
+/* ---- all of them ---- */
 
-void kvn_ucx_regions_init(kvn_ucx_regions *self, kvn_ucx_end *end)
+void kvn_ucx_regions_init(kvn_ucx_regions *self, kvn_ucx_worker *worker)
 {
-    kvn_ucx_end_hold(end);
-    *self = (kvn_ucx_regions){.end = end};
+    kvn_ucx_worker_hold(worker);
+    *self = (kvn_ucx_regions){.worker = worker};
     pthread_mutex_init(&self->mutex, NULL);
 }
 
 void kvn_ucx_regions_fini(kvn_ucx_regions *self)
 {
-    kvn_ucx_atlas_let_go(self->atlas);
+    kvn_ucx_snapshot_release(self->snapshot);
     pthread_mutex_destroy(&self->mutex);
-    kvn_ucx_end_release(self->end);
+    kvn_ucx_worker_release(self->worker);
 }
 
 static kvn_ucx_region *find(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
@@ -160,25 +160,25 @@ int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
     kvn_ucx_region *region = calloc(1, sizeof *region);
     if (!region)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a region");
-    region->end = self->end;
+    region->worker = self->worker;
     region->address = address;
     region->nbytes = nbytes;
     region->memory_type = memory_type;
     region->num_users = 1;
-    atomic_init(&region->num_held, 1);
+    atomic_init(&region->num_holders, 1);
     /* Without the mutex, since it may take seconds. Two threads may map one range at once: then it is
      * mapped twice, which UCX allows. */
     if (map(region, failure) != KVN_OK) {
         free(region);
         return failure->status;
     }
-    kvn_ucx_end_hold(region->end);
+    kvn_ucx_worker_hold(region->worker);
     pthread_mutex_lock(&self->mutex);
     region->next = self->first;
     self->first = region;
-    kvn_ucx_atlas *before = redraw(self);
+    kvn_ucx_snapshot *before = renew(self);
     pthread_mutex_unlock(&self->mutex);
-    kvn_ucx_atlas_let_go(before);
+    kvn_ucx_snapshot_release(before);
     *out = region;
     return KVN_OK;
 }
@@ -186,7 +186,7 @@ int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
 void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region)
 {
     kvn_ucx_region **link = &self->first;
-    kvn_ucx_atlas *before = NULL;
+    kvn_ucx_snapshot *before = NULL;
 
     pthread_mutex_lock(&self->mutex);
     const bool is_last = --region->num_users == 0;
@@ -194,10 +194,10 @@ void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region)
         while (*link != region)
             link = &(*link)->next;
         *link = region->next;
-        before = redraw(self);
+        before = renew(self);
     }
     pthread_mutex_unlock(&self->mutex);
-    kvn_ucx_atlas_let_go(before);
+    kvn_ucx_snapshot_release(before);
     if (is_last)
-        let_go(region);
+        release(region);
 }

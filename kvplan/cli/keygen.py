@@ -21,5 +21,11 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from kvplan.control.cluster_key import ClusterKey  # no other command needs ZeroMQ
 
-    ClusterKey.generate().save(arguments.path)
+    try:
+        ClusterKey.generate().save(arguments.path)
+    except FileExistsError:
+        raise FileExistsError(
+            f"{arguments.path} exists, and is left as it is: a new key would shut out every engine "
+            "that uses this one. Give another path, or remove the file first"
+        ) from None
     sys.stdout.write(f"{arguments.path}: a new cluster key; whoever can read it can link\n")

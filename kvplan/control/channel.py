@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.connection import DISCONNECTED, Connection
+from kvplan.control.data_streams import OpenStreams
 from kvplan.control.heartbeat import Heartbeat
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
@@ -74,7 +75,10 @@ class Channel:
         bound: what the engine ties to the channel. While it is None, the conversation is only
             a visitor's: the server ends it when it is silent for long, or others need the room.
         introduced: whether the handler has heard of this conversation, and so of its end.
+        closed_orderly: whether the peer has ended the conversation because it wanted to.
+        peer: its address, for messages.
         connection: what carries the frames.
+        streams: makes the data connections of a link, from the challenge of its handshake.
         heard, sent: when the last message came and went, on the clock of `time.monotonic`.
     """
 
@@ -85,12 +89,15 @@ class Channel:
         handler: Handler,
         *,
         listening: bool,
-        peer: str = "",
+        peer: str,
+        streams: OpenStreams,
         forget: Callable[[Channel], None] | None = None,
     ) -> None:
         self.bound: Any | None = None
         self.introduced = False
-        self._peer = peer
+        self.closed_orderly = False
+        self.peer = peer
+        self.streams = streams
         self._refusals = loop.refusals
         self._forget = forget
         self._owner = loop
@@ -109,11 +116,6 @@ class Channel:
         self._undecodable = 0
         self.heard = self.sent = time.monotonic()
         self._heartbeat: Heartbeat | None = None
-
-    @property
-    def peer(self) -> str:
-        """The address of the peer, for messages."""
-        return self._peer or self.connection.address
 
     @property
     def serving(self) -> bool:
@@ -168,11 +170,16 @@ class Channel:
         if not self.closed:
             self._heartbeat = Heartbeat(self, interval_s, timeout_s)
 
-    def close(self, reason: str = "") -> None:
-        """End the conversation; the peer is told why, if it still listens. Idempotent."""
+    def close(self, reason: str = "", *, orderly: bool = False) -> None:
+        """End the conversation; the peer is told why, if it still listens. Idempotent.
+
+        Args:
+            reason: why.
+            orderly: whether this end wants to, and not because something went wrong.
+        """
         self._deaf = True
         if not self.closed:
-            self.post(Close((reason or "closed by the peer")[:MAX_TEXT]))
+            self.post(Close((reason or "closed by the peer")[:MAX_TEXT], orderly))
             self._end(reason or "closed by this end")
 
     def drop(self, reason: str) -> None:
@@ -237,7 +244,8 @@ class Channel:
                 self.post(Pong())
             case Envelope(seq=0, reply_to=0, body=Pong()):
                 pass
-            case Envelope(seq=0, reply_to=0, body=Close(reason)):
+            case Envelope(seq=0, reply_to=0, body=Close(reason, orderly)):
+                self.closed_orderly = orderly
                 self.lose(reason)
             case Envelope(seq=0, reply_to=0, body=body):
                 # Tasks begin at the loop's next turn; notices wait for the same one.
@@ -276,7 +284,7 @@ class Channel:
         self._refusals.note(self.peer, str(error))
         self._undecodable += 1
         if self._undecodable > MAX_UNDECODABLE:
-            self.post(Close(_MEANINGLESS))
+            self.post(Close(_MEANINGLESS, orderly=False))
             self.lose(_MEANINGLESS)
 
     def _break(self, reason: str) -> None:

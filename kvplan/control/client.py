@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
+from functools import partial
 from typing import Any
 
 from kvplan.control.channel import Channel, Handler
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.connection import DISCONNECTED
-from kvplan.control.endpoint import Endpoint
+from kvplan.control.data_streams import DialledStreams, bind_source, way_of
+from kvplan.control.endpoint import Endpoint, endpoint_of
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -20,24 +21,57 @@ async def connect(
     loop: ControlLoop,
     endpoint: Endpoint,
     handler: Handler,
-    key: ClusterKey | None,
+    keys: Keys,
     timeout_s: float,
+    source: str = "",
 ) -> Channel:
     """Begin a conversation with the engine that listens on `endpoint`.
+
+    Args:
+        loop: runs the conversation.
+        endpoint: of the peer.
+        handler: is called with what the peer says.
+        keys: of this end.
+        timeout_s: seconds that this may take.
+        source: address of this host to connect from; empty: the system's choice.
 
     Raises:
         LLMException: LLM_LINK_FAILED, with the endpoint, the phase that failed (resolve, connect,
             or authenticate; handshake without a key) and the system's or the peer's reason.
     """
     channel: Channel | None = None
+    key: ClusterKey | None = None
     phase = "resolve"
     try:
         async with asyncio.timeout(timeout_s):
             addresses = await _resolve(loop, endpoint)
             phase = "connect"
-            channel = Channel(loop, key, handler, listening=False, peer=str(endpoint))
-            await _connect_any(channel, endpoint, addresses)
-            phase = "handshake" if key is None else "authenticate"
+            stream = await _connect_any(addresses, source)
+            try:
+                phase = "authenticate"
+                address = stream.getpeername()
+                key = await keys.at(loop, endpoint_of(address))
+                phase = "handshake" if key is None else "authenticate"
+                channel = Channel(
+                    loop,
+                    key,
+                    handler,
+                    listening=False,
+                    peer=str(endpoint),
+                    streams=partial(
+                        DialledStreams,
+                        family=stream.family,
+                        # A path may have another name at the other end.
+                        address=endpoint.path or address,
+                        way=way_of(stream.getsockname(), address),
+                        source=source,
+                        private=key is not None,
+                    ),
+                )
+            except BaseException:
+                stream.close()
+                raise
+            await _attach(channel, stream)
             channel.connection.open()
             await channel.connection.ready()
     except BaseException as error:
@@ -47,10 +81,15 @@ async def connect(
             reason = f"no answer within {timeout_s * 1000:.0f} ms"
         elif isinstance(error, OSError):
             reason = error.strerror or str(error)
-            if key is not None and reason == DISCONNECTED:
-                reason += "; has it another cluster key?"
+        elif isinstance(error, LLMException):
+            reason = str(error.args[0])
         else:
             raise
+        if channel is not None and channel.connection.greeted and reason == DISCONNECTED:
+            doubts = "too many visitors" if key is None else "another key, or too many visitors"
+            reason += f"; has it {doubts}? Its log says"
+        if key is not None and " key" in reason:
+            reason += f"; {key.advice}"
         raise LLMException(
             f"{endpoint}: {phase}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED
         ) from None
@@ -58,33 +97,47 @@ async def connect(
     return channel
 
 
-async def _resolve(loop: ControlLoop, endpoint: Endpoint) -> list[str]:
+async def _resolve(loop: ControlLoop, endpoint: Endpoint) -> list[tuple[int, int, Any]]:
+    """The families, protocols and addresses of who may be meant."""
     if endpoint.path:
-        return [endpoint.path]
+        return [(socket.AF_UNIX, 0, endpoint.path)]
+    resolve = partial(socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     try:
-        ipaddress.ip_address(endpoint.host)
-    except ValueError:
-        found: list[Any] = await loop.in_worker(
-            socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM
-        )
-        return list(dict.fromkeys(str(address[0]) for *_, address in found))
-    return [endpoint.host]
+        found: list[Any] = resolve(flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await loop.in_worker(resolve)
+    return list(
+        dict.fromkeys((family, protocol, address) for family, _, protocol, _, address in found)
+    )
 
 
-async def _connect_any(channel: Channel, endpoint: Endpoint, addresses: list[str]) -> None:
+async def _connect_any(addresses: list[tuple[int, int, Any]], source: str) -> socket.socket:
     """Connect to the first address that answers."""
     running = asyncio.get_running_loop()
-    stream = channel.connection.stream
     refused: dict[str, None] = {}
-    for address in addresses:
+    for family, protocol, address in addresses:
+        # asyncio sends small writes at once (TCP_NODELAY) only where it sees the protocol.
+        stream = socket.socket(family, socket.SOCK_STREAM, protocol)
         try:
-            if endpoint.path:
-                await running.create_unix_connection(lambda: stream, address)
-            else:
-                await running.create_connection(lambda: stream, address, endpoint.port)
-        except OSError as error:
+            stream.setblocking(False)
+            bind_source(stream, source)
+            await running.sock_connect(stream, address)
+        except BaseException as error:
+            stream.close()
+            if not isinstance(error, OSError):
+                raise
             reason = os.strerror(error.errno) if error.errno else str(error)
             refused[reason] = None
         else:
-            return
+            return stream
     raise OSError("; ".join(refused))
+
+
+async def _attach(channel: Channel, stream: socket.socket) -> None:
+    running = asyncio.get_running_loop()
+    connect = (
+        running.create_unix_connection
+        if stream.family == socket.AF_UNIX
+        else running.create_connection
+    )
+    await connect(lambda: channel.connection.stream, sock=stream)

@@ -8,28 +8,45 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 from zmq.utils import z85
 
+from kvplan.control.endpoint import Endpoint
 from kvplan.status import invalid
+
+if TYPE_CHECKING:
+    from kvplan.control.loop import ControlLoop
 
 _FORMAT: Final = "kvplan-cluster-key 1 {}\n"
 _PATTERN: Final = re.compile(r"kvplan-cluster-key 1 ([0-9a-f]{64})\n?")
 _MAX_NBYTES: Final = 256
 _MODE: Final = 0o600
 
+COOKIE_NBYTES: Final = 31
+"""As many as ZMTP's greeting leaves unused."""
+
+ADVICE: Final = "give both ends the same kvplan.cluster_key_file"
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterKey:
-    """A CURVE key pair; `secret` and `public` are 32 bytes each."""
+    """A CURVE key pair; `secret` and `public` are 32 bytes each.
+
+    Attributes:
+        advice: for whoever meets a peer that does not have it.
+    """
 
     secret: bytes = field(repr=False)
     public: bytes
+    advice: str = field(default=ADVICE, compare=False)
 
     @classmethod
     def generate(cls) -> ClusterKey:
@@ -76,13 +93,23 @@ class ClusterKey:
         Raises:
             OSError: the file exists, or cannot be made.
         """
+        # Under another name until it is whole, so that nobody finds half a key.
+        part = f"{os.fspath(path)}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with os.fdopen(os.open(path, flags, _MODE), "w") as file:
-            try:
+        descriptor = os.open(part, flags, _MODE)
+        try:
+            with os.fdopen(descriptor, "w") as file:
                 file.write(_FORMAT.format(self.secret.hex()))
-            except OSError:
-                Path(path).unlink()  # half a key is none
-                raise
+                file.flush()
+                os.fsync(descriptor)
+            os.link(part, path)
+        finally:
+            Path(part).unlink()
+
+    def cookie(self, nonce: bytes) -> bytes:
+        """What only holders of the key can say to `nonce`; costs next to nothing to check."""
+        kind = b"kvplan-cookie"
+        return blake2b(nonce, key=self.secret, digest_size=COOKIE_NBYTES, person=kind).digest()
 
     def apply(self, socket: zmq.Socket[bytes], *, listening: bool) -> None:
         """Have `socket` use this key, and where it listens, admit this key only."""
@@ -100,3 +127,32 @@ class ClusterKey:
     def _of(cls, secret: bytes) -> ClusterKey:
         public = zmq.curve_public(z85.encode(secret))
         return cls(secret, z85.decode(public))
+
+
+class Keys:
+    """Which key guards a conversation; used on the loop's thread.
+
+    Args:
+        cluster: of every conversation; None: there is none.
+        user: makes or reads the key of conversations inside this host where the cluster has none;
+            None leaves them open. It is asked once.
+    """
+
+    def __init__(
+        self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None
+    ) -> None:
+        self.cluster = cluster
+        self._read_user = user
+        self._user: ClusterKey | None = None
+
+    async def at(self, loop: ControlLoop, endpoint: Endpoint) -> ClusterKey | None:
+        """The key of conversations with who listens at `endpoint`.
+
+        Raises:
+            LLMException: the user's key cannot be had; says why, and what to do.
+        """
+        if self.cluster is not None or self._read_user is None or not endpoint.is_loopback:
+            return self.cluster
+        if self._user is None:
+            self._user = await loop.in_worker(self._read_user)  # a home may be far away
+        return self._user

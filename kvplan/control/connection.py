@@ -8,6 +8,7 @@ the peer is noticed at once, nothing reconnects in silence, and hostile bytes ar
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import socket
@@ -18,11 +19,16 @@ from typing import Final, cast
 import zmq
 
 from kvplan.control.cluster_key import ClusterKey
-from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import CLOSING_S, ControlLoop
-from kvplan.control.messages import MAX_NBYTES
 from kvplan.control.stream import Stream
-from kvplan.control.vetting import SIGNATURE_NBYTES, OtherMechanism, Unacceptable, Vetting
+from kvplan.control.vetting import (
+    GREETING_NBYTES,
+    MAX_FRAME_NBYTES,
+    UNUSED_AT,
+    Unacceptable,
+    Vetting,
+)
+from kvplan.control.vetting import greeting as greet
 
 QUEUE_LENGTH: Final = 32
 """Frames that wait in ZeroMQ, in each direction of a connection."""
@@ -62,7 +68,8 @@ class Connection:
         self._on_end = on_end
         self._vetting = Vetting(encrypted=key is not None)
         self._early = bytearray()  # what the peer sent before there was a socket to read it
-        self._greeted = 0  # bytes that the peer was sent
+        self._left_out = GREETING_NBYTES  # of ZeroMQ's bytes: its greeting, which we say ourselves
+        self._is_cookie_due = not listening
         self._opening: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._descriptor = -1
@@ -78,19 +85,25 @@ class Connection:
         self.stream.other, self._inner.other = self._inner, self.stream
         loop.keep(self)
 
-    @property
-    def address(self) -> str:
-        """Where the peer's end of the stream is; empty where the system gives it no name."""
-        if self.stream.transport is None:
-            return ""
-        name = self.stream.transport.get_extra_info("peername")
-        return str(Endpoint(name[0], name[1])) if isinstance(name, tuple) else ""
+    def open(self, greeting: bytes = b"") -> None:
+        """Begin to speak, on a stream that is connected, or will be at once.
 
-    def open(self) -> None:
-        """Begin to speak; a listening connection does so by itself once the peer has."""
-        if self._opening is None:
-            self.stream.pause()  # until there is somebody to read
-            self._opening = self._loop.create_task(self._open())
+        Args:
+            greeting: of a peer that has connected to us, was greeted and found to belong here.
+        """
+        self._early += greeting
+        if greeting:
+            self._vetting.check(greeting)
+            self.stream.pause()  # until there is a socket to read it
+        else:
+            # The rest follows when it is known what the peer wants to see there.
+            self.stream.write(greet(encrypted=self._key is not None)[:UNUSED_AT])
+        self._opening = self._loop.create_task(self._open())
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the peer has greeted as an engine does."""
+        return self._vetting.greeted
 
     async def ready(self) -> None:
         """Wait until the peer's handshake is complete.
@@ -122,15 +135,17 @@ class Connection:
             raise ConnectionError(self._reason or "the connection is not open")
         try:
             self._socket.send(frame, zmq.DONTWAIT)
+            awaited = zmq.POLLIN
         except zmq.Again:
-            return False
-        finally:
-            # The descriptor tells of each change once, and sending may have consumed that.
+            awaited = zmq.POLLIN | zmq.POLLOUT
+        # The descriptor tells of each change once, and sending may have consumed that.
+        if cast(int, self._socket.getsockopt(zmq.EVENTS)) & awaited:
             self._plan_drain()
-        return True
+        return awaited == zmq.POLLIN
 
     def drain(self) -> bool:
         """Deliver what has arrived; returns whether that was all."""
+        self._room.set()  # the change may be that
         for _ in range(_MAX_DRAINED):
             if self._socket is None:
                 return True
@@ -193,7 +208,7 @@ class Connection:
     def _connect_socket(self, meeting: str) -> None:
         pair = self._socket = self._owner.new_socket(zmq.PAIR)
         pair.linger = _LINGER_MS
-        pair.maxmsgsize = MAX_NBYTES
+        pair.maxmsgsize = MAX_FRAME_NBYTES
         pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
         # Without any reconnecting, libzmq would drop what has arrived when the peer ends.
         pair.reconnect_ivl = _NEVER_MS
@@ -229,7 +244,6 @@ class Connection:
 
     def _drain(self) -> None:
         self._drain_planned = False
-        self._room.set()
         self.drain()
 
     def _from_peer(self, chunk: bytes) -> None:
@@ -237,31 +251,33 @@ class Connection:
             return
         try:
             self._vetting.check(chunk)
-        except OtherMechanism as error:
-            # It is a mistake rather than an attack: the rest of our greeting shows it there too.
-            self.stream.write(self._vetting.greeting[self._greeted :])
-            self.stream.close()
-            self._fail(str(error))
-            return
         except Unacceptable as error:
             self._fail(str(error))
             self._cut()
             return
+        if self._is_cookie_due and self._vetting.greeted:
+            self._is_cookie_due = False
+            nonce = self._vetting.unused
+            self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
+            if self._inner.transport is None:
+                # Not before: the peer begins its part of the work when it has the cookie.
+                self.stream.pause()
         if self._inner.transport is None:
             self._early += chunk
-            if self._listening and len(self._early) >= SIGNATURE_NBYTES:
-                self.open()
         else:
             self._inner.write(chunk)
         if self._vetting.complete:
             self._ready.set()
 
     def _from_zmq(self, chunk: bytes) -> None:
-        self._greeted += len(chunk)
-        self.stream.write(chunk)
+        rest = chunk[self._left_out :]
+        self._left_out = max(0, self._left_out - len(chunk))
+        self.stream.write(rest)
 
     def _peer_ended(self, error: Exception | None) -> None:
         number = getattr(error, "errno", None)
+        if number == errno.ECONNRESET and not self._ready.is_set():
+            number = None  # it hung up before it had read all of our handshake
         self._reason = self._reason or (
             f"connection lost: {os.strerror(number)}" if number else DISCONNECTED
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
@@ -60,15 +60,33 @@ class Endpoint:
         """Whether only processes of this host can reach it."""
         if self.path or self.host == "localhost":
             return True
+        address = self._address
+        # A listener for IPv6 and IPv4 sees 127.0.0.1 as ::ffff:127.0.0.1.
+        address = getattr(address, "ipv4_mapped", None) or address
+        return address is not None and address.is_loopback
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it stands for all addresses of this host."""
+        return self._address is not None and self._address.is_unspecified
+
+    @property
+    def _address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        """None: a path, or a name, which may resolve to anything."""
         try:
-            return ipaddress.ip_address(self.host).is_loopback
+            return ipaddress.ip_address(self.host)
         except ValueError:
-            return False  # a name may resolve to anything
+            return None
 
     def __str__(self) -> str:
         if self.path:
             return IPC + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def endpoint_of(name: Any) -> Endpoint:
+    """What the system calls the end of a connection, as an endpoint."""
+    return Endpoint(name[0], name[1]) if isinstance(name, tuple) else Endpoint(path=name)
 
 
 def _is_name(host: str) -> bool:

@@ -224,9 +224,10 @@ class Pong(_Body, frozen=True):
 
 
 class Close(_Body, frozen=True):
-    """Notice: this conversation ends here."""
+    """Notice: this conversation ends here; `orderly` if its sender has wanted to end the link."""
 
     reason: Text
+    orderly: bool
 
 
 Body: TypeAlias = (

@@ -9,18 +9,21 @@ import socket
 import stat
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvplan.control.channel import Channel, Handler
-from kvplan.control.cluster_key import ClusterKey
-from kvplan.control.endpoint import Endpoint
+from kvplan.control.cluster_key import ClusterKey, Keys
+from kvplan.control.data_streams import AcceptedStreams, way_of
+from kvplan.control.endpoint import Endpoint, endpoint_of
 from kvplan.control.loop import ControlLoop
+from kvplan.control.visitors import Visitor, Visitors
 from kvplan.logs import Log
 from kvplan.status import LLMException
 
 MAX_VISITORS: Final = 1024
-"""Conversations that nothing is bound to; one more ends the oldest of them.
+"""Who has connected, and not shown the key; without one, conversations that nothing is bound to.
 
 Fewer where the process may open few files: a conversation takes up to 4 of them, and visitors take
 at most half of what there is.
@@ -30,6 +33,7 @@ VISIT_S: Final = 10.0
 """Seconds after which a silent visitor's conversation is ended."""
 
 _SWEEP_S: Final = 1.0
+_PAUSE_S: Final = 0.1  # where no descriptor is left to accept with
 _AT_A_TIME: Final = 64  # are accepted before others are served
 
 _log = Log("kvplan.control")
@@ -38,23 +42,25 @@ _log = Log("kvplan.control")
 class Server:
     """Listens on one endpoint; made by `listen`, used on the loop's thread."""
 
-    def __init__(
-        self, loop: ControlLoop, endpoint: Endpoint, handler: Handler, key: ClusterKey | None
-    ) -> None:
+    def __init__(self, loop: ControlLoop, endpoint: Endpoint, handler: Handler) -> None:
         self.endpoint = endpoint
         self._owner = loop
+        self._loop = asyncio.get_running_loop()
         self._handler = handler
-        self._key = key
+        self._key: ClusterKey | None = None
+        self._key_inside: ClusterKey | None = None  # of who comes from inside this host
         self._channels: dict[Channel, float] = {}  # in order of arrival
-        self._listener: asyncio.Server | None = None
+        self._attaching: set[asyncio.Task[Any]] = set()
+        self._listening: socket.socket | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._inode = 0
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_visitors = MAX_VISITORS if files < 0 else min(MAX_VISITORS, files // 8)
+        limit = MAX_VISITORS if files < 0 else min(MAX_VISITORS, files // 8)
+        self._visitors = Visitors(limit, self._converse, loop.refusals)
 
     @classmethod
     async def listen(
-        cls, loop: ControlLoop, endpoint: Endpoint, handler: Handler, key: ClusterKey | None
+        cls, loop: ControlLoop, endpoint: Endpoint, handler: Handler, keys: Keys
     ) -> Server:
         """Begin to accept peers.
 
@@ -62,31 +68,28 @@ class Server:
             loop: runs the conversations, and closes the server when it stops.
             endpoint: port 0 takes a free one, which `Server.endpoint` then tells.
             handler: is called with what peers say.
-            key: None admits everybody who can reach the endpoint; off this host that is logged.
+            keys: without any, everybody is admitted who can reach the endpoint; off this host that
+                is logged.
 
         Raises:
-            LLMException: LLM_FAILED with the phase and the system's error.
+            LLMException: LLM_FAILED with the phase and the system's error; LLM_PARAM_INVALID: the
+                user's key cannot be had.
         """
-        server = cls(loop, endpoint, handler, key)
-        if key is not None:
-            loop.start_gatekeeper()
+        server = cls(loop, endpoint, handler)
         try:
-            listening = await (server._bind_path() if endpoint.path else server._bind_address())
+            where = None if endpoint.path else await loop.in_worker(_resolve, endpoint)
+            here = endpoint if where is None else Endpoint(str(where[-1][0]), endpoint.port)
+            await server._take_keys(keys, here)
+            if server._key is None and not here.is_loopback:
+                _log.warning("event=listen_open endpoint=%s", endpoint)
+            listening = server._bind_path() if where is None else server._bind_address(where)
         except OSError as error:
             raise LLMException(f"cannot listen on {endpoint}: {error.strerror or error}") from None
         listening.setblocking(False)
-        running = asyncio.get_running_loop()
-        create = running.create_unix_server if endpoint.path else running.create_server
-        server._listener = await create(
-            server._accept, sock=listening, backlog=_AT_A_TIME, start_serving=False
-        )
-        try:
-            await server._listener.start_serving()
-        except BaseException:  # a caller that gives up has no server to close
-            server.close()
-            raise
         # The longest queue there is: others wait in it, not for a second.
         listening.listen(socket.SOMAXCONN)
+        server._listening = listening
+        server._resume()
         loop.keep(server)
         server._sweep()
         return server
@@ -98,16 +101,18 @@ class Server:
 
     def close(self) -> None:
         """Accept nobody any more, and end all conversations that have begun here."""
-        if self._listener is None:
+        if self._listening is None:
             return
-        self._listener.close()
-        self._listener = None
+        self._loop.remove_reader(self._listening)
+        self._listening.close()
+        self._listening = None
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self.endpoint.path:
             with contextlib.suppress(OSError):
                 if Path(self.endpoint.path).stat().st_ino == self._inode:
                     Path(self.endpoint.path).unlink()
+        self._visitors.close()
         for channel in self.channels:
             channel.close("the server is closed")
         self._owner.forget(self)
@@ -115,13 +120,16 @@ class Server:
     async def wait_closed(self) -> None:
         """Nothing to wait for: the conversations' connections are waited for by themselves."""
 
-    async def _bind_address(self) -> socket.socket:
-        endpoint = self.endpoint
-        found = await self._owner.in_worker(_resolve, endpoint)
-        family, kind, protocol, _, address = found
-        self.endpoint = Endpoint(str(address[0]), endpoint.port)
-        if self._key is None and not self.endpoint.is_loopback:
-            _log.warning("event=listen_open endpoint=%s", endpoint)
+    async def _take_keys(self, keys: Keys, here: Endpoint) -> None:
+        """Have the keys of who comes to `here`; of all addresses, some are inside this host."""
+        self._key = self._key_inside = await keys.at(self._owner, here)
+        if here.is_wildcard:
+            self._key_inside = await keys.at(self._owner, Endpoint("127.0.0.1"))
+        if self._key_inside is not None:
+            self._owner.start_gatekeeper()
+
+    def _bind_address(self, where: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, _, address = where
         listening = socket.socket(family, kind, protocol)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -129,10 +137,10 @@ class Server:
         except OSError:
             listening.close()
             raise
-        self.endpoint = Endpoint(self.endpoint.host, listening.getsockname()[1])
+        self.endpoint = endpoint_of(listening.getsockname())
         return listening
 
-    async def _bind_path(self) -> socket.socket:
+    def _bind_path(self) -> socket.socket:
         path = Path(self.endpoint.path)
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -146,24 +154,61 @@ class Server:
             raise
         return listening
 
-    def _accept(self) -> asyncio.Protocol:
+    def _resume(self) -> None:
+        if self._listening is not None:
+            self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        for _ in range(_AT_A_TIME):
+            try:
+                stream, name = self._listening.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # it has gone already
+            except OSError as error:
+                _log.warning("event=accept_failed endpoint=%s error=%r", self.endpoint, error)
+                self._loop.remove_reader(self._listening)
+                self._loop.call_later(_PAUSE_S, self._resume)
+                return
+            stream.setblocking(False)
+            self._visitors.arrive(Visitor(stream, name, self._key_of(stream)))
+
+    def _key_of(self, stream: socket.socket) -> ClusterKey | None:
+        if self._key is self._key_inside:
+            return self._key
+        return self._key_inside if endpoint_of(stream.getsockname()).is_loopback else self._key
+
+    def _converse(self, visitor: Visitor) -> Channel:
         channel = Channel(
             self._owner,
-            self._key,
+            visitor.key,
             self._handler,
             listening=True,
             # The system has no name for the other end of a path: where both meet will do.
-            peer=str(self.endpoint) if self.endpoint.path else "",
-            forget=self._forget,
+            peer=visitor.peer if visitor.name else str(self.endpoint),
+            streams=partial(
+                AcceptedStreams,
+                loop=self._owner,
+                visitors=self._visitors,
+                way=way_of(visitor.name, visitor.socket.getsockname()),
+                private=visitor.key is not None,
+            ),
+            forget=partial(self._forget, visitor),
         )
         self._channels[channel] = time.monotonic()
-        visitors = [each for each in self._channels if each.bound is None]
-        if len(visitors) > self._max_visitors:
-            visitors[0].drop("too many conversations without a link")
-        return channel.connection.stream
+        channel.connection.open(bytes(visitor.said))
+        stream = channel.connection.stream
+        attaching = self._loop.connect_accepted_socket(lambda: stream, visitor.socket)
+        task = self._loop.create_task(attaching)
+        self._attaching.add(task)
+        task.add_done_callback(self._attaching.discard)
+        return channel
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget(self, visitor: Visitor, channel: Channel) -> None:
         self._channels.pop(channel, None)
+        self._visitors.leave(visitor)
 
     def _sweep(self) -> None:
         now = time.monotonic()
@@ -171,7 +216,8 @@ class Server:
             silent = now - max(begun, channel.heard)
             if channel.bound is None and not channel.serving and silent > VISIT_S:
                 channel.drop(f"silent for {VISIT_S:g} s without a link")
-        self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+        self._visitors.sweep(now - VISIT_S)
+        self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
 
 def warn_of_strangers(endpoint: Endpoint, stacklevel: int) -> None:
@@ -184,8 +230,9 @@ def warn_of_strangers(endpoint: Endpoint, stacklevel: int) -> None:
     with contextlib.suppress(OSError):
         if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
             warnings.warn(
-                f"listening on {endpoint} without a cluster key: whoever can reach it may link "
-                "and read caches; make a key with 'kvplan keygen'",
+                f"listening on {endpoint} without a cluster key: whoever can reach it may link, "
+                "and read and overwrite the caches; make a key with 'kvplan keygen', and give all "
+                "engines its file (kvplan.cluster_key_file)",
                 RuntimeWarning,
                 stacklevel=stacklevel + 1,
             )

@@ -21,7 +21,7 @@ class Stream(asyncio.Protocol):
     ) -> None:
         self._ended = ended
         self._receive = receive
-        self._unwanted = False
+        self._unwanted = self._paused = False
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -29,6 +29,8 @@ class Stream(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         if self._unwanted:
             self.transport.abort()
+        elif self._paused:
+            self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
@@ -49,11 +51,13 @@ class Stream(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read nothing until `resume`."""
+        self._paused = True
         if self.transport is not None:
             self.transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
+        self._paused = False
         if self.transport is not None:
             self.transport.resume_reading()
 

@@ -10,27 +10,31 @@ from typing import Final
 
 from kvplan.control.messages import MAX_NBYTES
 
-SIGNATURE_NBYTES: Final = 10
-_GREETING_NBYTES: Final = 64
+GREETING_NBYTES: Final = 64
+UNUSED_AT: Final = 33
+"""Where the bytes of a greeting begin that ZMTP leaves unused, up to its end."""
+
 _SIGNATURE: Final = {0: 0xFF, 9: 0x7F}  # the bytes between are of no meaning
 _MECHANISM: Final = slice(12, 32)
 _MAJOR_VERSION: Final = 3
 _MAX_COMMAND_NBYTES: Final = 2048
 _LONG, _COMMAND = 0x02, 0x04
 _ERROR: Final = b"\x05ERROR"
-_MESSAGE_OVERHEAD: Final = 64
-"""Bytes that encryption adds to a frame at most."""
+MAX_FRAME_NBYTES: Final = MAX_NBYTES + 64
+"""Of a message as it is sent: encryption adds 33 bytes."""
 
 _COMMANDS: Final = {b"NULL": 1, b"CURVE": 2}
 """Mechanisms, and how many commands each side sends in its handshake."""
 
 
+def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_AT)) -> bytes:
+    """What an end says first, with `unused` where ZMTP has no use for the bytes."""
+    mechanism = b"CURVE" if encrypted else b"NULL"
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(21, b"\0") + unused
+
+
 class Unacceptable(Exception):  # noqa: N818 - what it says of bytes
     """Bytes that are no ZMTP 3 of the mechanism in use, or ask for too much."""
-
-
-class OtherMechanism(Unacceptable):
-    """One end has a cluster key, the other has none."""
 
 
 class Vetting:
@@ -45,9 +49,14 @@ class Vetting:
         self._command: bytearray | None = None  # the handshake's, while it is not whole
 
     @property
-    def greeting(self) -> bytes:
-        """What this end greets with, for a peer that shall see which mechanism is in use."""
-        return b"\xff" + bytes(8) + b"\x7f\x03\x00" + self._mechanism.ljust(52, b"\0")
+    def greeted(self) -> bool:
+        """Whether the peer has sent all of its greeting."""
+        return len(self._greeting) == GREETING_NBYTES
+
+    @property
+    def unused(self) -> bytes:
+        """What the greeting has where ZMTP has no use for it."""
+        return bytes(self._greeting[UNUSED_AT:])
 
     @property
     def complete(self) -> bool:
@@ -61,7 +70,7 @@ class Vetting:
             Unacceptable: saying what is wrong; the connection must be cut.
         """
         at = 0
-        if (missing := _GREETING_NBYTES - len(self._greeting)) > 0:
+        if (missing := GREETING_NBYTES - len(self._greeting)) > 0:
             self._greeting += chunk[:missing]
             self._check_greeting()
             at = missing
@@ -88,14 +97,14 @@ class Vetting:
                 raise Unacceptable("it does not speak ZMTP")
         if len(greeting) > 10 and greeting[10] < _MAJOR_VERSION:
             raise Unacceptable(f"it speaks ZMTP {greeting[10]}; ZMTP 3 is needed")
-        if len(greeting) < _GREETING_NBYTES:
+        if len(greeting) < _MECHANISM.stop:
             return
         mechanism = bytes(greeting[_MECHANISM]).rstrip(b"\0")
         if mechanism == self._mechanism:
             return
         if mechanism not in _COMMANDS:
             raise Unacceptable("it asks for an unknown security mechanism")
-        raise OtherMechanism(
+        raise Unacceptable(
             "it uses no cluster key; this end does"
             if mechanism == b"NULL"
             else "it uses a cluster key; this end does not"
@@ -108,7 +117,7 @@ class Vetting:
                 raise Unacceptable(f"frame {flags:#x} of {size} bytes in place of a handshake")
             self._commands -= 1
             self._command = bytearray()
-        elif kind != 0 or size > MAX_NBYTES + _MESSAGE_OVERHEAD:
+        elif kind != 0 or size > MAX_FRAME_NBYTES:
             raise Unacceptable(
                 f"frame {flags:#x} of {size} bytes; single frames of at most {MAX_NBYTES} are "
                 "allowed"

@@ -209,8 +209,13 @@ class Offer:
                 all_of_them.callback(transport.deregister, it)
 
 
-def offer(transports: Sequence[Transport], ranges: Sequence[Registrable], writable: bool) -> Offer:
-    """Let peers reach `ranges`.
+def offer(
+    transports: Sequence[Transport],
+    ranges: Sequence[Registrable],
+    writable: bool,
+    keep: object = None,
+) -> Offer:
+    """Let peers reach `ranges`, and keep `keep` until none can write to them any more.
 
     No ranges: nothing is offered, and nobody needs anything. Peers that use a transport which does
     not reach such memory are told of the cache, with empty metadata.
@@ -226,7 +231,7 @@ def offer(transports: Sequence[Transport], ranges: Sequence[Registrable], writab
             if kind_of(ranges[0]) not in transport.reaches:
                 continue
             try:
-                offered = _offer_by(transport, ranges, writable)
+                offered = _offer_by(transport, ranges, writable, keep)
             except LLMException as error:
                 if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
                     raise
@@ -239,11 +244,13 @@ def offer(transports: Sequence[Transport], ranges: Sequence[Registrable], writab
     return Offer(MappingProxyType(metadata), tuple(made))
 
 
-def _offer_by(transport: Transport, ranges: Sequence[Registrable], writable: bool) -> Offer:
+def _offer_by(
+    transport: Transport, ranges: Sequence[Registrable], writable: bool, keep: object
+) -> Offer:
     registrations = []
     with ExitStack() as unless_all:
         for memory_range in ranges:
-            registrations.append(transport.register(memory_range, writable=writable))
+            registrations.append(transport.register(memory_range, writable=writable, keep=keep))
             unless_all.callback(transport.deregister, registrations[-1])
         metadata = transport.metadata(registrations)
         unless_all.pop_all()

@@ -80,8 +80,10 @@ def of_tensors(
     memory = HostMemory.from_arrays(tensors, "tensors")
     other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
     if len(other):
+        wrong = int(other[0])
         raise invalid(
-            f"tensors[{other[0]}] has {memory.nbytes[other[0]]} bytes; a tensor of the cache has "
+            f"tensors[{wrong}]{_form(tensors[wrong])} has {memory.nbytes[wrong]} bytes; a tensor "
+            f"of the cache, of shape {desc.shape} and {desc.data_type.name}, has "
             f"{desc.tensor_nbytes}"
         )
     if writable and not memory.writable:
@@ -144,6 +146,12 @@ def offered_ranges(memory: CacheMemory) -> Sequence[Registrable]:
     if isinstance(memory, DeviceMemory):
         return [DeviceRange(*it) for it in merged_ranges(memory, adjacent=False)]
     return merged_ranges(memory)
+
+
+def _form(tensor: Any) -> str:
+    """The shape and type of elements, as far as `tensor` says them."""
+    shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+    return "" if shape is None or dtype is None else f" of shape {tuple(shape)} and {dtype}"
 
 
 def _pairs(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> Iterable[tuple[int, int]]:

@@ -16,7 +16,6 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.ascend.device import AscendDevice
     from kvplan.execution import TensorMemory
 
 
@@ -98,7 +97,7 @@ class CacheOperations(Running):
         """End a registered cache and its keys; an unknown id is fine.
 
         On return no peer reports a success for it any more, whichever of several calls has ended
-        it, and nothing of it is being sent over UCX's messages (kvplan.ucx_mode=gathered).
+        it.
 
         Raises:
             TypeError, ValueError: cache_id is no int64.
@@ -221,17 +220,6 @@ class CacheOperations(Running):
         with self._recorded("write_cache") as engine:
             entry = engine.registry.resolve(cache)
             write_tensors(entry.cache.cache_desc, entry.memory, arrays)
-
-    @property
-    def device(self) -> AscendDevice | None:
-        """The device whose memory caches with Placement.DEVICE lie in; None: that is host memory.
-
-        It is the engine's, and of no use when that is finalized.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
-        """
-        return self._running().device
 
     def memory(self, cache: Cache) -> TensorMemory:
         """Return the cache's memory as a side of `kvplan.execute`; it lives as long as that does.

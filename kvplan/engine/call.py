@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey, Cache
 
 
+_OTHER_KIND = {
+    f"{verb}_{kind}": f"; {verb}_{other} takes a {takes} one"
+    for verb in ("pull", "push", "copy")
+    for kind, other, takes in (("cache", "blocks", "paged"), ("blocks", "cache", "contiguous"))
+}
+"""What takes the other kind of cache than an operation does."""
+
+
 class Call:
     """What a call has found, and what it holds until its outcome.
 
@@ -80,14 +88,14 @@ class Call:
             LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: it is contiguous
                 where a paged one is needed, or the other way round.
         """
-        entry = self._engine.registry.resolve(cache)
+        entry = self._engine.registry.resolve(cache, argument)
         if self._cache_id < 0:
             self._cache_id = entry.cache.cache_id
         found = entry.side
         if found is None:  # addresses alone do not say which kind they are
             return side(argument, entry.cache, paged=paged), entry.memory
         if found.paged is not paged:
-            _refuse_kind(argument, found.name, paged, table)
+            self._refuse_kind(argument, found.name, paged, table)
         return found, entry.memory
 
     def peer(
@@ -131,7 +139,7 @@ class Call:
                 found, slot = link.find(key)
         theirs = link.side(found)
         if theirs.paged is not paged:
-            _refuse_kind(argument, str(key), paged, table)
+            self._refuse_kind(argument, str(key), paged, table)
         if slot >= (1 if paged else theirs.count):
             _refuse_slot(argument, key, theirs)
         return theirs, slot, link.memory(found, writable=writable)
@@ -204,16 +212,18 @@ class Call:
             link.begin(self)
         return link
 
+    def _refuse_kind(self, argument: str, name: str, paged: bool, table: str) -> NoReturn:
+        found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
+        if table and not paged:
+            raise invalid(f"{argument}={name} is a paged cache; {table} must name blocks of it")
+        message = f"{argument}={name} is a {found} cache; {self._operation} needs a {needed} one"
+        if table:
+            raise invalid(f"{message}, or no {table}: then a slot is moved")
+        raise invalid(message + _OTHER_KIND.get(self._operation, ""))
+
     @property
     def _cluster_id(self) -> int | None:
         return None if self.link is None else self.link.cluster_id
-
-
-def _refuse_kind(argument: str, name: str, paged: bool, table: str) -> NoReturn:
-    if table and not paged:
-        raise invalid(f"{argument}={name} is a paged cache; {table} must name blocks of it")
-    found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
-    raise invalid(f"{argument}={name} is a {found} cache; a {needed} one is needed")
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:

@@ -49,6 +49,11 @@ class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOpera
     def __init__(
         self, cluster_id: int, role: LlmRole, *, transfers: Transfers | None = None
     ) -> None:
+        if isinstance(cluster_id, LlmRole):  # an int as well; the official LLMDataDist has it first
+            raise TypeError(
+                f"cluster_id={cluster_id} must be int, not LlmRole; the order is "
+                "LlmDataDist(cluster_id, role)"
+            )
         self._cluster_id = check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         self._role = check_type("role", role, LlmRole)
         self._transfers = transfers
@@ -292,7 +297,9 @@ class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOpera
         if engine is None:
             if self._was_finalized:
                 raise finalized()
-            raise LLMException(f"cluster {self._cluster_id} is not initialized")
+            raise LLMException(
+                f"cluster {self._cluster_id} is not initialized; call initialize() first"
+            )
         engine.check_process()
         return engine
 

@@ -15,7 +15,7 @@ from kvplan.control.server import warn_of_strangers
 from kvplan.engine.links import Links, LinkState
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
-from kvplan.engine.release import finalized
+from kvplan.engine.release import finalized, stopped
 from kvplan.engine.remapping import checked_ranges, remapped
 from kvplan.execution import default_transfers
 from kvplan.status import LLMException, LLMStatusCode
@@ -70,7 +70,7 @@ class Engine:
         self.cluster_id = cluster_id
         self.role = role
         self.options = options
-        self.transfers = transfers or default_transfers()
+        self.transfers = (transfers or default_transfers()).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
         self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
@@ -93,10 +93,11 @@ class Engine:
                 rdma_traffic_class=options.rdma_traffic_class,
                 rdma_service_level=options.rdma_service_level,
                 staging_nbytes=options.staging_nbytes,
-                ucx_mode=options.ucx_mode,
                 ucx_devices=options.ucx_devices,
                 ucx_settings=options.ucx_settings,
-                ucx_lanes=options.ucx_lanes,
+                tcp_connections=options.tcp_connections,
+                tcp_encrypt=options.encrypt,
+                tcp_congestion=options.tcp_congestion,
                 label=f"kvplan-{cluster_id}",
             )
             transports, missing = make_transports(options.transport, reach)
@@ -211,11 +212,13 @@ class Engine:
             if self._closing:
                 return
             self._closing = True
-        with self._held:  # whatever goes wrong here, that is released
+        with self._held as held:  # whatever goes wrong here, an interrupt say: from the last on
+            held.callback(self.outcomes.close, _STOPPED_S)
+            held.callback(self._idle, _STOPPED_S)
+            # Also what a call that is under way still has to begin.
+            held.callback(self.transfers.close, cancel=True)
             if not self._idle(self.wait_ms / 1000):
-                self.outcomes.cancel()
-                self._idle(_STOPPED_S)
-            self.outcomes.close(_STOPPED_S)
+                self.outcomes.cancel(stopped())
 
     def _idle(self, timeout_s: float) -> bool:
         with self._changed:

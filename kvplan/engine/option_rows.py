@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, Final
 from kvplan.ascend.choice import ACCELERATORS
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
-from kvplan.transport.ucx.modes import MAX_LANES, check_mode
+from kvplan.transport.tcp.metadata import MAX_CONNECTIONS
 from kvplan.transport.ucx.settings import check_devices, check_settings
 from kvplan.validation import UINT32_MAX, check_type, check_width, shown
 
@@ -155,6 +156,15 @@ def _check_address(name: str, value: object) -> None:
         )
 
 
+def _check_source(name: str, value: object) -> None:
+    text = check_type(name, value, str)
+    try:
+        if text:
+            ipaddress.ip_address(text)
+    except ValueError:
+        raise invalid(f"{name}={shown(text)} must be empty or an IP address of this host") from None
+
+
 def _check_backend(name: str, value: object) -> None:
     if check_type(name, value, str) not in ("", "hixl"):
         raise invalid(f'{name}={shown(value)} must be empty or "hixl"')
@@ -163,6 +173,12 @@ def _check_backend(name: str, value: object) -> None:
 def _check_accelerator(name: str, value: object) -> None:
     if check_type(name, value, str) not in ACCELERATORS:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(ACCELERATORS)}")
+
+
+def _check_congestion(name: str, value: object) -> None:
+    """Refuse what is surely no name; which there are is the kernel's to say."""
+    if not re.fullmatch("[a-z0-9_-]{0,15}", check_type(name, value, str)):
+        raise invalid(f'{name}={shown(value)} must be a name such as "cubic" or "bbr", or empty')
 
 
 def _check_traffic_class(name: str, value: object) -> None:
@@ -185,6 +201,8 @@ ROWS: Final = (
     _json("local_comm_res", OPTION_LOCAL_COMM_RES),
     Row("global_resource_config", (OPTION_GLOBAL_RESOURCE_CONFIG,), _text, _check_resources),
     Row("transfer_backend", (OPTION_TRANSFER_BACKEND,), _text, _check_backend),
+    _boolean("prefault", "kvplan.prefault"),
+    _boolean("allow_overcommit", "kvplan.allow_overcommit"),
     _boolean("enable_switch_role", OPTION_ENABLE_SET_ROLE),
     _boolean("enable_cache_manager", "llm.EnableCacheManager"),
     _boolean("enable_remote_cache_accessible", "llm.EnableRemoteCacheAccessible"),
@@ -203,12 +221,20 @@ ROWS: Final = (
     Row("accelerator", ("kvplan.accelerator",), _text, _check_accelerator),
     _number("staging_nbytes", "kvplan.staging_nbytes", low=0, high=64 << 30),
     _string("transport", "kvplan.transport"),
-    Row("ucx_mode", ("kvplan.ucx_mode",), _text, check_mode),
     Row("ucx_devices", ("kvplan.ucx_devices",), _text, check_devices),
     Row("ucx_settings", ("kvplan.ucx_settings",), _text, check_settings),
-    _number("ucx_lanes", "kvplan.ucx_lanes", low=1, high=MAX_LANES),
     _boolean("permit_any_peer", "kvplan.permit_any_peer"),
+    Row(
+        "tcp_connections",
+        ("kvplan.tcp_connections",),
+        _whole,
+        _number("", low=1, high=MAX_CONNECTIONS).check,
+        optional=True,
+    ),
+    Row("tcp_congestion", ("kvplan.tcp_congestion",), _text, _check_congestion),
+    Row("tcp_source", ("kvplan.tcp_source",), _text, _check_source),
     _string("cluster_key_file", "kvplan.cluster_key_file", optional=True),
+    _boolean("encrypt", "kvplan.encrypt"),
     _number("heartbeat_interval_ms", "kvplan.heartbeat_interval_ms", low=1, high=_INT32_MAX),
     _number("heartbeat_timeout_ms", "kvplan.heartbeat_timeout_ms", low=1, high=_INT32_MAX),
     _number("max_links", "kvplan.max_links", low=1, high=65536),
@@ -225,6 +251,11 @@ SPELLINGS: Final = {
     for spelling in (key, key.removeprefix("llm.").removeprefix("kvplan."))
 }
 """Each way to write an option's key."""
+
+LISTENING: Final = frozenset(
+    spelling for spelling, row in SPELLINGS.items() if row.field == "listen_ip_info"
+)
+"""Those of where to listen."""
 
 WITHOUT_MEANING: Final = frozenset(
     {

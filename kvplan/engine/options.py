@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from kvplan.engine.option_rows import ROWS, SPELLINGS, WITHOUT_MEANING
+from kvplan.engine.option_rows import (
+    OPTION_LISTEN_IP_INFO,
+    ROWS,
+    SPELLINGS,
+    WITHOUT_MEANING,
+)
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
-from kvplan.transport.ucx.modes import DEFAULT_LANES
 from kvplan.validation import check_mapping, check_type, shown
 
 
@@ -25,6 +30,11 @@ class Options:
         sync_kv_cache_wait_time: ms that a pull or push may take.
         mem_pool_config: pool of caches with Placement.DEVICE; None: each has memory of its own.
         host_mem_pool_config: the same for Placement.HOST.
+        prefault: have every page of the host's memory when a pool, or a cache without one, is made:
+            that there is too little is told then (LLM_OUT_OF_MEMORY), and no first use of a page
+            takes time, or fails; otherwise pages come at first use.
+        allow_overcommit: let a pool, or a cache without one, be larger than all memory and swap
+            there is, here or in the cgroup.
         buf_pool_cfg, local_comm_res, global_resource_config: JSON of the reference.
         transfer_backend: of the reference: empty or "hixl".
         enable_switch_role, enable_cache_manager, enable_remote_cache_accessible: of the
@@ -40,18 +50,23 @@ class Options:
         transport: how peers' memory is reached; "auto" chooses.
         staging_nbytes: of device memory, through which memory goes that HCCL does not take as it
             is; 0: none, and such transfers are refused.
-        ucx_mode: how bytes move over UCX: "gathered", in messages that carry many blocks each;
-            "one_sided", a get or put for each descriptor; "auto": one_sided where there is RDMA.
-            Both ends of a link must have the same.
-        ucx_devices: that UCX may use, with commas between, such as "eth0,mlx5_0:1"; empty: UCX
-            chooses, but not the loopback where there is another.
-        ucx_settings: of UCX, a JSON object such as {"UCX_TLS": "tcp"}; what it says counts.
-        ucx_lanes: connections to each peer, each with a thread at both ends, that together move
-            what is large by messages of UCX; both ends use as many as the one with fewer.
+        ucx_devices: that UCX may use, with commas between, such as "mlx5_0:1,mlx5_1:1"; empty: UCX
+            chooses.
+        ucx_settings: of UCX, a JSON object such as {"UCX_IB_GID_INDEX": "3"}; what it says counts.
+            UCX_TLS chooses among the ways that UCX has: without it there must be RDMA, and TCP may
+            not be among them.
         permit_any_peer: let every process of this user trace this one. Where Yama asks for it
             (`kernel.yama.ptrace_scope=1`, as on Ubuntu), peers reach registered memory only so.
+        tcp_connections: 1 to 16 to each peer over tcp, each with a thread at both ends, that
+            together move what is large; both ends use as many as the one with fewer. None: 1 below
+            4 cores, 2 from 4 on, 4 from 8 on, 8 from 16 on.
+        tcp_congestion: congestion control of these connections, such as "bbr", which the kernel
+            must have and permit; empty: the system's.
+        tcp_source: IP address of this host that links are made from, their handshake and their data
+            over tcp; of the family of the peers' addresses. Empty: as the routes say.
         cluster_key_file: path of the key that all engines of a cluster share; None: no
             authentication.
+        encrypt: encrypt all data that goes over tcp, by AES-GCM; done where either end demands it.
         heartbeat_interval_ms: ms without a message after which a link sends one.
         heartbeat_timeout_ms: ms without hearing from a peer after which its link is broken.
         max_links: peers that may be linked at once.
@@ -71,6 +86,8 @@ class Options:
     sync_kv_cache_wait_time: int = 1000
     mem_pool_config: PoolConfig | None = None
     host_mem_pool_config: PoolConfig | None = None
+    prefault: bool = False
+    allow_overcommit: bool = False
     buf_pool_cfg: str = ""
     local_comm_res: str = ""
     global_resource_config: str = ""
@@ -85,12 +102,14 @@ class Options:
     accelerator: str = "auto"
     staging_nbytes: int = 32 << 20
     transport: str = "auto"
-    ucx_mode: str = "auto"
     ucx_devices: str = ""
     ucx_settings: str = ""
-    ucx_lanes: int = DEFAULT_LANES
     permit_any_peer: bool = False
+    tcp_connections: int | None = None
+    tcp_congestion: str = ""
+    tcp_source: str = ""
     cluster_key_file: str | None = None
+    encrypt: bool = False
     heartbeat_interval_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
     max_links: int = 512
@@ -116,7 +135,8 @@ class Options:
         """Return `options` as this type; a mapping has the reference's keys and text values.
 
         Keys may omit the prefix `llm.` (or `kvplan.`, of options that the reference has not). An
-        unknown key is warned of, naming the nearest.
+        unknown key is warned of, naming the nearest; one that is nearly `llm.ListenIpInfo` is
+        refused.
 
         Raises:
             TypeError: neither of these, or a key or value that is not text.
@@ -138,7 +158,7 @@ class Options:
                 if key.removeprefix("llm.") in WITHOUT_MEANING or key.startswith("ge."):
                     other[key] = text
                 else:
-                    _warn_unknown(key)
+                    warnings.warn(unknown_key(key), stacklevel=2)
                 continue
             before = texts.setdefault(row.field, (key, text))
             if before[1] != text:
@@ -149,6 +169,18 @@ class Options:
         return cls(**values, other=other)
 
 
-def _warn_unknown(key: str) -> None:
+def unknown_key(key: str) -> str:
+    """What to warn of about a key that no option has, naming the nearest.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: it is nearly that of where to listen, and an engine that
+            ignored it would listen nowhere.
+    """
+    plain = re.sub("[^a-z0-9]", "", key.lower().removeprefix("llm.").removeprefix("kvplan."))
+    if plain.startswith("listen") or get_close_matches(plain, ["listenipinfo"], cutoff=0.8):
+        raise invalid(
+            f"option {key!r} is unknown, and without it the engine would listen nowhere; where to "
+            f"listen is {OPTION_LISTEN_IP_INFO!r}"
+        )
     near = get_close_matches(key, SPELLINGS, n=1, cutoff=0.0)[0]
-    warnings.warn(f"option {key!r} is unknown and ignored; the nearest is {near!r}", stacklevel=3)
+    return f"option {key!r} is unknown and ignored; the nearest is {near!r}"

@@ -28,7 +28,7 @@ class Outcomes:
         self._tasks: dict[TransferTask, None] = {}  # in flight
         # Weakly: a task with a layer that nobody can say is ready any more has to end.
         self._open: set[ref[TransferTask]] = set()
-        self._cancelled = False
+        self._cancelled: LLMException | None = None
         self._turn: SimpleQueue[TransferTask | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._mutex = RLock()
@@ -53,24 +53,28 @@ class Outcomes:
             self._tasks[task] = None
             self._turn.put(task)
         if self._cancelled:  # after it was put in: one of both sees it
-            task.cancel()
+            task.cancel(self._cancelled)
 
     def watch(self, task: TransferTask) -> None:
         """Let `cancel` stop `task` too, which waits for its layers; `expect` follows then."""
         self._open.add(ref(task, self._open.discard))
         if self._cancelled:
-            task.cancel()
+            task.cancel(self._cancelled)
             self.expect(task)
 
-    def cancel(self) -> None:
-        """Stop all tasks in flight, and those that come; on return they move no byte any more."""
-        self._cancelled = True
+    def cancel(self, reason: LLMException) -> None:
+        """Stop all tasks in flight, and those that come; on return they move no byte any more.
+
+        Args:
+            reason: what they raise then.
+        """
+        self._cancelled = reason
         for it in tuple(self._open):
             if (task := it()) is not None:
-                task.cancel()
+                task.cancel(reason)
                 self.expect(task)
         for flying in tuple(self._tasks):
-            flying.cancel()
+            flying.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
         """End the thread when it has seen all tasks, and wait `timeout_s` seconds for that."""

@@ -12,6 +12,7 @@ from kvnative._host import Arena
 from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.arenas import new_arena
 from kvplan.transport.protocol import DeviceRange, kind_of
 from kvplan.types import Placement
 from kvplan.validation import check_type
@@ -192,10 +193,11 @@ class Pools:
     """Where caches are allocated: in the pool of their placement, else in memory of their own.
 
     Args:
-        transports: the first that reaches the host makes its arenas; all hear of the pools.
+        transports: hear of the pools.
         configs: of the pools.
         device: that Placement.DEVICE means, and that memory of the host is pinned for; None:
             placement is a label, and all memory is the host's.
+        prefault, allow_overcommit: of the host's memory, as for `new_arena`.
 
     Raises:
         LLMException: LLM_OUT_OF_MEMORY, or LLM_DEVICE_OUT_OF_MEMORY: no memory for a pool.
@@ -206,10 +208,13 @@ class Pools:
         transports: Sequence[Transport],
         configs: Mapping[Placement, PoolConfig | None],
         device: AscendDevice | None = None,
+        *,
+        prefault: bool = False,
+        allow_overcommit: bool = False,
     ) -> None:
         self._device = device
-        reaching = (it for it in transports if "host" in it.reaches)
-        self._host = next(reaching, transports[0])
+        self._prefault = prefault
+        self._allow_overcommit = allow_overcommit
         self._pools = {}
         for placement, config in configs.items():
             if config is None:
@@ -248,7 +253,7 @@ class Pools:
         device = self._device
         if device is not None and placement is Placement.DEVICE:
             return device.allocate(nbytes), device, None
-        arena = self._host.allocate(nbytes)
+        arena = new_arena(nbytes, prefault=self._prefault, allow_overcommit=self._allow_overcommit)
         if device is None:
             return arena, None, None
         try:

@@ -23,7 +23,7 @@ from kvplan.engine.cache_entry import (
 )
 from kvplan.engine.cache_keys import AnyKey, BoundKey, KeyIndex, check_fit, check_keys, not_exist
 from kvplan.engine.options import Options
-from kvplan.engine.pools import Pools
+from kvplan.engine.pools import Pools, Span
 from kvplan.engine.release import finalized
 from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
@@ -68,7 +68,13 @@ class CacheRegistry:
             Placement.DEVICE: options.mem_pool_config,
             Placement.HOST: options.host_mem_pool_config,
         }
-        self.pools = Pools(self._transports, configs, device)
+        self.pools = Pools(
+            self._transports,
+            configs,
+            device,
+            prefault=options.prefault,
+            allow_overcommit=options.allow_overcommit,
+        )
         # Re-entrant: a finalizer of the garbage collector, or a signal handler, may come back here.
         # What is looked through is a copy, therefore, and what is taken out may be gone.
         self._mutex = threading.RLock()
@@ -100,7 +106,7 @@ class CacheRegistry:
         cache_id = self._next_id(desc, keys)
         span = self.pools.take(desc.placement, desc.nbytes)
         memory, view = cache_memory.of_span(desc, span), span.view(desc.nbytes)
-        return self._publish(cache_id, desc, memory, (view,), paged, keys, owned=True)
+        return self._publish(cache_id, desc, memory, (view,), paged, keys, span)
 
     def register(
         self,
@@ -143,7 +149,7 @@ class CacheRegistry:
             )
         memory = cache_memory.of_tensors(desc, tensors, writable=writable, device=self._device)
         ranges = cache_memory.offered_ranges(memory) if remote_accessible else ()
-        return self._publish(cache_id, desc, memory, ranges, paged, keys, owned=False)
+        return self._publish(cache_id, desc, memory, ranges, paged, keys)
 
     def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
         """Free an allocated cache: a paged one now, with its key; another once its keys are gone.
@@ -240,15 +246,19 @@ class CacheRegistry:
                 there = shown(sorted(self._entries))
             raise not_exist(f"cache_id={cache_id} is not here; there are {there}") from None
 
-    def resolve(self, cache: Cache) -> CacheEntry:
+    def resolve(self, cache: Cache, argument: str = "cache") -> CacheEntry:
         """The cache that `cache` means: by its id alone, or without one by its addresses.
+
+        Args:
+            cache: of this engine, or memory of this process.
+            argument: what the caller's caller knows it as.
 
         Raises:
             TypeError: no Cache.
             LLMException: LLM_KV_CACHE_NOT_EXIST: no such id; LLM_PARAM_INVALID: neither id nor
                 addresses, or addresses that are not mapped.
         """
-        check_type("cache", cache, Cache)
+        check_type(argument, cache, Cache)
         if cache.cache_id != -1:
             return self.get(cache.cache_id)
         return ad_hoc(cache, self._device)
@@ -295,13 +305,22 @@ class CacheRegistry:
             claim_id, bound = self._keys.claim(key, holder)
             return Claim(claim_id, entry, bound.batch_index)
 
-    def release(self, claim_id: int, tensors: range | None, *, holder: Hashable = None) -> None:
+    def release(
+        self,
+        claim_id: int,
+        tensors: range | None,
+        *,
+        holder: Hashable = None,
+        end: Callable[[list[HeldCache]], object] = end_all,
+    ) -> None:
         """End a claim. A key of a request goes once all tensors of the cache were pulled by it.
 
         Args:
             claim_id: unknown: nothing happens.
             tensors: that were pulled, every byte confirmed; None: the pull failed.
             holder: whose claim it must be; another's is unknown to it. None: anybody's.
+            end: called with the caches that go with it, if any: `end_all`, which may wait for peers
+                that write to them, now or elsewhere.
         """
         check_type("claim_id", claim_id, int)
         with self._mutex:
@@ -309,17 +328,21 @@ class CacheRegistry:
                 return
             cache_id = self._keys.release(claim_id, tensors)
             unused = [] if cache_id is None else self._pop_unused(cache_id)
-        end_all(unused)
+        if unused:
+            end(unused)
 
-    def release_holder(self, holder: Hashable) -> None:
-        """End all claims of `holder`, who is gone; none of its pulls counts."""
+    def release_holder(
+        self, holder: Hashable, *, end: Callable[[list[HeldCache]], object] = end_all
+    ) -> None:
+        """End all claims of `holder`, who is gone; no pull of it counts. `end`: see `release`."""
         with self._mutex:
             unused = []
             for claim_id in self._keys.claims_of(holder):
                 cache_id = self._keys.release(claim_id, None)
                 assert cache_id is not None
                 unused += self._pop_unused(cache_id)
-        end_all(unused)
+        if unused:
+            end(unused)
 
     def close(self) -> None:
         """End every cache; idempotent. Memory that a transfer or an array uses stays until then."""
@@ -350,13 +373,13 @@ class CacheRegistry:
         ranges: Sequence[Registrable],  # none: peers cannot reach it
         paged: bool,
         keys: Sequence[AnyKey],
-        *,
-        owned: bool,
+        span: Span | None = None,  # None: the memory is the user's
     ) -> CacheEntry:
         """Offer the memory to peers, and make the cache known: both, or neither."""
         # Without the lock: to register much memory takes long, and links must not wait for it.
+        owned = span is not None
         with ExitStack() as undo:
-            offered = offer(self._transports, ranges, memory.writable)
+            offered = offer(self._transports, ranges, memory.writable, keep=span)
             undo.callback(offered.withdraw)
             entry = CacheEntry(
                 cache=Cache(desc, cache_id, tuple(memory.addresses.tolist())),

@@ -52,3 +52,8 @@ def finalized() -> LLMException:
         "the engine is finalized; initialize it again",
         status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
     )
+
+
+def stopped() -> LLMException:
+    """Why a transfer ended that was under way when `finalize` was called."""
+    return LLMException("stopped, as the engine was finalized")

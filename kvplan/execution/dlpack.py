@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,17 +96,42 @@ def from_dlpack(name: str, given: Any) -> NDArray[np.uint8]:
     shape = tensor.shape[: tensor.ndim]
     strides = tensor.strides[: tensor.ndim] if tensor.strides else _c_strides(shape)
     nbytes = -(-math.prod(shape) * tensor.bits * tensor.lanes // 8)
+    check_contiguous(name, shape, strides, nbytes)
+    return np.asarray(_Exported(capsule, tensor.data + tensor.byte_offset, nbytes, read_only))
+
+
+def check_contiguous(name: str, shape: Sequence[int], strides: Sequence[int], nbytes: int) -> None:
+    """Refuse an array that is empty, or not C-contiguous; strides are in elements.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, naming the permutation that would be C-contiguous.
+    """
+    if nbytes == 0:
+        raise invalid(f"{name} of shape {tuple(shape)} is empty")
+    if _is_contiguous(shape, strides):
+        return
+    # Stable: of equal strides one is of a dimension of length 1, which may stand anywhere.
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    turned = [shape[dim] for dim in order]
+    remedy = "contiguous memory is needed, such as a copy of it"
+    if _is_contiguous(turned, [strides[dim] for dim in order]):
+        axes = ", ".join(map(str, order))
+        remedy = (
+            f"permuted by ({axes}) it is, of shape {tuple(turned)}: give that (transpose of "
+            "NumPy, permute of torch), with a cache_desc of that shape"
+        )
+    raise invalid(
+        f"{name} of shape {tuple(shape)} and strides {tuple(strides)} (in elements) is not "
+        f"C-contiguous; {remedy}"
+    )
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     # The stride of a dimension of length 1 is never used, and may be anything.
-    bent = any(
-        length > 1 and stride != expected
+    return all(
+        length == 1 or stride == expected
         for length, stride, expected in zip(shape, strides, _c_strides(shape), strict=True)
     )
-    if bent or nbytes == 0:
-        raise invalid(
-            f"{name} of shape {tuple(shape)} and strides {tuple(strides)} (in elements) must be "
-            "C-contiguous and not empty"
-        )
-    return np.asarray(_Exported(capsule, tensor.data + tensor.byte_offset, nbytes, read_only))
 
 
 def _capsule(name: str, given: Any) -> object:
@@ -120,5 +146,5 @@ def _capsule(name: str, given: Any) -> object:
         ) from error
 
 
-def _c_strides(shape: list[int]) -> list[int]:
+def _c_strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

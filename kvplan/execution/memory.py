@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._host import check_ranges
-from kvplan.execution.dlpack import from_dlpack
+from kvplan.execution.dlpack import check_contiguous, from_dlpack
 from kvplan.status import LLMException, invalid
 from kvplan.types import Cache, CacheDesc
 
@@ -251,8 +251,7 @@ def _as_array(name: str, given: Any) -> NDArray[Any]:
             "bytes cannot be copied"
         )
     if not array.flags.c_contiguous or array.nbytes == 0:
-        raise invalid(
-            f"{name} of shape {array.shape} and strides {array.strides} must be C-contiguous and "
-            "not empty"
-        )
+        width = max(array.itemsize, 1)
+        strides = [it // width for it in array.strides]
+        check_contiguous(name, array.shape, strides, array.nbytes)
     return array

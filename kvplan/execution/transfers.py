@@ -8,9 +8,16 @@ from functools import cache
 from threading import RLock
 from types import TracebackType
 from typing import Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-from kvnative._executor import Backend, Executor, NativeError, ThreadPool, host_backend
+from kvnative._executor import (
+    KVN_CANCELLED,
+    Backend,
+    Executor,
+    NativeError,
+    ThreadPool,
+    host_backend,
+)
 from kvnative._lower import Descriptors
 from kvplan.execution.binding import bind
 from kvplan.execution.layer_task import LayerTask
@@ -35,13 +42,36 @@ class Transfers:
         self, threads: int | None = None, wrap: Callable[[Backend], Backend] | None = None
     ) -> None:
         self._pool = ThreadPool(threads)
-        self._wrap = wrap or (lambda backend: backend)
-        self._host = Executor(self._wrap(host_backend(self._pool)))
-        self._mutex = RLock()  # of what follows; `wrap` may submit
+        self._wrap = wrap
+        host = host_backend(self._pool)
+        self._begin(host if wrap is None else wrap(host))
+
+    def _begin(self, host: Backend) -> None:
+        self._executor = Executor(host)
         self._closed = False
-        self._executors: WeakKeyDictionary[TensorMemory, dict[Backend, Executor]] = (
-            WeakKeyDictionary()
-        )
+        self._shares: set[ref[Transfers]] = set()  # no WeakSet: threads add while one looks
+        self._mutex = RLock()  # of what follows; `wrap` may submit
+        self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
+
+    def share(self) -> Transfers:
+        """Return transfers over the same threads that can be closed without these.
+
+        Closing these closes them too.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a forked child.
+        """
+        other = Transfers.__new__(type(self))
+        other._pool, other._wrap = self._pool, self._wrap
+        try:
+            other._begin(self._executor.backend)
+        except NativeError as error:
+            raise self._unusable(error) from error
+        self._shares.add(ref(other, self._shares.discard))
+        if self._closed:  # after it was added: `close` or this closes it
+            other.close()
+            raise self._unusable(NativeError("the transfers are closed"))
+        return other
 
     @property
     def threads(self) -> int:
@@ -67,9 +97,9 @@ class Transfers:
                 if it is no longer valid; LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a forked
                 child. Nothing was copied then.
         """
-        executor, descriptors, memories = self._prepare(plan, src, dst)
+        backend, descriptors, memories = self._prepare(plan, src, dst)
         try:
-            task = executor.submit(descriptors, keep=(plan, *memories))
+            task = self._executor.submit(descriptors, (plan, *memories), backend)
         except NativeError as error:
             raise self._unusable(error) from error
         return TransferTask(plan, task, memories, on_outcome)
@@ -90,10 +120,10 @@ class Transfers:
         Args:
             on_last: as for `LayerTask`; not called if this raises.
         """
-        executor, descriptors, memories = self._prepare(plan, src, dst)
+        backend, descriptors, memories = self._prepare(plan, src, dst)
         stage_size = plan.tensors_per_layer * len(plan.segments)
         try:
-            task = executor.stage(descriptors, stage_size, keep=(plan, *memories))
+            task = self._executor.stage(descriptors, stage_size, (plan, *memories), backend)
         except NativeError as error:
             raise self._unusable(error) from error
         try:
@@ -107,51 +137,55 @@ class Transfers:
     ) -> None:
         """Submit `plan` and wait, the calling thread copying too.
 
-        Arguments and errors as for `submit` and `TransferTask.wait`.
+        Arguments and errors as for `submit` and `TransferTask.wait`; LLM_FAILED after `close`.
         """
-        executor, descriptors, memories = self._prepare(plan, src, dst)
+        backend, descriptors, memories = self._prepare(plan, src, dst)
         try:
-            report = executor.run(descriptors, timeout_ms, keep=(plan, *memories))
+            report = self._executor.run(descriptors, timeout_ms, (plan, *memories), backend)
         except NativeError as error:
             raise self._unusable(error) from error
-        failure = outcome(plan, report, memories)
+        reason = None
+        if report.status == KVN_CANCELLED:  # `close` did: nobody else has a handle of it
+            reason = LLMException("stopped, as the engine or its transfers were closed")
+        failure = outcome(plan, report, memories, reason=reason)
         if failure is not None:
             raise failure
 
     def _prepare(
         self, plan: Plan, src: Memory, dst: Memory
-    ) -> tuple[Executor, Descriptors, tuple[TensorMemory, TensorMemory]]:
+    ) -> tuple[Backend | None, Descriptors, tuple[TensorMemory, TensorMemory]]:
+        """What moves the bytes (None: plain copies), which, and the memories as they were given."""
         check_type("plan", plan, Plan)
         source, target = as_memory("src", src), as_memory("dst", dst)
         try:
-            getter = self._executor(source, "get", target)
-            putter = self._executor(target, "put", source)
+            getter = self._backend(source, "get", target)
+            putter = self._backend(target, "put", source)
         except NativeError as error:
             raise self._unusable(error) from error
         if getter is not None and putter is not None:
-            raise invalid(
-                "src and dst are both memory of other processes; one of them must be this one's"
-            )
+            if not source.on_device:
+                raise invalid(
+                    "src and dst are both memory of other processes; one of them must be this one's"
+                )
+            getter = None  # a device's: the peer's decides
         one_space = source.in_process and target.in_process
         descriptors = bind(plan, source, target, one_space=one_space)
-        return getter or putter or self._host, descriptors, (source, target)
+        return getter or putter, descriptors, (source, target)
 
-    def _executor(
+    def _backend(
         self, memory: TensorMemory, direction: Direction, other: TensorMemory
-    ) -> Executor | None:
-        """The executor that `memory` needs for this transfer; None: any that `other` needs."""
+    ) -> Backend | None:
+        """The backend that `memory` needs for this transfer; None: any that `other` needs."""
         if isinstance(memory, HostMemory):
             return None
         backend = memory.backend(self._pool, direction, other)
-        if backend is None:
-            return None
+        if backend is None or self._wrap is None:
+            return backend
         with self._mutex:
-            if self._closed:
-                raise self._unusable(NativeError("the transfers are closed"))
-            executors = self._executors.setdefault(memory, {})
-            if backend not in executors:
-                executors[backend] = Executor(self._wrap(backend))
-            return executors[backend]
+            wrapped = self._wrapped.setdefault(memory, {})
+            if backend not in wrapped:
+                wrapped[backend] = self._wrap(backend)
+            return wrapped[backend]
 
     def _unusable(self, error: NativeError) -> LLMException:
         finalized = LLMStatusCode.LLM_ENGINE_FINALIZED
@@ -161,13 +195,14 @@ class Transfers:
     def close(self, *, cancel: bool = False) -> None:
         """Wait for what is in flight (or cancel it), and take no more; idempotent.
 
-        A `LayerTask` that still waits for a layer is cancelled in either case.
+        When it returns no byte is touched any more, by `execute` in other threads neither. A
+        `LayerTask` that still waits for a layer is cancelled in either case.
         """
-        with self._mutex:
-            self._closed = True
-            executors = [it for kept in self._executors.values() for it in kept.values()]
-        for executor in (*executors, self._host):
-            executor.close(cancel)
+        self._closed = True
+        for it in tuple(self._shares):
+            if (share := it()) is not None:
+                share.close(cancel=cancel)
+        self._executor.close(cancel)
 
     def __repr__(self) -> str:
         return f"<Transfers of {self.threads} threads{', closed' if self._closed else ''}>"

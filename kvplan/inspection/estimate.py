@@ -17,7 +17,7 @@ class Estimate:
     Attributes:
         operation: the plan's.
         transport: the name of the costs that were used.
-        way: how bytes move: "mapped", "gathered".
+        way: how bytes move: "mapped", "one-sided".
         call: what the transfer is cut into, in the singular: "message", "native call".
         calls: how many of them.
         descriptors, nbytes: the plan's.

@@ -63,7 +63,7 @@ class TransportCost:
 
     Attributes:
         name: for people, and what `plan.estimate` is given for the rows that kvplan has.
-        way: how bytes move, in a word or two: "mapped", "gathered".
+        way: how bytes move, in a word or two: "mapped", "one-sided".
         call: what a transfer is cut into, in the singular: "message", "native call".
         call_nbytes, call_descriptors: the most that one of them takes; None: no such bound.
         lines: by ascending `upto_nbytes`, the last one without; empty: nobody has measured it.

@@ -75,7 +75,10 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
     if isinstance(cache, RemoteCache):
         desc, key, name = cache.cache_desc, cache.key, repr(cache.key)
         if isinstance(key, BlocksCacheKey) and not paged:
-            raise invalid(f"{argument}={name} names a paged cache; its blocks must be given")
+            raise invalid(
+                f"{argument}={name} names a paged cache; its blocks must be given, "
+                "as plan_pull_blocks and plan_push_blocks take them"
+            )
         slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
         if paged and (slot or isinstance(key, CacheKey)):
             raise invalid(

@@ -216,8 +216,8 @@ class Plan:
         """Return how long the plan is expected to take, and what of it.
 
         Args:
-            transport: a name ("local", "local-registered", "ucx", "ucx-one-sided"), whose costs
-                were measured on a machine of 2 cores, or what `TransportCost.scale` or
+            transport: a name ("local", "local-registered", "tcp", "ucx"), whose costs were
+                measured on a machine of 2 cores, or what `TransportCost.scale` or
                 `fit` made on yours.
 
         Raises:

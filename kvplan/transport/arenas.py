@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -20,15 +22,91 @@ if TYPE_CHECKING:
 _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
 
 
-def new_arena(nbytes: int) -> Arena:
-    """New zeroed memory, whose pages come at first use.
+class MemoryLimit(NamedTuple):
+    """The most memory that this process can ever have.
 
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED: no
-            file descriptor is left, say.
+    Attributes:
+        nbytes: of memory and swap.
+        whose: limit it is, for messages.
+    """
+
+    nbytes: float
+    whose: str
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+    """What there is of memory and swap, in the smallest cgroup that this process is in.
+
+    Args:
+        root: of the file system that has /proc and /sys.
+
+    Returns:
+        None where the system does not say.
     """
     try:
-        return Arena(nbytes)
+        meminfo = (root / "proc/meminfo").read_text()
+        cgroups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {name: int(kib) << 10 for name, kib in _MEMINFO.findall(meminfo)}
+    swap = sizes["SwapTotal"]
+    limits = [MemoryLimit(sizes["MemTotal"] + swap, "this machine")]
+    for line in cgroups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounted = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        limit_of = _limit_of_version_1 if controllers else _limit_of_version_2
+        names = [it for it in path.split("/") if it not in ("", "..")]
+        # Its parents' limits count too; and in a container only the root may be what is there.
+        for depth in range(len(names) + 1):
+            nbytes = limit_of(mounted.joinpath(*names[:depth]), swap)
+            limits.append(MemoryLimit(nbytes, f"cgroup /{'/'.join(names[:depth])}"))
+    return min(limits)
+
+
+_MEMINFO = re.compile(r"^(MemTotal|SwapTotal): +([0-9]+) kB$", re.MULTILINE)
+
+
+def _limit_of_version_1(cgroup: Path, swap: int) -> float:
+    memory = _number_in(cgroup / "memory.limit_in_bytes")
+    return min(memory + swap, _number_in(cgroup / "memory.memsw.limit_in_bytes"))
+
+
+def _limit_of_version_2(cgroup: Path, swap: int) -> float:
+    memory = _number_in(cgroup / "memory.max")
+    return memory + min(swap, _number_in(cgroup / "memory.swap.max"))
+
+
+def _number_in(path: Path) -> float:
+    """What a file of a cgroup limits: infinite if it is not there, or says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return math.inf
+
+
+def new_arena(nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False) -> Arena:
+    """New zeroed memory.
+
+    Args:
+        nbytes: its size.
+        prefault: have all pages now; otherwise each comes at its first use.
+        allow_overcommit: let it be larger than all memory and swap there is.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY: there is not as
+            much; LLM_FAILED: no file descriptor is left, say.
+    """
+    limit = None if allow_overcommit else memory_limit()
+    if limit is not None and nbytes > limit.nbytes:
+        raise LLMException(
+            f"{nbytes} bytes were asked for, and {limit.whose} has {limit.nbytes} of memory and "
+            "swap; kvplan.allow_overcommit=1 permits more than can be written to",
+            status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+        )
+    try:
+        return Arena(nbytes, prefault=prefault)
     except ValueError as error:
         raise invalid(str(error)) from error
     except MemoryError as error:

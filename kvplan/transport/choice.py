@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.ucx.modes import DEFAULT_LANES
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
@@ -31,10 +30,11 @@ class TransportOptions:
         local_comm_res: JSON of the reference, with the addresses of the device; empty: found out.
         rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
         staging_nbytes: of device memory, for what a device cannot send from where it is.
-        ucx_mode: how bytes move over UCX: "auto", "gathered" or "one_sided".
-        ucx_devices: that UCX may use, such as "eth0,mlx5_0:1"; empty: it chooses.
-        ucx_settings: of UCX, JSON such as {"UCX_TLS": "tcp"}.
-        ucx_lanes: connections to each peer over UCX's messages.
+        ucx_devices: that UCX may use, such as "mlx5_0:1"; empty: it chooses.
+        ucx_settings: of UCX, JSON such as {"UCX_IB_GID_INDEX": "3"}.
+        tcp_connections: that a link over tcp has; None: by the number of cores.
+        tcp_encrypt: encrypt all data that goes over tcp.
+        tcp_congestion: congestion control of those connections, such as "bbr"; empty: the system's.
         label: what the process is called by tools that look at transports.
     """
 
@@ -44,10 +44,11 @@ class TransportOptions:
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
     staging_nbytes: int = 32 << 20
-    ucx_mode: str = "auto"
     ucx_devices: str = ""
     ucx_settings: str = ""
-    ucx_lanes: int = DEFAULT_LANES
+    tcp_connections: int | None = None
+    tcp_encrypt: bool = False
+    tcp_congestion: str = ""
     label: str = "kvplan"
 
 
@@ -84,10 +85,17 @@ def _ucx(options: TransportOptions) -> Transport:
     from kvplan.transport.ucx.transport import UcxTransport  # its modules only where it is used
 
     return UcxTransport(
-        mode=options.ucx_mode,
-        devices=options.ucx_devices,
-        settings=options.ucx_settings,
-        lanes=options.ucx_lanes,
+        devices=options.ucx_devices, settings=options.ucx_settings, label=options.label
+    )
+
+
+def _tcp(options: TransportOptions) -> Transport:
+    from kvplan.transport.tcp.transport import TcpTransport  # its modules only where it is used
+
+    return TcpTransport(
+        connections=options.tcp_connections,
+        encrypt=options.tcp_encrypt,
+        congestion=options.tcp_congestion,
         label=options.label,
     )
 
@@ -97,13 +105,13 @@ TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
     "hccl": _hccl,
     "local": lambda options: LocalTransport(permit_any_peer=options.permit_any_peer),
     "ucx": _ucx,
+    "tcp": _tcp,
 }
 
 WHERE_MISSING: Final[Mapping[str, str]] = {
     "hccl": "it needs an Ascend device there",
     "ucx": (
-        "there pip install 'kvplan[ucx]', or for RDMA the system's UCX, 1.13 or later, and leave "
-        "kvplan.transport at auto or ucx"
+        "it needs RDMA there, the system's UCX, 1.13 or later, and kvplan.transport at auto or ucx"
     ),
 }
 """What to do at a process that does not have a transport, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvnative._host import Arena, Pin, check_memory
@@ -10,6 +11,8 @@ from kvplan.transport.arenas import arena_of
 from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvplan.transport.protocol import Registrable
 
 
@@ -27,6 +30,17 @@ class HostRange(NamedTuple):
     nbytes: int
     pin: Pin | None
     arena: Arena | None
+
+
+@contextmanager
+def released_if_refused(pin: Pin | None) -> Iterator[None]:
+    """Release the pin if an exception passes: whoever keeps that shall not keep the memory too."""
+    try:
+        yield
+    except BaseException:
+        if pin is not None:
+            pin.release()
+        raise
 
 
 def host_range(memory: Registrable, *, writable: bool) -> HostRange:
@@ -54,7 +68,8 @@ def host_range(memory: Registrable, *, writable: bool) -> HostRange:
         address, nbytes = pin.address, pin.nbytes
         arena = arena_of(memory)
     try:
-        check_memory(address, nbytes, writable)
+        with released_if_refused(pin):
+            check_memory(address, nbytes, writable)
     except ValueError as error:
         raise invalid(f"memory: {error}") from error
     except OSError as error:  # /proc is not there, or no descriptor is left to read it

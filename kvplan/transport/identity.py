@@ -6,6 +6,7 @@ host. What is compared here is enough to never take one process for another.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,20 +38,25 @@ class Identity:
     pid_namespace: int
     user_namespace: int
 
-    @classmethod
-    def of_self(cls) -> Identity:
+    @staticmethod
+    @functools.cache  # each link needs it, and it takes four files of /proc
+    def of_self() -> Identity:
         """The identity of this process.
 
         Raises:
             OSError: /proc is not mounted or cannot be read.
         """
-        return cls(
+        return Identity(
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
             start_time=start_time("self"),
             pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
             user_namespace=Path("/proc/self/ns/user").stat().st_ino,
         )
+
+
+# Not by pid: a child in another PID namespace may have its parent's.
+os.register_at_fork(after_in_child=Identity.of_self.cache_clear)
 
 
 def start_time(pid: int | str) -> int:

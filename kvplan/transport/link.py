@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from kvnative._host import Pin
 from kvnative._process import process_backend
+from kvnative._writers import Writer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.arenas import PeerArenas, offered
 from kvplan.transport.columns import sized_tensors
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
-    from kvplan.execution.memory import Direction
     from kvplan.transport.metadata import Range
 
     Column = NDArray[np.uint64]
@@ -44,7 +45,6 @@ class Link:
     renewable = None
     way = "mapped arenas, process_vm"
     finds_freed: Literal["check"] = "check"
-    closed_by_peer = False
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         self._pid = os.getpid()
@@ -52,6 +52,8 @@ class Link:
         self._known = metadata, RangeTable(metadata.identity.pid, metadata.ranges)
         self._arenas = PeerArenas(metadata.identity.pid, prefault=prefault)
         self._can_reach_registered = False
+        self._mutex = threading.RLock()  # of the writer: one for all memory that is written to
+        self._writer: Writer | None = None
         self._why_closed = (
             f"the link to peer {metadata.identity.pid} is closed",
             LLMStatusCode.LLM_NOT_YET_LINK,
@@ -126,7 +128,8 @@ class Link:
             starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
         else:
             self._probe()
-        return PeerMemory(self, starts, sizes, writable, ranges, arenas)
+        writer = self._writer_there() if writable else None
+        return PeerMemory(self, starts, sizes, writable, ranges, arenas, writer)
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.
@@ -170,9 +173,9 @@ class Link:
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
-    def backend(self, pool: ThreadPool, direction: Direction) -> Backend:
-        """The backend that reaches this peer's own addresses."""
-        return process_backend(pool, self.metadata.identity.pid, direction)
+    def reading(self, pool: ThreadPool) -> Backend:
+        """The backend that reads from this peer's own addresses."""
+        return process_backend(pool, self.metadata.identity.pid, "get")
 
     def unreached_from_device(self) -> LLMException:
         """Why its own addresses and a device's memory are no two sides of one transfer."""
@@ -195,6 +198,7 @@ class Link:
             os.getpid() == self._pid
         ):  # else the lock may be held for ever, by a thread of the parent
             self._arenas.close()
+        self._writer = None  # memory that is in use keeps it
         self._peer.close()
 
     def __enter__(self) -> Link:
@@ -259,6 +263,28 @@ class Link:
             self.check()
             raise self._refusal(error, "has registered memory, which cannot be reached") from error
         self._can_reach_registered = True
+
+    def _writer_there(self) -> Writer:
+        """What announces to the peer what this process writes to its memory."""
+        peer = self.metadata
+        board, table = peer.board, peer.writers
+        with self._mutex:
+            if self._writer is None:
+                try:
+                    self._writer = Writer(
+                        peer.identity.pid,
+                        board_fd=board.fd,
+                        board_inode=board.inode,
+                        num_slots=board.num_slots,
+                        table_fd=table.fd,
+                        table_inode=table.inode,
+                        num_entries=table.num_entries,
+                        address=table.address,
+                    )
+                except (OSError, ValueError, MemoryError) as error:
+                    self.check()
+                    raise self._refusal(error, "cannot be written to") from error
+            return self._writer
 
     def _refusal(self, error: Exception, what: str) -> LLMException:
         identity = self.metadata.identity

@@ -8,21 +8,27 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvnative._host import Arena, Board, Pin
+from kvnative._host import Board, Pin
+from kvnative._writers import WriterTable
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.arenas import offer
-from kvplan.transport.host_range import host_range
+from kvplan.transport.arenas import new_arena, offer
+from kvplan.transport.host_range import host_range, released_if_refused
 from kvplan.transport.identity import Identity
 from kvplan.transport.link import Link
-from kvplan.transport.metadata import BoardRef, Metadata, Range
+from kvplan.transport.metadata import BoardRef, Metadata, Range, WritersRef
+from kvplan.transport.quarantine import PATIENCE_S, QUARANTINE
 from kvplan.transport.registration import RegisteredMemory, ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from kvnative._host import Arena
+    from kvnative._writers import Ticket
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
 
+_LOG = Log("kvplan")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -33,6 +39,12 @@ class Registration(RegisteredMemory[Range]):
 
     range: Range
     pin: Pin | None  # keeps the memory where it is; None: the caller does
+    keep: object = None  # what else must not go before
+
+    def release(self) -> None:
+        """Let go of the memory: no peer writes to it any more. Idempotent."""
+        if self.pin is not None:
+            self.pin.release()
 
 
 class LocalTransport:
@@ -63,6 +75,7 @@ class LocalTransport:
         try:
             self._identity = Identity.of_self()
             self._board = Board(max_registrations)
+            self._writers = WriterTable()
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
         self._registrations: dict[int, Registration] = {}  # by slot
@@ -72,26 +85,32 @@ class LocalTransport:
             # EINVAL where there is no Yama: then nobody asks for it either.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
-    def allocate(self, nbytes: int, *, prefault: bool = False) -> Arena:
+    def allocate(
+        self, nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False
+    ) -> Arena:
         """New zeroed memory of `nbytes` bytes, which peers reach by a plain copy.
 
-        They reach what of it is registered. With `prefault` every page is present on return;
-        otherwise pages come at first use. It goes with its last user here and in the peers.
+        They reach what of it is registered. It goes with its last user here and in the peers.
+
+        Args:
+            nbytes: its size.
+            prefault: have every page on return; otherwise pages come at first use, and where there
+                are none left then, that ends the process which needs one.
+            allow_overcommit: let it be larger than all memory and swap there is.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED:
-                no file descriptor is left, say.
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY: there is not
+                as much; LLM_FAILED: no file descriptor is left, say.
         """
         self._check_process()
-        try:
-            return Arena(nbytes, prefault=prefault)
-        except (ValueError, MemoryError, OSError) as error:
-            raise _refused(error) from error
+        return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
 
     def expect(self, memory: Registrable, keep: object = None) -> None:
         """Do nothing: parts are registered when they are, whatever links there are."""
 
-    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
+    def register(
+        self, memory: Registrable, *, writable: bool = True, keep: object = None
+    ) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Args:
@@ -99,6 +118,7 @@ class LocalTransport:
                 until deregistered; or (address, nbytes), as of `tensor.data_ptr()`, which the
                 caller holds. An arena, a slice of its memoryview or an array over one is reached
                 by a plain copy, whichever transport has allocated it.
+            keep: held as long as a peer may write to it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or
@@ -108,29 +128,34 @@ class LocalTransport:
         address, nbytes, pin, arena = host_range(memory, writable=writable)
         ref = None if arena is None else offer(arena)
         with self._mutex:
-            self._check_process()
             try:
-                slot, generation = self._board.take()
+                with released_if_refused(pin):
+                    self._check_process()
+                    slot, generation = self._board.take()
             except MemoryError as error:
                 raise LLMException(
                     f"{error}: deregister memory, or make the transport with more "
                     "max_registrations",
                     status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
                 ) from error
-            it = Registration(Range(address, nbytes, slot, generation, writable, ref), pin)
+            it = Registration(Range(address, nbytes, slot, generation, writable, ref), pin, keep)
             self._registrations[slot] = it
         return it
 
     def deregister(self, registration: protocol.Registration) -> None:
-        """End it: from here on no peer reports a success for it. It may be freed afterwards.
+        """End it: on return no peer reads or writes it any more, and it may be freed.
 
-        A peer's `put` that is in flight at this moment may still write to it; agree on the end of
-        transfers first. A second time is fine.
+        A peer that is writing to it at this moment is waited for until it has finished a piece,
+        some 0.1 ms, and reports an error; one that has died is not. One that does not get on (it is
+        stopped, say) is waited for 1 s, once. What it then writes by address is refused; memory of
+        an arena, which it has mapped, is kept until it goes on or dies, and a warning names it. A
+        second time is fine, and waits for the same.
         """
         self._check_process()
         it = _own(registration)
         with self._mutex:
             self._remove(it)
+        self._wait_for_writers([it])
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """What a peer needs to reach this process: its identity and `registrations` (None: all).
@@ -146,7 +171,9 @@ class LocalTransport:
             board = self._board
             ref = BoardRef(board.fd, board.inode, board.num_slots, board.address)
             ranges = ranges_of(given, self._registrations)
-        return Metadata(self._identity, ref, ranges).to_bytes()
+        table = self._writers
+        writers = WritersRef(table.fd, table.inode, table.num_entries, table.address)
+        return Metadata(self._identity, ref, writers, ranges).to_bytes()
 
     def ready(self) -> None:
         """Do nothing: links need nothing."""
@@ -169,13 +196,14 @@ class LocalTransport:
         *,
         timeout_ms: float | None = None,
         session: bytes = b"",
+        streams: protocol.Streams | None = None,
         prefault: bool = False,
     ) -> Link:
         """Link to the process whose `metadata` this is; it takes no part in that.
 
         Args:
             metadata: the peer's.
-            timeout_ms, session: of no account, since nobody is waited for.
+            timeout_ms, session, streams: of no account, since nobody is waited for.
             prefault: map the pages of an arena with it, which costs time and page tables, instead
                 of one fault a page at first use.
 
@@ -187,14 +215,20 @@ class LocalTransport:
         return Link(Metadata.from_bytes(metadata), prefault=prefault)
 
     def close(self) -> None:
-        """Deregister everything, and take the board down; idempotent. Links live on."""
+        """Deregister everything, as `deregister`, and take the board down; idempotent.
+
+        Links live on.
+        """
+        self._writers.close()
         if os.getpid() != self._identity.pid:
             self._board.close()  # only the child's own mapping: the slots are the parent's
             return
         with self._mutex:
-            for it in tuple(self._registrations.values()):
+            ended = tuple(self._registrations.values())
+            for it in ended:
                 self._remove(it)
             self._board.close()
+        self._wait_for_writers(ended)
 
     def __enter__(self) -> LocalTransport:
         return self
@@ -211,8 +245,17 @@ class LocalTransport:
             return
         del self._registrations[it.range.slot]
         self._board.release(it.range.slot, it.range.generation)
-        if it.pin is not None:
-            it.pin.release()
+
+    def _wait_for_writers(self, ended: Sequence[Registration]) -> None:
+        """Wait for the peers that write, and let go of what they cannot write to any more."""
+        writers = self._writers
+        late = writers.drain(PATIENCE_S) if any(it.writable for it in ended) else []
+        for it in ended:
+            if late and it.writable and it.range.arena is not None:
+                _warn(late, it)
+                QUARANTINE.add(lambda: any(map(writers.stands, late)), it)
+            else:
+                it.release()
 
     def _check_process(self) -> None:
         if self._board.closed:
@@ -222,6 +265,17 @@ class LocalTransport:
                 f"the transport belongs to process {self._identity.pid}; this is its forked child "
                 f"{os.getpid()}, which needs one of its own"
             )
+
+
+def _warn(late: Sequence[Ticket], memory: Registration) -> None:
+    pids = ", ".join(str(pid) for pid in sorted({it.pid for it in late}))
+    _LOG.warning(
+        "%s is deregistered, but process %s was writing to this one's memory and has not moved "
+        "for %g s (is it stopped?): the memory is not used again before that goes on or ends",
+        memory.range,
+        pids,
+        PATIENCE_S,
+    )
 
 
 def _own(registration: protocol.Registration) -> Registration:

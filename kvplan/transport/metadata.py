@@ -14,7 +14,7 @@ from kvplan.transport.documents import Document, fields_of, write_schema
 from kvplan.transport.identity import Identity
 
 SCHEMA: Final = "kvplan.local"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2  # of 1 writers did not announce what they write
 MAX_NBYTES: Final = 32 << 20
 
 _PEER: Final = Document("peer metadata", MAX_NBYTES)
@@ -36,6 +36,12 @@ _BOARD = {
     "num_slots": (1, 2**24),
     "address": (1, 2**64 - 1),
 }
+_WRITERS = {
+    "fd": _INT31,
+    "inode": _UINT64,
+    "num_entries": (1, 2**16),
+    "address": (1, 2**64 - 1),
+}
 _RANGE = {"address": (1, 2**64 - 1), "nbytes": _SIZE, "slot": _INT31, "generation": _UINT64}
 _ARENA = {"fd": _INT31, "inode": _UINT64, "address": (1, 2**64 - 1), "nbytes": _SIZE}
 
@@ -50,6 +56,16 @@ class BoardRef:
     fd: int
     inode: int
     num_slots: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class WritersRef:
+    """Where a process's writer table is found, and where it has mapped its entries."""
+
+    fd: int
+    inode: int
+    num_entries: int
     address: int
 
 
@@ -90,6 +106,7 @@ class Metadata:
 
     identity: Identity
     board: BoardRef
+    writers: WritersRef
     ranges: tuple[Range, ...]
 
     def to_bytes(self) -> bytes:
@@ -97,6 +114,7 @@ class Metadata:
         fields = {
             "identity": fields_of(self.identity),
             "board": fields_of(self.board),
+            "writers": fields_of(self.writers),
             "ranges": [
                 {**fields_of(it), "arena": None if it.arena is None else fields_of(it.arena)}
                 for it in self.ranges
@@ -113,7 +131,7 @@ class Metadata:
             TypeError: `blob` is not bytes.
         """
         document = _PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
-        names = {"schema", "schema_version", "identity", "board", "ranges"}
+        names = {"schema", "schema_version", "identity", "board", "writers", "ranges"}
         fields = _PEER.fields("", document, names)
         identity = _PEER.fields("identity", fields["identity"], {"boot_id", *_IDENTITY})
         boot_id = identity["boot_id"]
@@ -124,10 +142,12 @@ class Metadata:
         board = BoardRef(
             **_PEER.numbers("board", _PEER.fields("board", fields["board"], set(_BOARD)), _BOARD)
         )
+        writers = _PEER.fields("writers", fields["writers"], set(_WRITERS))
         ranges = _PEER.elements("ranges", fields["ranges"])
         return cls(
             Identity(boot_id=boot_id, **_PEER.numbers("identity", identity, _IDENTITY)),
             board,
+            WritersRef(**_PEER.numbers("writers", writers, _WRITERS)),
             tuple(_range(f"ranges[{i}]", it, board) for i, it in enumerate(ranges)),
         )
 

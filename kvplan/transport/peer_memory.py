@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena, Pin
+    from kvnative._writers import Writer
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.transport.link import Link
     from kvplan.transport.metadata import Range
@@ -39,6 +40,7 @@ class PeerMemory:
         writable: bool,
         ranges: Sequence[Range],
         arenas: Sequence[Arena | Pin],
+        writer: Writer | None,
     ) -> None:
         for column in (addresses, nbytes):
             column.flags.writeable = False
@@ -50,7 +52,8 @@ class PeerMemory:
         self._slots, self._generations = columns(ranges)
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
-        self._backends: dict[Direction, tuple[ThreadPool, Backend]] = {}
+        self._writer = writer  # that announces what is written; None: not writable
+        self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
 
     @property
     def in_process(self) -> bool:
@@ -62,20 +65,35 @@ class PeerMemory:
     ) -> Backend | None:
         """What reaches the addresses; None: they are mapped here, so whatever copies here does.
 
+        What writes to them announces that to their owner, whatever copies.
+
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: addresses of the peer's own, which the system
                 copies from and to host memory alone, and `other` is on a device.
         """
-        if self._arenas:
-            return None
+        device = None  # what copies, where `other` is on one
         if other.on_device:
-            if self._link.is_to_self:
+            if not self.in_process:
+                raise self._link.unreached_from_device()
+            if direction == "get":
                 return None
-            raise self._link.unreached_from_device()
+            device = other.backend(pool, "get", self)
+        elif direction == "get" and self._arenas:
+            return None
         known = self._backends.get(direction)
-        if known is None or known[0] is not pool:
-            known = self._backends[direction] = pool, self._link.backend(pool, direction)
-        return known[1]
+        if known is None or known[0] is not pool or known[1] is not device:
+            made = self._writing(pool, device) if direction == "put" else self._link.reading(pool)
+            known = self._backends[direction] = pool, device, made
+        return known[2]
+
+    def _writing(self, pool: ThreadPool, device: Backend | None) -> Backend:
+        assert self._writer is not None, "memory that is not writable is refused before"
+        registered = self._slots, self._generations
+        if device is not None:
+            return self._writer.around(device, *registered)
+        if self._arenas:
+            return self._writer.mapped(pool, *registered)
+        return self._writer.by_address(pool, *registered)
 
     def check(self) -> None:
         """Call before a transfer and after it; only if both pass, it moved what it should.

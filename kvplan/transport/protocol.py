@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from socket import socket
 
     import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvnative._acl import DeviceBuffer
-    from kvnative._host import Arena
     from kvplan.execution.memory import TensorMemory
     from kvplan.status import LLMException
 
@@ -94,15 +94,6 @@ class Transport(Protocol):
     def reaches(self) -> frozenset[Kind]:
         """See above."""
 
-    def allocate(self, nbytes: int) -> Arena:
-        """New zeroed memory of `nbytes` bytes that this transport reaches best.
-
-        Nobody reaches it before it, or a part of it, is registered. It goes with its last user.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
-        """
-
     def expect(self, memory: Registrable, keep: object = None) -> None:
         """Hear of a pool, before parts of it are registered: links can be made ready for those.
 
@@ -116,11 +107,19 @@ class Transport(Protocol):
             LLMException: LLM_FAILED, or what the device says.
         """
 
-    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
+    def register(
+        self, memory: Registrable, *, writable: bool = True, keep: object = None
+    ) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         A part of an arena (a slice of `memoryview(arena)`, or an array over one) is reached as well
         as the arena; each registration ends by itself, however many share one arena.
+
+        Args:
+            memory: see `Registrable`.
+            writable: whether peers may write to it.
+            keep: what must not go before no peer can write to it any more: what the memory goes
+                back to its pool with, say.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not as asked; LLM_OUT_OF_MEMORY: no
@@ -132,7 +131,9 @@ class Transport(Protocol):
     def deregister(self, registration: Registration) -> None:
         """End it: from here on no peer reports a success for it.
 
-        A second time is fine. Where what is being sent is waited for, it waits for the same.
+        Peers that write to it are waited for, where the transport sees them; what cannot be kept
+        from writing (it is stopped, say) keeps the memory from being used again. A second time is
+        fine, and waits for the same.
         """
 
     def metadata(self, registrations: Iterable[Registration] | None = None) -> bytes:
@@ -155,13 +156,22 @@ class Transport(Protocol):
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 
-    def connect(self, metadata: bytes, *, timeout_ms: float, session: bytes = b"") -> TransportLink:
+    def connect(
+        self,
+        metadata: bytes,
+        *,
+        timeout_ms: float,
+        session: bytes = b"",
+        streams: Streams | None = None,
+    ) -> TransportLink:
         """Link to the peer of `metadata`; both ends must do so, in any order.
 
         Args:
             metadata: the peer's, whichever registrations it names.
             timeout_ms: milliseconds that this may take.
             session: the same at both ends, and no other attempt's. It is kept to itself.
+            streams: opens connections to the peer, for a transport that moves bytes over them; its
+                owner closes it when this has returned. None: there are none.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, and why; LLM_TIMEOUT;
@@ -172,16 +182,60 @@ class Transport(Protocol):
         """End every registration; idempotent. No link is of use afterwards."""
 
 
+class Streams(Protocol):
+    """Connections of one link, authenticated by both ends. For any thread.
+
+    Attributes:
+        dials: whether this end opens them; exactly one of both ends does.
+        secret: 32 bytes that only the two ends of this link know, and no other link has: keys come
+            from it, each of which must encrypt one connection alone.
+        private: whether that secret was agreed on where nobody could listen.
+        way: their addresses, for people: "10.0.0.2:41234 -> 10.0.0.1:26000".
+    """
+
+    @property
+    def dials(self) -> bool:
+        """See above."""
+
+    @property
+    def secret(self) -> bytes:
+        """See above."""
+
+    @property
+    def private(self) -> bool:
+        """See above."""
+
+    @property
+    def way(self) -> str:
+        """See above."""
+
+    def open(self, index: int, timeout_s: float) -> socket:
+        """Have the connection of this index: the end that dials makes it, the other waits for it.
+
+        Args:
+            index: in [0, 255], the same at both ends; each can be had once.
+            timeout_s: seconds that this may take.
+
+        Returns:
+            A non-blocking socket (TCP with TCP_NODELAY and keep-alive, or Unix), which is the
+            caller's from here on. Nothing has been read of what the peer sends over it.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED, with the address, the phase that failed, and why.
+        """
+
+    def close(self) -> None:
+        """End the calls of `open` that wait, and connections not taken; idempotent."""
+
+
 class TransportLink(Protocol):
     """A way to one peer. All methods may be called from several threads.
 
     Attributes:
-        way: by what means bytes move, for people: "gathered over tcp/eth0".
+        way: by what means bytes move, for people: "rc_mlx5/mlx5_0:1".
         finds_freed: when it shows that the peer has deregistered memory. "check": in `check` of
             that memory; "before": in a transfer, before it moves a byte; "after": in a transfer,
             when its bytes have moved, so that who would write asks the peer first.
-        closed_by_peer: whether it is of no use any more because the peer, which lives, has let go
-            of it; why, its user is told by that peer's.
     """
 
     @property
@@ -221,10 +275,6 @@ class TransportLink(Protocol):
             TypeError: not whole numbers.
         """
 
-    @property
-    def closed_by_peer(self) -> bool:
-        """See above."""
-
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.
 
@@ -234,7 +284,7 @@ class TransportLink(Protocol):
 
     @property
     def death_fd(self) -> int | None:
-        """Polls readable once the peer has died or `closed_by_peer`; None: nothing tells it.
+        """Polls readable once the peer has died, or has let go of it; None: nothing tells it.
 
         It is the link's: stop polling it before `close`.
         """

@@ -10,11 +10,10 @@ import pytest
 from kvplan.control.cluster_key import ClusterKey
 from tests.across import network
 from tests.across.engine import Engine
-from tests.ucx_library import found
 from tools.namespaces import Namespace, NamespacesError, namespaces
 
 MakeEngine = Callable[..., Engine]
-Idle = dict[tuple[int, int], list[Engine]]
+Idle = dict[int, list[Engine]]
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +53,7 @@ def hosts(cable: list[Namespace]) -> Iterator[list[Namespace]]:
 
 @pytest.fixture(scope="session")
 def idle() -> Iterator[Idle]:
-    """Processes without an engine, by host: to start one takes longer than most tests.
-
-    And by the host's interface: UCX knows those only that were there when it was loaded.
-    """
+    """Processes without an engine, by host: to start one takes longer than most tests."""
     engines: Idle = {}
     yield engines
     for it in (it for them in engines.values() for it in them):
@@ -78,12 +74,11 @@ def make_engine(idle: Idle, cluster_key: str) -> Iterator[MakeEngine]:
     with ExitStack() as held:
 
         def make(host: Namespace, cluster_id: int, *before: str, **options: object) -> Engine:
-            ready = idle.setdefault((host.pid, network.index(host)), [])
+            ready = idle.setdefault(host.pid, [])
             if ready and not before:
                 engine = ready.pop()
             else:
-                with found():
-                    engine = Engine(host, *before)
+                engine = Engine(host, *before)
             held.callback(finish, engine, None if before else ready)
             engine.start(cluster_id, **{"cluster_key_file": cluster_key, **options})
             return engine

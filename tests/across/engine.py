@@ -55,7 +55,7 @@ class Engine(Owner):
         self.dead = False
         super().__init__(prefix=host.command(*before))
 
-    def start(self, cluster_id: int, *, transport: str = "ucx", **options: Any) -> None:
+    def start(self, cluster_id: int, *, transport: str = "tcp", **options: Any) -> None:
         """Have an engine, which listens."""
         given = {"listen_ip_info": f"{self.host.address}:0", "transport": transport, **options}
         self.cluster_id = cluster_id

@@ -20,16 +20,12 @@ def received(host: Namespace, interface: str = INTERFACE) -> int:
     return _number(host, interface, "statistics/rx_bytes")
 
 
-def index(host: Namespace) -> int:
-    """Of its interface: another one, if it was made anew."""
-    return _number(host, host.interface, "ifindex")
-
-
 def listening(host: Namespace, pid: int) -> list[int]:
     """The TCP ports at which that process of it awaits connections."""
     sockets = {it.stat().st_ino for it in Path(f"/proc/{pid}/fd").iterdir() if it.exists()}
-    rows = host.run("cat", "/proc/net/tcp", capture_output=True, text=True).stdout.splitlines()
-    fields = [row.split() for row in rows[1:]]
+    files = ("/proc/net/tcp", "/proc/net/tcp6")
+    rows = host.run("cat", *files, capture_output=True, text=True).stdout.splitlines()
+    fields = [row.split() for row in rows]
     return [
         int(it[1].rpartition(":")[2], 16)
         for it in fields

@@ -17,7 +17,6 @@ import pytest
 
 from tests.across import network
 from tests.transport.owner import ROOT
-from tests.ucx_library import found
 from tools.namespaces import Namespace
 
 ALL = {"tests/datadist": 200, "tests/faults": 100}
@@ -35,7 +34,7 @@ def test_between_hosts(suite: str, at_least: int, hosts: list[Namespace], cluste
     enter = [it for it in there.command() if it not in ("--user", "--preserve-credentials")]
     before = network.received(here)
     # Not tmp_path: the names of sockets in it would be too long.
-    with found(), TemporaryDirectory(prefix="kv") as inner:
+    with TemporaryDirectory(prefix="kv") as inner:
         done = here.run(
             *(
                 sys.executable,
@@ -52,7 +51,7 @@ def test_between_hosts(suite: str, at_least: int, hosts: list[Namespace], cluste
             env=os.environ
             | {
                 "PYTHONPATH": str(ROOT),
-                "KVPLAN_TEST_MACHINES": "ucx",
+                "KVPLAN_TEST_MACHINES": "tcp",
                 "KVPLAN_TEST_IP": here.address,
                 "KVPLAN_TEST_PEER_IP": there.address,
                 "KVPLAN_TEST_PEER_COMMAND": json.dumps(enter),

@@ -1,4 +1,4 @@
-"""Programs for the official package, between hosts that share nothing: nobody tells them of UCX."""
+"""Programs for the official package, between hosts that share nothing: told of addresses alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import examples
 from tests.across import network
 from tests.across.engine import OWN_PROCESSES
 from tests.examples.test_llm_datadist_pair import DECODE, PATIENCE, PREFILL
-from tests.ucx_library import found
 from tools.namespaces import Namespace
 
 FOLDER = Path(examples.__file__).parent
@@ -32,10 +31,9 @@ def test_both_modes_from_end_to_end(hosts: list[Namespace]) -> None:
     here, there = (it.address for it in hosts)
     where = (f"--prefill={here}:26001", f"--decode={there}:26000", f"--scheduler={here}:26100")
     before = network.received(hosts[1])
-    with found():
-        prefill = launched(hosts[0], PREFILL, *where)
-        waiting = prefill.stdout.readline()
-        decode = launched(hosts[1], DECODE, *where)
+    prefill = launched(hosts[0], PREFILL, *where)
+    waiting = prefill.stdout.readline()
+    decode = launched(hosts[1], DECODE, *where)
     said, errors = decode.communicate(timeout=PATIENCE)
     rest, others = prefill.communicate(timeout=PATIENCE)
     assert (prefill.returncode, decode.returncode) == (0, 0), others + errors

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 
 import kvplan
-from kvplan import LLMStatusCode
+from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.hccl.connections import Connections
+from kvplan.transport.hccl.metadata import Metadata
+from kvplan.transport.hccl.rank_table import table_of
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, Side, link_both, moved
 from tests.ascend.hccl_sides import MakeSide, refusal
@@ -33,6 +38,24 @@ def test_memory_of_this_end_that_came_later(make_side: MakeSide, two: Side) -> N
     assert link.connection().generation == 1
 
 
+def test_the_peer_is_told_what_is_bound_and_not_what_came_meanwhile(one: Side, two: Side) -> None:
+    ours, numbers, kept = one.transport, [], []
+
+    def own_metadata() -> Metadata:
+        kept.append(one.device.allocate(4096))
+        ours.register(DeviceRange(kept[-1].address, 4096, kept[-1]))
+        numbers.append(ours._end.regions.newest)
+        return ours._metadata()
+
+    peer = Metadata.from_bytes(two.transport.metadata())
+    table = table_of(ours._address, peer.device)
+    connections = Connections(ours._end, peer, table, b"session", own_metadata, is_hccs=False)
+    told = Metadata.from_bytes(connections.open(0))
+    connections.close(LLMException("enough"))
+    before, after = numbers  # for the name, and when all was bound
+    assert told.newest == before < after
+
+
 def test_a_pool_needs_none(make_side: MakeSide) -> None:
     sides = [make_side(i, registers=False) for i in (0, 1)]
     for it in sides:
@@ -58,6 +81,20 @@ def test_one_that_fails_leaves_the_connection_as_it_was(
     assert link.connection().generation == back.connection().generation == 0
     kvplan.execute(PULL, later, one.memory)
     assert link.connection().generation == 2
+
+
+def test_nothing_is_left_of_one_that_was_given_up_before_it_was_opened(
+    one: Side, two: Side, simulator: Controls
+) -> None:
+    """As when the peer, which failed, is faster than this end."""
+    link, back = link_both(one, two)
+    before = simulator.left()
+    link.renewable.abandon(1)
+    status = refusal(link.renewable.open, 1).status_code
+    assert status == LLMStatusCode.LLM_LINK_FAILED
+    gc.collect()  # the refusal knows what it was raised in
+    assert simulator.left() == before
+    assert link.connection().generation == back.connection().generation == 0
 
 
 def test_the_old_connection_goes_when_neither_end_uses_it(

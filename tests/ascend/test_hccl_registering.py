@@ -86,11 +86,14 @@ def test_read_only_memory_is_not_written(make_side: MakeSide, one: Side) -> None
 
 def test_all_slots_of_the_board(make_side: MakeSide) -> None:
     side = make_side(0, max_registrations=2)
-    side.register()
+    other = side.register()
     error = refusal(side.register)
     assert error.status_code == LLMStatusCode.LLM_OUT_OF_MEMORY
     side.transport.deregister(side.registration)
-    side.register()
+    again = side.register()
+    for it in (other, again):
+        side.transport.deregister(it)
+    assert side.transport._end.regions.all() == []  # nor does what was refused hold any
 
 
 def test_another_transports_metadata_is_refused(one: Side, two: Side) -> None:

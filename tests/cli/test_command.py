@@ -33,7 +33,8 @@ def test_keygen_never_overwrites(tmp_path: Path) -> None:
     refused = command("keygen", str(path))
     assert refused.returncode == 1
     assert refused.stderr.startswith("kvplan: ")
-    assert "File exists" in refused.stderr
+    assert f"{path} exists, and is left as it is" in refused.stderr
+    assert "Give another path" in refused.stderr
     assert path.read_text() == "mine"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import kvplan
 from kvplan.ascend.products import A2, A3, A950
 from kvplan.cli.info.look import COSTS
+from kvplan.transport.tcp.transport import connections_of
 from tests.ascend_sim.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -66,20 +68,29 @@ def ways(it: dict[str, Any], name: str) -> dict[tuple[str, str], str]:
 
 class TestWithoutAccelerator:
     def test_says_what_the_host_has(self) -> None:
-        it = found(KVPLAN_ASCEND_LIBRARY="")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, limits[1]))
+        try:
+            it = found(KVPLAN_ASCEND_LIBRARY="")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert it["kvplan"] == kvplan.__version__
         assert it["python"]["executable"] == sys.executable
         assert it["native_modules"]["_executor"] == ""
         assert set(it["native_modules"].values()) == {""}
         links = it["limits"]["links_by_open_files"]
-        assert it["limits"]["open_files"]["soft"] // 6 == links["local"] > links["ucx"] > 0
+        assert it["limits"]["open_files"] == {"soft": 600, "hard": limits[1]}
+        tcp = 5 + 2 * connections_of(it["platform"]["cores"])
+        assert links == {"local": 100, "ucx": 120, "tcp": 600 // tcp}
         assert it["stopped"] is None
 
     def test_says_why_there_is_none_and_what_works_without(self) -> None:
         it = found(KVPLAN_ASCEND_LIBRARY="")
         assert "KVPLAN_ASCEND_LIBRARY is empty" in it["accelerator"]["why_not"]
         assert "no accelerator" in transport(it, "hccl")["why_not"]
-        assert ways(it, "local") == {("host", "host"): "direct"}
+        for name in ("local", "tcp"):
+            assert ways(it, name) == {("host", "host"): "direct"}
+        assert re.match(r"127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+", transport(it, "tcp")["tried"])
         assert [(copy["remote"], copy["works"]) for copy in it["copies"]] == [("host", True)]
 
     def test_names_every_place_that_was_looked_at(self, tmp_path: Path) -> None:
@@ -94,6 +105,19 @@ class TestWithoutAccelerator:
         assert "/usr/local/Ascend/ascend-toolkit/latest" in places
         assert "/also" in places
 
+    def test_says_which_key_links_of_this_host_have(self, tmp_path: Path) -> None:
+        path = tmp_path / "kvplan/user.key"
+        asked = {"KVPLAN_ASCEND_LIBRARY": "", "XDG_STATE_HOME": str(tmp_path)}
+        told = {"path": str(path), "is_made": False, "why_not_home": "", "why_not": ""}
+        assert found(**asked)["user_key"] == told
+        assert not path.exists()
+        path.parent.mkdir(0o700)
+        path.write_text("mine")
+        path.chmod(0o644)
+        text = " ".join(info(**asked).split())
+        assert "without kvplan.cluster_key_file, engines with this user's key" in text
+        assert "its mode is 0644, so others may use it; chmod 600 is needed" in text
+
     def test_the_text_is_for_people(self) -> None:
         text = info(KVPLAN_ASCEND_LIBRARY="")
         for part in (
@@ -102,6 +126,7 @@ class TestWithoutAccelerator:
             "cannot be used",
             "local host",
             "direct",
+            "blocks came right",
             "links",
         ):
             assert part in text

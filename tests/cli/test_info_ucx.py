@@ -3,54 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvplan.cli.info.ucx import look_at_transport
+from kvplan.status import LLMException
 from kvplan.transport.ucx.library import OVERRIDE, Found
-from tests.cli.test_info import broken_library, found, info, transport, ways
+from kvplan.transport.ucx.transport import UcxTransport
+from tests.cli.test_info import broken_library, found, info, transport
 
 NO_NPU = {"KVPLAN_ASCEND_LIBRARY": ""}
 
 
 class TestTheOneOfTheTests:
-    def test_what_it_is_and_finds_and_a_copy_over_tcp(self, ucx: Found) -> None:
-        it = found(**NO_NPU, UCX_NET_DEVICES="lo")
+    def test_what_it_is_and_finds(self, ucx: Found) -> None:
+        it = found(**NO_NPU, UCX_LOG_LEVEL="warn")
         found_ucx = it["ucx"]
         assert (found_ucx["library"], found_ucx["source"]) == ucx
         assert [ucx.path] in [place["has"] for place in found_ucx["places"]]
         assert found_ucx["version"].startswith("1.")
-        assert "tcp/lo" in found_ucx["finds"]
+        assert "cma/memory" in found_ucx["finds"]
         assert "cma" in found_ucx["modules"]
         verbs = [why for why in found_ucx["missing_for_rdma"] if "without verbs" in why]
         assert bool(verbs) != ("ib" in found_ucx["modules"])
         assert it["stopped"] is None
-        assert it["ucx"]["mode"] == "gathered" or not it["ucx"]["missing_for_rdma"]
-        assert it["ucx"]["over"] == ["tcp/lo"]
-        assert it["ucx"]["copy"] == {
-            "way": "gathered over tcp/lo, 2 lanes",
-            "works": True,
-            "why_not": "",
-        }
-        assert it["ucx"]["environment"]["UCX_NET_DEVICES"] == "lo"
-        assert transport(it, "ucx")["works"]
-        assert ways(it, "ucx") == {("host", "host"): "direct"}
+        assert it["ucx"]["environment"]["UCX_LOG_LEVEL"] == "warn"
 
-    def test_devices_that_are_not_there(self, ucx: Found) -> None:
-        it = found(**NO_NPU, UCX_NET_DEVICES="nope")
-        assert "ucp_init: No such device" in transport(it, "ucx")["why_not"]
+    def test_without_rdma_it_says_why(self, ucx: Found) -> None:
+        it = found(**NO_NPU)
+        if not it["ucx"]["missing_for_rdma"]:
+            pytest.skip("RDMA is here")
+        assert it["ucx"]["missing_for_rdma"][0] in transport(it, "ucx")["why_not"]
         assert "copy" not in it["ucx"]
-        assert "tcp/lo" in it["ucx"]["finds"], "what it would find otherwise"
+
+    def test_a_copy(self, ucx: Found) -> None:
+        """As where there is RDMA, but over shared memory."""
+        noted: dict[str, Any] = {}
+        shared = '{"UCX_TLS": "shm"}'
+        with UcxTransport(settings=shared) as ours, UcxTransport(settings=shared) as theirs:
+            look_at_transport(lambda **fields: noted.update(fields.get("ucx", {})), ours, theirs)
+        assert "cma/memory" in noted["over"]
+        assert noted["copy"] == {"way": "cma/memory", "works": True, "why_not": ""}
 
     def test_a_copy_that_fails(self, ucx: Found) -> None:
-        """A transport that does not come out of the process."""
-        text = info(**NO_NPU, UCX_TLS="self")
-        assert "over self/memory (kvplan.ucx_mode=auto)" in text
-        assert "FAILED: process" in text
-        assert "ucx         cannot be used: a copy was tried, and failed: process" in text
+        """A transport that reads nothing."""
+        mapped, shared = (f'{{"UCX_TLS": "{it}"}}' for it in ("posix", "shm"))
+        with (
+            UcxTransport(settings=mapped) as ours,
+            UcxTransport(settings=shared) as theirs,
+            pytest.raises(LLMException, match="a copy was tried, and failed: process"),
+        ):
+            look_at_transport(lambda **fields: None, ours, theirs)
 
     def test_the_text_is_for_people(self, ucx: Found) -> None:
         text = info(**NO_NPU)
-        for part in ("\nUCX 1.", ucx.path, "finds", "tcp/lo", "mode", "tried", "blocks came right"):
+        for part in ("\nUCX 1.", ucx.path, "finds", "cma/memory"):
             assert part in text
         assert max(len(line) for line in text.splitlines() if ucx.path not in line) <= 110
 
@@ -58,7 +66,7 @@ class TestTheOneOfTheTests:
 class TestBroken:
     def test_none(self) -> None:
         it = found(**NO_NPU, **{OVERRIDE: ""})
-        assert "pip install 'kvplan[ucx]'" in it["ucx"]["why_not"]
+        assert "no UCX library" in it["ucx"]["why_not"]
         assert it["ucx"]["places"] == [{"path": "empty", "origin": f"${OVERRIDE}", "has": []}]
         assert transport(it, "ucx")["why_not"] == it["ucx"]["why_not"]
         assert transport(it, "local")["works"]

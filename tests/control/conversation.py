@@ -12,7 +12,7 @@ from typing import Any
 
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Sync, Synced
@@ -52,16 +52,22 @@ async def _synced(_channel: Channel, _body: Body) -> Body:
 class Conversation:
     """A server on `far_loop` and a channel to it on `loop`, with a recorder at each end."""
 
-    def __init__(self, loop: ControlLoop, far_loop: ControlLoop, key: ClusterKey | None) -> None:
+    def __init__(
+        self,
+        loop: ControlLoop,
+        far_loop: ControlLoop,
+        key: ClusterKey | None,
+        endpoint: Endpoint = LOCAL,
+    ) -> None:
         self.loop, self.far_loop = loop, far_loop
         self.near, self.far = Recorder(), Recorder()
         self.key = key
-        self.server = far_loop.run(Server.listen(far_loop, LOCAL, self.far, key))
+        self.server = far_loop.run(Server.listen(far_loop, endpoint, self.far, Keys(key)))
         self.channel = self.connect()
 
     def connect(self) -> Channel:
         return self.loop.run(
-            connect(self.loop, self.server.endpoint, self.near, self.key, DEADLINE_S)
+            connect(self.loop, self.server.endpoint, self.near, Keys(self.key), DEADLINE_S)
         )
 
     def request(self, body: Body, timeout_s: float = DEADLINE_S) -> Body:

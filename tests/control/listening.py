@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from kvplan.control.channel import Channel
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Synced
 from kvplan.control.server import Server
@@ -39,7 +39,7 @@ def main() -> None:
     key = ClusterKey.load(sys.argv[1]) if len(sys.argv) > 1 else None
     loop, handler = ControlLoop("listening"), Counting()
     loop.start()
-    server = loop.run(Server.listen(loop, LOCAL, handler, key))
+    server = loop.run(Server.listen(loop, LOCAL, handler, Keys(key)))
     answer: dict[str, object] = {"endpoint": str(server.endpoint)}
     while True:
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Find, Sync, Synced, encode
 from kvplan.control.server import Server
+from kvplan.control.vetting import GREETING_NBYTES, UNUSED_AT, greeting
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Recorder
+from tests.control.tape import Tape
 
 KEY = ClusterKey.generate()
 
@@ -29,12 +31,12 @@ def far() -> Recorder:
 
 @pytest.fixture
 def endpoint(far_loop: ControlLoop, far: Recorder) -> Endpoint:
-    return far_loop.run(Server.listen(far_loop, LOCAL, far, KEY)).endpoint
+    return far_loop.run(Server.listen(far_loop, LOCAL, far, Keys(KEY))).endpoint
 
 
 def refusal(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None) -> str:
     with pytest.raises(LLMException) as error:
-        loop.run(connect(loop, endpoint, Recorder(), key, DEADLINE_S))
+        loop.run(connect(loop, endpoint, Recorder(), Keys(key), DEADLINE_S))
     assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
@@ -42,9 +44,9 @@ def refusal(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None) -> st
 def test_a_wrong_key_is_refused_at_once(
     loop: ControlLoop, endpoint: Endpoint, far: Recorder
 ) -> None:
-    assert refusal(loop, endpoint, ClusterKey.generate()).startswith(
-        f"{endpoint}: authenticate: the peer has disconnected; has it another cluster key?"
-    )
+    said = refusal(loop, endpoint, ClusterKey.generate())
+    assert said.startswith(f"{endpoint}: authenticate: the peer has disconnected; has it another")
+    assert said.endswith("give both ends the same kvplan.cluster_key_file")
     assert far.heard.empty()
 
 
@@ -56,21 +58,26 @@ def test_no_key_is_refused_and_named(loop: ControlLoop, endpoint: Endpoint, far:
 
 
 def test_a_server_without_a_key_is_not_talked_to(loop: ControlLoop, far_loop: ControlLoop) -> None:
-    endpoint = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), None)).endpoint
+    endpoint = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), Keys())).endpoint
     assert refusal(loop, endpoint, KEY) == (
-        f"{endpoint}: authenticate: it uses no cluster key; this end does"
+        f"{endpoint}: authenticate: it uses no cluster key; this end does; "
+        "give both ends the same kvplan.cluster_key_file"
     )
 
 
 def test_who_knows_the_public_half_only_is_refused(endpoint: Endpoint, far: Recorder) -> None:
-    """The server's public key lets a client speak CURVE; the gatekeeper wants more."""
+    """The server's public key lets a client speak CURVE; the gatekeeper wants more.
+
+    Even of somebody who passes on the cookie of a peer that has the key.
+    """
     public, secret = zmq.curve_keypair()
+    between = Forger(endpoint)
     with zmq.Context() as context, context.socket(zmq.PAIR) as client:
         client.linger = 0
         client.curve_publickey, client.curve_secretkey = public, secret
         client.curve_serverkey = KEY.public
         with client.get_monitor_socket() as monitor:
-            client.connect(f"tcp://{endpoint}")
+            client.connect(f"tcp://{between.endpoint}")
             client.send(encode(Sync(), seq=1))
             failed = False
             while not failed and monitor.poll(1000 * DEADLINE_S):
@@ -79,38 +86,35 @@ def test_who_knows_the_public_half_only_is_refused(endpoint: Endpoint, far: Reco
             client.disable_monitor()
     assert failed
     assert far.heard.empty()
+    between.finish()
 
 
-class Tape:
-    """A TCP proxy that records what the client says."""
+@pytest.mark.parametrize("unused", [bytes(31), b"\1" * 31], ids=["none", "wrong"])
+def test_who_has_no_cookie_costs_no_handshake(
+    far_loop: ControlLoop, endpoint: Endpoint, far: Recorder, unused: bytes
+) -> None:
+    """Not even if all of it comes at once, with the first command of CURVE behind it."""
+    with socket.create_connection((endpoint.host, endpoint.port), timeout=DEADLINE_S) as visitor:
+        said = greeting(encrypted=True, unused=unused)
+        visitor.sendall(said + b"\x04\xc8\x05HELLO" + bytes(194))
+        heard = b""
+        with suppress(ConnectionResetError):
+            while chunk := visitor.recv(1 << 16):
+                heard += chunk
+    assert len(heard) == len(said), "its greeting, and nothing of ZeroMQ"
+    assert far_loop.refusals.count == 1
+    assert far.heard.empty()
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = Endpoint(*self._listening.getsockname())
-        self.recorded: list[bytes] = []
-        self._target = (endpoint.host, endpoint.port)
-        self._thread = threading.Thread(target=self._relay)
-        self._thread.start()
 
-    def finish(self) -> bytes:
-        self._thread.join(DEADLINE_S)
-        return b"".join(self.recorded)
+class Forger(Tape):
+    """Puts the cookie of a peer that has the key into the greeting of one that has not."""
 
-    def _relay(self) -> None:
-        near, _ = self._listening.accept()
-        with self._listening, near, socket.create_connection(self._target) as far:
-            back = threading.Thread(target=self._back, args=(far, near))
-            back.start()
-            while chunk := near.recv(1 << 16):
-                self.recorded.append(chunk)
-                far.sendall(chunk)
-            far.shutdown(socket.SHUT_WR)
-            back.join(DEADLINE_S)
-
-    @staticmethod
-    def _back(far: socket.socket, near: socket.socket) -> None:
-        while chunk := far.recv(1 << 16):
-            near.sendall(chunk)
+    def passed_on(self, chunk: bytes) -> bytes:
+        before = len(b"".join(self.recorded[:-1]))
+        if before >= GREETING_NBYTES or before + len(chunk) < GREETING_NBYTES:
+            return chunk
+        cookie = KEY.cookie(bytes(self.heard[UNUSED_AT:GREETING_NBYTES]))
+        return chunk[: UNUSED_AT - before] + cookie + chunk[GREETING_NBYTES - before :]
 
 
 def test_a_recorded_conversation_cannot_be_said_again(
@@ -119,7 +123,7 @@ def test_a_recorded_conversation_cannot_be_said_again(
     tape = Tape(endpoint)
 
     async def talk() -> object:
-        channel = await connect(loop, tape.endpoint, Recorder(), KEY, DEADLINE_S)
+        channel = await connect(loop, tape.endpoint, Recorder(), Keys(KEY), DEADLINE_S)
         answer = await channel.request(Find(12345, 0, 0), DEADLINE_S)
         channel.close("said")
         return answer
@@ -128,7 +132,8 @@ def test_a_recorded_conversation_cannot_be_said_again(
     assert [far.next() for _ in range(2)] == [("request", Find(12345, 0, 0)), ("lost", "said")]
     recorded = tape.finish()
     assert len(recorded) > 500
-    with socket.create_connection((endpoint.host, endpoint.port), timeout=DEADLINE_S) as replay:
+    address = endpoint.host, endpoint.port
+    with socket.create_connection(address, DEADLINE_S) as replay, suppress(ConnectionResetError):
         replay.sendall(recorded)
         while replay.recv(1 << 16):
             pass
@@ -139,7 +144,7 @@ def test_what_passes_is_not_readable(loop: ControlLoop, endpoint: Endpoint) -> N
     tape = Tape(endpoint)
 
     async def talk() -> None:
-        channel = await connect(loop, tape.endpoint, Recorder(), KEY, DEADLINE_S)
+        channel = await connect(loop, tape.endpoint, Recorder(), Keys(KEY), DEADLINE_S)
         await channel.request(Sync(), DEADLINE_S)
         channel.close("a secret word")
 

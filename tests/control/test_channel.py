@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
 
 import pytest
 
@@ -49,7 +51,12 @@ def test_both_ends_may_ask(conversation: Conversation) -> None:
 
 
 def test_the_largest_message_passes(conversation: Conversation) -> None:
-    hello = Hello(1, 2, bytes(16), LlmRole.MIX, "", (Offer("t", bytes(MAX_NBYTES - 300)),), 1)
+    def of(nbytes: int) -> Hello:
+        return Hello(1, 2, bytes(16), LlmRole.MIX, "", (Offer("t", bytes(nbytes)),), 1)
+
+    about = MAX_NBYTES - 300
+    hello = of(about + MAX_NBYTES - len(encode(of(about), seq=1)))
+    assert len(encode(hello, seq=1)) == MAX_NBYTES
     conversation.request(hello)
     assert conversation.far.next() == ("request", hello)
 
@@ -146,6 +153,24 @@ def test_no_reply_in_time_is_a_timeout_and_the_channel_lives_on(conversation: Co
     assert not conversation.channel.closed
 
 
+def test_nothing_is_left_of_requests_that_had_no_reply_in_time(conversation: Conversation) -> None:
+    async def answer(_channel: Channel, _body: Body) -> Body:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    conversation.far.answer = answer
+
+    def futures() -> int:
+        gc.collect()
+        return sum(type(it) is asyncio.Future for it in gc.get_objects())
+
+    before = futures()
+    for _ in range(50):
+        with pytest.raises(TimeoutError):
+            conversation.request(Sync(), timeout_s=0)
+    assert futures() - before < 25
+
+
 def test_a_message_that_is_too_large_is_refused_here(conversation: Conversation) -> None:
     with pytest.raises(LLMException, match="at most 1048576"):
         conversation.notify(said("x" * MAX_NBYTES))
@@ -186,13 +211,16 @@ def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
 ) -> None:
     text = "x" * 4000
     held, release = asyncio.Event(), threading.Event()
+    spent: list[float] = []
 
     async def fill() -> int:
         for number in range(3000):
+            began = time.thread_time()
             try:
                 async with asyncio.timeout(0.2):
                     await conversation.channel.notify(said(f"{number}{text}"))
             except TimeoutError:
+                spent.append(time.thread_time() - began)
                 held.set()
                 return number
         return 3000
@@ -201,6 +229,7 @@ def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
     conversation.far_loop.call_soon(release.wait)  # the far loop reads nothing meanwhile
     sent = conversation.loop.run(fill())
     assert held.is_set()
+    assert spent[0] < 0.05, "whoever waits for room takes no time of the thread"
     release.set()
     for number in range(sent):
         assert conversation.far.next() == ("notice", said(f"{number}{text}"))

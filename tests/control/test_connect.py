@@ -8,14 +8,16 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync, Synced
@@ -25,12 +27,12 @@ from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder
 
 
 def listen(loop: ControlLoop, endpoint: str, key: ClusterKey | None = None) -> Server:
-    return loop.run(Server.listen(loop, Endpoint.parse(endpoint), Recorder(), key))
+    return loop.run(Server.listen(loop, Endpoint.parse(endpoint), Recorder(), Keys(key)))
 
 
 def ask(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None = None) -> object:
     async def run() -> object:
-        channel = await connect(loop, endpoint, Recorder(), key, DEADLINE_S)
+        channel = await connect(loop, endpoint, Recorder(), Keys(key), DEADLINE_S)
         answer = await channel.request(Sync(), DEADLINE_S)
         channel.close()
         return answer
@@ -40,7 +42,7 @@ def ask(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None = None) ->
 
 def refusal(loop: ControlLoop, endpoint: Endpoint, timeout_s: float = DEADLINE_S) -> str:
     with pytest.raises(LLMException) as error:
-        loop.run(connect(loop, endpoint, Recorder(), None, timeout_s))
+        loop.run(connect(loop, endpoint, Recorder(), Keys(), timeout_s))
     assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
@@ -103,15 +105,23 @@ def test_a_closed_server_frees_its_port_at_once(loop: ControlLoop) -> None:
 def test_listening_that_is_given_up_leaves_nothing(loop: ControlLoop, tmp_path: Path) -> None:
     path = tmp_path / "socket"
 
+    asked, given_up = threading.Event(), threading.Event()
+
+    def slow_key() -> ClusterKey:
+        asked.set()
+        assert given_up.wait(DEADLINE_S)
+        return ClusterKey.generate()
+
     async def give_up() -> None:
-        begun = asyncio.create_task(Server.listen(loop, Endpoint(path=str(path)), Recorder(), None))
-        while not path.exists():
-            await asyncio.sleep(0)
+        endpoint, keys = Endpoint(path=str(path)), Keys(user=slow_key)
+        begun = asyncio.create_task(Server.listen(loop, endpoint, Recorder(), keys))
+        await loop.in_worker(asked.wait, DEADLINE_S)
         begun.cancel()
         with pytest.raises(asyncio.CancelledError):
             await begun
 
     loop.run(give_up())
+    given_up.set()
     assert not path.exists()
     listen(loop, f"ipc://{path}")
 
@@ -129,7 +139,9 @@ def test_listening_for_everybody_without_a_key_is_logged(
 def test_a_warning_of_strangers_is_for_the_caller() -> None:
     for harmless in ("localhost:0", "[::1]:0", "ipc:///tmp/nobody", "no-such-host.invalid:0"):
         warn_of_strangers(Endpoint.parse(harmless), stacklevel=1)
-    with pytest.warns(RuntimeWarning, match=r"without a cluster key.*kvplan keygen") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=r"without a cluster key: .* read and overwrite .*keygen"
+    ) as caught:
         warn_of_strangers(Endpoint.parse("0.0.0.0:0"), stacklevel=1)
     assert caught[0].filename == __file__
 
@@ -190,32 +202,108 @@ def test_giving_up_leaves_nothing_behind(
         assert time.monotonic() < deadline
 
 
+# Connects to each name that it is told, as soon as that listens, and says whether it could.
+INTRUDER = """
+import socket, sys, time
+held = []
+for line in sys.stdin:
+    address, deadline = bytes.fromhex(line), time.monotonic() + 0.05
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].setblocking(False)
+    held[-1].connect_ex(address)
+    print("tries", flush=True)
+    while failed := held[-1].connect_ex(address):
+        if time.monotonic() > deadline:
+            break
+    print("too late" if failed else "connected", flush=True)
+"""
+
+
+class Intruder:
+    """A process of this user that connects, first of all, to what a thread binds."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self._thread: int | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", INTRUDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        sys.addaudithook(self._hear)  # for ever: it does nothing after `close`
+
+    def watch(self) -> None:
+        """Connect to what the calling thread binds from now on."""
+        self._thread = threading.get_ident()
+
+    def close(self) -> None:
+        self._thread = None
+        self._process.kill()
+        self._process.communicate()
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "socket.bind" and threading.get_ident() == self._thread:
+            assert self._process.stdin is not None
+            self._process.stdin.write(arguments[1].encode().hex() + "\n")
+            self._process.stdin.flush()
+            while self.next() != "tries":
+                pass
+
+    def next(self) -> str:
+        assert self._process.stdout is not None
+        self.heard.append(self._process.stdout.readline().strip())
+        assert self.heard[-1]
+        return self.heard[-1]
+
+
+@pytest.fixture
+def intruder() -> Iterator[Intruder]:
+    intruder = Intruder()
+    yield intruder
+    intruder.close()
+
+
+def test_another_process_of_the_user_does_not_get_a_connections_private_end(
+    loop: ControlLoop, far_loop: ControlLoop, intruder: Intruder
+) -> None:
+    """Its name can be read in /proc, and the first who comes is not always this process."""
+    server = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), Keys()))
+    call(loop, intruder.watch)
+    deadline = time.monotonic() + DEADLINE_S
+    while intruder.heard.count("connected") < 3:
+        assert time.monotonic() < deadline, intruder.heard
+        assert ask(loop, server.endpoint) == Synced(1)
+        while intruder.next() == "tries":
+            pass
+
+
 def test_silent_visitors_are_many_for_a_while_only(far_loop: ControlLoop) -> None:
-    """A limit of open files makes room for few visitors; the oldest leave first."""
+    """A limit of open files makes room for few visitors; of more, some have to leave."""
     script = (
-        "import resource, socket\n"
+        "import resource, select, socket\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
         "from tests.control.test_connect import *\n"
         "loop = ControlLoop(); loop.start(); server = listen(loop, '127.0.0.1:0')\n"
         "address = (server.endpoint.host, server.endpoint.port)\n"
         "visitors = [socket.create_connection(address) for _ in range(40)]\n"
         "assert ask(loop, server.endpoint) == Synced(1)\n"
-        "assert len(server.channels) <= 16, server.channels\n"
-        "for visitor in visitors[:25]:\n"
-        "    visitor.settimeout(10)\n"
-        "    try: assert visitor.recv(1) == b''\n"
-        "    except ConnectionResetError: pass\n"
+        "assert len(server.channels) <= 1, server.channels\n"
+        "left = select.poll()\n"
+        "for visitor in visitors: left.register(visitor, select.POLLHUP)\n"
+        "gone = lambda: len(left.poll(0)); deadline = time.monotonic() + DEADLINE_S\n"
+        "while gone() < 24: assert time.monotonic() < deadline\n"
         "[visitor.close() for visitor in visitors]; loop.stop()\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
 
 
 def test_sixty_four_channels_at_once(loop: ControlLoop, far_loop: ControlLoop) -> None:
-    server = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), None))
+    server = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), Keys()))
 
     async def talk() -> set[object]:
         channels = await asyncio.gather(
-            *(connect(loop, server.endpoint, Recorder(), None, DEADLINE_S) for _ in range(64))
+            *(connect(loop, server.endpoint, Recorder(), Keys(), DEADLINE_S) for _ in range(64))
         )
         return set(await asyncio.gather(*(c.request(Sync(), DEADLINE_S) for c in channels)))
 

@@ -10,8 +10,9 @@ import pytest
 
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
+from kvplan.control.cluster_key import Keys
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import Sync
+from kvplan.control.messages import Failed, Sync
 from tests.control.conversation import (
     DEADLINE_S,
     Conversation,
@@ -30,7 +31,7 @@ def near() -> Recorder:
 
 @pytest.fixture
 def channel(loop: ControlLoop, process: ListeningProcess, near: Recorder) -> Channel:
-    return loop.run(connect(loop, process.endpoint, near, None, DEADLINE_S))
+    return loop.run(connect(loop, process.endpoint, near, Keys(), DEADLINE_S))
 
 
 def test_a_killed_peer_is_noticed_without_any_heartbeat(
@@ -66,6 +67,16 @@ def test_a_peer_that_answers_lives_though_nobody_says_anything(
         assert not channel.closed
         assert time.monotonic() < deadline
         call(loop, time.sleep, 0)  # a turn of the loop
+
+
+def test_an_end_that_only_listens_says_that_it_lives(conversation: Conversation) -> None:
+    far = conversation.far_channel()
+    call(conversation.loop, conversation.channel.keep_alive, INTERVAL_S, DEADLINE_S)
+    sent = conversation.channel.sent
+    deadline = time.monotonic() + DEADLINE_S
+    while conversation.channel.sent == sent:
+        assert time.monotonic() < deadline
+        conversation.far_loop.run(far.notify(Failed(0, "news")))
 
 
 def test_a_loop_that_was_held_up_itself_does_not_blame_its_peers(

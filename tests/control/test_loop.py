@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvplan.control.client import connect
+from kvplan.control.cluster_key import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync
 from kvplan.control.server import Server
@@ -60,6 +61,15 @@ def test_a_deadline_cancels_what_runs(loop: ControlLoop) -> None:
     assert cancelled.wait(DEADLINE_S)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts, also where a shell started the tests in the background: ignoring it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_keyboard_interrupt_cancels_what_runs(loop: ControlLoop) -> None:
     cancelled = threading.Event()
 
@@ -231,7 +241,7 @@ def test_stopping_says_goodbye(conversation: Conversation) -> None:
 def test_stopping_does_not_wait_for_a_peer_that_does_not_read(
     process: ListeningProcess, loop: ControlLoop
 ) -> None:
-    channel = loop.run(connect(loop, process.endpoint, Recorder(), None, DEADLINE_S))
+    channel = loop.run(connect(loop, process.endpoint, Recorder(), Keys(), DEADLINE_S))
     os.kill(process.pid, signal.SIGSTOP)
 
     async def fill() -> None:
@@ -301,7 +311,7 @@ def test_rounds_of_connecting_and_closing_leave_nothing_behind(footprint: None) 
     async def rounds() -> None:
         for number in range(ROUNDS):
             endpoint = conversation.server.endpoint
-            channel = await connect(near, endpoint, conversation.near, None, DEADLINE_S)
+            channel = await connect(near, endpoint, conversation.near, Keys(), DEADLINE_S)
             await channel.request(Sync(), DEADLINE_S)
             channel.close(str(number))
 
@@ -317,7 +327,7 @@ def test_rounds_of_starting_and_stopping_leave_nothing_behind(footprint: None) -
     for _ in range(50):
         loop = ControlLoop("round")
         loop.start()
-        loop.run(Server.listen(loop, LOCAL, Recorder(), None))
+        loop.run(Server.listen(loop, LOCAL, Recorder(), Keys()))
         loop.stop()
 
 

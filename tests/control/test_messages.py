@@ -86,7 +86,7 @@ BODIES: list[Body] = [
     Failed(LLMStatusCode.LLM_FAILED, "because"),
     Ping(),
     Pong(),
-    Close("done"),
+    Close("done", orderly=True),
 ]
 
 

@@ -13,7 +13,9 @@ def ready(**properties: bytes) -> bytes:
     body = b"\x05READY"
     for name, value in {"Socket-Type": b"PAIR", **properties}.items():
         body += bytes((len(name),)) + name.encode() + len(value).to_bytes(4) + value
-    return bytes((0x04, len(body))) + body
+    if len(body) < 256:
+        return bytes((0x04, len(body))) + body
+    return b"\x06" + len(body).to_bytes(8) + body
 
 
 def frame(body: bytes, *, more: bool = False) -> bytes:
@@ -24,7 +26,7 @@ def frame(body: bytes, *, more: bool = False) -> bytes:
 
 
 class Peer:
-    """A TCP connection that says anything; `read` returns what came until the other end closed."""
+    """A TCP connection that says anything; `read` returns what came until its end, or `until`."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.socket = socket.create_connection(address, timeout=10)
@@ -37,12 +39,12 @@ class Peer:
             return False
         return True
 
-    def shake_hands(self) -> None:
+    def shake_hands(self, command: bytes = ready()) -> None:
         """A whole handshake; libzmq takes no message before it has sent its own READY.
 
         An encrypted server ends it, which `send` and `read` then show.
         """
-        self.send(GREETING, ready())
+        self.send(GREETING, command)
         received, size = bytearray(), len(GREETING) + 2
         while len(received) < size and (chunk := self._receive()):
             received += chunk
@@ -54,9 +56,9 @@ class Peer:
         with contextlib.suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_WR)
 
-    def read(self) -> bytes:
+    def read(self, until: bytes | None = None) -> bytes:
         received = bytearray()
-        while chunk := self._receive():
+        while (until is None or until not in received) and (chunk := self._receive()):
             received += chunk
         return bytes(received)
 

@@ -26,8 +26,6 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """What a test runs on; of a device nothing may be left when the test's engines have gone."""
     if request.param == "ascend":
         request.getfixturevalue("simulator")
-    if request.param == "ucx":
-        request.getfixturevalue("ucx")
     machine = machine_of(request.param, cluster_id=2)
     before = machine.left()  # of a test that failed
     yield machine
@@ -78,7 +76,7 @@ def link(user: LlmDataDist, owner: LlmDataDist) -> None:
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
     """Processes without an engine, by machine: to start one takes longer than most tests."""
-    peers: dict[str, list[Peer]] = {"host": [], "ascend": [], "ucx": []}
+    peers: dict[str, list[Peer]] = {"host": [], "ascend": [], "tcp": []}
     yield peers
     for peer in (it for them in peers.values() for it in them):
         peer.close()

@@ -12,14 +12,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvnative._executor import delay
 from kvplan import LlmDataDist, Transfers
-from tests.over_ucx import OverUcx
+from tests.over_tcp import OverTcp
 
 
 class Machine(Protocol):
     """Where the caches of a test lie, and how it sees what is in them.
 
     Attributes:
-        name: "host", "ascend" or "ucx".
+        name: "host", "ascend" or "tcp".
         transport: what links engines on it.
         engine: the class to make engines of; `arrays` of a cache are views, wherever it lies.
     """
@@ -62,11 +62,11 @@ class Host:
 
 
 class Across(Host):
-    """Host memory that is reached over UCX, as it is on another host."""
+    """Host memory that is reached over TCP, as it is on another host."""
 
-    name = "ucx"
-    transport = "ucx"
-    engine = OverUcx
+    name = "tcp"
+    transport = "tcp"
+    engine = OverTcp
 
 
 def on_host_only(machine: Machine, why: str) -> None:
@@ -78,7 +78,7 @@ def on_host_only(machine: Machine, why: str) -> None:
 def machine_of(name: str, cluster_id: int) -> Machine:
     """The one of that name, for what belongs to a cluster's engine; a process may have several."""
     if name != "ascend":
-        return Across() if name == "ucx" else Host()
+        return Across() if name == "tcp" else Host()
     from tests.ascend.device import SimulatedAscend
 
     return SimulatedAscend(cluster_id)

@@ -69,7 +69,7 @@ def test_a_peer_that_died_is_a_broken_link_and_calls_fail_fast(
     assert time.monotonic() - started < SOON_S
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_peer_that_dies_under_a_transfer_fails_it(
     slowed: tuple[LlmDataDist, Cache], peer: Peer
 ) -> None:
@@ -85,13 +85,13 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
     user, mine = slowed
     task = user.submit_pull_cache(CacheIndex(1, 1), mine)
     peer.run("datadist.deallocate_cache(cache)")
-    if machine.name == "ucx":  # whoever served it looked before and after, and had it then
+    if machine.name == "tcp":  # whoever served it looked before and after, and had it then
         task.wait()
         return
     assert status_of(task.wait) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_forced_unlink_fails_what_is_in_flight(slowed: tuple[LlmDataDist, Cache]) -> None:
     user, mine = slowed
     task = user.submit_pull_cache(CacheIndex(1, 1), mine)
@@ -111,7 +111,7 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
     os.kill(peer.process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
     started = time.monotonic()
-    if machine.name == "ucx":  # it serves the pulls itself, though not in Python
+    if machine.name == "tcp":  # it serves the pulls itself, though not in Python
         pull = partial(user.pull_cache, CacheIndex(1, 1), mine)
         assert status_of(pull) == LLMStatusCode.LLM_TIMEOUT
     else:
@@ -120,7 +120,7 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
     assert time.monotonic() - started < SOON_S
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_restarted_peer_is_linked_anew(
     user: LlmDataDist, peer: Peer, make_peer: MakePeer
 ) -> None:
@@ -161,7 +161,7 @@ def grown(rounds: Callable[[int], None], few: int, many: int) -> list[int]:
     return [now - then for now, then in zip(resources(), before, strict=True)]
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)
     assert owner.listen_address is not None

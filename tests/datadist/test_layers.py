@@ -51,7 +51,7 @@ def blocks(user: LlmDataDist) -> Cache:
     return user.allocate_blocks_cache(BLOCKS)
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_each_layer_of_a_slot_arrives_when_it_is_ready(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
@@ -140,7 +140,7 @@ def test_layers_are_ready_in_any_order_and_from_any_thread(
     assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_SUCCESS": 2}
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_many_tasks_at_once_end_in_any_order(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     """One whose layers do not come holds up no other."""
     fill(user, slots)

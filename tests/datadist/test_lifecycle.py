@@ -181,6 +181,25 @@ def test_a_role_is_an_llm_role() -> None:
         LlmDataDist(1, 1)  # type: ignore[arg-type]
 
 
+def test_a_call_before_initialize_names_it() -> None:
+    with pytest.raises(LLMException, match=r"cluster 2 is not initialized; call initialize\(\)"):
+        LlmDataDist(2, LlmRole.MIX).caches()
+
+
+@pytest.mark.parametrize("role", [1, LlmRole.DECODER])
+def test_a_role_in_the_place_of_the_cluster_id_is_told_the_order(role: int) -> None:
+    with pytest.raises(TypeError, match=r"the order is LlmDataDist\(cluster_id, role\)"):
+        LlmDataDist(LlmRole.PROMPT, role)  # type: ignore[arg-type]
+
+
+def test_there_is_no_device_before_initialize_and_no_method_twice() -> None:
+    assert LlmDataDist(2, LlmRole.MIX).device is None
+    names = [
+        name for it in LlmDataDist.__mro__[:-1] for name in vars(it) if not name.startswith("_")
+    ]
+    assert sorted(names) == sorted(set(names))
+
+
 def join_released() -> None:
     for thread in threading.enumerate():
         if thread.name == "kvplan-release":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -24,6 +27,7 @@ from tests.datadist.conftest import MakeEngine, link
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 KEY = CacheKey(1, 7)
 FOR_EVER_MS = 600_000
+DEADLINE_S = 30.0
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 REPEATED = LLMStatusCode.LLM_REPEAT_REQUEST
 
@@ -161,6 +165,52 @@ def test_finalize_stops_what_takes_too_long(linked: Linked) -> None:
     for task in tasks:
         assert task.done
         assert status_of(task.wait) == LLMStatusCode.LLM_FAILED
+
+
+def test_finalize_stops_what_begins_while_it_stops_the_others(linked: Linked) -> None:
+    """Or refuses it."""
+    user, mine = linked(held, SyncKvCacheWaitTime="10")
+    first = user.submit_pull_cache(CacheIndex(1, 1), mine)
+    planned = threading.Event()
+
+    def wait_for_the_first(_event: object) -> None:
+        planned.set()
+        deadline = time.monotonic() + DEADLINE_S
+        while not first.done:
+            assert time.monotonic() < deadline
+
+    user.on_plan(wait_for_the_first)
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(user.submit_pull_cache, CacheIndex(1, 1), mine)
+        assert planned.wait(DEADLINE_S)
+        user.finalize()
+        if second.exception(DEADLINE_S) is not None:
+            assert status_of(second.result) == LLMStatusCode.LLM_ENGINE_FINALIZED
+            return
+    assert second.result().done
+    assert status_of(second.result().wait) == LLMStatusCode.LLM_FAILED
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """SIGALRM is an interrupt, as Ctrl-C is."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_finalize_stops_what_it_waited_for(linked: Linked, alarm: None) -> None:
+    user, mine = linked(lambda backend: delay(backend, 2000), SyncKvCacheWaitTime="600000")
+    other = user.allocate_cache(DESC)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(user.copy_cache, other, mine)
+        while not user.metrics()["in_flight"]:
+            assert not call.done(), call.result()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            user.finalize()
+        assert isinstance(call.exception(10), LLMException), "it went on"
 
 
 def test_a_cache_that_is_freed_under_a_transfer_stays_until_its_end(linked: Linked) -> None:

@@ -60,7 +60,7 @@ def test_a_slot_goes_to_addresses(user: LlmDataDist, peer: Peer, slots: Cache) -
         assert not arrived[tensor][:3].any()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_blocks_go_to_addresses(user: LlmDataDist, peer: Peer, blocks: Cache) -> None:
     arrays = fill(user, blocks)
     target = PeerTensors(1, addresses(peer, "paged"))
@@ -111,7 +111,7 @@ def test_memory_that_was_registered_after_linking_is_found(
     assert not arrived[:, 1:].any()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_memory_that_is_another_caches_by_now_is_found(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
@@ -204,7 +204,7 @@ def test_addresses_of_two_caches_are_refused(user: LlmDataDist, peer: Peer, slot
     assert untouched(peer)
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_read_only_memory_is_not_written(
     user: LlmDataDist, peer: Peer, slots: Cache, machine: Machine
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,9 +22,13 @@ def can_link(user: LlmDataDist, owner: LlmDataDist, address: str) -> bool:
     return result.error is None
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of every address, and given to no other process; whoever names it may still listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("0.0.0.0", 0))
+        yield int(holder.getsockname()[1])
 
 
 def test_a_client_becomes_a_server_and_a_client_again(make_engine: MakeEngine) -> None:
@@ -40,11 +45,11 @@ def test_a_client_becomes_a_server_and_a_client_again(make_engine: MakeEngine) -
     assert not can_link(user, owner, address)
 
 
-def test_a_server_moves(make_engine: MakeEngine) -> None:
+def test_a_server_moves(make_engine: MakeEngine, port: int) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)
     before = owner.listen_address
     assert before is not None
-    after = f"127.0.0.1:{free_port()}"
+    after = f"127.0.0.1:{port}"
     owner.set_role(LlmRole.PROMPT, Options(listen_ip_info=after))
     assert owner.listen_address == after
     assert can_link(user, owner, after)
@@ -129,11 +134,11 @@ def test_a_warning_that_is_an_error_changes_nothing(make_engine: MakeEngine) -> 
 
 
 @pytest.mark.filterwarnings("ignore:listening on 0.0.0.0")
-def test_a_server_moves_to_another_address_with_its_port(make_engine: MakeEngine) -> None:
-    owner, user = make_engine(1, listen=True), make_engine(2)
-    assert owner.listen_address is not None
-    port = owner.listen_address.rpartition(":")[2]
-    for host in ("0.0.0.0", "127.0.0.1"):  # the first stands for the second too
+def test_a_server_moves_to_another_address_with_its_port(
+    make_engine: MakeEngine, port: int
+) -> None:
+    owner, user = make_engine(1), make_engine(2)
+    for host in ("127.0.0.1", "0.0.0.0", "127.0.0.1"):  # the second stands for the first too
         owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": f"{host}:{port}"})
         assert can_link(user, owner, f"127.0.0.1:{port}")
 

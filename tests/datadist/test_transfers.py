@@ -74,7 +74,7 @@ def test_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
         assert not mine[[0, 2, 3]].any()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_part_of_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
     user.pull_cache(CacheIndex(1, CACHE), slots, size=12)
     assert user.arrays(slots)[3][0, :4].tolist() == [30000, 30001, 30002, 0]
@@ -95,7 +95,7 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
         refused(LLMStatusCode.LLM_PARAM_INVALID, lambda it=wrong: user.pull_cache(src, slots, **it))
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_layers_are_pulled(user: LlmDataDist, slots: Cache) -> None:
     user.pull_cache(CacheIndex(1, CACHE), slots, ext_param=KvCacheExtParam((1, 1), (0, 0)))
     mine, there = user.arrays(slots), theirs(SLOTS)
@@ -115,7 +115,7 @@ def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, machine: Machine
     assert (arrays[3][0] == theirs(SLOTS)[3][0]).all()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 @pytest.mark.parametrize("key", [CacheIndex(1, PAGED), BlocksCacheKey(1, 5)], ids=["id", "key"])
 def test_blocks_are_pulled(
     user: LlmDataDist, blocks: Cache, key: CacheIndex | BlocksCacheKey
@@ -126,7 +126,7 @@ def test_blocks_are_pulled(
         assert not mine[3:].any()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 @pytest.mark.parametrize("key", [CacheIndex(1, CACHE, 2), CacheKey(1, 72)], ids=["id", "key"])
 def test_a_slot_is_pulled_into_blocks(
     user: LlmDataDist, blocks: Cache, key: CacheIndex | CacheKey
@@ -136,7 +136,7 @@ def test_a_slot_is_pulled_into_blocks(
         assert (mine[[5, 1, 2, 0]].ravel() == there[2]).all()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_slot_is_pushed(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     for number, array in enumerate(user.arrays(slots)):
         array[3] = number - 5
@@ -147,7 +147,7 @@ def test_a_slot_is_pushed(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
         assert (there[number][[0, 2, 3]] == expected[[0, 2, 3]]).all()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 @pytest.mark.parametrize("key", [CacheIndex(1, PAGED), BlocksCacheKey(1, 5)], ids=["id", "key"])
 def test_blocks_are_pushed(
     user: LlmDataDist, peer: Peer, blocks: Cache, key: CacheIndex | BlocksCacheKey
@@ -161,7 +161,7 @@ def test_blocks_are_pushed(
         assert (there[number] == expected).all()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Cache) -> None:
     for array in user.arrays(blocks):
         array[:] = -7
@@ -175,7 +175,7 @@ def test_a_push_of_blocks_is_submitted(user: LlmDataDist, peer: Peer, blocks: Ca
         assert (there[number] == expected).all()
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_registered_memory_is_pulled_and_pushed(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
@@ -196,7 +196,7 @@ def test_registered_memory_is_pulled_and_pushed(
     assert peer.run("result = [int(it[1, 5]) for it in arrays]") == [0, 0, 4, 0]
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_request_is_consumed_by_its_pull_and_an_index_never(
     user: LlmDataDist, slots: Cache
 ) -> None:
@@ -213,6 +213,16 @@ def test_pulls_of_layers_consume_a_request_together(user: LlmDataDist, slots: Ca
     refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
 
 
+def test_the_layers_of_the_source_consume_a_request_wherever_they_go(
+    user: LlmDataDist, slots: Cache
+) -> None:
+    for request, src, dst in ((71, 0, 1), (71, 1, 1), (72, 0, 0), (72, 0, 1)):
+        ext_param = KvCacheExtParam((src, src), (dst, dst))
+        user.pull_cache(CacheKey(1, request), slots, ext_param=ext_param)
+    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
+    user.pull_cache(CacheKey(1, 72), slots)  # of which layer 1 was not pulled
+
+
 def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
     user: LlmDataDist, slots: Cache
 ) -> None:
@@ -223,13 +233,21 @@ def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
     user.pull_cache(CacheKey(1, 71), slots)
 
 
+@pytest.mark.parametrize("key", [CacheKey(1), CacheKey(1, 1, 0, 1)], ids=["neither", "both"])
+def test_the_argument_is_named_that_must_be_a_request_or_a_prefix(
+    user: LlmDataDist, slots: Cache, key: CacheKey
+) -> None:
+    error = refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: user.pull_cache(key, slots))
+    assert f"={key} must name either a request (req_id) or a prefix" in str(error)
+
+
 def test_a_prefix_stays(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     peer.run("datadist.allocate_cache(slots, [CacheKey(0, prefix_id=3)])")
     for _ in range(2):
         user.pull_cache(CacheKey(1, prefix_id=3), slots)
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
@@ -240,7 +258,7 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
     refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheIndex(1, 3), slots))
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_a_key_is_of_the_newest_cache_that_has_it(
     user: LlmDataDist, peer: Peer, blocks: Cache
 ) -> None:
@@ -373,6 +391,29 @@ def test_what_cannot_be_is_refused(
     status, call = REFUSALS[name]
     refused(status, lambda: call(user, slots, blocks))
     assert user.metrics()["in_flight"] == 0
+
+
+def test_the_call_for_the_other_kind_of_cache_is_named(
+    user: LlmDataDist, slots: Cache, blocks: Cache
+) -> None:
+    invalid = LLMStatusCode.LLM_PARAM_INVALID
+    error = refused(invalid, lambda: user.pull_cache(CacheIndex(1, CACHE), blocks))
+    assert "is a paged cache; pull_cache needs a contiguous one; pull_blocks takes" in str(error)
+    error = refused(invalid, lambda: user.pull_cache(CacheIndex(1, PAGED), slots))
+    assert "is a paged cache; pull_cache needs a contiguous one; pull_blocks takes" in str(error)
+    error = refused(invalid, lambda: user.push_blocks(slots, CacheIndex(1, PAGED), [0], [0]))
+    assert "contiguous cache; push_blocks needs a paged one; push_cache takes" in str(error)
+    error = refused(invalid, lambda: user.pull_blocks(CacheIndex(1, CACHE), blocks, [0], [0]))
+    assert "needs a paged one, or no src_blocks: then a slot is moved" in str(error)
+
+
+def test_arguments_in_the_wrong_order_are_called_by_their_names(
+    user: LlmDataDist, slots: Cache
+) -> None:
+    with pytest.raises(TypeError, match=r"^dst=.* must be Cache, not CacheKeyByIdAndIndex"):
+        user.pull_cache(slots, CacheIndex(1, CACHE))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^src=.* must be Cache, not CacheKeyByIdAndIndex"):
+        user.push_cache(CacheIndex(1, CACHE), slots)  # type: ignore[arg-type]
 
 
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {

@@ -9,14 +9,13 @@ import pytest
 
 from examples.disaggregated import __main__ as demo
 from examples.disaggregated.hosts import TWO_HOSTS
-from kvplan.transport.ucx.library import Found
 from tests.demo.test_demo import run
 from tests.demo.test_on_device import PROMPT, SHORT
 from tools.namespaces import NamespacesError, refusal
 
 
 @pytest.mark.usefixtures("tiny_model")
-def test_the_demo_between_two_hosts(ucx: Found, tmp_path: Path) -> None:
+def test_the_demo_between_two_hosts(tmp_path: Path) -> None:
     if reason := refusal():
         pytest.skip(reason)
     prompt = tmp_path / "prompt.txt"
@@ -26,14 +25,14 @@ def test_the_demo_between_two_hosts(ucx: Found, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert f"== {TWO_HOSTS} ==" in done.stdout
     assert re.search(r"prefill: listening on 10\.77\.0\.1:\d+\n", done.stdout)
-    assert "decode: linked over ucx: gathered over tcp/eth0" in done.stdout
+    assert "decode: linked over tcp: " in done.stdout
     for how in ("pulled", "pushed", "pushed layer by layer"):
         assert re.search(rf"IDENTICAL: all \d+ token ids .* was {how} ", done.stdout)
     assert "CHANGED: from token" in done.stdout
 
 
 def test_says_why_there_are_no_two_hosts(
-    ucx: Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(_count: int) -> None:
         raise NamespacesError("no program ip: apt install iproute2")
@@ -44,16 +43,6 @@ def test_says_why_there_are_no_two_hosts(
     assert demo.main() == 2
     said = capsys.readouterr().err
     assert said == "cannot start: two hosts cannot be made: no program ip: apt install iproute2\n"
-
-
-def test_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The tests hide UCX from whoever does not ask for it."""
-    monkeypatch.setattr("sys.argv", ["demo", "--hosts=2"])
-    monkeypatch.setattr(demo, "check_installed", lambda: None)
-    assert demo.main() == 2
-    assert "cannot start: no UCX library" in capsys.readouterr().err
 
 
 def test_host_memory_only(capsys: pytest.CaptureFixture[str]) -> None:

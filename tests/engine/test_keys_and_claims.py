@@ -107,9 +107,11 @@ class TestConsumption:
 
     def test_a_claimed_request_is_nobody_elses(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[key(1)])
-        claims = [claimed(registry, key(1)) for _ in range(2)]  # two layers at once
-        with refused("being pulled by decode", "LLM_REPEAT_REQUEST"):
-            claimed(registry, key(1), "other")
+        claims = []
+        for _ in range(2):  # two layers at once
+            claims.append(claimed(registry, key(1)))
+            with refused("being pulled by decode", "LLM_REPEAT_REQUEST"):
+                claimed(registry, key(1), "other")
         for claim in claims:
             registry.release(claim.claim_id, None)
         other = claimed(registry, key(1), "other")

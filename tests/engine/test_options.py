@@ -42,6 +42,9 @@ from .caches import refused
         ("kvplan.transport", "local", "transport", "local"),
         ("cluster_key_file", "/etc/kv.key", "cluster_key_file", "/etc/kv.key"),
         ("kvplan.max_links", "600", "max_links", 600),
+        ("kvplan.tcp_connections", "16", "tcp_connections", 16),
+        ("kvplan.tcp_congestion", "bbr", "tcp_congestion", "bbr"),
+        ("kvplan.encrypt", "1", "encrypt", True),
     ],
 )  # fmt: skip
 def test_a_key_and_its_text(key, text, field, value):
@@ -78,6 +81,7 @@ def test_nothing_given_is_the_defaults():
     [
         ("llm.SyncKvCacheWaitTme", "llm.SyncKvCacheWaitTime"),
         ("DeviceID", "DeviceId"),
+        ("device_id", "DeviceId"),
         ("llm.mempoolconfig", "llm.MemPoolConfig"),
         ("kvplan.heartbeat_ms", "heartbeat_timeout_ms"),
     ],
@@ -86,6 +90,24 @@ def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
     with pytest.warns(UserWarning, match=f"{key}.*nearest is .*{near}") as caught:
         assert Options.of({key: "1"}) == Options()
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "listen_ip_info",
+        "llm.listen_ip_info",
+        "LISTEN_IP_INFO",
+        "llm.ListenIPInfo",
+        "kvplan.ListenIpInfo",
+        "llm.LisenIpInfo",
+        "listen_address",
+        "listen",
+    ],
+)
+def test_a_key_that_is_nearly_where_to_listen_is_refused(key):
+    with refused(f"option '{key}' is unknown.*listen nowhere.*'llm.ListenIpInfo'"):
+        Options.of({key: "127.0.0.1:0"})
 
 
 @pytest.mark.parametrize(
@@ -123,6 +145,11 @@ def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
         ("llm.GlobalResourceConfig", '{"connect_pool.thread_num": true}', "True of"),
         ("kvplan.max_links", "0", "max_links .*range"),
         ("kvplan.comm_port", "65536", "range"),
+        ("kvplan.tcp_source", "eth0", "'eth0' must be empty or an IP address of this host"),
+        ("kvplan.tcp_connections", "0", "tcp_connections .*=0 is out of range \\[1, 16\\]"),
+        ("kvplan.tcp_connections", "many", "one whole number"),
+        ("kvplan.tcp_congestion", "b b r", 'tcp_congestion .*"cubic" or "bbr", or empty'),
+        ("kvplan.encrypt", "yes", '"0" or "1"'),
         ("kvplan.heartbeat_timeout_ms", "1000", "more than heartbeat_interval_ms=1000"),
     ],
 )

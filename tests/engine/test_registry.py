@@ -76,6 +76,20 @@ def test_registered_arrays_are_held_until_they_are_unregistered(registry, writab
     assert gone() is None
 
 
+@pytest.mark.parametrize(
+    ("wrong", "form"),
+    [
+        (np.zeros(SLOTS.shape, np.float16), r"of shape \(4, 256\) and float16 has 2048 bytes"),
+        (np.zeros((4, 255), np.uint8), r"of shape \(4, 255\) and uint8 has 1020 bytes"),
+        (bytearray(3), "has 3 bytes"),
+    ],
+)
+def test_a_tensor_of_another_form_is_named_with_what_the_cache_has(registry, wrong, form):
+    expected = r"; a tensor of the cache, of shape \(4, 256\) and DT_UINT8, has 1024"
+    with refused(rf"tensors\[1\] ?{form}{expected}"):
+        registry.register(SLOTS, [tensors()[0], wrong], paged=False)
+
+
 def test_addresses_are_as_good_as_arrays(registry, transport):
     arrays = tensors(value=8)
     for given in (addresses(arrays), tuple(np.array(addresses(arrays), np.uint64))):

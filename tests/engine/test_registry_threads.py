@@ -140,8 +140,8 @@ class Sending(LocalTransport):
         self.sent = threading.Event()
         self._first: object = None
 
-    def register(self, memory: Any, *, writable: bool = True) -> Any:
-        made = super().register(memory, writable=writable)
+    def register(self, memory: Any, *, writable: bool = True, keep: object = None) -> Any:
+        made = super().register(memory, writable=writable, keep=keep)
         self._first = self._first or made
         return made
 

@@ -63,6 +63,31 @@ def transfers():
         yield made
 
 
+class InParts(HostMemory):
+    """Memory of which some tensors may be lost."""
+
+    lost = range(0)
+
+    def check_tensors(self, tensors):
+        if set(tensors) & set(self.lost):
+            raise LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+@pytest.mark.parametrize(("side", "lost"), [("src", range(6, 8)), ("dst", range(4, 6))])
+def test_tensors_that_are_lost_end_it_with_the_layer_that_needs_them(transfers, side, lost):
+    """Layer 3, which goes to layer 2; the others need not fail."""
+    sides = {"src": InParts.from_arrays(filled(1)), "dst": InParts.from_arrays(filled(2))}
+    task = transfers.stage(PLAN, **sides)
+    sides[side].lost = lost
+    for layer in (1, 2, 4):
+        task.ready(layer)
+    assert not task.done
+    task.ready(3)
+    with pytest.raises(LLMException, match="gone") as caught:
+        task.wait()
+    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
 def test_a_layer_moves_when_it_is_ready_and_not_before(transfers):
     src, dst = filled(1), filled(2)
     task = transfers.stage(PLAN, src, dst)
@@ -297,6 +322,23 @@ def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
     assert caught.value.unconfirmed == ((0, 24),)
     with pytest.raises(LLMException, match="gone"):
         transfers.stage(PLAN, src, filled(2))
+
+
+def test_each_tensor_of_a_layer_is_checked_when_it_is_ready(transfers):
+    class Watched(HostMemory):
+        checked: list[range]
+
+        def check_tensors(self, tensors):
+            self.checked.append(tensors)
+
+    src, dst = Watched.from_arrays(filled(1)), Watched.from_arrays(filled(2))
+    src.checked, dst.checked = [], []
+    task = transfers.stage(PLAN, src, dst)
+    for layer in (3, 1, 2, 4):
+        task.ready(layer)
+    task.wait()
+    assert src.checked == [range(6, 8), range(2, 4), range(4, 6), range(8, 10)]
+    assert dst.checked == [range(4, 6), range(2), range(2, 4), range(6, 8)]
 
 
 def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(transfers):

@@ -105,7 +105,7 @@ class TestDropped:
         (error,) = outcomes
         assert error.unconfirmed == ((0, 6), (12, 24))
         assert told == []
-        assert "0 tasks in flight" in repr(transfers._host)
+        assert "0 tasks in flight" in repr(transfers._executor)
 
     def test_afterwards_it_goes_on(self):
         outcomes = []

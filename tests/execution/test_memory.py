@@ -4,6 +4,7 @@ import copy
 import ctypes
 import mmap
 import pickle
+import re
 import resource
 
 import numpy as np
@@ -83,9 +84,24 @@ class TestDLPack:
             HostMemory.from_arrays([library(tensor(), change=to_cuda)])
         assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
-    @pytest.mark.parametrize("bad", [tensor()[:, ::2], tensor().T, tensor()[:0]])
-    def test_that_is_not_contiguous_or_empty_is_refused(self, library, bad):
-        with pytest.raises(LLMException, match=r"arrays\[0\] of shape .* C-contiguous"):
+    @pytest.mark.parametrize("device_type", [1, 3, 11])
+    def test_of_the_host_is_accepted_pinned_or_not(self, library, device_type):
+        def to_host(exported):
+            exported.device_type = device_type
+
+        src = HostMemory.from_arrays([library(tensor(), change=to_host)])
+        assert src.nbytes.tolist() == [96]
+
+    @pytest.mark.parametrize(
+        ("bad", "why"),
+        [
+            (tensor()[:, ::2], "not C-contiguous; contiguous memory is needed"),
+            (tensor().T, r"not C-contiguous; permuted by \(1, 0\) it is, of shape "),
+            (tensor()[:0], "is empty"),
+        ],
+    )
+    def test_that_is_not_contiguous_or_empty_is_refused(self, library, bad, why):
+        with pytest.raises(LLMException, match=rf"arrays\[0\] of shape .* {why}"):
             HostMemory.from_arrays([library(bad)])
 
     def test_strides_of_dimensions_of_length_1_do_not_count(self, library):
@@ -161,3 +177,22 @@ def test_addresses_that_cannot_be_checked_are_refused():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+
+
+@pytest.mark.parametrize("bad", [np.zeros((2, 0), np.uint8), np.zeros(3, "V0"), np.zeros(1, "V0")])
+def test_an_array_without_bytes_is_refused(bad):
+    with pytest.raises(LLMException, match=r"arrays\[0\] of shape .* is empty"):
+        HostMemory.from_arrays([bad])
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)])
+def test_the_permutation_that_a_refusal_names_is_contiguous(order):
+    array = np.zeros((2, 3, 4, 5), np.float16).transpose(order)
+    for given in (array, Foreign(array)):
+        with pytest.raises(LLMException, match="permuted by") as caught:
+            HostMemory.from_arrays([given])
+        axes = re.search(r"permuted by \(([0-9, ]+)\)", str(caught.value))
+        assert axes is not None
+        turned = array.transpose([int(it) for it in axes[1].split(",")])
+        assert HostMemory.from_arrays([turned]).nbytes.tolist() == [240]
+        assert f"of shape {turned.shape}" in str(caught.value)

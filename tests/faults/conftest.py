@@ -11,7 +11,7 @@ import pytest
 from kvplan import LlmDataDist, LLMException, LlmRole, Options, Transfers
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.peer import Peer
-from tests.over_ucx import engine_of
+from tests.over_tcp import engine_of
 from tests.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
@@ -26,26 +26,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> str:
     """What engines are linked over: see tests/places.py."""
-    if request.param == "ucx":
-        request.getfixturevalue("ucx")
     return str(request.param)
 
 
 @pytest.fixture
 def served_by_nobody(machine: str) -> None:
     """The peer need not run for its memory to be reached."""
-    if machine == "ucx":
-        pytest.skip("messages are served by the peer's process, though not by its Python")
+    if machine == "tcp":
+        pytest.skip("requests are served by the peer's process, though not by its Python")
 
 
 @pytest.fixture
 def first_unconfirmed(machine: str) -> tuple[int, ...]:
     """What it may be, of a transfer whose memory went when one descriptor was posted.
 
-    Who serves a message looks before and after it, and may come to it when the memory has gone;
+    Who serves a request looks before and after it, and may come to it when the memory has gone;
     otherwise one look at the end is for all.
     """
-    return (0, 1) if machine == "ucx" else (0,)
+    return (0, 1) if machine == "tcp" else (0,)
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def make_engine(machine: str) -> Iterator[MakeEngine]:
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
     """Processes without an engine, by machine: to start one takes longer than most tests."""
-    peers: dict[str, list[Peer]] = {"host": [], "ucx": []}
+    peers: dict[str, list[Peer]] = {"host": [], "tcp": []}
     yield peers
     for peer in (it for them in peers.values() for it in them):
         peer.close()

@@ -7,7 +7,7 @@ import numpy as np
 import kvplan
 from kvnative import _executor
 from tests.faults import contents, footprint, states
-from tests.over_ucx import engine_of
+from tests.over_tcp import engine_of
 from tests.transport.owner_process import serve
 
 ROOMS = (kvplan, _executor)

@@ -23,7 +23,7 @@ from kvnative._executor import (
     limit_bandwidth,
     limit_batch,
 )
-from kvplan import CacheKey, LinkState, LlmDataDist, LLMStatusCode, Transfers
+from kvplan import CacheIndex, CacheKey, LinkState, LlmDataDist, LLMStatusCode, Transfers
 from tests.faults.conftest import MakeEngine
 from tests.faults.contents import make_cache, pattern
 from tests.faults.moves import link, move
@@ -109,6 +109,18 @@ def test_nothing_comes_in_time(
     assert peer.state(2) is None
 
 
+def test_what_is_given_no_deadline_has_that_of_the_option(
+    make_engine: MakeEngine, peer: Peer
+) -> None:
+    with Transfers(1, lambda it: delay(it, FOR_EVER_MS)) as transfers:
+        user = make_engine(2, transfers=transfers, sync_kv_cache_wait_time=50)
+        remote, (cache, _) = peer.make_cache("allocated"), make_cache(user, "allocated", 2)
+        link(user, peer)
+        error = refused(lambda: user.pull_cache(CacheIndex(1, remote), cache), TIMEOUT)
+        assert unconfirmed(error) == set(range(COUNT))
+        transfers.close(cancel=True)
+
+
 @memories
 @directions
 def test_each_descriptor_fails_once(
@@ -137,7 +149,7 @@ def test_each_descriptor_fails_once(
         assert (mine.state, mine.last_error) == (LinkState.LINKED, str(error))
         assert peer.state(2) == "LINKED"
         user.finalize()
-        peer.wait_for_state(2, "BROKEN")
+        peer.wait_for_state(2, "CLOSED")
         peer.run("datadist.unlink_clusters([2]).raise_for_status()")
 
 

@@ -13,7 +13,7 @@ from tests.faults.moves import link, move
 from tests.faults.outcomes import assert_confirmed, refused
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
-from tests.places import UCX_LANES
+from tests.places import TCP_CONNECTIONS
 
 POOL = PoolConfig(4 * DESC.nbytes, 10)
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -116,25 +116,26 @@ def descriptors_left(count):
 """
 
 
-LANES = 8
-"""Over UCX: their links take more descriptors than conversations do."""
+CONNECTIONS = 8
+MANY = {"tcp_connections": CONNECTIONS}
+"""Over TCP links take more descriptors than conversations do."""
 
 first_or_later = pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
-"""Over UCX the first link loads it, a later one finds it there."""
+"""A later one finds there what the first has made."""
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 @first_or_later
 def test_a_caller_without_descriptors(
     make_engine: MakeEngine, make_peer: MakePeer, is_first: bool
 ) -> None:
-    owner, peer = make_engine(1, ucx_lanes=LANES), make_peer(2, ucx_lanes=LANES)
+    owner, peer = make_engine(1, **MANY), make_peer(2, **MANY)
     make_cache(owner, "allocated", 1)
     peer.run(LIMIT)
     if not is_first:
         link(owner, peer)
         owner.unlink_clusters([2], timeout_ms=10_000).raise_for_status()
-    enough = 48 + 24 * max(LANES, UCX_LANES)
+    enough = 48 + 8 * max(CONNECTIONS, TCP_CONNECTIONS)
     for count in (*range(0, 32, 2), enough):
         said = peer.run(
             """
@@ -166,12 +167,12 @@ def test_a_caller_without_descriptors(
     assert owner.links() == []
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 @first_or_later
 def test_one_who_is_called_without_descriptors(
     make_engine: MakeEngine, make_peer: MakePeer, is_first: bool
 ) -> None:
-    user, peer = make_engine(2, ucx_lanes=LANES), make_peer(1, ucx_lanes=LANES)
+    user, peer = make_engine(2, **MANY), make_peer(1, **MANY)
     remote = peer.make_cache()
     cache, arrays = make_cache(user, "allocated", None)
     peer.run(LIMIT)

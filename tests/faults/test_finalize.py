@@ -8,8 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvnative._executor import delay
-from kvplan import CacheIndex, CacheKey, ClusterInfo, LlmDataDist, LLMStatusCode, Transfers
+from kvnative._executor import delay, limit_bandwidth
+from kvplan import (
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LLMStatusCode,
+    Transfers,
+)
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import make_cache
 from tests.faults.moves import link
@@ -41,9 +50,9 @@ def test_with_peers_in_any_state(make_engine: MakeEngine, make_peer: MakePeer) -
     dead.kill()
     stopped.stop()
     finalize(user)
-    assert "cluster 9 is finalized" in alive.wait_for_state(9, "BROKEN")
+    assert "cluster 9 is finalized" in alive.wait_for_state(9, "CLOSED")
     stopped.resume()
-    assert "cluster 9 is finalized" in stopped.wait_for_state(9, "BROKEN")
+    assert "cluster 9 is finalized" in stopped.wait_for_state(9, "CLOSED")
     again = make_engine(9)
     link(again, alive, stopped)
 
@@ -67,7 +76,54 @@ def test_with_transfers_in_flight_to_peers_in_any_state(
         # Stopped, or found after its link broke: never a success.
         with pytest.raises(Exception, match=r"LLM_(FAILED|LINK_FAILED|NOT_YET_LINK)"):
             task.wait()
-    assert "finalized" in peers[0].wait_for_state(9, "BROKEN")
+    assert "finalized" in peers[0].wait_for_state(9, "CLOSED")
+
+
+@pytest.mark.over_tcp
+@pytest.mark.parametrize("direction", ["pull", "push", "copy"])
+def test_nothing_is_written_after_it(
+    make_engine: MakeEngine, peer: Peer, attempt: Attempt, direction: str
+) -> None:
+    """A synchronous call of another thread, which takes seconds, ends with the engine."""
+    desc = CacheDesc(4, (4, 1 << 18), DataType.DT_INT32)  # 16 MiB
+    with Transfers(1, lambda backend: limit_bandwidth(backend, 1e7)) as transfers:
+        user = make_engine(9, transfers=transfers, sync_kv_cache_wait_time=1, **SLOW)
+        cache, arrays = make_cache(user, "allocated", 1, desc)
+        remote = int(
+            peer.run(
+                "desc = CacheDesc(4, (4, 1 << 18), DataType.DT_INT32)\n"
+                "cache, arrays = make_cache(datadist, 'registered', 2, desc)\n"
+                "result = cache.cache_id"
+            )
+        )
+        other = user.allocate_cache(desc)
+        watched = user.arrays(other)[0] if direction == "copy" else arrays[0]
+        link(user, peer)
+
+        def move() -> None:
+            if direction == "pull":
+                user.pull_cache(CacheIndex(1, remote), cache, timeout_ms=60_000)
+            elif direction == "push":
+                user.push_cache(cache, CacheIndex(1, remote), timeout_ms=60_000)
+            else:
+                user.copy_cache(cache, other)
+
+        def first() -> int:
+            if direction == "push":
+                return int(peer.run("result = int(arrays[0][0, 0])"))
+            return int(watched[0, 0])
+
+        before = first()
+        call = attempt(move)
+        while first() == before:  # until it moves
+            assert not call.done(), call.result()
+        finalize(user)
+        arrived = peer.run("was = [it.copy() for it in arrays]"), watched.copy()
+        error = call.result(10)
+        assert error is not None
+        assert "stopped, as the engine" in str(error)
+        assert (watched == arrived[1]).all(), "bytes were written after finalize had returned"
+        assert peer.run("result = all((a == b).all() for a, b in zip(arrays, was))")
 
 
 def test_while_others_wait_for_a_stopped_peer(

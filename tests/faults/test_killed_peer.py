@@ -45,7 +45,7 @@ def test_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str
     refused(lambda: move(user, direction, remote, cache), LINK_FAILED, "is broken: ")
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 @memories
 @directions
 def test_during(

@@ -121,7 +121,7 @@ def test_a_peer_that_is_killed_at_layer_7_fails_its_own_task_only(
     wait_for_state(user, 1, LinkState.BROKEN)
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 @memories
 def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
     make_engine: MakeEngine, peer: Peer, memory: str, machine: str
@@ -132,10 +132,10 @@ def test_a_cache_that_is_freed_in_the_middle_is_written_no_more(
     link(user, peer)
     task = user.push_layers(cache, target)
     ready(task, range(7))
-    wait_until(lambda: 0 in task.progress().done)  # over ucx the others may find the cache gone
+    wait_until(lambda: 0 in task.progress().done)  # over tcp the others may find the cache gone
     peer.run(ENDS[memory])
     ready(task, range(7, NUM_LAYERS))
-    assert task.done or machine == "ucx"  # the peer's answer comes later
+    assert task.done or machine == "tcp"  # the peer's answer comes later
     error = failed(task)
     assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, error
     there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
@@ -262,7 +262,7 @@ def test_a_layer_that_fails_ends_the_task(
     assert (error.origin.src_layer, error.origin.src_tensor) == (7, 15)
     assert 15 in unconfirmed(error)
     assert 7 in task.progress().failed
-    if machine != "ucx":  # whose next layers are on their way when the outcome comes
+    if machine != "tcp":  # whose next layers are on their way when the outcome comes
         assert set(range(8, NUM_LAYERS)) <= set(task.progress().waiting)
     arrived(peer, error)
     assert counted(user) == {"LLM_FAILED": 1}

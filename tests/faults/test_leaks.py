@@ -150,10 +150,7 @@ ENGINE = """
 
 
 def test_engines_come_and_go(make_peer: MakePeer) -> None:
-    """The user's go whole, with what they took from malloc.
-
-    Over UCX that is 13 MiB each; some pages stay at the top of malloc's arenas, which it keeps.
-    """
+    """The user's go whole, with what they took from malloc."""
     user, owner = make_peer(2), make_peer(1)
     owner.make_cache("allocated")
     run_rounds(user, owner, ENGINE, 30)

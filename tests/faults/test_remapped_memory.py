@@ -118,7 +118,7 @@ def test_layers_that_come_after_it_are_not_pushed(
     assert peer.run("result = ctypes.c_int32.from_address(base).value") == 8
 
 
-@pytest.mark.over_ucx
+@pytest.mark.over_tcp
 def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
     make_engine: MakeEngine, peer: Peer, remote: CacheIndex
 ) -> None:

@@ -23,6 +23,7 @@ from kvplan import (
     plan_push_blocks,
     plan_swap_blocks,
 )
+from kvplan.inspection.units import nbytes_text
 
 INT8 = DataType.DT_INT8
 PREFILL, DECODE = (CacheDesc(n, (16, 16, 8, 1024), DataType.DT_FLOAT16) for n in (12, 4))
@@ -153,6 +154,18 @@ pull_blocks  C2B   src -> dst   plan d73baa
     `-- tensor 2 -> 2   same blocks
 """,
     )
+
+
+def test_a_size_is_written_in_the_largest_unit_that_it_has_one_of() -> None:
+    sizes = [1023, 1024, 2**20 - 1024, 2**20, 2**30]
+    written = ["1023 B", "1 KiB", "1023 KiB", "1.0 MiB", "1.0 GiB"]
+    assert [nbytes_text(it) for it in sizes] == written
+
+
+def test_a_block_that_is_filled_in_part_counts_as_a_slice() -> None:
+    row, blocks = (CacheDesc(1, shape, DataType.DT_INT8) for shape in ((1, 10), (3, 4)))
+    plan = plan_pull_blocks(row, blocks, None, [0, 1, 2])
+    assert "10 B     merged 3\n" in plan.explain() + "\n"
 
 
 def test_table_of_a_slot_cut_into_blocks() -> None:

@@ -68,7 +68,7 @@ class End:
             assert time.monotonic() < deadline, f"{self.state(cluster_id)} is not {state}"
 
     def wait_for(self, cluster_id: int, state: str) -> str:
-        """Wait until the link with a cluster enters a state; returns the line that tells it."""
+        """Wait until the link with a cluster enters a state; returns the level and line of it."""
         return self.log.wait_for_line(f"peer={cluster_id} state={state} ")
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class _Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         if self._mine in line:
-            self._lines.put(line)
+            self._lines.put(f"{record.levelname} {line}")
 
     def next_line(self) -> str:
         """What is logged already and was not seen.

@@ -36,6 +36,7 @@ class Connection:
         self.ask: Callable[[], None] | None = None
         self.tell_unused: Callable[[int], None] = lambda generation: None
         self.current = 0
+        self.opened: list[int] = []
         self.made: list[int] = []
         self.abandoned: list[int] = []
         self.unused_there: list[int] = []
@@ -49,6 +50,9 @@ class Connection:
         self._session = session
 
     def open(self, generation: int) -> bytes:
+        with self._meeting.changed:
+            self.opened.append(generation)
+            self._meeting.changed.notify_all()
         assert self.begins.wait(DEADLINE_S)
         if self.open_refusal is not None:
             raise self.open_refusal

@@ -80,6 +80,19 @@ def test_a_refused_port_names_who_and_why(end: End) -> None:
         end.links.get(2)
 
 
+def test_why_a_try_failed_is_forgotten_with_the_next_that_does_not(
+    end: End, make_end: Callable[..., End]
+) -> None:
+    other = make_end(2)
+    failed = ClusterInfo(2, _refused_address())
+    refused(end, failed, LLMStatusCode.LLM_LINK_FAILED, "Connection refused")
+    end.link(other.cluster)
+    end.links.unlink([2], 5000).raise_for_status()
+    with pytest.raises(LLMException, match="cluster 2 is not linked") as error:
+        end.links.get(2)
+    assert "the last try" not in str(error.value)
+
+
 def test_a_name_that_nobody_has(end: End) -> None:
     cluster = ClusterInfo(2, "no-such-host.invalid:26000")
     refused(end, cluster, LLMStatusCode.LLM_LINK_FAILED, "cluster 2 at no-such-host.*resolve: ")
@@ -117,7 +130,7 @@ class _Door:
 def test_connecting_is_tried_as_often_as_the_options_say(make_end: MakeEnd, count: int) -> None:
     end = make_end(1, listen="", link_retry_count=count)
     with _Door() as door:
-        why = f"cluster 2 at {door.address}: handshake: "
+        why = f"cluster 2 at {door.address}: authenticate: the peer has disconnected"
         refused(end, ClusterInfo(2, door.address), LLMStatusCode.LLM_LINK_FAILED, why)
         assert door.knocks == count
 

@@ -16,6 +16,7 @@ import pytest
 from kvplan import LLMException, LLMStatusCode
 from kvplan.engine.links import LinkState, RegisterMemStatus
 from kvplan.engine.links.rank_table import Location, locate
+from kvplan.engine.links.rendezvous_address import own_directory
 from tests.links.end import End
 from tests.links.peer import Peer
 
@@ -99,6 +100,35 @@ def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> Non
     address = {it.cluster_id: it.address for it in ends[2].links.status()}
     assert address == {1: f"{one}:26900", 2: f"{one}:26901"}
     assert ends[1].status(1).address.startswith("ipc://")
+
+
+def test_a_port_that_two_communicators_share_is_open_as_long_as_one_of_them(
+    make_end: MakeEnd, comm_dir: str
+) -> None:
+    high, middle, low = os.getpid().to_bytes(3, "big")
+    hosts = [f"127.{first + high}.{middle}.{low}" for first in (1, 128)]
+    servers = [
+        {"server_id": host, "device": [{"device_id": "3", "rank_id": rank}]}
+        for host, rank in zip(hosts, "01", strict=True)
+    ]
+    table = json.dumps({"version": "1.2", "server_list": servers})
+    one, two, three = (
+        make_end(i, listen="", comm_dir=comm_dir, link_total_time=5) for i in (1, 2, 3)
+    )
+    first, second = (
+        one.links.comm_link(name, {1: 0, other: 1}, table) for name, other in (("a", 2), ("b", 3))
+    )
+    assert settle(two, two.links.comm_link("a", {1: 0, 2: 1}, table)) is OK
+    assert settle(one, first) is OK
+    one.links.comm_unlink(first)
+    assert settle(three, three.links.comm_link("b", {1: 0, 3: 1}, table)) is OK
+    assert settle(one, second) is OK
+    assert three.status(1).address == f"{hosts[0]}:26903"
+    one.links.comm_unlink(second)
+    third = one.links.comm_link("a", {1: 0, 2: 1}, table)  # the port is free again, for the next
+    two.links.comm_unlink(1)
+    assert settle(two, two.links.comm_link("a", {1: 0, 2: 1}, table)) is OK
+    assert settle(one, third) is OK
 
 
 def test_who_waits_for_other_hosts_without_a_key_is_warned(make_end: MakeEnd) -> None:
@@ -256,6 +286,34 @@ class TestBadArguments:
         end = make_end(1, listen="", comm_dir=str(tmp_path))
         comm_id = end.links.comm_link("name", {1: 0, 2: 1})
         assert settle(end, comm_id) is FAILED
+
+    @pytest.mark.parametrize("mode", [0o777, 0o770])
+    def test_a_directory_in_one_that_others_may_write_to(
+        self, make_end: MakeEnd, tmp_path: Path, mode: int
+    ) -> None:
+        """They could put another in its place; in a sticky one they cannot."""
+        shared, between = tmp_path / "shared", tmp_path / "shared" / "between"
+        between.mkdir(parents=True)
+        shared.chmod(mode)
+        end = make_end(1, listen="", comm_dir=str(between / "own"))
+        assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is FAILED
+        with pytest.raises(LLMException, match=rf"{shared}, which others.*chmod go-w {shared}"):
+            end.links.get(2)
+        own = tmp_path / "own"
+        own.mkdir(0o700)
+        (shared / "link").symlink_to(tmp_path)
+        with pytest.raises(LLMException, match=f"{shared}, which others"):
+            own_directory(str(shared / "link" / "own"))
+        shared.chmod(0o1777)
+        assert own_directory(str(between / "own")) == between / "own"
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+    def test_a_directory_in_one_of_another_user(self, tmp_path: Path) -> None:
+        theirs = tmp_path / "theirs"
+        theirs.mkdir(0o755)
+        os.chown(theirs, 12345, -1)
+        with pytest.raises(LLMException, match=f"is inside {theirs} of user 12345"):
+            own_directory(str(theirs / "own"))
 
 
 def test_version_1_0_of_a_rank_table() -> None:

@@ -125,6 +125,22 @@ def test_what_one_end_cannot_open_no_end_waits_for(
     pair.wait_until_both_use(max(it.current for it in pair.connections))
 
 
+def test_what_was_given_up_is_not_begun_again_when_the_peer_comes_late(pair: Pair) -> None:
+    one, two = pair.connections
+    two.begins.clear()
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(refusal_of, two)
+        two.wait_until(lambda: two.opened == [1])
+        one.open_refusal = REFUSAL
+        refusal_of(one)
+        assert "HcclCommPrepare: 4" in str(asking.result(DEADLINE_S))
+    one.open_refusal = None
+    two.begins.set()  # it says now that it has begun, and then begins the next
+    ask(two)
+    pair.wait_until_both_use(2)
+    assert (one.opened, one.abandoned) == ([1, 2], [1])
+
+
 def test_no_end_waits_for_one_that_does_not_answer(make_end: MakeEnd) -> None:
     pair = Pair(make_end, wait_ms=100)
     one, two = pair.connections

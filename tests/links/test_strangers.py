@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import socket
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from kvplan import LLMException, LlmRole, LLMStatusCode
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
+from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
@@ -26,7 +31,8 @@ from kvplan.control.messages import (
     Unlink,
     Welcome,
 )
-from kvplan.engine.links import LinkState
+from kvplan.control.user_key import user_key
+from kvplan.engine.links import ClusterInfo, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
@@ -44,7 +50,7 @@ class Stranger:
 
     def call(self, end: End) -> Channel:
         endpoint = Endpoint.parse(end.address)
-        return self.run(connect(self.loop, endpoint, self, None, DEADLINE_S))
+        return self.run(connect(self.loop, endpoint, self, Keys(user=user_key), DEADLINE_S))
 
     def ask(self, channel: Channel, body: Body) -> Body:
         return self.run(channel.request(body, DEADLINE_S))
@@ -166,6 +172,82 @@ def test_a_table_without_a_link_ends_the_conversation(end: End, stranger: Strang
     channel = stranger.call(end)
     stranger.run(channel.notify(Table(1, True, (), ())))
     assert stranger.lost.get(timeout=DEADLINE_S) == "cluster 1 has no such link"
+
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def nobody(make_peer: Callable[..., Peer]) -> Iterator[Peer]:
+    """A process of cluster 3, of another user with a home of its own."""
+    peer = make_peer(3, listen="")
+    with tempfile.TemporaryDirectory() as home:
+        Path(home).chmod(0o700)
+        os.chown(home, NOBODY, NOBODY)
+        peer.run(
+            "import os, encodings.idna  # while it may read this Python's folder\n"
+            f"os.environ['XDG_STATE_HOME'] = {home!r}\n"
+            "os.setgroups([])\n"
+            f"os.setresgid(*[{NOBODY}] * 3)\n"
+            f"os.setresuid(*[{NOBODY}] * 3)\n"
+        )
+        yield peer
+
+
+LINK = "result = [str(it.error) for it in end.links.link([ClusterInfo({}, {!r})], 5000)]"
+
+
+@needs_root
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
+def test_another_user_of_the_host_is_kept_out(
+    make_end: Callable[..., End], peer: Peer, nobody: Peer, listen: str
+) -> None:
+    """Whether it calls or is called; those of one user link as ever."""
+    end = make_end(1, listen=listen)
+    address = end.address.replace("0.0.0.0", "127.0.0.1")
+    (refused,) = nobody.run(LINK.format(1, address))
+    assert "authenticate: the peer has disconnected; has it another key" in refused
+    assert f"this end uses the key of user {NOBODY} (" in refused
+    assert "as no kvplan.cluster_key_file is given" in refused
+    assert peer.run(LINK.format(1, address)) == ["None"]
+    theirs = nobody.run(
+        "from kvplan.control.endpoint import Endpoint\n"
+        "end.links.listen(Endpoint.parse('127.0.0.1:0')); result = str(end.links.endpoint)"
+    )
+    (result,) = end.links.link([ClusterInfo(3, theirs)], 5000)
+    assert "this end uses the key of user 0 (" in str(result.error)
+    assert end.links.live() == 1
+
+
+@needs_root
+def test_users_who_share_a_key_file_link(
+    make_end: Callable[..., End], make_peer: Callable[..., Peer], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "key")
+    ClusterKey.generate().save(file)
+    end = make_end(1, cluster_key_file=file)
+    sharing = make_peer(2, listen="", cluster_key_file=file)
+    sharing.run(f"import os, encodings.idna; os.setresuid(*[{NOBODY}] * 3)")
+    # What the local transport needs besides is the system's to allow: the peers have met.
+    (said,) = sharing.run(LINK.format(1, end.address))
+    assert "authenticate" not in said
+
+
+def test_an_address_of_the_network_is_open_as_before(
+    make_end: Callable[..., End], peer: Peer
+) -> None:
+    """Without a key, but who comes from inside the host and says so has this user's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        ours = probe.getsockname()[0]
+    end = make_end(1, listen="0.0.0.0:0")
+    for host in (ours, "127.0.0.1"):
+        peer.link(ClusterInfo(1, end.address.replace("0.0.0.0", host)))
+        peer.run("end.links.unlink([1], 5000).raise_for_status()")
 
 
 def test_a_forked_child_has_no_part_in_it(end: End, peer: Peer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LL
 from kvplan.control.messages import MAX_NBYTES, Table, TableEntry, encode
 from kvplan.engine.cache_entry import CacheEntry
 from kvplan.engine.links import peer_table
+from kvplan.engine.links.addressed import find_addressed
 from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.peer_table import PeerCache, PeerTable
 from kvplan.engine.links.told_table import ToldTable
@@ -64,6 +66,29 @@ def test_a_freed_cache_is_gone_for_its_peer(end: End, peer: Peer) -> None:
     with pytest.raises(LLMException, match=r"no cache with cache_id=1; it offers \[2\]") as it:
         link.cache(CacheIndex(2, cache_id))
     assert it.value.status_code is NOT_EXIST
+
+
+def test_a_freed_cache_is_gone_by_its_key_too(pair: tuple[End, End]) -> None:
+    one, two = pair
+    key, link = BlocksCacheKey(2, 5), one.links.get(2)
+    freed = two.registry.allocate(DESC, paged=True, keys=[key])
+    assert link.cache(key).cache_id == freed.cache.cache_id
+    two.registry.deallocate(freed.cache.cache_id)
+    with pytest.raises(LLMException, match=r"no cache with model_id=5; it offers \[\]") as gone:
+        link.cache(key)
+    assert gone.value.status_code is NOT_EXIST
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_memory_of_a_freed_cache_is_not_kept(pair: tuple[End, End], writable: bool) -> None:
+    one, two = pair
+    two.registry.allocate(DESC, paged=False)
+    link = one.links.get(2)
+    memory = ref(link.memory(link.cache(CacheIndex(2, 1)), writable=writable))
+    assert memory() is not None
+    two.registry.deallocate(1)
+    _hear_all(link)
+    assert memory() is None
 
 
 def test_what_is_not_offered_names_what_is(pair: tuple[End, End]) -> None:
@@ -160,6 +185,16 @@ class TestKeys:
             memory.check()
 
 
+def test_of_caches_that_hold_an_address_a_writable_one_is_taken() -> None:
+    large, small = (CacheDesc(1, (rows, 16), DataType.DT_INT8) for rows in (8, 4))
+    read_only = PeerCache(2, 1, large, False, (1000,), b"", writable=False)
+    writable = PeerCache(2, 2, small, False, (1000,), b"", writable=True)
+    for caches in ([read_only, writable], [writable, read_only]):
+        found = find_addressed(caches, [1010])
+        assert found is not None
+        assert (found.cache, found.left) == (writable, [54])
+
+
 class TestMessages:
     """Tables as they go over the wire."""
 
@@ -179,6 +214,12 @@ class TestMessages:
         (table,) = told.news(replaced)
         assert sorted(known.apply(table)) == [5, 5, 6]
         assert 6 not in known.ids()
+        renewed = {i: _entry(i, desc, b"n" * 30_000) for i in range(1, 101)}
+        tables = told.news(renewed)
+        assert len(tables) > 1
+        for table in tables:
+            known.apply(table)
+        assert known.ids() == list(range(1, 101))
 
     def test_the_largest_that_can_be_made_fits_too(self, pair: tuple[End, End]) -> None:
         one, two = pair

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,22 @@ def test_operations_of_the_peer_are_waited_for(end: End, peer: Peer) -> None:
     assert (end.state(2), peer.state(1)) == (None, None)
 
 
+def test_operations_of_the_peer_may_take_their_time(end: End, peer: Peer) -> None:
+    """The peer waits for its own as long as this end allows, and then agrees."""
+    end.link(peer.cluster)
+    peer.run(BEGIN)
+    with ThreadPoolExecutor(1) as threads:
+        unlinking = threads.submit(end.links.unlink, [2], 20_000)
+        while peer.state(1) != "UNLINKING":
+            assert not unlinking.done(), unlinking.result()
+        # Longer than a peer takes that was given seconds for milliseconds.
+        busy = peer.run("(it,) = end.links.unlink([1], 100); result = it.status.name")
+        assert (busy, peer.state(1)) == ("LLM_LINK_BUSY", "UNLINKING")
+        peer.run("link.end(link)")
+        unlinking.result(DEADLINE_S).raise_for_status()
+    assert (end.state(2), peer.state(1)) == (None, None)
+
+
 def test_force_ends_this_end_at_once_and_the_peer_hears_of_it(end: End, peer: Peer) -> None:
     peer.run("end.registry.allocate(DESC, paged=False)")
     end.link(peer.cluster)
@@ -59,7 +76,7 @@ def test_force_ends_this_end_at_once_and_the_peer_hears_of_it(end: End, peer: Pe
     assert end.state(2) is None
     with pytest.raises(LLMException):
         memory.check()
-    assert "cluster 1 has unlinked by force" in peer.wait_for(1, "BROKEN")
+    assert "cluster 1 has unlinked by force" in peer.wait_for(1, "CLOSED")
     peer.run("link.end(link)")
     link.end(link)
     end.link(peer.cluster)
@@ -88,10 +105,52 @@ def test_a_peer_that_is_dead(end: End, peer: Peer) -> None:
 def test_closing_tells_the_peers(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     end.close()
-    assert "cluster 1 is finalized" in peer.wait_for(1, "BROKEN")
+    assert "cluster 1 is finalized" in peer.wait_for(1, "CLOSED")
     with pytest.raises(LLMException, match="finalized") as error:
         end.links.link([peer.cluster], 1000)
     assert error.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+
+
+def test_a_peer_that_finalizes_and_exits_is_nothing_to_warn_of(end: End, peer: Peer) -> None:
+    end.link(peer.cluster)
+    with pytest.raises(json.JSONDecodeError):  # no answer: it has exited
+        peer.run("import os", "end.close()", "os._exit(0)")
+    assert end.wait_for(2, "CLOSED").startswith("INFO ")
+    assert end.status(2).last_error == "cluster 2 is finalized"
+    with pytest.raises(LLMException, match="was ended by the peer: cluster 2 is fin") as error:
+        end.links.get(2).begin(end)
+    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+    assert end.links.live() == 0
+    end.links.unlink([2], 1000).raise_for_status()
+    assert end.links.status() == []
+
+
+def test_last_words_count_though_the_death_is_seen_first(make_peer: Callable[..., Peer]) -> None:
+    """Who was stopped meanwhile finds both at once."""
+    watcher, peer = make_peer(2), make_peer(3)
+    watcher.link(peer.cluster)
+    watcher.stop()
+    with pytest.raises(json.JSONDecodeError):  # no answer: it has exited
+        peer.run("import os", "end.close()", "os._exit(0)")
+    peer.process.wait(DEADLINE_S)
+    watcher.resume()
+    line = watcher.run(
+        "end.log.wait_for_line('peer=3 state=LINKED ')",
+        "result = end.log.wait_for_line('peer=3 state=')",
+    )
+    assert "cluster 3 is finalized" in line
+    assert line.startswith("INFO ")
+    assert watcher.state(3) == "CLOSED"
+
+
+def test_a_link_that_was_closed_is_made_again(end: End, make_peer: Callable[..., Peer]) -> None:
+    peer = make_peer(2)
+    end.link(peer.cluster)
+    peer.run("end.close()")
+    end.wait_for(2, "CLOSED")
+    again = make_peer(2)
+    end.link(again.cluster)
+    assert (end.state(2), again.state(1)) == (LinkState.LINKED, "LINKED")
 
 
 def test_closing_does_not_wait_for_stopped_or_dead_peers(
@@ -106,7 +165,7 @@ def test_closing_does_not_wait_for_stopped_or_dead_peers(
     end.close()
     assert time.monotonic() - began < 1.5
     stopped.resume()
-    assert "finalized" in stopped.wait_for(1, "BROKEN")
+    assert "finalized" in stopped.wait_for(1, "CLOSED")
 
 
 def test_what_moved_is_counted(make_end: MakeEnd) -> None:

@@ -162,6 +162,7 @@ def test_after_link_nothing_is_registered_for_peers(manager: CacheManager) -> No
     )
     manager.register_cache(desc(), addresses(arrays), remote_accessible=False)
     manager.register_blocks_cache(desc(), addresses(arrays))
+    assert [it.remote_accessible for it in manager._engine.caches()] == [True, False, False]
 
 
 def test_copy_cache_goes_from_the_second_to_the_first(manager: CacheManager) -> None:

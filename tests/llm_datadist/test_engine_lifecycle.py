@@ -311,6 +311,28 @@ def test_switch_role(make_datadist: MakeDataDist) -> None:
     assert engine.role.name == "MIX"
 
 
+@pytest.mark.parametrize("key", ["listen_ip_info", "llm.ListenIPInfo"])
+def test_a_key_that_is_nearly_where_to_listen_is_refused(
+    new: LLMDataDist, make_datadist: MakeDataDist, key: str
+) -> None:
+    wrong = {key: "127.0.0.1:0"}
+    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*listen nowhere"):
+        new.init(MANAGED | wrong)
+    datadist = make_datadist()
+    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*listen nowhere"):
+        datadist.switch_role(LLMRole.MIX, wrong)
+
+
+def test_the_key_of_the_cpp_interface_listens_too(make_datadist: MakeDataDist) -> None:
+    datadist = make_datadist(**{"llm.ListenIpInfo": "127.0.0.1:0"})
+    engine = datadist._llm_datadist
+    assert engine is not None
+    assert engine.listen_address is not None
+    datadist.switch_role(LLMRole.DECODER)
+    datadist.switch_role(LLMRole.PROMPT, {"llm.ListenIpInfo": "127.0.0.1:0"})
+    assert engine.listen_address is not None
+
+
 def test_errors_are_those_of_kvplan(new: LLMDataDist) -> None:
     with pytest.raises(LLMException, match="LocalCommRes"):
         new.init(LOCAL | {"llm.EnableCacheManager": "0"})

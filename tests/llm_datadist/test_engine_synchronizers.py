@@ -18,6 +18,7 @@ from kvplan.llm_datadist import (
 )
 from kvplan.llm_datadist.v2 import llm_datadist as module
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
+from kvplan.llm_datadist.v2.layer_feed import Destination, LayerFeed
 from tests.llm_datadist.conftest import MakeDataDist, MakePeer
 from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import desc
@@ -202,6 +203,20 @@ def test_a_synchronizer_that_never_returns(
     assert (one.bytes_of("cache")[:, ROW] == model.expected()).all()
 
 
+def test_all_destinations_together_are_waited_for_as_long_as_is_said() -> None:
+    given = []
+
+    class Endless(Destination):
+        def status(self, timeout_s: float | None) -> None:
+            given.append(timeout_s)
+            threading.Event().wait(timeout_s)
+
+    feed = LayerFeed([Endless("one", None), Endless("other", None)], synchronizer=None, finish_ms=0)
+    assert feed.statuses(0.05) == [None, None]
+    first, second = given
+    assert second < first <= 0.05
+
+
 def test_finalize_ends_what_waits_for_a_synchronizer(
     make_datadist: MakeDataDist, there: Callable[[int], Destinations], tripwire: Tripwire
 ) -> None:
@@ -325,6 +340,32 @@ def test_layers_are_awaited_while_others_are_copied_and_the_last_has_a_deadline(
     assert model.layers == [0, 1, 2]  # though not one of them has been through
     # Stopped: nothing holds the link any more.
     assert datadist.unlink_clusters([one.peer.info]) == (SUCCESS, [SUCCESS])
+
+
+def test_the_last_layer_may_take_all_of_its_time(
+    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+) -> None:
+    datadist = make_wrapped(lambda it: delay(it, 300), **{"llm.SyncKvCacheWaitTime": "30000"})
+    slots = slots_of(datadist.cache_manager)
+    one = there(1)
+    link(datadist, one.peer)
+    model = Computing(slots)
+    task = datadist.cache_manager.transfer_cache_async(slots, model, [one.slot()])
+    assert task.get_results() == [SUCCESS]
+    assert (one.bytes_of("cache")[:, ROW] == model.expected()).all()
+
+
+def test_no_destination_has_more_time_than_another(
+    make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
+) -> None:
+    """The one that is waited for last would be through, if its time began only then."""
+    datadist = make_wrapped(lambda it: delay(it, 1300), **{"llm.SyncKvCacheWaitTime": "700"})
+    slots = slots_of(datadist.cache_manager)
+    one = there(1)
+    link(datadist, one.peer)
+    configs = [one.slot(range(2)), one.slot(range(2))]
+    task = datadist.cache_manager.transfer_cache_async(slots, Computing(slots), configs)
+    assert task.get_results() == [TIMEOUT, TIMEOUT]
 
 
 def test_what_fails_while_it_begins_leaves_nothing_behind(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -372,6 +374,35 @@ def test_a_cache_that_nobody_holds_is_freed(prompt: LLMDataDist, src: KvCacheMan
     manager.remove_cache_key(CacheKey(0, 2))
     held = manager.allocate_cache(SLOTS)
     assert held.cache_id > 0
+
+
+def test_threads_that_allocate_at_once_get_no_more_than_the_pool(prompt: LLMDataDist) -> None:
+    prompt.finalize()
+    prompt.init({"ge.flowGraphMemMaxSize": str(3 * 4 * 256)})
+    manager = prompt.kv_cache_manager
+    begun = threading.Barrier(8)
+    made: list[KvCache] = []
+
+    def allocate() -> None:
+        begun.wait()
+        with suppress(LLMException):
+            while True:
+                made.append(manager.allocate_cache(SLOTS))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            threads = [threading.Thread(target=allocate) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(made) == 3
+            while made:
+                manager.deallocate_cache(made.pop())
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_memory_that_there_is_not_at_all_is_the_devices(dst: KvCacheManager) -> None:

@@ -294,12 +294,15 @@ def test_a_signal_ends_a_long_wait(slow: Executor, how: str) -> None:
     def interrupt(_signal: int, _frame: object) -> None:
         raise Interrupted
 
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        slow.run(case.descriptors) if how == "run" else slow.submit(case.descriptors).wait()
+
     case = scatter([1000] * 10_000)
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
     try:
         with pytest.raises(Interrupted):
-            slow.run(case.descriptors) if how == "run" else slow.submit(case.descriptors).wait()
+            wait()
     finally:
         signal.signal(signal.SIGALRM, previous)
         slow.close(cancel=True)
@@ -315,3 +318,14 @@ def test_descriptors_may_be_submitted_twice_at_once(executor: Executor) -> None:
 
 def test_an_unused_descriptor_array_is_empty(executor: Executor) -> None:
     assert executor.submit(Descriptors()).report.status == KVN_OK
+
+
+def test_a_deadline_stops_a_waiter_that_copies_itself() -> None:
+    """20 GB, which take seconds, to one place: nothing of it ends by itself in time."""
+    count, src, dst = 20_000, np.zeros(MIB, np.uint8), np.zeros(MIB, np.uint8)
+    offsets, sizes = np.zeros(count, np.uint64), np.full(count, MIB, np.uint64)
+    bases = [np.array([it.ctypes.data], np.uint64) for it in (src, dst)]
+    with Executor(host_backend(ThreadPool(8))) as executor:
+        report = executor.run(lower(offsets, offsets, sizes, *bases), 1)
+    assert report.status == KVN_TIMEOUT
+    assert report.bytes_done < count * MIB

@@ -62,12 +62,17 @@ def test_workers_leave_one_place_of_a_stage_if_there_are_several(
 
 def test_who_waits_for_a_stage_has_that_place(case: Scattered) -> None:
     workers = Workers(2)
-    task = Executor(host_backend(workers.pool)).stage(case.descriptors, len(SIZES))
-    before = thread_time_ns()
-    task.open(0)
-    assert task.wait().status == KVN_OK
-    assert thread_time_ns() - before > SOME_NS
-    assert workers.busy() <= 1
+    executor = Executor(host_backend(workers.pool))
+    for _ in range(50):  # a busy machine may let the worker finish before this thread has run
+        workers.start()
+        task = executor.stage(case.descriptors, len(SIZES))
+        before = thread_time_ns()
+        task.open(0)
+        assert task.wait().status == KVN_OK
+        assert workers.busy() <= 1
+        if thread_time_ns() - before > SOME_NS:
+            return
+    pytest.fail("only the workers have copied")
 
 
 def test_all_workers_take_what_was_submitted_whole(case: Scattered) -> None:

@@ -24,6 +24,7 @@ from kvnative._executor import (
     Executor,
     Report,
     ThreadPool,
+    limit_batch,
 )
 from kvnative._host import Board
 from kvnative._lower import Descriptors
@@ -213,6 +214,22 @@ class TestTheDescriptorThatFails:
         assert report.bytes_done == NBYTES + PAGE
         assert hex(other.base + NBYTES + PAGE) in report.message
         assert_same(local[:NBYTES], content)
+
+
+@pytest.mark.parametrize("most", [500, 1000])
+def test_the_one_that_fails_is_named_by_its_place_in_the_whole(
+    pool: ThreadPool, other: Other, most: int
+) -> None:
+    """Not by that in the batch that the executor cut off."""
+    local = np.zeros(3000 * 100, dtype=np.uint8)
+    sources = np.full(3000, other.base, dtype=np.uint64)
+    sources[1234] = PAGE
+    targets = local.ctypes.data + np.arange(3000, dtype=np.uint64) * 100
+    descriptors = Descriptors.from_columns(targets, sources, np.full(3000, 100, np.uint64))
+    with Executor(limit_batch(process_backend(pool, other.pid, "get"), most)) as executor:
+        report = executor.run(descriptors, timeout_ms=60_000)
+    assert (report.status, report.failed) == (KVN_UNMAPPED, 1234)
+    assert report.message.startswith("descriptor 1234: remote memory")
 
 
 def test_a_dead_process(pool: ThreadPool) -> None:

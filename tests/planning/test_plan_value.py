@@ -225,7 +225,12 @@ class TestSegments:
         assert segments.src_offsets.flags.c_contiguous
 
     def test_any_layout_becomes_a_column(self) -> None:
-        for layout in ([8, 0], np.array([0, 8])[::-1], np.array([8, 0], dtype=">u2")):
+        for layout in (
+            [8, 0],
+            [np.int64(8), np.uint8(0)],
+            np.array([0, 8])[::-1],
+            np.array([8, 0], dtype=">u2"),
+        ):
             segments = Segments(layout, layout, [4, 4])
             assert segments == Segments([8, 0], (8, 0), [4, 4])
             assert segments.src_offsets.flags.c_contiguous
@@ -272,6 +277,17 @@ def test_equal_sort_keys_are_ordered_too() -> None:
     assert segments == sorted(segments)
     shuffled = rng.permutation(4096)
     assert plan_pull_blocks(desc, desc, src[shuffled], dst[shuffled]) == plan
+
+
+@pytest.mark.parametrize("edge", [2**31, 2**32, 2**62])
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_block_indices_of_more_than_31_bits_are_sorted_as_they_are(edge: int, side: str) -> None:
+    few, many = (CacheDesc(1, (count, 1), DataType.DT_INT8) for count in (8, edge + 8))
+    small, large = [6, 2, 4, 0], [edge, 3, edge - 2, 1]
+    tables = {"src": (many, few, large, small), "dst": (few, many, small, large)}[side]
+    plan = plan_pull_blocks(*tables)
+    pairs = sorted(zip(*tables[2:], strict=True))
+    assert list(plan.segments) == [(src, dst, 1) for src, dst in pairs]
 
 
 def size_of(plan: Plan) -> int:

@@ -187,6 +187,12 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: layers(range(1), range(1), 2, ONE), ["tensor_num_per_layer=2", "divide", "1 tensor"]),
     (lambda: layers((0, 0), (0, 0), 2, THREE), ["tensor_num_per_layer=2", "divide", "3 tensors"]),
     (
+        lambda: plan_pull_blocks(
+            BLOCKS, THREE, [0], [1], ext_param=KvCacheExtParam(range(1), range(1), 2)
+        ),
+        ["tensor_num_per_layer=2", "divide", "3 tensors of the dst cache"],
+    ),
+    (
         lambda: plan_pull_blocks(BLOCKS, THREE, [0], [1]),
         ["src num_tensors=4", "dst num_tensors=3", "equal"],
     ),

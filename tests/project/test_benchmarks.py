@@ -14,7 +14,7 @@ from benchmarks.table import Row, Run, Topic, Unmeasured, format_table
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("source", ["limits.c", "sockets.c"])
+@pytest.mark.parametrize("source", ["limits.c", "sockets.c", "exchange.c"])
 def test_the_c_programs_have_no_warnings(source: str) -> None:
     strict = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"]
     compiler = shutil.which("cc") or "gcc"

@@ -60,7 +60,7 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     expected = {f"kvnative/{name}" for name in tree("include/kvnative/*.h")}
     expected |= {"kvplan/py.typed", "kvnative/py.typed"}
     expected |= tree("kvplan/**/*.py") | tree("kvnative/*.py[id]") | tree("kvnative/*.pxd")
-    expected |= tree("kvnative/src/*.h")
+    expected |= tree("kvnative/src/**/*.h")
     expected |= {f"kvnative/{path.stem}.abi3.so" for path in ROOT.glob("kvnative/*.pyx")}
     assert expected - names == set()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -81,7 +81,7 @@ def test_the_sdist_has_every_source_and_nothing_built(dist: Path) -> None:
         | tree("examples/**/*.py")
         | tree("docs/**/*.md")
     )
-    sources |= tree("kvnative/*.pyx") | tree("kvnative/src/*.[ch]") | tree("tests/**/*.py")
+    sources |= tree("kvnative/*.pyx") | tree("kvnative/src/**/*.[ch]") | tree("tests/**/*.py")
     assert sources - names == set()
     assert [name for name in names if name.startswith("build/") or name.endswith(".so")] == []
 

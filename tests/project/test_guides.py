@@ -1,7 +1,10 @@
 """What the guides list is what there is: they cannot fall behind the code."""
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
+from doctest import DocTestParser
 from pathlib import Path
 
 import kvplan
@@ -21,6 +24,18 @@ def test_every_option_is_in_the_guide() -> None:
     assert not (keys | {it.name for it in fields(Options)}) - table
 
 
+def test_the_defaults_of_options_are_those_of_the_guide() -> None:
+    row = re.compile(r"^\|[^|]*\| `(\w+)` \| ([^|]+?) \|", re.MULTILINE)
+    rows = row.findall((DOCS / "guide.md").read_text())
+    told = {name: default.strip("`") for name, default in rows if hasattr(Options(), name)}
+    assert len(told) > 15
+    words: dict[object, str] = {None: "none", "": "empty"}
+    for name, default in told.items():
+        value = getattr(Options(), name)
+        said = words.get(value, str(int(value) if isinstance(value, bool) else value))
+        assert (name, said) == (name, default)
+
+
 def test_every_status_code_is_explained() -> None:
     text = (DOCS / "status-codes.md").read_text()
     explained = set(re.findall(r"^## (LLM_\w+)$", text, re.MULTILINE))
@@ -35,3 +50,20 @@ def test_every_call_is_in_the_guide() -> None:
     guide = (DOCS / "guide.md").read_text()
     calls = {it for it in dir(kvplan.LlmDataDist) if not it.startswith(("_", "plan_", "submit_"))}
     assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
+
+
+def test_the_examples_of_the_readme_are_typed(tmp_path: Path) -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    examples = [it.source for block in blocks for it in DocTestParser().get_examples(block)]
+    assert len(examples) > 20
+    program = tmp_path / "readme.py"
+    program.write_text("".join(examples))
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout

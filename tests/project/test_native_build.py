@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +42,16 @@ def test_no_writable_state_exists_twice() -> None:
     """A C source that two modules link has two copies of its statics: only constants may be."""
     copies = Counter(state for library in LIBRARIES for state in writable_state(library))
     assert [state for state, count in copies.items() if count > 1] == []
+
+
+def test_no_struct_is_defined_by_two_headers() -> None:
+    """A source would take one for the other. Each backend has a kvn_request of its own."""
+    root = Path(kvnative.__file__).parents[1]
+    headers = [*root.glob("kvnative/src/**/*.h"), *root.glob("include/kvnative/*.h")]
+    definition = re.compile(r"^(?:typedef )?(?:struct|union|enum) (\w+)\s*\{", re.MULTILINE)
+    found = Counter(name for it in headers for name in definition.findall(it.read_text()))
+    assert len(found) > 50
+    assert {name for name, count in found.items() if count > 1} == {"kvn_request"}
 
 
 def writable_state(library: Path) -> Iterator[tuple[str, str]]:

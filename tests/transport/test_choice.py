@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
+from textwrap import dedent
 from typing import Any
 
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.choice import TRANSPORTS, TransportOptions, make_transports
+from kvplan.transport.ucx.library import Found, why_no_rdma
 
 
-def names_made(choice: str) -> list[str]:
-    made = make_transports(choice).made
+def names_made(choice: str, settings: str = "") -> list[str]:
+    made = make_transports(choice, TransportOptions(ucx_settings=settings)).made
     for transport in made:
         transport.close()
     return [it.name for it in made]
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"), [("auto", ["local", "ucx"]), ("local", ["local"]), ("ucx", ["ucx"])]
+    ("choice", "names"),
+    [
+        ("auto", ["local", "ucx", "tcp"]),
+        ("local", ["local"]),
+        ("ucx", ["ucx"]),
+        ("tcp", ["tcp"]),
+    ],
 )
 @pytest.mark.usefixtures("ucx")
 def test_what_works_here_is_made(choice: str, names: list[str]) -> None:
-    assert names_made(choice) == names
+    assert names_made(choice, '{"UCX_TLS": "shm"}') == names
 
 
-@pytest.mark.parametrize("choice", ["auto", "local"])
-def test_where_there_is_no_ucx_the_others_are_made(choice: str) -> None:
-    assert names_made(choice) == ["local"]
+@pytest.mark.usefixtures("ucx")
+def test_without_rdma_ucx_is_not_even_loaded(ucx: Found) -> None:
+    if not why_no_rdma(ucx.path):
+        pytest.skip("RDMA is here")
+    script = """
+        from kvplan.transport.choice import make_transports
+        made = [it.name for it in make_transports().made]
+        print(made, "libucp" in open("/proc/self/maps").read())
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['local', 'tcp'] False\n"
+    with pytest.raises(LLMException, match=r"no RDMA device|built without verbs") as refused:
+        make_transports("ucx")
+    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+def test_where_there_is_no_ucx_the_others_are_made() -> None:
+    assert names_made("auto") == ["local", "tcp"]
 
 
 def test_a_row_has_the_name_of_what_it_makes() -> None:
@@ -45,7 +72,7 @@ def test_what_needs_a_device_does_not_work_without() -> None:
 
 @pytest.mark.parametrize("choice", ["", "rdma", "Local", "local,auto"])
 def test_an_unknown_name(choice: str) -> None:
-    with pytest.raises(LLMException, match="must be one of auto, hccl, local, ucx") as refused:
+    with pytest.raises(LLMException, match="must be one of auto, hccl, local, ucx, tcp") as refused:
         make_transports(choice)
     assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     assert repr(choice) in str(refused.value)
@@ -57,13 +84,12 @@ def test_a_name_is_a_str(choice: Any) -> None:
         make_transports(choice)
 
 
-@pytest.mark.parametrize("choice", ["auto", "local"])
-def test_where_none_works_the_reason_is_told(choice: str) -> None:
+def test_where_none_works_the_reason_is_told() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         with pytest.raises(LLMException, match=r"local: .*Too many open files") as refused:
-            make_transports(choice)
+            make_transports("local")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
@@ -75,7 +101,7 @@ def test_where_none_works_the_reason_is_told(choice: str) -> None:
 )
 def test_why_a_transport_is_missing_is_kept_for_peers_that_have_it(choice: str, why: str) -> None:
     made, missing = make_transports(choice)
-    assert missing.keys() == {"hccl", "ucx"}
+    assert missing.keys() == {"hccl", "ucx", "tcp"} - {it.name for it in made}
     assert why in missing["ucx"]
     for transport in made:
         transport.close()

@@ -304,10 +304,12 @@ class TestThisSide:
             refuses(code, "is closed", task.wait, timeout_ms=30_000)
 
     def test_a_closed_transport(self, transport: LocalTransport) -> None:
-        registration = transport.register(bytearray(10))
+        growing = bytearray(10)
+        registration = transport.register(growing)
         metadata = transport.metadata()
         transport.close()
         transport.close()
+        growing.append(1)  # nothing holds it where it is
         for act in (
             transport.metadata,
             lambda: transport.register(bytearray(10)),
@@ -334,6 +336,31 @@ class TestThisSide:
             arena.close()
         transport.deregister(registration)
         arena.close()
+
+    def test_a_closed_link_has_no_entry_in_the_writer_table(
+        self, transport: LocalTransport
+    ) -> None:
+        it = transport.register(bytearray(10))
+        link = transport.connect(transport.metadata())
+        writers = link.metadata.writers
+        table = np.frombuffer(mmap.mmap(writers.fd, 0), np.uint64)
+        entry = table[PAGE // 8 :]
+        memory = link.memory([it.address], 10, writable=True)
+        assert entry[0] != 0
+        del memory
+        link.close()
+        assert entry[0] == 0
+
+    def test_memory_that_is_refused_is_not_held_with_the_error(
+        self, transport: LocalTransport, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "cut"
+        path.write_bytes(bytes(2 * PAGE))
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            file.truncate(PAGE)
+            message = "past the file's end"
+            _kept = refuses(LLMStatusCode.LLM_PARAM_INVALID, message, transport.register, mapped)
+            mapped.close()  # BufferError: something holds it
 
     def test_mappings_outlive_a_closed_link_as_long_as_they_are_used(
         self, owner: Owner, transport: LocalTransport
@@ -406,5 +433,10 @@ def test_every_slot_taken() -> None:
             transport.register,
             bytearray(8),
         )
+        memory = bytearray(8)
+        with pytest.raises(LLMException) as refused:
+            transport.register(memory)
+        memory.extend(b"more")  # not held, though its refusal is
+        assert "all 2 slots" in str(refused.value)
         transport.deregister(held[0])
         transport.register(bytearray(8))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.identity import Identity
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.metadata import MAX_NBYTES, ArenaRef, BoardRef, Metadata, Range
+from kvplan.transport.metadata import MAX_NBYTES, ArenaRef, BoardRef, Metadata, Range, WritersRef
 
 uint64 = st.integers(0, 2**64 - 1)
 fd = st.integers(0, 2**31 - 1)
@@ -51,11 +53,21 @@ boards = st.builds(
     num_slots=st.integers(100, 2**24),
     address=st.integers(1, 2**64 - 1),
 )
-metadata = st.builds(Metadata, identities, boards, st.lists(ranges | parts, max_size=5).map(tuple))
+writers = st.builds(
+    WritersRef,
+    fd=fd,
+    inode=uint64,
+    num_entries=st.integers(1, 2**16),
+    address=st.integers(1, 2**64 - 1),
+)
+metadata = st.builds(
+    Metadata, identities, boards, writers, st.lists(ranges | parts, max_size=5).map(tuple)
+)
 
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
     BoardRef(fd=6, inode=7, num_slots=8, address=4096),
+    WritersRef(fd=11, inode=12, num_entries=13, address=8192),
     (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10, 4000, 200)),),
 )
 
@@ -106,12 +118,14 @@ def test_json_that_means_nothing(value: Any) -> None:
 FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "identity": lambda it: it,
     "board": lambda it: it,
+    "writers": lambda it: it,
     "ranges": lambda it: it,
     **{
         f"identity.{name}": lambda it: it["identity"]
         for name in ("boot_id", "pid", "start_time", "pid_namespace", "user_namespace")
     },
     **{f"board.{name}": lambda it: it["board"] for name in ("fd", "inode", "num_slots", "address")},
+    **{f"writers.{name}": lambda it: it["writers"] for name in WritersRef.__slots__},
     **{
         f"ranges[0].{name}": lambda it: it["ranges"][0]
         for name in ("address", "nbytes", "slot", "generation", "writable", "arena")
@@ -181,16 +195,26 @@ def test_hostile_documents(blob: bytes) -> None:
     [
         {"schema": "kvplan.other"},
         {"schema": None},
-        {"schema_version": 2, "fields": "that this version does not know"},
-        {"schema_version": 1.0},
+        {"schema_version": 3, "fields": "that this version does not know"},
+        {"schema_version": 1},
+        {"schema_version": 2.0},
         {"schema_version": True},
     ],
 )
 def test_another_schema(change: dict[str, Any]) -> None:
     document = {**json.loads(EXAMPLE.to_bytes()), **change}
-    assert "this kvplan reads 'kvplan.local' version 1" in refusal(json.dumps(document).encode())
+    assert "this kvplan reads 'kvplan.local' version 2" in refusal(json.dumps(document).encode())
 
 
 def test_bytes_only() -> None:
     with pytest.raises(TypeError, match="must be bytes, not str"):
         Metadata.from_bytes("{}")  # type: ignore[arg-type]
+
+
+def test_a_forked_child_is_another_process() -> None:
+    script = (
+        "import os; from kvplan.transport.identity import Identity; parent = Identity.of_self()\n"
+        "if pid := os.fork(): assert os.waitpid(pid, 0)[1] == 0\n"
+        "else: os._exit(Identity.of_self().pid != os.getpid() or Identity.of_self() == parent)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

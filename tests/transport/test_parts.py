@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -14,8 +16,11 @@ from numpy.lib.stride_tricks import as_strided
 
 import kvplan
 from kvnative._executor import ThreadPool, limit_bandwidth
+from kvnative._host import Arena
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
+from kvplan.transport.arenas import PeerArenas
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.metadata import Metadata
 from kvplan.transport.peer_memory import PeerMemory
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
@@ -106,6 +111,31 @@ def test_one_is_written_and_the_others_are_not(pool: Pool) -> None:
     wanted = pattern(1, PARTS * PART)
     wanted[3 * PART : 4 * PART] = source
     assert pool.owner.run("result = memory.tobytes().hex()") == wanted.tobytes().hex()
+
+
+def test_one_is_written_after_another_that_may_only_be_read(pool: Pool) -> None:
+    """Mapped to be read first, the arena is mapped again to be written."""
+    pool.owner.run(
+        "transport.deregister(registrations[0])",
+        "registrations[0] = transport.register(part(0), writable=False)",
+    )
+    read = pool.part(0)
+    np.testing.assert_array_equal(pulled(read), expected(0))
+    written = pool.part(3, writable=True)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(it, 16) for it in line.split()[0].split("-")] for line in lines]
+    address = int(written.addresses[0])
+    modes = [
+        line.split()[1]
+        for (first, end), line in zip(ranges, lines, strict=True)
+        if first <= address < end
+    ]
+    assert modes == ["rw-s"]  # else what follows would end this process
+    source = pattern(2, PART)
+    kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, range(16), range(16)), [source], written)
+    code = f"result = memory[3 * {PART} : 4 * {PART}].tobytes().hex()"
+    assert pool.owner.run(code) == source.tobytes().hex()
+    np.testing.assert_array_equal(pulled(read), expected(0))
 
 
 def test_one_that_is_freed_fails_and_the_others_go_on(pool: Pool) -> None:
@@ -203,6 +233,17 @@ def test_the_mapping_of_a_pool_stays_while_its_caches_come_and_go(pool: Pool) ->
     assert mappings(inode) == 0
 
 
+def test_what_is_mapped_while_the_link_is_closed_goes_with_its_last_user(pool: Pool) -> None:
+    inode = pool.owner.run("result = arena.inode")
+    (part,) = Metadata.from_bytes(pool.metadata("[registrations[0]]")).ranges
+    arenas = PeerArenas(pool.owner.pid, prefault=False)
+    arenas.close()
+    mapped = arenas.map(part)
+    assert mappings(inode) == 1
+    del mapped
+    assert mappings(inode) == 0
+
+
 def test_an_arena_that_is_offered_whole_goes_with_its_last_user(pool: Pool) -> None:
     address, inode = pool.owner.run("""
         single = transport.allocate(5000)
@@ -248,6 +289,42 @@ def test_threads_that_ask_at_once_share_the_mapping(pool: Pool) -> None:
         memories = list(threads.map(ask, range(8)))
     assert mappings(inode) == 1
     np.testing.assert_array_equal(pulled(memories[5]), expected(5))
+
+
+def test_what_several_peers_may_still_write_to_is_kept_until_all_of_them_go_on(
+    transport: LocalTransport,
+) -> None:
+    """They have announced pieces and stand still: their tickets are set by hand."""
+    arenas = [transport.allocate(mmap.PAGESIZE) for _ in range(2)]
+    registrations = [transport.register(it) for it in arenas]
+    other = transport.register(bytearray(1))
+    metadata = transport.metadata()
+    link = transport.connect(metadata)
+    writing = link.memory([other.address], 1, writable=True)  # it has an entry in the table
+    table = np.frombuffer(mmap.mmap(Metadata.from_bytes(metadata).writers.fd, 0), np.uint64)
+    tickets = table[mmap.PAGESIZE // 8 + 2 :]
+    tickets[0] = 2
+    transport.deregister(registrations.pop(0))
+    tickets[1:3] = 4, 6
+    transport.deregister(registrations.pop(0))
+    tickets[1] = 0
+    tickets[0] = 0
+    deadline = time.monotonic() + 10
+    while not closes(arenas[0]):
+        assert time.monotonic() < deadline
+    assert not closes(arenas[1])  # looked at with the other
+    tickets[2] = 0
+    while not closes(arenas[1]):
+        assert time.monotonic() < deadline
+    del writing
+
+
+def closes(arena: Arena) -> bool:
+    try:
+        arena.close()
+    except BufferError:
+        return False
+    return True
 
 
 class TestForms:

@@ -130,6 +130,24 @@ def test_arenas_need_no_system_call_and_registered_memory_does(
         assert registered.addresses[0] == bases[1]
 
 
+@pytest.mark.parametrize("setup", [ARENA, REGISTERED], ids=["arena", "registered"])
+def test_tensors_here_that_overlap_are_no_destination(
+    owner: Owner, transport: LocalTransport, setup: str
+) -> None:
+    """Which of the peer's bytes would win is not defined, though those do not overlap."""
+    owner.run(setup)
+    base = owner.run(FILL)
+    whole = np.zeros(TENSORS * TENSOR, dtype=np.uint8)
+    local = [whole[at : at + TENSOR] for at in (0, 2 * BLOCK, TENSOR + 2 * BLOCK)]
+    with transport.connect(owner.metadata()) as link:
+        memory = tensors_of(link, base, writable=False)
+        plan = kvplan.plan_pull_blocks(DESC, DESC, SRC, DST)
+        with pytest.raises(LLMException, match="dst tensors overlap in memory") as caught:
+            kvplan.execute(plan, memory, local)
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert not whole.any()
+
+
 def test_tensors_of_both_kinds_in_one_transfer(owner: Owner, transport: LocalTransport) -> None:
     addresses = owner.run(
         MIXED,

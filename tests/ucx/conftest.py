@@ -1,4 +1,4 @@
-"""An end in this process, and a peer in another whose memory is registered in slot 0."""
+"""A worker in this process, and a peer in another, all of whose memory may be reached."""
 
 from __future__ import annotations
 
@@ -7,42 +7,56 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvnative._ucx import UcxEnd, UcxNativeLink
-from tests.ucx.peer import NBYTES, Bytes, UcxPeer, open_end
+from kvnative._ucx import UcxEndpoint, UcxError, UcxWorker
+from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, open_worker
 from tests.ucx_library import found
 
 
 @pytest.fixture(scope="module")
-def end() -> Iterator[UcxEnd]:
+def worker() -> Iterator[UcxWorker]:
     with found():
-        end = open_end()
-    yield end
-    end.close()
+        worker = open_worker()
+    yield worker
+    worker.close()
 
 
 @pytest.fixture(scope="module")
-def steady_peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
     """For tests that leave it as it was."""
     with found():
         peer = UcxPeer(tmp_path_factory.mktemp("peer") / "memory")
-    peer.add_range(0, 0, NBYTES)
     yield peer
     peer.close()
-
-
-@pytest.fixture(scope="module")
-def steady_link(end: UcxEnd, steady_peer: UcxPeer) -> UcxNativeLink:
-    return steady_peer.link(end)
 
 
 @pytest.fixture
-def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
-    """For tests that stop, kill or change it."""
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UcxPeer]:
+    """For tests that end it."""
     with found():
         peer = UcxPeer(tmp_path_factory.mktemp("peer") / "memory")
-    peer.add_range(0, 0, NBYTES)
     yield peer
     peer.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_process_vm_readv(worker: UcxWorker, peer: UcxPeer) -> None:
+    """What UCX has between two processes of one host."""
+    endpoint = peer.endpoint(worker)
+    try:
+        endpoint.connect(TIMEOUT_MS)
+    except UcxError as error:
+        pytest.skip(f"process_vm_readv is not allowed here: {error}")
+
+
+@pytest.fixture(scope="module")
+def endpoint(worker: UcxWorker, peer: UcxPeer) -> UcxEndpoint:
+    return peer.connect(worker)
+
+
+@pytest.fixture(scope="module")
+def whole(peer: UcxPeer) -> Range:
+    """A range that all of the peer's memory is."""
+    return 0, NBYTES, peer.take()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""An end of UCX in a process of its own, with a file's bytes for memory.
+"""A worker of UCX in a process of its own, with a file's bytes for memory, and a board.
 
-Arguments: the file, the mode. Otherwise as tests/transport/owner_process.py.
+Argument: the file. Otherwise as tests/transport/owner_process.py.
 """
 
 import mmap
@@ -9,12 +9,26 @@ from pathlib import Path
 
 import numpy as np
 
-from kvnative._ucx import UcxEnd, UcxLibrary
+from kvnative._host import Board
+from kvnative._ucx import UcxLibrary, UcxWorker
 from kvplan.transport.ucx.library import find
 from tests.transport.owner_process import serve
+
+SLOTS = 16  # as peer.py's
 
 if __name__ == "__main__":
     with Path(sys.argv[1]).open("r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
-    end = UcxEnd(UcxLibrary.load(find().path), mode=sys.argv[2], settings={"UCX_NET_DEVICES": "lo"})
-    serve({"end": end, "memory": memory, "base": memory.ctypes.data, "links": [], "np": np})
+    worker, board = UcxWorker(UcxLibrary.load(find().path)), Board(SLOTS)
+    serve(
+        {
+            "worker": worker,
+            "memory": memory,
+            "base": memory.ctypes.data,
+            "board": board,
+            "shown": worker.map(board.address, SLOTS * 8),
+            "tickets": worker.tickets(),
+            "region": worker.map(memory.ctypes.data, memory.nbytes),
+            "np": np,
+        }
+    )

@@ -20,13 +20,10 @@ GROWN = {
     "kvn_ucp_ep_params": "ucp_ep_params_t",
     "kvn_ucp_mem_map_params": "ucp_mem_map_params_t",
     "kvn_ucp_request_param": "ucp_request_param_t",
-    "kvn_ucp_am_handler_param": "ucp_am_handler_param_t",
-    "kvn_ucp_am_recv_param": "ucp_am_recv_param_t",
 }
 SAME = {
     "kvn_ucs_sock_addr": "ucs_sock_addr_t",
     "kvn_ucp_err_handler": "ucp_err_handler_t",
-    "kvn_ucp_dt_iov": "ucp_dt_iov_t",
     "kvn_ucs_status": "ucs_status_t",
 }
 FIELDS = {"kvn_ucp_request_param.send": "cb.send"}  # a union there
@@ -36,7 +33,6 @@ VALUES = {
     "KVN_UCP_WORKER_PARAM_": "UCP_WORKER_PARAM_FIELD_",
     "KVN_UCP_EP_PARAM_": "UCP_EP_PARAM_FIELD_",
     "KVN_UCP_MEM_MAP_PARAM_": "UCP_MEM_MAP_PARAM_FIELD_",
-    "KVN_UCP_AM_HANDLER_PARAM_": "UCP_AM_HANDLER_PARAM_FIELD_",
     "KVN_UCP_PARAM_": "UCP_PARAM_FIELD_",
     "KVN_UCP_OP_ATTR_": "UCP_OP_ATTR_FIELD_",
     "KVN_UCS_LOG_LEVEL_": "UCS_LOG_LEVEL_",
@@ -44,13 +40,9 @@ VALUES = {
     "KVN_UCS_MEMORY_": "UCS_MEMORY_TYPE_",
 }
 SPECIAL = {
-    "KVN_UCP_DATATYPE_BYTES": "ucp_dt_make_contig(1)",
-    "KVN_UCP_DATATYPE_IOV": "ucp_dt_make_iov()",
     "KVN_UCP_OP_ATTR_NO_IMM_CMPL": "UCP_OP_ATTR_FLAG_NO_IMM_CMPL",
     "KVN_UCP_OP_ATTR_FAST_CMPL": "UCP_OP_ATTR_FLAG_FAST_CMPL",
     "KVN_UCP_OP_ATTR_MULTI_SEND": "UCP_OP_ATTR_FLAG_MULTI_SEND",
-    "KVN_UCP_AM_RECV_ATTR_DATA": "UCP_AM_RECV_ATTR_FLAG_DATA",
-    "KVN_UCP_AM_RECV_ATTR_RNDV": "UCP_AM_RECV_ATTR_FLAG_RNDV",
 }
 
 
@@ -106,7 +98,7 @@ def test_our_declarations_are_those_of_the_headers(ucx: Found, tmp_path: Path) -
         pytest.skip(f"{ucx.path} came without its headers")
     text = re.sub(r"\\\n", " ", HEADER.read_text("utf-8"))
     lines = comparisons(text) + calls(text)
-    assert len(lines) > 150  # the patterns above found what there is
+    assert len(lines) > 100  # the patterns above found what there is
     source = tmp_path / "abi.c"
     source.write_text(
         "\n".join(

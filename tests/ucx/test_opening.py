@@ -9,8 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from kvnative._backend import KVN_UNSUPPORTED
-from kvnative._ucx import UcxEnd, UcxError, UcxLibrary
+from kvnative._backend import KVN_INVALID, KVN_UNSUPPORTED
+from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.transport.ucx.library import Found
 from tests.transport.owner import ROOT
 
@@ -36,7 +36,7 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_process_stays_as_it_was_but_for_the_threads_of_an_open_end(ucx: Found) -> None:
+def test_a_process_stays_as_it_was_but_for_the_threads_of_a_worker(ucx: Found) -> None:
     """No handler of a signal, no patched libc, nothing in the environment, nothing printed."""
     script = """
         libc = ctypes.CDLL(None)
@@ -60,7 +60,7 @@ def test_a_process_stays_as_it_was_but_for_the_threads_of_an_open_end(ucx: Found
         before = state(), num_threads()
         library = UcxLibrary.load(path)
         assert (state(), num_threads()) == before
-        end = UcxEnd(library, settings={"NET_DEVICES": "lo"})
+        end = UcxWorker(library)
         assert (state(), num_threads()) == (before[0], before[1] + 2)  # ours, UCX's to connect
         end.close()
         del end
@@ -69,37 +69,129 @@ def test_a_process_stays_as_it_was_but_for_the_threads_of_an_open_end(ucx: Found
     assert run(script, ucx.path) == ""
 
 
-def test_an_interpreter_may_exit_with_an_end_open(ucx: Found) -> None:
-    run('end = UcxEnd(UcxLibrary.load(path)); link = end.link(b"t" * 16)', ucx.path)
+def test_what_other_threads_may_read_of_the_environment_stays_in_place(ucx: Found) -> None:
+    """Its array, where getenv may be looking, and its strings, which getenv has returned."""
+    script = """
+        environ = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
+
+        def state():
+            count = 0
+            while environ[count]:
+                count += 1
+            return ctypes.addressof(environ.contents), environ[:count]
+
+        before = state()
+        end = UcxWorker(UcxLibrary.load(path))
+        assert state() == before
+        end.close()
+        assert state() == before
+        """
+    assert run(script, ucx.path) == ""
+
+
+def test_threads_have_names_and_leave_signals_to_those_of_the_program(ucx: Found) -> None:
+    script = """
+        import signal
+
+        def masks():
+            found = {}
+            for task in os.listdir("/proc/self/task"):
+                lines = open(f"/proc/self/task/{task}/status").read().splitlines()
+                status = dict(line.split(":", 1) for line in lines)
+                found[task] = status["Name"].strip(), int(status["SigBlk"], 16)
+            return found
+
+        all_signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        library = UcxLibrary.load(path)
+        before = masks()
+        end = UcxWorker(library)
+        after = masks()
+        for name, mask in sorted(after[task] for task in after.keys() - before.keys()):
+            print(name, [int(it) for it in all_signals if not mask >> (it - 1) & 1])
+        assert all(after[task] == before[task] for task in before)
+        """
+    assert run(script, ucx.path).splitlines() == ["async []", "kvn-ucx []"]  # UCX's, and ours
+
+
+PAIR = """
+from kvnative._host import Board
+
+def connected():
+    "A worker, another one with a board, and an endpoint from the first to the second."
+    board = Board(4)
+    workers = [UcxWorker(UcxLibrary.load(path)) for _ in range(2)]
+    region = workers[1].map(board.address, 32, owner=board)
+    endpoint = workers[0].endpoint(
+        workers[1].address, board_address=board.address, board_slots=4, board_rkey=region.rkey,
+        tickets_address=region.address, tickets_rkey=region.rkey, tag=1)
+    endpoint.connect(20_000)
+    return workers, region, endpoint
+
+def in_child(function):
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        function()
+    except UcxError as error:
+        print(error, flush=True)
+    os._exit(0)
+"""
+
+
+def test_an_interpreter_may_exit_with_an_endpoint_open(ucx: Found) -> None:
+    run(PAIR + "held = connected()", ucx.path)
 
 
 def test_a_forked_child_is_refused_and_only_forgets(ucx: Found) -> None:
+    script = """
+        workers, region, endpoint = connected()
+        child = os.fork()
+        if not child:
+            for call in (
+                lambda: workers[0].map(1, 1), lambda: endpoint.connect(1), endpoint.close
+            ):
+                try:
+                    call()
+                except Exception as error:
+                    print(type(error).__name__, error, flush=True)
+            workers[0].close()
+            region.release()
+            del endpoint, region, workers
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert endpoint.connected
+        """
     assert (
-        run(
-            """
-            end = UcxEnd(UcxLibrary.load(path))
-            link = end.link(b"t" * 16)
-            child = os.fork()
-            if not child:
-                for call in (lambda: end.link(b"u" * 16), lambda: link.connect(1), link.close):
-                    try:
-                        call()
-                    except Exception as error:
-                        print(type(error).__name__, error, flush=True)
-                end.close()
-                del link, end
-                sys.exit(0)
-            assert os.waitpid(child, 0)[1] == 0
-            end.link(b"u" * 16)
-            """,
-            ucx.path,
-        ).splitlines()
+        run(PAIR + dedent(script), ucx.path).splitlines()
         == [
             "NativeError UCX does not work in a process forked from the one that opened it: start"
             " such processes with the method spawn"
         ]
         * 3
     )
+
+
+def test_a_child_that_is_forked_while_ucx_is_in_use_is_told_what_to_do(ucx: Found) -> None:
+    script = """
+        workers, region, endpoint = connected()
+        in_child(connected)
+        workers[0].close()  # it is there still
+        in_child(lambda: (workers.clear(), connected()))
+        """
+    told = run(PAIR + dedent(script), ucx.path).splitlines()
+    assert len(told) == 2
+    for line in told:
+        assert line.startswith("UCX was in use in process ")
+        assert "start such processes with the method spawn" in line
+
+
+def test_a_child_that_is_forked_while_ucx_is_not_in_use_has_its_own(ucx: Found) -> None:
+    script = """
+        assert in_child(connected) == 0
+        connected()
+        assert in_child(connected) == 0
+        """
+    assert run(PAIR + dedent(script), ucx.path) == ""
 
 
 def fake(folder: Path, code: str) -> str:
@@ -159,22 +251,59 @@ def test_a_library_is_opened_once_and_the_one_that_is_open_is_used(ucx: Found) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"UCX_NET_DEVICES": "none7"}, "^ucp_init: No such device.*none7"),
+        ({"UCX_TLS": "none7"}, "^ucp_init: No such device"),
         ({"ZCOPY_THRESH": "many"}, "Invalid value for ZCOPY_THRESH: 'many'"),
         ({"UCX_": "1"}, "a setting is 'UCX_'='1'; it must be a name of UCX's"),
     ],
 )
 def test_settings_that_ucx_does_not_take(settings: dict[str, str], words: str, ucx: Found) -> None:
     with pytest.raises((UcxError, ValueError), match=words):
-        UcxEnd(UcxLibrary.load(ucx.path), settings=settings)
+        UcxWorker(UcxLibrary.load(ucx.path), settings=settings)
 
 
-def test_an_unknown_mode_is_refused(ucx: Found) -> None:
-    with pytest.raises(ValueError, match="mode is 'both'; it must be one of gathered, one_sided"):
-        UcxEnd(UcxLibrary.load(ucx.path), mode="both")
+@pytest.mark.parametrize("transports", ["all", "tcp", "shm,tcp", "^cma", "\\tcp"])
+def test_tcp_is_refused(transports: str, ucx: Found) -> None:
+    with pytest.raises(UcxError, match="UCX_TLS lets UCX use TCP") as refused:
+        UcxWorker(UcxLibrary.load(ucx.path), settings={"UCX_TLS": transports})
+    assert refused.value.status == KVN_INVALID
 
 
-def test_what_an_end_may_use_is_told(ucx: Found) -> None:
-    end = UcxEnd(UcxLibrary.load(ucx.path), settings={"NET_DEVICES": "lo"})
-    assert end.transports == "tcp/lo"
-    end.close()
+def test_tcp_of_the_environment_is_refused(ucx: Found) -> None:
+    script = """
+        os.environ["UCX_TLS"] = "all"
+        try:
+            UcxWorker(UcxLibrary.load(path))
+        except UcxError as error:
+            print(error)
+        """
+    assert run(script, ucx.path).startswith("UCX_TLS lets UCX use TCP")
+
+
+def test_it_has_no_socket_of_a_network(ucx: Found) -> None:
+    """By what the system says: it listens nowhere, and nothing is connected."""
+    script = """
+        import socket
+
+        def sockets():
+            "Inodes of this process's, by what they are of."
+            mine = {os.readlink(it.path) for it in os.scandir("/proc/self/fd") if it.is_symlink()}
+            for name in ("tcp", "tcp6", "udp", "udp6"):
+                for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+                    if f"socket:[{line.split()[9]}]" in mine:
+                        print(name, line)
+
+        held = connected()
+        sockets()
+        listener = socket.create_server(("127.0.0.1", 0))
+        print("now ours:")
+        sockets()
+        """
+    told = run(PAIR + dedent(script), ucx.path).splitlines()
+    assert told[0] == "now ours:"
+    assert len(told) == 2  # it would have been found
+
+
+def test_what_it_may_use_is_told(ucx: Found) -> None:
+    worker = UcxWorker(UcxLibrary.load(ucx.path), settings={"UCX_TLS": "self"})
+    assert worker.transports == "self/memory"
+    worker.close()

@@ -6,12 +6,13 @@ import os
 import platform
 import resource
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 import kvplan
 
-_DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 12}  # at each end; ucx has two lanes by default
+_DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 5}  # at each end
 
 
 def describe() -> dict[str, object]:
@@ -30,6 +31,7 @@ def describe() -> dict[str, object]:
             "cores": len(os.sched_getaffinity(0)),
         },
         "native_modules": _native_modules(),
+        "user_key": _user_key(),
         "limits": _limits(),
     }
 
@@ -43,6 +45,12 @@ def _native_modules() -> dict[str, str]:
     folder = Path(str(kvnative.__file__)).parent
     # By the stubs, so that one which was not built is missed.
     return {it.stem: _load(f"kvnative.{it.stem}") for it in sorted(folder.glob("_*.pyi"))}
+
+
+def _user_key() -> dict[str, object]:
+    from kvplan.control.user_key import describe  # loads ZeroMQ, which no other command needs
+
+    return describe()._asdict()
 
 
 def _load(module: str) -> str:
@@ -59,11 +67,21 @@ def _limits() -> dict[str, object]:
         "open_files": {"soft": soft, "hard": hard},
         "links_by_open_files": {
             name: None if soft < 0 else soft // each
-            for name, each in _DESCRIPTORS_OF_A_LINK.items()
+            for name, each in _descriptors_of_a_link().items()
         },
         "ptrace_scope": _number_in("/proc/sys/kernel/yama/ptrace_scope"),
         "shared_memory_free_bytes": _free("/dev/shm"),
     }
+
+
+def _descriptors_of_a_link() -> dict[str, int]:
+    """At each end, by transport."""
+    with suppress(ImportError):  # native modules that do not load: `native_modules` says why
+        from kvplan.transport.tcp.transport import connections_of
+
+        tcp = 5 + 2 * connections_of(len(os.sched_getaffinity(0)))
+        return {**_DESCRIPTORS_OF_A_LINK, "tcp": tcp}
+    return _DESCRIPTORS_OF_A_LINK
 
 
 def _number_in(path: str) -> int | None:

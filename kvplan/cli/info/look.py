@@ -164,9 +164,14 @@ def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str,
         ucx.look(note)
         with closing(make(options)) as ours, closing(make(options)) as theirs:
             ucx.look_at_transport(note, cast("UcxTransport", ours), cast("UcxTransport", theirs))
+    found: dict[str, object] = {}
+    if name == "tcp":
+        note(step="trying a copy over tcp")
+        found["tried"] = trial.between_engines(name)
     with closing(make(options)) as transport:
         ways = ways_between(name, transport.reaches, options.device, options)
-        return {"reaches": sorted(transport.reaches), "ways": [it._asdict() for it in ways]}
+        found |= {"reaches": sorted(transport.reaches), "ways": [it._asdict() for it in ways]}
+    return found
 
 
 def _reason(error: Exception) -> str:

@@ -13,7 +13,7 @@ Found = dict[str, Any]
 
 def render(found: Found) -> str:
     """All of it, ending with a line's end."""
-    parts = (_host, _accelerator, _ucx, _copies, _transports, _limits, _stopped)
+    parts = (_host, _accelerator, _ucx, _copies, _transports, _user_key, _limits, _stopped)
     return "\n".join(line for part in parts for line in part(found)) + "\n"
 
 
@@ -110,16 +110,15 @@ def _ucx(found: Found) -> Iterator[str]:
     if "library" in it:
         yield _row("library", f"{it['library']} ({it['source']})")
         modules = ", ".join(it["modules"]) or "none"
-        yield _row("modules", f"{modules}; TCP and shared memory are built in")
+        yield _row("modules", f"{modules}; shared memory is built in")
     if settings := it.get("environment"):
         yield _row("set", " ".join(f"{name}={value}" for name, value in settings.items()))
     if "finds" in it:
         yield _row("finds", ", ".join(it["finds"]) or "nothing")
     if missing := it.get("missing_for_rdma"):
         yield _row("no RDMA", "; ".join(missing))
-    if "mode" in it:
-        over = f" over {', '.join(it['over'])}" if "over" in it else ""
-        yield _row("mode", f"{it['mode']}{over} (kvplan.ucx_mode=auto): {it['why_mode']}")
+    if "over" in it:
+        yield _row("over", ", ".join(it["over"]))
     if "copy" in it:
         yield _row("tried", _tried(it["copy"]))
     elif "version" in it and "why_not" in it:
@@ -153,6 +152,19 @@ def _transports(found: Found) -> Iterator[str]:
             ends = f"local {way['local']:<6} remote {way['remote']:<6}"
             told = f"{way['how']}: {way['note']}" if way["note"] else way["how"]
             yield _row("", f"{ends}  {told}", indent=29)
+        if tried := it.get("tried"):
+            yield _row("", f"tried between two engines of one process ({tried}): blocks came right")
+
+
+def _user_key(found: Found) -> Iterator[str]:
+    it = found["user_key"]
+    yield ""
+    yield "links inside this host: without kvplan.cluster_key_file, engines with this user's key"
+    yield _row("key", it["path"] + ("" if it["is_made"] else ": is made at first use"))
+    if it["why_not_home"]:
+        yield _row("", f"not below the home: {it['why_not_home']}")
+    if it["why_not"]:
+        yield _row("FAILED", it["why_not"])
 
 
 def _limits(found: Found) -> Iterator[str]:

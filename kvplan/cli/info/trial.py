@@ -1,9 +1,15 @@
-"""Tries the copies inside one process: some scattered blocks, there and back, compared."""
+"""Tries the copies inside one process, and between two engines of it.
+
+Some scattered blocks go there and back, and are compared.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,7 +19,7 @@ from kvnative._host import Arena
 from kvplan.execution.transfers import Transfers
 from kvplan.planning import plan_pull_blocks
 from kvplan.status import LLMException
-from kvplan.types import CacheDesc, DataType
+from kvplan.types import BlocksCacheKey, CacheDesc, DataType, LlmRole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,6 +64,41 @@ def _there_and_back(
         transfers.execute(plan, source, target, timeout_ms=_TIMEOUT_MS)
     wrong = np.flatnonzero((got != given)[:, _STOPS[0]].any(axis=(0, 2)))
     return f"blocks {[_STOPS[0][it] for it in wrong]} came back wrong" if len(wrong) else ""
+
+
+def between_engines(transport: str) -> str:
+    """Pull and push over that transport, by the loopback; returns the way that the bytes took.
+
+    Raises:
+        LLMException: they cannot be moved, or came wrong.
+    """
+    from kvplan.control.cluster_key import ClusterKey
+    from kvplan.engine.datadist import LlmDataDist
+    from kvplan.engine.links import ClusterInfo
+    from kvplan.engine.options import Options
+
+    with ExitStack() as stack:
+        # The user's own key is made at first use, and this is none.
+        key = Path(stack.enter_context(TemporaryDirectory(prefix="kvplan-info-"))) / "key"
+        ClusterKey.generate().save(key)
+        common = Options(transport=transport, accelerator="none", cluster_key_file=str(key))
+        owner, user = LlmDataDist(1, LlmRole.MIX), LlmDataDist(2, LlmRole.MIX)
+        for engine, address in ((owner, "127.0.0.1:0"), (user, "")):
+            engine.initialize(replace(common, listen_ip_info=address))
+            stack.callback(engine.finalize)
+        user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
+        there, here = BlocksCacheKey(1), user.allocate_blocks_cache(_DESC)
+        tensors = owner.arrays(owner.allocate_blocks_cache(_DESC, there))
+        for number, tensor in enumerate(tensors):
+            tensor[:] = np.random.default_rng(number).integers(1, 256, tensor.shape, np.uint8)
+        expected = np.array(tensors)
+        (given, came), (_, back) = pairwise(_STOPS)
+        user.pull_blocks(there, here, given, came, timeout_ms=_TIMEOUT_MS)
+        user.push_blocks(here, there, came, back, timeout_ms=_TIMEOUT_MS)
+        expected[:, back] = expected[:, given]
+        if not np.array_equal(tensors, expected):
+            raise LLMException(f"blocks {given} were pulled or pushed wrong over {transport}")
+        return user.links()[0].way
 
 
 def _host(device: AscendDevice | None, stack: ExitStack) -> NDArray[np.uint8]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,9 +13,8 @@ from kvnative._backend import NativeError
 from kvplan.execution.transfers import Transfers
 from kvplan.planning import plan_pull_blocks, plan_push_blocks
 from kvplan.status import LLMException
-from kvplan.transport.ucx.library import OVERRIDE, find, places
+from kvplan.transport.ucx.library import OVERRIDE, find, places, why_no_rdma
 from kvplan.transport.ucx.metadata import Metadata
-from kvplan.transport.ucx.modes import why_no_rdma
 from kvplan.types import CacheDesc, DataType
 
 if TYPE_CHECKING:
@@ -33,7 +30,7 @@ _DESC: Final = CacheDesc(num_tensors=2, shape=(8, 32 << 10), data_type=DataType.
 _PULLED: Final = ([0, 2, 5, 7], [6, 1, 3, 0])  # blocks there, and where they go here
 _PUSHED: Final = ([6, 1, 3, 0], [4, 6, 1, 3])
 _TIMEOUT_MS: Final = 10_000
-_EVERYTHING: Final = {"TLS": "all", "NET_DEVICES": "all"}
+_EVERYTHING: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}
 _ANY_LIBRARY: Final = ""
 
 
@@ -54,16 +51,16 @@ def look(note: Callable[..., None]) -> None:
             "missing_for_rdma": _missing_for_rdma(found.path),
         },
     )
-    from kvnative._ucx import UcxEnd, UcxLibrary
+    from kvnative._ucx import UcxLibrary, UcxWorker
 
     library = UcxLibrary.load(found.path)
     version = ".".join(map(str, library.version))
     note(step="asking UCX what it finds", ucx={"library": library.path, "version": version})
-    end = UcxEnd(library, settings=_EVERYTHING, name="kvplan info")
+    worker = UcxWorker(library, settings=_EVERYTHING, name="kvplan info")
     try:
-        note(ucx={"finds": end.transports.split()})
+        note(ucx={"finds": worker.transports.split()})
     finally:
-        end.close()
+        worker.close()
 
 
 def look_at_transport(note: Callable[..., None], ours: UcxTransport, theirs: UcxTransport) -> None:
@@ -72,9 +69,6 @@ def look_at_transport(note: Callable[..., None], ours: UcxTransport, theirs: Ucx
     Raises:
         LLMException: they cannot be moved, and why.
     """
-    reason = why_no_rdma(find().path) or "an RDMA device is here, and UCX can use it"
-    note(step="making an end of UCX", ucx={"mode": ours.mode, "why_mode": reason})
-    ours.ready()
     over = Metadata.from_bytes(ours.metadata(())).over
     note(step="trying a copy over UCX", ucx={"over": over.split()})
     tried = _try(ours, theirs)
@@ -97,7 +91,7 @@ def _environment() -> dict[str, str]:
 
 
 def _modules(library: str) -> list[str]:
-    """What lies beside the library: "ib" (verbs), "cma"; TCP and shared memory are in it."""
+    """What lies beside the library: "ib" (verbs), "cma"; shared memory is in it."""
     files = Path(library).resolve().parent.glob("ucx/libuct_*.so")
     return sorted(it.stem.removeprefix("libuct_") for it in files)
 
@@ -124,29 +118,13 @@ def _try(ours: UcxTransport, theirs: UcxTransport) -> dict[str, object]:
             arena = theirs.allocate(_DESC.nbytes)
             registration = theirs.register(arena)
             stack.callback(theirs.deregister, registration)
-            link = _linked(ours, theirs, stack)
+            link = ours.connect(theirs.metadata(), timeout_ms=_TIMEOUT_MS)
+            stack.callback(link.close)
             way = link.way
             fault = _there_and_back(link, arena)
     except (LLMException, NativeError, MemoryError) as error:
         fault = str(error.args[0]) if error.args else type(error).__name__
     return {"way": way, "works": not fault, "why_not": fault}
-
-
-def _linked(ours: UcxTransport, theirs: UcxTransport, stack: ExitStack) -> UcxLink:
-    """Both ends connect, as two engines do."""
-    theirs.ready()
-    session = secrets.token_bytes(16)
-
-    def connect(here: UcxTransport, there: UcxTransport) -> UcxLink:
-        link = here.connect(there.metadata(), timeout_ms=_TIMEOUT_MS, session=session)
-        stack.callback(link.close)
-        return link
-
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(connect, theirs, ours)
-        link = connect(ours, theirs)
-        other.result()
-    return link
 
 
 def _there_and_back(link: UcxLink, arena: Arena) -> str:

@@ -51,7 +51,9 @@ def ways_between(
     options: TransportOptions,
 ) -> list[Way]:
     """Over a link of that transport, which works here."""
-    row = {"hccl": _over_hccl, "local": _over_local, "ucx": _over_ucx}.get(transport, _over_any)
+    row = {"hccl": _over_hccl, "local": _over_local, "ucx": _over_ucx, "tcp": _over_tcp}.get(
+        transport, _over_any
+    )
     kinds = KINDS if device is not None else ("host",)
     return [
         row(local, remote, reaches, device, options)
@@ -127,9 +129,21 @@ def _over_ucx(
     options: TransportOptions,
 ) -> Way:
     if {local, remote} <= reaches:
-        how = "gathered into messages over TCP, or a get or put for each descriptor over RDMA"
-        return Way(local, remote, "direct", how)
+        return Way(local, remote, "direct", "a get or put for each descriptor")
     how = "UCX takes host memory alone: copy it to a HOST cache, or link over hccl"
+    return Way(local, remote, "refused", how)
+
+
+def _over_tcp(
+    local: Kind,
+    remote: Kind,
+    reaches: frozenset[Kind],
+    device: AscendDevice | None,
+    options: TransportOptions,
+) -> Way:
+    if {local, remote} <= reaches:
+        return Way(local, remote, "direct", "from and to the blocks themselves, over sockets")
+    how = "sockets take host memory alone: copy it to a HOST cache, or link over hccl"
     return Way(local, remote, "refused", how)
 
 

@@ -166,7 +166,7 @@ class Answerer:
         if link is None or not link.is_live:
             return
         if death := link.death():
-            self._steps.broken(link, death)
+            self._steps.lost(link, death)
         elif link.instance != hello.instance:
             raise already_linked(
                 f"cluster {self._end.cluster_id} is linked with another process of cluster "

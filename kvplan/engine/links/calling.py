@@ -12,7 +12,7 @@ from kvplan.engine.links.answering import already_linked
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.state import LinkState
+from kvplan.engine.links.state import LOST, LinkState
 from kvplan.engine.links.telling import tell
 from kvplan.engine.links.transitions import Transitions, link_error
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -163,7 +163,8 @@ class Caller:
     ) -> None:
         end = self._end
         link.phase = "connect"
-        channel = await connect(end.control, endpoint, handler, end.key, timeout_s)
+        source = end.options.tcp_source
+        channel = await connect(end.control, endpoint, handler, end.keys, timeout_s, source)
         link.channel = channel
         channel.bound = link
         link.phase = "hello"
@@ -194,7 +195,7 @@ class Caller:
 
     def _refuse_linked(self, cluster_id: int) -> None:
         link = self._steps.links.get(cluster_id)
-        if link is None or link.state is LinkState.BROKEN:
+        if link is None or link.state in LOST:
             return
         if link.state is LinkState.UNLINKING:
             raise LLMException(

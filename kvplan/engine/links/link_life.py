@@ -8,7 +8,7 @@ from contextlib import suppress
 from threading import RLock
 from weakref import ref
 
-from kvplan.engine.links.state import STEPS, LinkState
+from kvplan.engine.links.state import LOST, STEPS, LinkState
 from kvplan.status import LLMException, LLMStatusCode
 
 
@@ -19,9 +19,9 @@ class LinkLife:
         cluster_id: the peer's.
         state: see LinkState.
         since: when the state began, in seconds since the epoch.
-        reason: why the link is broken, or never came to be; empty otherwise.
+        reason: why the link is broken or closed, or never came to be; empty otherwise.
         settled: set once the handshake has ended, well or not.
-        ended: set once the link is broken or unlinked.
+        ended: set once the link is broken, closed or unlinked.
     """
 
     def __init__(self, cluster_id: int) -> None:
@@ -71,7 +71,7 @@ class LinkLife:
             if unless_busy and self.in_flight:
                 return False
             self.state, self.since, self.reason = state, time.time(), reason
-            if state is LinkState.BROKEN:
+            if state in LOST:
                 self.last_error = reason
         self.settled.set()
         if not self.is_live:
@@ -85,8 +85,8 @@ class LinkLife:
             operation: what the caller holds meanwhile, and can be referenced weakly.
 
         Raises:
-            LLMException: LLM_LINK_FAILED: the link is broken, and why; LLM_NOT_YET_LINK: it is
-                being made or unlinked, or was unlinked.
+            LLMException: LLM_LINK_FAILED: the link is broken or closed, and why; LLM_NOT_YET_LINK:
+                it is being made or unlinked, or was unlinked.
         """
         with self._mutex:
             if is_linked := self.state is LinkState.LINKED:
@@ -152,10 +152,9 @@ class LinkLife:
     def refusal_in(self, state: LinkState, reason: str) -> LLMException:
         """Why nothing can be transferred over the link when it is in `state`."""
         who = f"the link to cluster {self.cluster_id}"
-        if state is LinkState.BROKEN:
-            return LLMException(
-                f"{who} is broken: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED
-            )
+        if state in LOST:
+            how = "is broken" if state is LinkState.BROKEN else "was ended by the peer"
+            return LLMException(f"{who} {how}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED)
         doing = {
             LinkState.LINKING: "is still being made",
             LinkState.UNLINKING: "is being unlinked",

@@ -10,10 +10,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
 from kvplan.control.server import warn_of_strangers
+from kvplan.control.user_key import user_key
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.calling import Caller
 from kvplan.engine.links.clusters import ClusterInfo, check_clusters
@@ -86,7 +87,7 @@ class Links:
             transports=tuple(transports),
             missing=missing,
             control=self._control,
-            key=None if key_file is None else ClusterKey.load(key_file),
+            keys=Keys(None if key_file is None else ClusterKey.load(key_file), user_key),
         )
         self._steps = Transitions(self._end)
         self._caller = Caller(self._end, self._steps)
@@ -193,7 +194,7 @@ class Links:
         end = self._end
         members = locate_members(end.cluster_id, cluster_rank_info, rank_table)
         exposed = exposed_point(end.cluster_id, members, end.options)
-        if exposed is not None and end.key is None:
+        if exposed is not None and end.keys.cluster is None:
             warn_of_strangers(exposed, stacklevel=3)  # who calls the engine
         return self._run(self._rendezvous.link(comm_name, members))
 

@@ -74,4 +74,4 @@ class Listener:
             server.close()
 
     async def _serve(self, endpoint: Endpoint) -> Server:
-        return await Server.listen(self._end.control, endpoint, self._handler, self._end.key)
+        return await Server.listen(self._end.control, endpoint, self._handler, self._end.keys)

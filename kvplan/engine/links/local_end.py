@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.cluster_key import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Offer
 from kvplan.engine.options import Options
@@ -32,7 +32,7 @@ class LocalEnd:
         transports: in order of preference.
         missing: why others are not there, by name.
         control: the loop that all links live on.
-        key: what peers are authenticated with; None: nothing.
+        keys: what peers are authenticated with.
     """
 
     cluster_id: int
@@ -43,7 +43,7 @@ class LocalEnd:
     transports: Sequence[Transport]
     missing: Mapping[str, str]
     control: ControlLoop
-    key: ClusterKey | None
+    keys: Keys
 
     def offers(self) -> tuple[Offer, ...]:
         """What a peer could reach this process by."""

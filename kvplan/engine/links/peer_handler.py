@@ -22,6 +22,7 @@ from kvplan.control.messages import (
     Unlink,
     Unused,
 )
+from kvplan.engine.cache_entry import HeldCache, end_all
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink
@@ -84,16 +85,20 @@ class PeerHandler:
                 return Found(claim.claim_id, claim.batch_index, link.told.describe(claim.entry))
             case Release():
                 tensors = None if body.tensors is None else range(*body.tensors)
-                self._end.registry.release(body.claim_id, tensors, holder=link)
+                ended: list[HeldCache] = []
+                self._end.registry.release(body.claim_id, tensors, holder=link, end=ended.extend)
+                if ended:  # peers that write to them are waited for, but not by this thread
+                    await self._end.control.in_worker(end_all, ended)
                 return Released()
         raise LLMException(f"{type(body).__name__} is no request")
 
     def on_notice(self, channel: Channel, body: Body) -> None:
         """Take what a peer tells."""
         link = channel.bound
-        if not isinstance(link, PeerLink) or not link.is_live:
-            ended = link.reason if isinstance(link, PeerLink) else ""
-            channel.close(ended or f"cluster {self._end.cluster_id} has no such link")
+        if not isinstance(link, PeerLink):
+            channel.close(f"cluster {self._end.cluster_id} has no such link")
+        elif not link.is_live:
+            pass  # whatever has ended it closes the channel, and says why
         elif isinstance(body, Table):
             try:
                 link.learn(body)
@@ -104,12 +109,12 @@ class PeerHandler:
 
     def on_lost(self, channel: Channel, reason: str) -> None:
         """The peer has ended the conversation, or is not heard any more."""
-        link = channel.bound
-        if isinstance(link, PeerLink) and link.is_live and (death := link.death()):
+        link, orderly = channel.bound, channel.closed_orderly
+        if not orderly and isinstance(link, PeerLink) and link.is_live and (death := link.death()):
             reason = f"{reason}: {death}"
-        self._lost(link, reason)
+        self._lost(link, reason, orderly=orderly)
 
-    def _lost(self, link: object, reason: str) -> None:
+    def _lost(self, link: object, reason: str, *, orderly: bool = False) -> None:
         if not isinstance(link, PeerLink):
             return
         if link.state is LinkState.LINKING:
@@ -117,7 +122,7 @@ class PeerHandler:
             if self._steps.answering.get(link.cluster_id) is link:
                 self._steps.failed(link, link_failed(reason))
         else:
-            self._steps.broken(link, reason)
+            self._steps.lost(link, reason, orderly=orderly)
 
     def _linked(self, channel: Channel) -> PeerLink:
         link = channel.bound

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvplan.engine.links.renewals import Renewals
     from kvplan.engine.links.told_table import ToldTable
     from kvplan.execution.memory import TensorMemory
-    from kvplan.transport.protocol import TransportLink
+    from kvplan.transport.protocol import Streams, TransportLink
 
 _Answer = TypeVar("_Answer", bound=Body)
 _MAX_QUESTIONS = 16  # at a time; a peer refuses to serve much more
@@ -61,6 +61,7 @@ class PeerLink(LinkLife):
         self.role: LlmRole | None = None
         self.transport = ""
         self.channel: Channel | None = None
+        self.streams: Streams | None = None
         self.connecting: asyncio.Task[TransportLink] | None = None
         self.transport_link: TransportLink | None = None
         self.renewals: Renewals | None = None

@@ -247,7 +247,7 @@ class Rendezvous:
                 servers = (it for other in self._communicators.values() for it in other.servers)
                 server = next((it for it in servers if it.endpoint == endpoint), None)
                 comm.servers.append(
-                    server or await Server.listen(end.control, endpoint, self._handler, end.key)
+                    server or await Server.listen(end.control, endpoint, self._handler, end.keys)
                 )
 
     def _forget(self, comm: Communicator) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from kvplan.control.endpoint import Endpoint
+from kvplan.control.own_directory import check_above, private_directory, runtime_directory
 from kvplan.engine.links.rank_table import Location
 from kvplan.engine.options import Options
-from kvplan.status import LLMException
 
 
 def meeting_point(
@@ -55,22 +53,7 @@ def own_directory(comm_dir: str | None) -> Path:
     Raises:
         LLMException: LLM_FAILED: it cannot be made, or others could use it.
     """
-    if comm_dir is not None:
-        directory = Path(comm_dir)
-    elif runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        directory = Path(runtime) / "kvplan"
-    else:
-        directory = Path("/tmp") / f"kvplan-{os.geteuid()}"
-    try:
-        directory.mkdir(mode=0o700, parents=False, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        raise LLMException(f"comm_dir {directory}: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise LLMException(f"comm_dir {directory} is not a directory of user {os.geteuid()}")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise LLMException(
-            f"comm_dir {directory} has mode {stat.S_IMODE(status.st_mode):04o}, so that others "
-            "could take part; it must be 0700"
-        )
+    directory = runtime_directory() if comm_dir is None else Path(comm_dir)
+    private_directory(directory, "comm_dir")
+    check_above(directory, "comm_dir")
     return directory

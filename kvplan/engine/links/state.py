@@ -17,16 +17,22 @@ class LinkState(Enum):
     UNLINKING = "UNLINKING"
     """No transfer can start; those in flight are waited for."""
     BROKEN = "BROKEN"
-    """The peer is gone or has dropped the link; kept, with the reason, until linked anew."""
+    """The peer is gone, or something went wrong; kept, with the reason, until linked again."""
+    CLOSED = "CLOSED"
+    """The peer has ended the link (`finalize`, or by force); kept as a broken one is."""
     UNLINKED = "UNLINKED"
     """The end: no link. Only those who still hold the object see it."""
 
 
+LOST = frozenset({LinkState.BROKEN, LinkState.CLOSED})
+"""Ended from elsewhere: nothing can be transferred, and who asks is told why."""
+
 STEPS = {
     LinkState.LINKING: {LinkState.LINKED, LinkState.UNLINKED},
-    LinkState.LINKED: {LinkState.UNLINKING, LinkState.BROKEN, LinkState.UNLINKED},
-    LinkState.UNLINKING: {LinkState.LINKED, LinkState.BROKEN, LinkState.UNLINKED},
+    LinkState.LINKED: {LinkState.UNLINKING, LinkState.UNLINKED, *LOST},
+    LinkState.UNLINKING: {LinkState.LINKED, LinkState.UNLINKED, *LOST},
     LinkState.BROKEN: {LinkState.UNLINKED},
+    LinkState.CLOSED: {LinkState.UNLINKED},
     LinkState.UNLINKED: set[LinkState](),
 }
 """All that can happen to a link."""
@@ -42,7 +48,7 @@ class LinkStatus:
         role: the peer's.
         state: see LinkState.
         transport: how its memory is reached ("local"); empty before that is agreed.
-        way: by what means that moves bytes ("gathered over tcp/eth0"); empty before it is reached.
+        way: by what means that moves bytes ("rc_mlx5/mlx5_0:1"); empty before it is reached.
         address: of its control conversation.
         comm_id: of the communicator that the link belongs to; None: linked by address.
         since: when the state began, in seconds since the epoch.
@@ -51,7 +57,7 @@ class LinkStatus:
         bytes_pulled, bytes_pushed: moved over the link by this engine.
         operations: number of them, failed ones too.
         in_flight: number of operations that have not ended yet, or not that the peer has heard of.
-        last_error: of an operation, or why the link is broken; empty: none.
+        last_error: of an operation, or why the link is broken or closed; empty: none.
     """
 
     cluster_id: int

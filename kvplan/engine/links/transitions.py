@@ -9,9 +9,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvplan.engine.cache_entry import end_all
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.renewals import Renewals
-from kvplan.engine.links.state import LinkState
+from kvplan.engine.links.state import LOST, LinkState
 from kvplan.engine.links.told_table import ToldTable
 from kvplan.inspection.units import plural
 from kvplan.logs import Log
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _MAX_ERRORS = 1024
-_LAST_WORDS_S = 1.0  # for a peer that has closed the way to its memory to say why
+_LAST_WORDS_S = 1.0  # of a peer that has exited, or has closed the way to its memory
 
 
 class Transitions:
     """Every change of state goes through here, in the control thread.
 
     Attributes:
-        links: LINKED, UNLINKING and BROKEN ones, by cluster id; read by any thread.
+        links: LINKED, UNLINKING, BROKEN and CLOSED ones, by cluster id; read by any thread.
         calling: LINKING ones whose handshake this end has begun.
         answering: LINKING ones whose handshake the peer has begun.
         errors: why a cluster could not be linked when last tried.
@@ -102,11 +103,22 @@ class Transitions:
         transport = self._end.transport(name)
         link.transport = name
         link.told = ToldTable(name)
+        assert link.channel is not None
+        # Now: the peer may dial as soon as it has the challenge.
+        streams = link.streams = link.channel.streams(challenge)
 
         async def connect() -> TransportLink:
-            return await self._end.control.in_worker(
-                lambda: transport.connect(metadata, timeout_ms=timeout_s * 1000, session=challenge)
-            )
+            try:
+                return await self._end.control.in_worker(
+                    transport.connect,
+                    metadata,
+                    timeout_ms=timeout_s * 1000,
+                    session=challenge,
+                    streams=streams,
+                )
+            finally:
+                streams.close()
+                link.streams = None
 
         link.connecting = asyncio.create_task(connect())
 
@@ -157,18 +169,25 @@ class Transitions:
         self._log(link, logging.DEBUG if link.comm else logging.WARNING)
         self._release(link, str(error.args[0]))
 
-    def broken(self, link: PeerLink, reason: str) -> None:
-        """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails."""
+    def lost(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
+        """LINKED or UNLINKING -> BROKEN: from here on every transfer over the link fails.
+
+        Args:
+            link: which.
+            reason: why.
+            orderly: the peer wanted it so: CLOSED, and nothing to warn of.
+        """
         if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
             return
-        # First: nothing succeeds over a link that is seen broken.
-        self._cut(link, LinkState.BROKEN, reason)
-        link.become(LinkState.BROKEN, reason)
-        self._log(link, logging.WARNING)
+        state = LinkState.CLOSED if orderly else LinkState.BROKEN
+        # First: nothing succeeds over a link that is seen to have ended.
+        self._cut(link, state, reason)
+        link.become(state, reason)
+        self._log(link, logging.INFO if orderly else logging.WARNING)
         self._release(link, reason)
-        broken = [it for it in self.links.values() if it.state is LinkState.BROKEN]
-        if len(broken) > self._end.options.max_links:  # peers that never come back
-            self.unlinked(min(broken, key=lambda it: it.since), "forgotten")
+        lost = [it for it in self.links.values() if it.state in LOST]
+        if len(lost) > self._end.options.max_links:  # peers that never come back
+            self.unlinked(min(lost, key=lambda it: it.since), "forgotten")
 
     def unlinked(self, link: PeerLink, reason: str) -> None:
         """Any state -> UNLINKED.
@@ -181,14 +200,14 @@ class Transitions:
             self.failed(link, link_error("unlink", LLMException(reason)))
         if link.state is LinkState.UNLINKED:
             return
-        was_broken = link.state is LinkState.BROKEN
+        was_lost = link.state in LOST
         self._cut(link, LinkState.UNLINKED, reason)
         link.become(LinkState.UNLINKED, reason)
         if self.links.get(link.cluster_id) is link:
             del self.links[link.cluster_id]
         self._log(link, logging.INFO)
-        if not was_broken:
-            self._release(link, reason)
+        if not was_lost:
+            self._release(link, reason, orderly=True)
 
     def spawn(self, task: Coroutine[Any, Any, None]) -> None:
         """Run `task` beside; `finish` waits for it."""
@@ -216,18 +235,17 @@ class Transitions:
 
     def _died(self, link: PeerLink) -> None:
         self._unwatch(link)  # it stays readable
-        assert link.transport_link is not None
-        if link.transport_link.closed_by_peer:
-            self.spawn(self._closed_by_peer(link))
-        else:
-            self.broken(link, link.death() or "the peer has exited")
+        self.spawn(self._last_words(link))
 
-    async def _closed_by_peer(self, link: PeerLink) -> None:
-        """Wait for the conversation to tell that the link has ended: it says why, and how."""
+    async def _last_words(self, link: PeerLink) -> None:
+        """Wait for the conversation to tell that the link has ended: it says why, and how.
+
+        Nothing succeeds meanwhile: the transport knows that the peer has gone.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await link.ended.wait()
-        self.broken(link, link.death() or "the peer has closed it")
+        self.lost(link, link.death() or "the peer has closed the way to its memory")
 
     def _unwatch(self, link: PeerLink) -> None:
         if (fd := self._watched.pop(link, None)) is not None:
@@ -238,21 +256,26 @@ class Transitions:
         self._unwatch(link)
         if link.connecting is None:
             return
+        if link.streams is not None:
+            link.streams.close()
         close = partial(_close_result, link.refusal_in(state, reason))
         if link.connecting.done():
             close(link.connecting)
         else:
             link.connecting.add_done_callback(close)
 
-    def _release(self, link: PeerLink, reason: str) -> None:
-        """Let go of everything behind a link that has ended."""
-        self._end.registry.release_holder(link)
+    def _release(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
+        """Let go of everything behind a link that has ended, by the wish of this end if orderly."""
+        # Elsewhere: peers that write to the caches that go with it are waited for.
+        worker = self._end.control.start_in_worker
+        self._end.registry.release_holder(link, end=lambda held: worker(end_all, held))
         link.forget()
         if link.renewals is not None:
             link.renewals.end(reason)
         if link.channel is not None:
             # Later: what is served on it now must still be answered.
-            asyncio.get_running_loop().call_soon(link.channel.close, reason)
+            close = partial(link.channel.close, reason, orderly=orderly)
+            asyncio.get_running_loop().call_soon(close)
 
     def _log(self, link: PeerLink, level: int) -> None:
         _LOG.log(

@@ -11,7 +11,7 @@ from kvplan.control.messages import Unlink, Unlinked
 from kvplan.engine.links.asking import ask
 from kvplan.engine.links.local_end import LocalEnd
 from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.state import LinkState
+from kvplan.engine.links.state import LOST, LinkState
 from kvplan.engine.links.transitions import Transitions
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode
@@ -48,7 +48,7 @@ class Unlinker:
             self.drop(cluster_id, f"cluster {self._end.cluster_id} has unlinked by force")
         elif link is None:
             raise self._no_link(cluster_id)
-        elif link.state is LinkState.BROKEN:
+        elif link.state in LOST:
             self._steps.unlinked(link, "unlinked")
         else:
             await self._unlink(link, timeout_s)
@@ -97,7 +97,7 @@ class Unlinker:
                     ) from None
                 except ChannelClosed:
                     pass  # the link has ended from the other side
-            # Now it is UNLINKING, BROKEN, or the peer was as quick to unlink as this end.
+            # Now it is UNLINKING, lost, or the peer was as quick to unlink as this end.
             self._steps.unlinked(link, "unlinked")
 
     @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ipaddress import IPv4Address
 
 from kvplan.engine.option_rows import SPELLINGS, WITHOUT_MEANING
-from kvplan.engine.options import Options
+from kvplan.engine.options import Options, unknown_key
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance
 from kvplan.llm_datadist.v2.llm_utils import parse_listen_ip_info
@@ -76,12 +76,12 @@ def check_listen(listen_ip_info: str) -> tuple[str, int]:
 def engine_options(options: dict[str, str]) -> Options:
     """Return what the engine is initialized with.
 
-    What it does not know is logged and ignored, and so are numbers for RDMA that no adapter takes;
-    a SyncKvCacheWaitTime of "0" is the default.
+    What it does not know is logged and ignored, unless it is nearly where to listen; so are numbers
+    for RDMA that no adapter takes. A SyncKvCacheWaitTime of "0" is the default.
 
     Raises:
         TypeError: a key or value that is no text.
-        LLMException: LLM_PARAM_INVALID: a value that cannot be.
+        LLMException: LLM_PARAM_INVALID: a value that cannot be, or a key that is nearly LISTEN.
     """
     known = {}
     for key, text in options.items():
@@ -89,8 +89,8 @@ def engine_options(options: dict[str, str]) -> Options:
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)
         if key == _WAIT_TIME and text.isdigit() and int(text) == 0:
             log.warn(f"{key}={text}: the default of {Options().sync_kv_cache_wait_time} ms is used")
-        elif not _is_known(key):
-            log.warn(f"option {key!r} is unknown and ignored")
+        elif not is_known(key):
+            log.warn(unknown_key(key))
         elif key in _OF_RDMA and not _is_possible(key, text):
             log.warn(f"{key}={text} is ignored: no adapter takes it")
         else:
@@ -111,5 +111,6 @@ def _is_possible(key: str, text: str) -> bool:
     return True
 
 
-def _is_known(key: str) -> bool:
+def is_known(key: str) -> bool:
+    """Whether an option has that key, here or in the original."""
     return key in SPELLINGS or key.removeprefix("llm.") in WITHOUT_MEANING or key.startswith("ge.")

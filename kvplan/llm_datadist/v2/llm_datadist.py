@@ -7,6 +7,8 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.option_rows import LISTENING
+from kvplan.engine.options import unknown_key
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint64
@@ -18,6 +20,7 @@ from kvplan.llm_datadist.v2.engine_options import (
     check_listen,
     completed,
     engine_options,
+    is_known,
 )
 from kvplan.llm_datadist.v2.link_codes import OwnLinks
 from kvplan.llm_datadist.v2.linking import Linking
@@ -151,8 +154,8 @@ class LLMDataDist(Linking):
         Raises:
             TypeError: an argument of another type.
             RuntimeError: not initialized.
-            LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: no such address;
-                LLM_FAILED: it cannot be had. Nothing changes then.
+            LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: no such address, or a key
+                that is nearly llm.listenIpInfo; LLM_FAILED: it cannot be had. Nothing changes then.
         """
         engine = self._running()
         check_isinstance("role", role, LLMRole, allow_none=False)
@@ -161,11 +164,13 @@ class LLMDataDist(Linking):
         if not self._enable_cache_mgr:
             if role == self._role:
                 raise invalid(f"role={role} is the role already")
-            if role == LLMRole.PROMPT and LISTEN not in options:
+            if role == LLMRole.PROMPT and not LISTENING & options.keys():
                 raise invalid(f"role={role} needs {LISTEN}")
         for key, text in options.items():
             check_isinstance(f"switch_options[{key!r}]", text, str, allow_none=False)
-        listen = {LISTEN: options[LISTEN]} if LISTEN in options else {}
+            if not is_known(key):
+                log.warn(unknown_key(key))
+        listen = {key: text for key, text in options.items() if key in LISTENING}
         for address in listen.values():
             check_listen(address)
         engine.set_role(LlmRole(role), listen)

@@ -37,7 +37,6 @@ class HcclLink:
     """
 
     finds_freed: Literal["after"] = "after"
-    closed_by_peer = False
     death_fd = None
     """Who watches over the link must do so by other means: the peer may be on another host."""
 

@@ -133,7 +133,9 @@ class HcclTransport:
         self._check_process()
         self._registrations.expect(memory, keep)
 
-    def register(self, memory: Registrable, *, writable: bool = True) -> Registration:
+    def register(
+        self, memory: Registrable, *, writable: bool = True, keep: object = None
+    ) -> Registration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Memory may be registered several times, and a part of what is registered. What lies partly
@@ -143,6 +145,7 @@ class HcclTransport:
             memory: a DeviceRange; or of the host, where the product allows it: anything with a
                 contiguous buffer, which is then held, or (address, nbytes), which the caller holds.
             writable: whether peers may write to it.
+            keep: of no account: what peers write is not seen.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not of this device, or not as asked, or
@@ -183,7 +186,14 @@ class HcclTransport:
         except LLMException as error:
             return str(error.args[0])
 
-    def connect(self, metadata: bytes, *, timeout_ms: float, session: bytes = b"") -> HcclLink:
+    def connect(
+        self,
+        metadata: bytes,
+        *,
+        timeout_ms: float,
+        session: bytes = b"",
+        streams: protocol.Streams | None = None,
+    ) -> HcclLink:
         """Link to the device of `metadata`, whose process must do so too, in any order.
 
         Args:
@@ -191,6 +201,7 @@ class HcclTransport:
                 renewed the connection (`Renewable`).
             timeout_ms: milliseconds to wait for the peer; HCCL takes whole seconds.
             session: the same at both ends, and no other attempt's.
+            streams: of no account: HCCL makes connections of its own.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, has not come in time, or HCCL says

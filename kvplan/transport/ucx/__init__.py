@@ -1,1 +1,1 @@
-"""Memory of processes on other hosts, reached through UCX: RDMA, TCP, whatever it knows."""
+"""Memory of peers reached by RDMA, and that of GPUs, through UCX."""

@@ -1,4 +1,4 @@
-"""The UCX library of this host: its file is found here, without loading it; never linked."""
+"""The UCX library of this host, and its RDMA: found here without loading it; never linked."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ NAME: Final = "libucp.so.0"
 _WHEEL: Final = "libucx"
 """The package that libucx-cu12 installs, as do its like for other versions of CUDA, which kvplan
 does not need: it names that one in its extra `ucx`."""
+
+_RDMA: Final = Path("/sys/class/infiniband")
+_VERBS: Final = "libuct_ib.so*"
 
 _LOADER_CACHE: Final = Path("/etc/ld.so.cache")
 _LOADER_FOLDERS: Final = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
@@ -68,9 +71,9 @@ def find() -> Found:
             return Found(str(place.library), place.source)
         looked_at.append(f"{place.source} ({place.path or 'not there'})")
     raise LLMException(
-        f"no UCX library ({NAME}) is here: looked at {', '.join(looked_at)}. Install it with "
-        "pip install 'kvplan[ucx]' (TCP and shared memory), or for RDMA the UCX of the system, "
-        f"1.13 or later (package libucx0, ucx, or of MLNX_OFED), or name one in {OVERRIDE}",
+        f"no UCX library ({NAME}) is here: looked at {', '.join(looked_at)}. Install it from "
+        "the system's packages, 1.13 or later (libucx0, ucx, or of MLNX_OFED), or name one in "
+        f"{OVERRIDE}; that of pip install 'kvplan[ucx]' is for GPUs of one host: it has no RDMA",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
 
@@ -88,6 +91,31 @@ def places() -> Iterator[Place]:
     yield _of_cache()
     for folder in _LOADER_FOLDERS:
         yield _of_folder(folder, "the system")
+
+
+def why_no_rdma(library: str) -> str:
+    """What is missing for RDMA with the UCX library of that path; empty: nothing.
+
+    Args:
+        library: empty: any; then only this host is looked at.
+    """
+    if not _RDMA.is_dir():
+        return f"this host has no RDMA device ({_RDMA} is not there)"
+    if not any(_is_active(it) for it in _RDMA.glob("*/ports/*/state")):
+        return f"no port of an RDMA device is active (as {_RDMA}/*/ports/*/state says)"
+    if library and not any(Path(library).resolve().parent.glob(f"**/{_VERBS}")):
+        return (
+            f"the UCX library {library} is built without verbs ({_VERBS} is not beside it), as the "
+            f"wheel is: install the UCX of the system, or of MLNX_OFED, and name it in {OVERRIDE}"
+        )
+    return ""
+
+
+def _is_active(state: Path) -> bool:
+    try:
+        return "ACTIVE" in state.read_text()
+    except OSError:
+        return False
 
 
 def _of_wheel() -> Place:

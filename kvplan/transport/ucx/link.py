@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import os
-import select
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
 
 from kvnative._backend import NativeError
+from kvnative._ucx import ucx_backend
+from kvplan.execution.outcome import status_code_of
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.columns import sized_tensors
 from kvplan.transport.identity import link_failed
 from kvplan.transport.ranges import RangeTable
-from kvplan.transport.ucx import backends
-from kvplan.transport.ucx.memory import UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from kvnative._backend import Backend
-    from kvnative._ucx import UcxNativeLink
-    from kvnative._ucx_one_sided import UcxRegions
-    from kvplan.execution.memory import Direction
+    from kvnative._backend import Backend, ThreadPool
+    from kvnative._ucx import UcxEndpoint
+    from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.transport.ucx.metadata import Range
 
     Column = NDArray[np.uint64]
-
-
-_CLOSED_BY_PEER = "the peer has closed the link"  # how the native layer begins what it says then
 
 
 class UcxLink:
@@ -39,48 +35,26 @@ class UcxLink:
     Attributes:
         metadata: of the peer, when the link was made.
         renewable: nothing, as memory is reached as it comes.
-        way: see `TransportLink`.
+        way: what of UCX reads and writes the peer's memory, such as "rc_mlx5/mlx5_0:1".
+        takes_device: whether memory of a device may be this process's side of a transfer.
+        finds_freed: see `TransportLink`.
 
     Args:
-        natives: its lanes, one at least: it has failed when one of them has.
+        endpoint: connected.
         metadata: of the peer.
-        regions: of this process, in the mode one_sided.
     """
 
     renewable = None
+    finds_freed: Final[Literal["after"]] = "after"
 
-    def __init__(
-        self,
-        natives: Sequence[UcxNativeLink],
-        metadata: Metadata,
-        regions: UcxRegions | None = None,
-    ) -> None:
+    def __init__(self, endpoint: UcxEndpoint, metadata: Metadata) -> None:
         self._pid = os.getpid()
-        self._natives = tuple(natives)  # empty: closed
-        self._regions = regions  # None: the peer serves messages
+        self._endpoint: UcxEndpoint | None = endpoint  # None: closed
         self.metadata = metadata
         self._table = RangeTable(self.peer, metadata.ranges)
-        # Of a link that has failed it tells no more.
-        lanes = f", {len(natives)} lanes" if len(natives) > 1 else ""
-        self.way = f"{natives[0].way}{lanes}"
+        self.way = endpoint.transport
+        self.takes_device = "cuda" in endpoint.worker.transports
         self._why: LLMException | None = None
-        self._deaths = _any_of([it.death_fd for it in natives]) if lanes else None
-
-    @property
-    def finds_freed(self) -> Literal["check", "before", "after"]:
-        """See `TransportLink`: who serves messages looks at each range before a byte moves."""
-        return "before" if self.metadata.mode == "gathered" else "after"
-
-    @property
-    def closed_by_peer(self) -> bool:
-        """See `TransportLink`."""
-        failure = self._failure
-        return failure is not None and failure[1].startswith(_CLOSED_BY_PEER)
-
-    @property
-    def _failure(self) -> tuple[int, str] | None:
-        """Status and message of why a native link has ended by itself."""
-        return next((why for it in self._natives if (why := it.failure) is not None), None)
 
     @property
     def peer(self) -> str:
@@ -89,14 +63,11 @@ class UcxLink:
 
     @property
     def death_fd(self) -> int | None:
-        """Polls readable once the link has failed: the peer has died, or has closed it.
+        """Polls readable once UCX has lost the peer, where it watches over it.
 
         It is the link's: stop polling it before `close`.
         """
-        natives, deaths = self._natives, self._deaths
-        if not natives or (deaths is not None and deaths.closed):
-            return None
-        return natives[0].death_fd if deaths is None else deaths.fileno()
+        return None if self._endpoint is None else self._endpoint.death_fd
 
     def memory(
         self,
@@ -134,19 +105,23 @@ class UcxLink:
         """What moves bytes between `ranges` of the peer, as `known` names them, and this process.
 
         Raises:
-            NativeError: the link has ended.
+            NativeError: the link has ended, or UCX takes a key for none.
         """
-        if not (natives := self._natives):
+        if (endpoint := self._endpoint) is None:
             raise NativeError(f"the link to {self.peer} is closed")
-        if self._regions is None:
-            return backends.gathered(natives, direction, ranges)
-        local: backends.Local = "cuda" if on_device else "host"
-        return backends.one_sided(natives[0], direction, ranges, known, self._regions, local)
-
-    @property
-    def takes_device(self) -> bool:
-        """Whether memory of a device may be this process's side of a transfer."""
-        return self._regions is not None and "cuda" in self._regions.end.transports
+        keys = {it.number: it.key for it in known.regions}
+        places = {number: i for i, number in enumerate({it.region for it in ranges})}
+        return ucx_backend(
+            endpoint,
+            direction,
+            addresses=_column(it.address for it in ranges),
+            nbytes=_column(it.nbytes for it in ranges),
+            slots=_column(it.slot for it in ranges),
+            generations=_column(it.generation for it in ranges),
+            keys=_column(places[it.region] for it in ranges),
+            rkeys=[keys[number] for number in places],
+            local="cuda" if on_device else "host",
+        )
 
     def check(self) -> None:
         """Raise LLMException unless the peer is there and the link is open.
@@ -163,7 +138,7 @@ class UcxLink:
             )
         if (why := self._why) is not None:
             raise LLMException(why.args[0], status_code=why.status_code)
-        if (failure := self._failure) is not None:
+        if (endpoint := self._endpoint) is not None and (failure := endpoint.failure) is not None:
             raise link_failed(f"{self.peer}: {failure[1]}")
 
     def close(self, why: LLMException | None = None) -> None:
@@ -171,16 +146,14 @@ class UcxLink:
 
         Transfers in flight end, with the message and status of `why`.
         """
-        if os.getpid() != self._pid or self._why is not None:
+        endpoint = self._endpoint
+        if os.getpid() != self._pid or endpoint is None:
             return
         self._why = why or LLMException(
             f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
         )
-        natives, self._natives = self._natives, ()  # their descriptors go with their last users
-        if self._deaths is not None:
-            self._deaths.close()
-        for native in natives:
-            native.close(str(self._why.args[0]))
+        self._endpoint = None  # its descriptor goes with its last user
+        endpoint.close(str(self._why.args[0]))
 
     def __enter__(self) -> UcxLink:
         return self
@@ -201,9 +174,87 @@ class UcxLink:
         return RangeTable(self.peer, newer.ranges), newer
 
 
-def _any_of(files: Sequence[int]) -> select.epoll:
-    """What polls readable once one of the files does."""
-    found = select.epoll(len(files))
-    for file in files:
-        found.register(file, select.EPOLLIN)
-    return found
+class UcxPeerMemory:
+    """Tensors in a peer, as `UcxLink.memory` found them.
+
+    Attributes:
+        addresses: of each tensor, in the peer.
+        nbytes: of each tensor.
+        writable: whether a transfer may write to them.
+    """
+
+    in_process = False
+    on_device = False
+
+    def __init__(
+        self,
+        link: UcxLink,
+        addresses: Column,
+        nbytes: Column,
+        writable: bool,
+        ranges: Sequence[Range],
+        known: Metadata,
+    ) -> None:
+        for column in (addresses, nbytes):
+            column.flags.writeable = False
+        self.addresses = addresses
+        self.nbytes = nbytes
+        self.writable = writable
+        self._link = link
+        self._ranges = ranges
+        self._known = known  # the peer's, that names the ranges
+        self._backends: dict[tuple[Direction, bool], Backend] = {}
+
+    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+        """What moves bytes between the peer and `other`.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: `other` is on a device that UCX does not reach;
+                or as `check`.
+        """
+        if other.on_device and not self._link.takes_device:
+            raise LLMException(
+                f"the local side is in device memory; over UCX ({self._link.way}) "
+                f"{self._link.peer} and host memory are the sides of a transfer: pull to, or push "
+                "from, a cache with Placement.HOST, and copy between that and the device",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        way = direction, other.on_device
+        if (known := self._backends.get(way)) is None:
+            self._link.check()
+            try:
+                made = self._link.backend(
+                    direction, self._ranges, self._known, on_device=other.on_device
+                )
+            except NativeError as error:
+                raise LLMException(
+                    f"{self._link.peer} cannot be reached: {error}",
+                    status_code=status_code_of(getattr(error, "status", None)),
+                ) from error
+            known = self._backends.setdefault(way, made)
+        return known
+
+    def check(self) -> None:
+        """Call before a transfer and after it.
+
+        Whether the peer still has the ranges registered is a part of each transfer, which fails
+        with LLM_KV_CACHE_NOT_EXIST if not.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer is gone; or the link was closed, and why.
+        """
+        self._link.check()
+
+    def check_tensors(self, tensors: range) -> None:
+        """As `check`."""
+        self._link.check()
+
+    def __repr__(self) -> str:
+        return (
+            f"<UcxPeerMemory {len(self.addresses)} tensors, {self.nbytes.sum()} bytes: "
+            f"{self._link!r}>"
+        )
+
+
+def _column(numbers: Iterable[int]) -> Column:
+    return np.fromiter(numbers, dtype=np.uint64)

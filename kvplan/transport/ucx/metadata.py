@@ -9,13 +9,12 @@ import base64
 import binascii
 import re
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
 from kvplan.transport.documents import Document, fields_of, write_schema
-from kvplan.transport.ucx.modes import MAX_LANES, Mode
 
 SCHEMA: Final = "kvplan.ucx"
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 MAX_NBYTES: Final = 32 << 20
 MAX_SLOTS: Final = 1 << 16
 
@@ -26,8 +25,8 @@ _SIZE = (1, 2**63 - 1)
 _NUMBER = (0, 2**63 - 1)
 _RANGE = {"address": _ADDRESS, "nbytes": _SIZE, "slot": (0, MAX_SLOTS - 1), "generation": _NUMBER}
 _REGION = {"number": _NUMBER, "address": _ADDRESS, "nbytes": _SIZE}
-_PROCESS = {"pid": (1, 2**31 - 1), "lanes": (1, MAX_LANES)}
-_TOP = ("instance", "host", "mode", "ucx", "over", "addresses", "ranges", "regions", "board")
+_PROCESS = {"pid": (1, 2**31 - 1)}
+_TOP = ("instance", "host", "ucx", "over", "address", "ranges", "regions", "board", "tickets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class RegionRef:
 class Range:
     """Registered memory [address, address + nbytes) of a process.
 
-    `slot` and `generation` say whether it is still registered; `region` is what UCX knows it as,
-    None where it is the owner that serves requests.
+    `slot` and `generation` say whether it is still registered; `region` is the number of what UCX
+    knows it as.
     """
 
     address: int
@@ -53,7 +52,7 @@ class Range:
     slot: int
     generation: int
     writable: bool
-    region: int | None = None
+    region: int
 
     @property
     def arena(self) -> None:
@@ -70,27 +69,25 @@ class Metadata:
     Attributes:
         instance: 32 hexadecimal digits, which no other transport has.
         host, pid: what people call the process by.
-        mode: how it moves bytes.
-        version: of UCX, such as "1.22.0"; empty while it is not loaded.
-        over: what UCX may use, such as "tcp/eth0 tcp/eth1"; empty while it is not loaded.
-        lanes: that it has.
-        addresses: of UCX's worker, for each lane; none while it is not loaded.
+        version: of UCX, such as "1.22.0".
+        over: what UCX may use, such as "rc_mlx5/mlx5_0:1 cma/memory".
+        address: of UCX's worker.
         ranges: that it names.
-        regions: that those lie in; of mode one_sided.
-        board: of registrations, a word of 8 bytes for each slot; of mode one_sided.
+        regions: that those lie in.
+        board: of registrations, a word of 8 bytes for each slot.
+        tickets: what it is writing to memory of peers; see `kvnative._ucx`.
     """
 
     instance: str
     host: str
     pid: int
-    mode: Mode
-    version: str = ""
-    over: str = ""
-    lanes: int = 1
-    addresses: tuple[bytes, ...] = ()
-    ranges: tuple[Range, ...] = ()
-    regions: tuple[RegionRef, ...] = ()
-    board: RegionRef | None = None
+    version: str
+    over: str
+    address: bytes
+    ranges: tuple[Range, ...]
+    regions: tuple[RegionRef, ...]
+    board: RegionRef
+    tickets: RegionRef
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.host}"
@@ -101,14 +98,13 @@ class Metadata:
             "instance": self.instance,
             "host": self.host,
             "pid": self.pid,
-            "mode": self.mode,
             "ucx": self.version,
             "over": self.over,
-            "lanes": self.lanes,
-            "addresses": [_text_of(it) for it in self.addresses],
+            "address": _text_of(self.address),
             "ranges": [fields_of(it) for it in self.ranges],
             "regions": [_fields_of_region(it) for it in self.regions],
-            "board": None if self.board is None else _fields_of_region(self.board),
+            "board": _fields_of_region(self.board),
+            "tickets": _fields_of_region(self.tickets),
         }
         return write_schema(SCHEMA, SCHEMA_VERSION, fields)
 
@@ -122,32 +118,21 @@ class Metadata:
         """
         document = _PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
         fields = _PEER.fields("", document, {"schema", "schema_version", *_TOP, *_PROCESS})
-        modes = get_args(Mode)
-        mode = _PEER.text("mode", fields["mode"], modes.__contains__, f"one of {', '.join(modes)}")
         found = _PEER.elements("regions", fields["regions"])
         regions = tuple(_region(f"regions[{i}]", it) for i, it in enumerate(found))
-        board = None if fields["board"] is None else _region("board", fields["board"])
         by_number = {it.number: it for it in regions}
         ranges = _PEER.elements("ranges", fields["ranges"])
-        numbers = _PEER.numbers("document", fields, _PROCESS)
-        addresses = _PEER.elements("addresses", fields["addresses"])
-        if len(addresses) not in (0, numbers["lanes"]):
-            raise _PEER.bad(
-                f"addresses is a list of {len(addresses)}; it must be empty or have an element for "
-                f"each of {numbers['lanes']} lanes"
-            )
         return cls(
             _PEER.text("instance", fields["instance"], _is_instance, "32 hexadecimal digits"),
             _PEER.text("host", fields["host"], _is_name, "1 to 64 printable characters"),
-            numbers["pid"],
-            "one_sided" if mode == "one_sided" else "gathered",
-            _PEER.text("ucx", fields["ucx"], _is_version, 'a version such as "1.22.0", or empty'),
+            _PEER.numbers("document", fields, _PROCESS)["pid"],
+            _PEER.text("ucx", fields["ucx"], _is_version, 'a version such as "1.22.0"'),
             _PEER.text("over", fields["over"], _is_line, "at most 4096 printable characters"),
-            numbers["lanes"],
-            tuple(_address(f"addresses[{i}]", it) for i, it in enumerate(addresses)),
+            _blob("address", fields["address"]),
             tuple(_range(f"ranges[{i}]", it, by_number) for i, it in enumerate(ranges)),
             regions,
-            board,
+            _region("board", fields["board"]),
+            _region("tickets", fields["tickets"]),
         )
 
 
@@ -157,22 +142,18 @@ def _fields_of_region(it: RegionRef) -> dict[str, object]:
 
 def _range(path: str, value: object, regions: dict[int, RegionRef]) -> Range:
     fields = _PEER.fields(path, value, {"writable", "region", *_RANGE})
-    numbers = _PEER.numbers(path, fields, _RANGE)
+    numbers = _PEER.numbers(path, fields, {**_RANGE, "region": _NUMBER})
     writable = _PEER.flag(f"{path}.writable", fields["writable"])
     _PEER.check_range(path, numbers, MAX_SLOTS)
-    number = None
-    if fields["region"] is not None:
-        number = _PEER.numbers(path, fields, {"region": _NUMBER})["region"]
-        region = regions.get(number)
-        if region is None:
-            raise _PEER.bad(f"{path}.region is {number}; there is no region of that number")
-        offset = numbers["address"] - region.address
-        if offset < 0 or offset + numbers["nbytes"] > region.nbytes:
-            raise _PEER.bad(
-                f"{path} is not inside its region: address {numbers['address']}, nbytes "
-                f"{numbers['nbytes']}; region at {region.address}, nbytes {region.nbytes}"
-            )
-    return Range(writable=writable, region=number, **numbers)
+    if (region := regions.get(numbers["region"])) is None:
+        raise _PEER.bad(f"{path}.region is {numbers['region']}; there is no region of that number")
+    offset = numbers["address"] - region.address
+    if offset < 0 or offset + numbers["nbytes"] > region.nbytes:
+        raise _PEER.bad(
+            f"{path} is not inside its region: address {numbers['address']}, nbytes "
+            f"{numbers['nbytes']}; region at {region.address}, nbytes {region.nbytes}"
+        )
+    return Range(writable=writable, **numbers)
 
 
 def _region(path: str, value: object) -> RegionRef:
@@ -190,18 +171,12 @@ def _text_of(blob: bytes) -> str:
 
 
 def _blob(path: str, value: object) -> bytes:
-    must_be = f"base64 of at most {_MAX_BLOB} bytes"
-    text = _PEER.text(path, value, lambda text: len(text) <= 4 * -(-_MAX_BLOB // 3), must_be)
+    must_be = f"base64 of 1 to {_MAX_BLOB} bytes"
+    text = _PEER.text(path, value, lambda text: 0 < len(text) <= 4 * -(-_MAX_BLOB // 3), must_be)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise _PEER.bad(f"{path} is {text[:40]!r}; it must be {must_be}") from None
-
-
-def _address(path: str, value: object) -> bytes:
-    if not (found := _blob(path, value)):
-        raise _PEER.bad(f"{path} is empty; it must have at least 1 byte")
-    return found
 
 
 def _is_instance(text: str) -> bool:
@@ -217,4 +192,4 @@ def _is_line(text: str) -> bool:
 
 
 def _is_version(text: str) -> bool:
-    return re.fullmatch(r"([0-9]{1,4}(\.[0-9]{1,4}){1,2})?", text) is not None
+    return re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){1,2}", text) is not None

@@ -1,17 +1,18 @@
-"""What peers may reach of this process over UCX, before it is loaded and after."""
+"""What peers may reach of this process over UCX: memory that it knows, and a board."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.host_range import host_range
+from kvnative._backend import NativeError
+from kvnative._host import Board
+from kvplan.execution.outcome import status_code_of
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.host_range import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registration import RegisteredMemory, ranges_of
-from kvplan.transport.ucx.end import transport_closed
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Range, RegionRef
 from kvplan.validation import check_type
 
@@ -19,17 +20,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvnative._host import Pin
+    from kvnative._ucx import UcxRegion, UcxWorker
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
-    from kvplan.transport.ucx.end import Natives
+
+_WORD_NBYTES: Final = 8
 
 
 class Shown(NamedTuple):
     """What peers are told; see `Metadata`."""
 
     ranges: tuple[Range, ...]
-    regions: tuple[RegionRef, ...] = ()
-    board: RegionRef | None = None
+    regions: tuple[RegionRef, ...]
+    board: RegionRef
+    tickets: RegionRef
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -38,92 +42,78 @@ class Registration(RegisteredMemory[Range]):
 
     range: Range
     pin: Pin | None  # keeps the memory where it is; None: the caller does
-    # Held by who ends it, and taken before the table's. Re-entrant: a signal handler may interrupt
-    # him to do the same.
-    ending: threading.RLock = field(default_factory=threading.RLock, init=False)
+    region: UcxRegion  # that it lies in: itself, or the arena that it is a part of
+    keep: object = None  # what else must not go before
+
+    def release(self) -> None:
+        """Let go of the memory: no peer writes to it any more. Idempotent."""
+        _release(self.region, self.pin)
 
 
 class Registrations:
     """Those of one transport; may be used from several threads.
 
-    Each native end has a table of them, which it looks at for each request of a peer. Until those
-    ends are made they are kept here alone: no peer can ask for anything.
+    Peers read and write the memory without asking; what they read from the board beside it tells
+    them whether that counts. An arena is made known to UCX as a whole, and once.
 
     Args:
+        worker: of this process.
         num_slots: that there can be at once.
 
     Raises:
-        TypeError, LLMException: LLM_PARAM_INVALID: `num_slots`.
+        TypeError, LLMException: LLM_PARAM_INVALID: `num_slots`; otherwise UCX does not take the
+            board's memory, and why.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        check_num_slots(num_slots)
-        self._num_slots = num_slots
+    def __init__(self, worker: UcxWorker, num_slots: int) -> None:
+        if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
+            raise invalid(f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]")
         # Re-entrant: letting go of memory may run finalizers, which may deregister more.
         self._mutex = threading.RLock()
         self._by_slot: dict[int, Registration] = {}
-        self._free: list[int] = []
-        self._next = 0  # the first slot that was never taken
-        self._generation = 0
-        self._natives: Natives = ()
-        self._closed = False
+        self._board = Board(num_slots)
+        self._worker: UcxWorker | None = worker  # None: closed
+        self._shown = _mapped(worker, self._board.address, num_slots * _WORD_NBYTES, self._board)
+        self._tickets = worker.tickets()
+        self.reaches: frozenset[Kind] = frozenset(
+            {"host", "device"} if "cuda" in worker.transports else {"host"}
+        )
 
     def __len__(self) -> int:
         return len(self._by_slot)
 
-    reaches: frozenset[Kind] = frozenset({"host"})
-
-    @property
-    def regions(self) -> None:
-        """None: UCX need not know the memory."""
-
-    def attach(self, natives: Natives) -> None:
-        """Let the native ends serve all of them, and those that come."""
-        with self._mutex:
-            for it in tuple(self._by_slot.values()):
-                _serve(natives, it.range)
-            self._natives = natives
-
-    def add(self, memory: Registrable, *, writable: bool) -> Registration:
+    def add(self, memory: Registrable, *, writable: bool, keep: object) -> Registration:
         """See `UcxTransport.register`."""
-        if isinstance(memory, DeviceRange):
-            raise LLMException(
-                f"memory at {memory.address:#x} is of a device; over UCX peers reach host memory "
-                "alone: have that cache on the host (Placement.HOST), or link over hccl",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
-        address, nbytes, pin, _ = host_range(memory, writable=writable)
+        address, nbytes, pin, region = self._map(memory, writable=writable)
         with self._mutex:
-            if self._closed:
-                raise transport_closed()
-            slot = self._take()
-            self._generation += 1
-            known = Range(address, nbytes, slot, self._generation, writable)
-            it = self._by_slot[slot] = Registration(known, pin)
-            natives = self._natives
-        _serve(natives, known)  # none yet: `attach` tells them
+            try:
+                slot, generation = self._take()
+            except LLMException:
+                _release(region, pin)
+                raise
+            # Which of the regions it is in, `shown` says.
+            known = Range(address, nbytes, slot, generation, writable, 0)
+            it = self._by_slot[slot] = Registration(known, pin, region, keep)
         return it
 
-    def remove(self, registration: protocol.Registration) -> None:
-        """See `UcxTransport.deregister`."""
-        it = _own(registration)
-        with it.ending:  # until all that is being sent from there is sent, whoever ended it
-            with self._mutex:
-                if self._by_slot.get(it.range.slot) is not it:
-                    return
-                natives = self._natives
-                if not natives:
-                    self._forget(it)
-            if natives:
-                from kvnative._ucx import remove_range
+    def end(self, registration: protocol.Registration) -> Registration:
+        """From here on no peer begins to read or write it. A second time is fine.
 
-                # What an interrupted call has removed, or a signal handler, is there no more.
-                with suppress(ValueError):
-                    remove_range(natives, it.range.slot)  # waits for that
-                if not self._forget(it):
-                    return
-        if it.pin is not None:
-            it.pin.release()
+        Raises:
+            TypeError: it is no `Registration`.
+        """
+        it = _own(registration)
+        with self._mutex:
+            if self._by_slot.get(it.range.slot) is it:
+                del self._by_slot[it.range.slot]
+                self._board.release(it.range.slot, it.range.generation)
+        return it
+
+    def end_all(self) -> list[Registration]:
+        """As `end`, of all that there are, and take no more."""
+        with self._mutex:
+            self._worker = None
+            return [self.end(it) for it in tuple(self._by_slot.values())]
 
     def shown(self, registrations: Iterable[protocol.Registration] | None) -> Shown:
         """What peers are told of `registrations`; None: all.
@@ -134,52 +124,86 @@ class Registrations:
         """
         given = None if registrations is None else [_own(it) for it in registrations]
         with self._mutex:
-            return Shown(ranges_of(given, self._by_slot))
-
-    def close(self) -> None:
-        """Forget all, and take no more; the native ends, which serve them, have gone."""
-        with self._mutex:
-            self._closed = True
-            self._natives = ()
-            ended, self._by_slot = list(self._by_slot.values()), {}
-        for it in ended:
-            if it.pin is not None:
-                it.pin.release()
-
-    def _forget(self, it: Registration) -> bool:
-        """True: it was there until now."""
-        with self._mutex:
-            if self._by_slot.get(it.range.slot) is not it:
-                return False
-            del self._by_slot[it.range.slot]
-            self._free.append(it.range.slot)
-            return True
-
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._next == self._num_slots:
-            raise LLMException(
-                f"all {self._num_slots} registrations are taken: deregister memory, or make the "
-                f"transport with more max_registrations ({MAX_SLOTS} at most)",
-                status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
-            )
-        self._next += 1
-        return self._next - 1
-
-
-def check_num_slots(num_slots: object) -> None:
-    """Raise LLMException (LLM_PARAM_INVALID) or TypeError unless there can be so many slots."""
-    if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
-        raise LLMException(
-            f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]",
-            status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            ranges = ranges_of(given, self._by_slot)
+            held_by = [self._by_slot[it.slot].region for it in ranges]
+        regions = {_name(it): it for it in held_by}
+        numbers = {name: i for i, name in enumerate(regions)}
+        return Shown(
+            tuple(
+                replace(it, region=numbers[_name(region)])
+                for it, region in zip(ranges, held_by, strict=True)
+            ),
+            tuple(_ref(numbers[name], it) for name, it in regions.items()),
+            _ref(0, self._shown),
+            _ref(0, self._tickets),
         )
 
+    def close(self) -> None:
+        """Let go of what peers looked at; the worker, over which they reached it, is closed."""
+        self._shown.release()
+        self._tickets.release()
+        self._board.close()
 
-def _serve(natives: Natives, it: Range) -> None:
-    for native in natives:
-        native.add_range(it.slot, it.address, it.nbytes, it.writable, it.generation)
+    def _take(self) -> tuple[int, int]:
+        if self._worker is None:
+            raise LLMException("the transport is closed")
+        try:
+            return self._board.take()
+        except MemoryError as error:
+            raise LLMException(
+                f"{error}: deregister memory, or make the transport with more max_registrations "
+                f"({MAX_SLOTS} at most)",
+                status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+            ) from error
+
+    def _map(
+        self, memory: Registrable, *, writable: bool
+    ) -> tuple[int, int, Pin | None, UcxRegion]:
+        if (worker := self._worker) is None:
+            raise LLMException("the transport is closed")
+        if isinstance(memory, DeviceRange):
+            if "device" not in self.reaches:
+                raise LLMException(
+                    f"memory at {memory.address:#x} is of a device, and UCX has no transport for "
+                    "it here: have that cache on the host (Placement.HOST), or link over hccl",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
+            region = _mapped(worker, memory.address, memory.nbytes, memory, kind="cuda")
+            return memory.address, memory.nbytes, None, region
+        address, nbytes, pin, arena = host_range(memory, writable=writable)
+        start, size = (address, nbytes) if arena is None else (arena.address, arena.nbytes)
+        with released_if_refused(pin):
+            return address, nbytes, pin, _mapped(worker, start, size, arena)
+
+
+def _mapped(
+    worker: UcxWorker,
+    address: int,
+    nbytes: int,
+    owner: object,
+    kind: Literal["host", "cuda"] = "host",
+) -> UcxRegion:
+    try:
+        return worker.map(address, nbytes, kind=kind, owner=owner)
+    except NativeError as error:
+        raise LLMException(
+            f"UCX does not take {nbytes} bytes at {address:#x}: {error}",
+            status_code=status_code_of(getattr(error, "status", None)),
+        ) from error
+
+
+def _release(region: UcxRegion, pin: Pin | None) -> None:
+    region.release()
+    if pin is not None:
+        pin.release()
+
+
+def _name(region: UcxRegion) -> tuple[int, int]:
+    return region.address, region.nbytes
+
+
+def _ref(number: int, region: UcxRegion) -> RegionRef:
+    return RegionRef(number, region.address, region.nbytes, region.rkey)
 
 
 def _own(registration: protocol.Registration) -> Registration:

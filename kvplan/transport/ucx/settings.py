@@ -1,28 +1,22 @@
-"""What UCX is set to in this process: the devices it may use, and the user's last word."""
+"""What a user may set UCX to: the devices that it may use, and anything else by its own names."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvplan.status import invalid
-from kvplan.transport.ucx.interfaces import usable_interfaces
 from kvplan.validation import check_type, shown
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvplan.transport.ucx.modes import Mode
-
-_DEVICES: Final = "UCX_NET_DEVICES"
+DEVICES: Final = "UCX_NET_DEVICES"
+TRANSPORTS: Final = "UCX_TLS"
 _MAX_SETTINGS: Final = 256
 _MAX_LENGTH: Final = 4096
 
 
 def check_devices(name: str, value: object) -> str:
-    """`value`, if it may be a list of devices as UCX takes them: "eth0,mlx5_0:1", or empty.
+    """`value`, if it may be a list of devices as UCX takes them: "mlx5_0:1,mlx5_1:1", or empty.
 
     Raises:
         TypeError: not a str.
@@ -32,7 +26,7 @@ def check_devices(name: str, value: object) -> str:
     if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", it) for it in text.split(",")):
         raise invalid(
             f"{name}={shown(text)} must be names of devices with commas between, such as "
-            '"eth0,mlx5_0:1", or empty'
+            '"mlx5_0:1,mlx5_1:1", or empty'
         )
     return text
 
@@ -50,7 +44,7 @@ def check_settings(name: str, value: object) -> str:
 
 
 def read_settings(name: str, text: str) -> dict[str, str]:
-    """The settings of UCX that a JSON object names, each with its prefix: {"UCX_TLS": "tcp"}.
+    """The settings of UCX that a JSON object names, each with its prefix: {"UCX_TLS": "rc"}.
 
     Whether UCX knows them, it says when it is loaded.
 
@@ -76,21 +70,3 @@ def read_settings(name: str, text: str) -> dict[str, str]:
                 'printable characters, such as "16"'
             )
     return document
-
-
-def settings_of(mode: Mode, devices: str, given: Mapping[str, str]) -> dict[str, str]:
-    """What UCX is set to, without its prefix; the mode's own settings are the native layer's.
-
-    Args:
-        mode: how bytes move. Over TCP nothing goes by the loopback, unless there is nothing else:
-            two network namespaces of one host look like one to UCX, and each has a loopback.
-        devices: of the user; empty: those of UCX_NET_DEVICES, or all.
-        given: of the user, with the prefix; what it says counts.
-    """
-    chosen: dict[str, str] = {}
-    if devices:
-        chosen[_DEVICES] = devices
-    elif mode == "gathered" and _DEVICES not in os.environ and (found := usable_interfaces()):
-        chosen[_DEVICES] = ",".join(found)
-    chosen |= given
-    return {key.removeprefix("UCX_"): value for key, value in chosen.items()}

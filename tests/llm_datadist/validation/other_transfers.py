@@ -310,6 +310,12 @@ TRANSFERS = [
         ),
     ),
     Difference(
+        "an unknown option is ignored, also one like `listen_ip_info`",
+        "ignored too, with a warning in the log that names the nearest; one that is nearly "
+        "llm.listenIpInfo is LLM_PARAM_INVALID, as the engine would listen nowhere",
+        (managed("init listen_ip_info", INVALID, {"listen_ip_info": "127.0.0.1:0"}),),
+    ),
+    Difference(
         "numbers for RDMA that no adapter takes are accepted, and fail when linking over one",
         "they are logged and not used: there is no adapter",
         (

@@ -12,4 +12,4 @@ from tests.transport.owner_process import pattern, serve
 if __name__ == "__main__":
     names = {"np": np, "pattern": pattern, "threading": threading}
     names |= {"CudaMemory": CudaMemory, "DeviceRange": DeviceRange}
-    serve({"transport": UcxTransport(mode="one_sided"), **names})
+    serve({"transport": UcxTransport(settings='{"UCX_TLS": "cuda,shm"}'), **names})

@@ -14,8 +14,7 @@ from kvplan.execution.memory import HostMemory
 from kvplan.execution.transfers import execute
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.ucx.link import UcxLink
-from kvplan.transport.ucx.memory import UcxPeerMemory
+from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
 from kvplan.transport.ucx.transport import UcxTransport
 from tests import cuda
 from tests.transport.owner import Owner
@@ -25,6 +24,7 @@ from tests.ucx_library import found
 pytestmark = pytest.mark.skipif(bool(cuda.why_none()), reason=cuda.why_none())
 
 TIMEOUT_MS = 20_000
+CUDA = '{"UCX_TLS": "cuda,shm"}'
 NUM_BLOCKS, BLOCK = 64, 32 << 10
 DESC = CacheDesc(4, (NUM_BLOCKS, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
 THERE, HERE = [3, 4, 5, 9, 60], [1, 2, 7, 0, 63]
@@ -61,23 +61,13 @@ class CudaOwner(Owner):
         return np.frombuffer(held, np.uint8).reshape(blocks(1).shape)
 
     def link(self, transport: UcxTransport) -> UcxLink:
-        self.run(f"""
-        links = []
-        def connect():
-            links.append(transport.connect(
-                {transport.metadata(())!r}, timeout_ms={TIMEOUT_MS}, session=b"cuda"))
-        connecting = threading.Thread(target=connect)
-        connecting.start()
-        """)
-        link = transport.connect(self.metadata(), timeout_ms=TIMEOUT_MS, session=b"cuda")
-        self.run("connecting.join()")
-        return link
+        return transport.connect(self.metadata(), timeout_ms=TIMEOUT_MS)
 
 
 @pytest.fixture(scope="module")
 def transport() -> Iterator[UcxTransport]:
     with found():
-        transport = UcxTransport(mode="one_sided")
+        transport = UcxTransport(settings=CUDA)
     yield transport
     transport.close()
 

@@ -80,5 +80,5 @@ def test_where_there_is_none_it_says_what_to_install(tmp_path: Path) -> None:
     told = str(raised.value)
     assert "looked at package no_such_package (not there), this Python's environment (" in told
     assert f"the system ({tmp_path / 'lib'})" in told
-    assert "pip install 'kvplan[ucx]'" in told
+    assert "KVPLAN_UCX_LIBRARY" in told
     assert OVERRIDE in told

@@ -1,0 +1,60 @@
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._backend import Backend
+
+__all__ = [
+    "MAX_CONNECTIONS",
+    "MAX_THREADS",
+    "TcpNativeLink",
+    "TcpService",
+    "check_encryption",
+    "tcp_backend",
+]
+
+MAX_CONNECTIONS: int
+MAX_THREADS: int
+
+def check_encryption() -> None: ...
+
+@final
+class TcpService:
+    def __init__(self, threads: int, *, max_ranges: int, name: str = "kvplan") -> None: ...
+    def add_range(
+        self, slot: int, address: int, nbytes: int, writable: bool, generation: int
+    ) -> None: ...
+    def remove_range(self, slot: int) -> None: ...
+    def link(
+        self,
+        clients: Sequence[int],
+        servers: Sequence[int],
+        *,
+        peer: str,
+        secret: bytes | None = None,
+        dials: bool = False,
+    ) -> TcpNativeLink: ...
+    def close(self) -> None: ...
+
+@final
+class TcpNativeLink:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    @property
+    def connections(self) -> int: ...
+    @property
+    def death_fd(self) -> int: ...
+    @property
+    def failure(self) -> tuple[int, str] | None: ...
+    def close(self, reason: str) -> None: ...
+
+def tcp_backend(
+    link: TcpNativeLink,
+    index: int,
+    direction: str,
+    slots: NDArray[np.uint64],
+    generations: NDArray[np.uint64],
+    addresses: NDArray[np.uint64],
+    nbytes: NDArray[np.uint64],
+) -> Backend: ...

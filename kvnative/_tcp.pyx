@@ -1,0 +1,375 @@
+"""The transport tcp: threads that serve peers, links to them, and backends over these."""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_Release
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from posix.types cimport pid_t
+from posix.unistd cimport close, getpid
+
+from kvnative._backend cimport Backend
+from kvnative._crossing cimport acquire_uint64
+from kvnative._host cimport kvn_failure, unsigned
+from kvnative._native cimport KVN_INVALID, KVN_NO_MEMORY, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT
+from kvnative._native cimport kvn_backend
+
+import threading
+import weakref
+
+from kvnative._backend import NativeError
+
+__all__ = [
+    "MAX_CONNECTIONS", "MAX_THREADS", "TcpNativeLink", "TcpService", "check_encryption",
+    "tcp_backend",
+]
+
+MAX_CONNECTIONS = <int>KVN_TCP_MAX_CONNECTIONS
+MAX_THREADS = <int>KVN_TCP_MAX_THREADS
+
+cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
+cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
+cdef uint64_t MOST = <uint64_t>-1
+
+
+cdef int raise_failure(const kvn_failure *failure) except -1:
+    message = failure.message.decode("utf-8", "replace")
+    if failure.status == KVN_INVALID:
+        raise ValueError(message)
+    if failure.status == KVN_NO_MEMORY:
+        raise MemoryError(message)
+    raise NativeError(message)
+
+
+def check_encryption() -> None:
+    """Load the system's libcrypto, as a link with a secret does.
+
+    Raises:
+        NativeError: there is none, or the system does not permit process_vm_readv.
+    """
+    cdef kvn_tcp_crypto crypto
+    cdef kvn_failure failure
+    if kvn_tcp_crypto_open(&crypto, &failure) != KVN_OK:
+        raise_failure(&failure)
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class TcpService:
+    """Threads that serve peers, and the table of what those may reach.
+
+    It belongs to the process that made it: in a forked child nothing of it is of use.
+
+    Args:
+        threads: how many, 1 to 16.
+        max_ranges: how many ranges there can be at once, 1 to 2**32 - 1.
+        name: of the threads, for tools; at most 15 bytes of it are shown.
+
+    Raises:
+        ValueError: one of these is out of range.
+        NativeError: the system refuses the threads or descriptors.
+        MemoryError: for the table.
+    """
+
+    cdef kvn_tcp_service *service
+    cdef pid_t pid
+    cdef object mutex  # of making and closing links
+    cdef object links
+    cdef object __weakref__
+
+    def __init__(self, int threads, *, max_ranges: int, name: str = "kvplan"):
+        cdef kvn_failure failure
+        cdef uint64_t rows = unsigned("max_ranges", max_ranges)
+        cdef bytes encoded = name.encode()[:15]
+        cdef const char *shown = encoded
+        cdef int status = KVN_INVALID
+        if self.service is not NULL:
+            raise TypeError("a service is made once")
+        if not 1 <= threads <= <int>KVN_TCP_MAX_THREADS:
+            raise ValueError(f"threads is {threads}; it must be in [1, {MAX_THREADS}]")
+        if not 1 <= rows < 2**32:
+            raise ValueError(f"max_ranges is {rows}; it must be in [1, 2**32)")
+        self.mutex = threading.RLock()
+        self.links = weakref.WeakSet()
+        self.pid = getpid()
+        with nogil:
+            status = kvn_tcp_service_create(threads, <uint32_t>rows, shown, &self.service, &failure)
+        if status != KVN_OK:
+            raise_failure(&failure)
+
+    cdef int check_open(self) except -1:
+        if self.service is NULL:
+            raise NativeError("the service is closed")
+        self.check_process()
+        return 0
+
+    cdef int check_process(self) except -1:
+        if self.pid != getpid():
+            raise NativeError(f"the service belongs to process {self.pid}; this is its forked child"
+                              f" {getpid()}, which needs one of its own")
+        return 0
+
+    cdef object lock(self):
+        """The mutex; in a forked child another thread may hold it for ever."""
+        self.check_process()
+        return self.mutex
+
+    def add_range(self, slot: int, address: int, nbytes: int, bint writable, generation: int
+                  ) -> None:
+        """Let peers reach [address, address + nbytes), and write to it if `writable`.
+
+        Args:
+            slot: a free one, below `max_ranges`.
+            generation: tells it from those that had the slot before.
+
+        Raises:
+            ValueError: the slot is taken or out of range; the range is empty or ends past 2**64.
+            NativeError: the service is closed.
+        """
+        cdef kvn_tcp_row row
+        cdef kvn_failure failure
+        cdef uint64_t place = unsigned("slot", slot)
+        cdef int status = KVN_INVALID
+        row.address = unsigned("address", address)
+        row.nbytes = unsigned("nbytes", nbytes)
+        row.generation = unsigned("generation", generation)
+        row.writable = writable
+        with self.lock():
+            self.check_open()
+            status = kvn_tcp_table_add(kvn_tcp_service_table(self.service), place, &row, &failure)
+        if status != KVN_OK:
+            raise_failure(&failure)
+
+    def remove_range(self, slot: int) -> None:
+        """End it: on return no byte of it is read or written for a peer.
+
+        Raises:
+            ValueError: the slot holds no range.
+            NativeError: the service is closed.
+        """
+        cdef uint64_t place = unsigned("slot", slot)
+        cdef kvn_tcp_table *table
+        cdef bint was_there = False
+        with self.lock():
+            self.check_open()
+            table = kvn_tcp_service_table(self.service)
+            with nogil:
+                was_there = kvn_tcp_table_remove(table, place)
+        if not was_there:
+            raise ValueError(f"slot {place} holds no range")
+
+    def link(self, clients, servers, *, str peer, bytes secret=None, bint dials=False
+             ) -> TcpNativeLink:
+        """Link by connected, non-blocking stream sockets, which it takes over whatever happens.
+
+        Args:
+            clients: file descriptors of the sockets by which this end asks, 1 to 16.
+            servers: as many, by which it answers: the peer asks.
+            peer: for messages.
+            secret: 32 bytes that only both ends know: what goes over the sockets is encrypted.
+            dials: whether this end has opened the sockets; one of both has.
+
+        Raises:
+            ValueError: so many sockets; a secret of another length.
+            NativeError: the system refuses to watch them; the service is closed; as
+                `check_encryption`.
+            MemoryError: for the link.
+        """
+        cdef int asks[KVN_TCP_MAX_CONNECTIONS]
+        cdef int answers[KVN_TCP_MAX_CONNECTIONS]
+        cdef kvn_failure failure
+        cdef TcpNativeLink made = TcpNativeLink.__new__(TcpNativeLink)
+        cdef const uint8_t *key = NULL
+        cdef unsigned int count
+        cdef int status = KVN_INVALID
+        cdef bint are_taken = False
+        first, second = list(clients), list(servers)
+        try:
+            with self.lock():
+                self.check_open()
+                count = len(first)
+                if not 1 <= len(first) <= MAX_CONNECTIONS or len(second) != len(first):
+                    raise ValueError(f"{len(first)} sockets to ask and {len(second)} to answer:"
+                                     f" expected as many of each, 1 to {MAX_CONNECTIONS}")
+                if secret is not None:
+                    if len(secret) != KVN_TCP_SECRET_NBYTES:
+                        raise ValueError(f"secret has {len(secret)} bytes; it must have"
+                                         f" {KVN_TCP_SECRET_NBYTES}")
+                    key = <const uint8_t *><const char *>secret
+                for i in range(count):
+                    asks[i], answers[i] = first[i], second[i]
+                are_taken = True
+                status = kvn_tcp_link_create(self.service, asks, answers, count, key, dials,
+                                             &made.link, &failure)
+                if status == KVN_OK:
+                    made.service = self
+                    made.peer = peer
+                    self.links.add(made)
+        finally:
+            if not are_taken:
+                for descriptor in {*first, *second}:
+                    close(descriptor)
+        if status != KVN_OK:
+            raise_failure(&failure)
+        return made
+
+    def close(self) -> None:
+        """End the links and the threads: on return nothing is touched any more. Idempotent."""
+        cdef kvn_tcp_service *service = NULL
+        if self.service is NULL or self.pid != getpid():
+            return
+        with self.mutex:
+            for link in list(self.links):
+                link.close("the transport is closed")
+            service, self.service = self.service, NULL
+        if service is not NULL:
+            with nogil:
+                kvn_tcp_service_destroy(service)
+
+    def __dealloc__(self):
+        # Its links hold it: they have gone before.
+        if self.service is not NULL and self.pid == getpid():
+            with nogil:
+                kvn_tcp_service_destroy(self.service)
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class TcpNativeLink:
+    """Connections to one peer; made by `TcpService.link`."""
+
+    cdef TcpService service  # before the link: it goes after it
+    cdef kvn_tcp_link *link
+    cdef str peer
+    cdef object __weakref__
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a TcpNativeLink comes from TcpService.link()")
+
+    cdef int check_made(self) except -1:
+        if self.link is NULL:
+            raise TypeError("a TcpNativeLink comes from TcpService.link()")
+        return self.service.check_open()
+
+    @property
+    def connections(self) -> int:
+        """How many pairs of connections it has."""
+        self.check_made()
+        return kvn_tcp_link_connections(self.link)
+
+    @property
+    def death_fd(self) -> int:
+        """Polls readable once the link has failed; -1: it is closed. It is the link's own."""
+        if self.link is NULL:
+            return -1
+        return kvn_tcp_link_death(self.link)
+
+    @property
+    def failure(self) -> tuple[int, str] | None:
+        """Status (KVN_PEER_GONE) and message of why it has ended by itself; None: it has not."""
+        cdef kvn_failure why
+        if self.link is NULL or not kvn_tcp_link_has_failed(self.link, &why):
+            return None
+        return why.status, why.message.decode("utf-8", "replace")
+
+    def close(self, reason: str) -> None:
+        """End it: transfers in flight end with `reason`, and nothing is touched for the peer.
+
+        Idempotent; in a forked child nothing happens.
+        """
+        cdef bytes encoded = reason.encode("utf-8", "replace")
+        cdef const char *why = encoded
+        if self.link is NULL or self.service.pid != getpid():
+            return
+        with self.service.mutex:
+            if self.service.service is NULL:
+                return
+            with nogil:
+                kvn_tcp_link_close(self.link, why)
+
+    def __dealloc__(self):
+        if self.link is NULL or self.service.pid != getpid():
+            return
+        with nogil:  # the service waits for it
+            kvn_tcp_link_close(self.link, b"nobody holds the link any more")
+            kvn_tcp_link_destroy(self.link)
+
+    def __repr__(self):
+        return f"<TcpNativeLink to {self.peer}>"
+
+
+def tcp_backend(TcpNativeLink link not None, int index, str direction not None, slots, generations,
+                addresses, nbytes) -> Backend:
+    """Return a backend whose remote addresses are those of the link's peer.
+
+    The four columns are of uint64 and of one length: the ranges of the peer that it may use, as the
+    peer gave them to `TcpService.add_range`. A descriptor that lies in none of them is refused with
+    KVN_UNMAPPED, and so is, by the peer, one whose range it has removed, does not let be written or
+    has unmapped.
+
+    Args:
+        index: which of the link's connections moves the bytes.
+        direction: "get", from the peer, or "put".
+
+    Raises:
+        ValueError: another direction or index; columns of several lengths; an empty range, or one
+            that ends beyond 2**64, or a slot of 2**32 or more.
+        TypeError: what is no column of uint64.
+        NativeError: the service is closed.
+    """
+    cdef Py_buffer columns[4]
+    cdef kvn_tcp_known known
+    cdef kvn_backend *backend
+    cdef int way, held = 0
+    cdef Backend made
+    link.check_made()
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+    if not 0 <= index < link.connections:
+        raise ValueError(f"index is {index}; the link has {link.connections} connections")
+    way = DIRECTIONS[direction]
+    known.places = NULL
+    known.ranges = NULL
+    try:
+        for name, column in zip(COLUMNS, (slots, generations, addresses, nbytes), strict=True):
+            acquire_uint64(&columns[held], column, name)
+            held += 1
+            if columns[held - 1].shape[0] != columns[0].shape[0]:
+                raise ValueError(f"{columns[0].shape[0]} slots, but {columns[held - 1].shape[0]}"
+                                 f" {name}")
+        read_known(&known, <const uint64_t *>columns[0].buf, <const uint64_t *>columns[1].buf,
+                   <const uint64_t *>columns[2].buf, <const uint64_t *>columns[3].buf,
+                   columns[0].shape[0])
+        backend = kvn_tcp_backend_create(kvn_tcp_link_client(link.link, index), way, &known)
+        made = Backend.adopt(backend, link, "tcp backend")
+        known.places = NULL  # the backend's by now
+        known.ranges = NULL
+        return made
+    finally:
+        free(known.places)
+        free(known.ranges)
+        while held > 0:
+            held -= 1
+            PyBuffer_Release(&columns[held])
+
+
+cdef int read_known(kvn_tcp_known *known, const uint64_t *slots, const uint64_t *generations,
+                    const uint64_t *addresses, const uint64_t *nbytes, size_t count) except -1:
+    cdef size_t i
+    known.count = count
+    known.places = <kvn_interval *>calloc(count + 1, sizeof(kvn_interval))
+    known.ranges = <kvn_tcp_range *>calloc(count + 1, sizeof(kvn_tcp_range))
+    if known.places is NULL or known.ranges is NULL:
+        raise MemoryError(f"no memory for {count} ranges")
+    for i in range(count):
+        if nbytes[i] == 0 or addresses[i] > MOST - (nbytes[i] - 1) or slots[i] >> 32:
+            raise ValueError(f"range {i}: slot {slots[i]}, {nbytes[i]} bytes at {addresses[i]:#x};"
+                             " it must have a slot below 2**32, be not empty and end by 2**64")
+        known.places[i].first = addresses[i]
+        known.places[i].last = addresses[i] + (nbytes[i] - 1)
+        known.places[i].index = i
+        known.ranges[i].slot = <uint32_t>slots[i]
+        known.ranges[i].generation = generations[i]
+    kvn_intervals_sort(known.places, count)
+    return 0

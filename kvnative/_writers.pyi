@@ -1,0 +1,55 @@
+"""Who writes to memory of another process: announced by the writer, awaited by the owner."""
+
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._backend import Backend, ThreadPool
+
+__all__ = ["Ticket", "Writer", "WriterTable"]
+
+class Ticket(NamedTuple):
+    pid: int
+    entry: int
+    place: int
+    number: int
+
+@final
+class WriterTable:
+    def __init__(self, num_entries: int = 4096) -> None: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def inode(self) -> int: ...
+    @property
+    def num_entries(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def drain(self, timeout_s: float) -> list[Ticket]: ...
+    def stands(self, ticket: Ticket) -> bool: ...
+    def close(self) -> None: ...
+
+@final
+class Writer:
+    def __init__(
+        self,
+        pid: int,
+        *,
+        board_fd: int,
+        board_inode: int,
+        num_slots: int,
+        table_fd: int,
+        table_inode: int,
+        num_entries: int,
+        address: int,
+    ) -> None: ...
+    def mapped(
+        self, pool: ThreadPool, slots: NDArray[np.uint64], generations: NDArray[np.uint64]
+    ) -> Backend: ...
+    def by_address(
+        self, pool: ThreadPool, slots: NDArray[np.uint64], generations: NDArray[np.uint64]
+    ) -> Backend: ...
+    def around(
+        self, inner: Backend, slots: NDArray[np.uint64], generations: NDArray[np.uint64]
+    ) -> Backend: ...

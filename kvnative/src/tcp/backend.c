@@ -1,0 +1,140 @@
+/* The backend that reaches a peer's memory by one connection. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "job.h"
+#include "report.h"
+#include "tcp/link.h"
+
+typedef struct backend {
+    kvn_backend base;
+    kvn_tcp_client *client;
+    kvn_direction direction;
+    kvn_tcp_known known;
+    pthread_mutex_t error_mutex;
+    char error[256], error_shown[256];
+} backend;
+
+static void capabilities(const kvn_backend *base, kvn_capabilities *out)
+{
+    *out = (kvn_capabilities){.max_batch = UINT64_MAX,
+                              .max_nbytes = UINT64_MAX,
+                              .directions = ((const backend *)base)->direction,
+                              .asynchronous = 1};
+}
+
+static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    backend *self = (backend *)base;
+    const bool is_pull = self->direction == KVN_PEER_GET;
+    kvn_request *it;
+    uint64_t total;
+
+    *out = NULL;
+    if (!kvn_columns_total(batch, &total))
+        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
+                                 "the descriptors have 2**64 bytes or more together");
+    it = calloc(1, sizeof *it);
+    if (!it)
+        return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
+                                 "no memory for a transfer");
+    it->client = self->client;
+    it->known = &self->known;
+    it->batch = *batch;
+    it->local = is_pull ? batch->dst : batch->src;
+    it->remote = is_pull ? batch->src : batch->dst;
+    it->kind = is_pull ? KVN_TCP_PULL : KVN_TCP_PUSH;
+    it->total = it->uncut = total;
+    kvn_report_begin(&it->end);
+    kvn_tcp_client_begin(it, batch->waits);
+    *out = it;
+    return KVN_OK;
+}
+
+static int tell(backend *self, kvn_request *it, kvn_report *report)
+{
+    if (!atomic_load(&it->finished)) {
+        kvn_report_begin(report);
+        report->bytes_done = atomic_load_explicit(&it->moved, memory_order_relaxed);
+        return KVN_PENDING;
+    }
+    kvn_report_copy(report, &it->report);
+    if (report->status != KVN_OK) {
+        pthread_mutex_lock(&self->error_mutex);
+        memcpy(self->error, report->message, sizeof self->error);
+        pthread_mutex_unlock(&self->error_mutex);
+    }
+    return report->status;
+}
+
+static int poll(kvn_backend *base, kvn_request *it, kvn_report *report)
+{
+    return tell((backend *)base, it, report);
+}
+
+static int wait(kvn_backend *base, kvn_request *it, int64_t deadline_ns, kvn_report *report)
+{
+    kvn_tcp_client_wait(it, deadline_ns);
+    return tell((backend *)base, it, report);
+}
+
+static int give_up(kvn_backend *base, kvn_request *it, int why, kvn_report *report)
+{
+    kvn_tcp_client_give_up(it, why);
+    return tell((backend *)base, it, report);
+}
+
+static void release(kvn_backend *base, kvn_request *it)
+{
+    (void)base;
+    kvn_tcp_client_let_go(it);
+    free(it);
+}
+
+static const char *last_error(const kvn_backend *base)
+{
+    backend *self = (backend *)base;
+
+    pthread_mutex_lock(&self->error_mutex);
+    memcpy(self->error_shown, self->error, sizeof self->error);
+    pthread_mutex_unlock(&self->error_mutex);
+    return self->error_shown;
+}
+
+static void destroy(kvn_backend *base)
+{
+    backend *self = (backend *)base;
+
+    pthread_mutex_destroy(&self->error_mutex);
+    free(self->known.places);
+    free(self->known.ranges);
+    free(self);
+}
+
+static const kvn_backend_vtable vtable = {
+    .name = "tcp",
+    .capabilities = capabilities,
+    .submit = submit,
+    .poll = poll,
+    .wait = wait,
+    .abort = give_up,
+    .release = release,
+    .last_error = last_error,
+    .destroy = destroy,
+};
+
+kvn_backend *kvn_tcp_backend_create(kvn_tcp_client *client, kvn_direction direction,
+                                    const kvn_tcp_known *known)
+{
+    backend *self = calloc(1, sizeof *self);
+
+    if (!self)
+        return NULL;
+    self->base.vtable = &vtable;
+    self->client = client;
+    self->direction = direction;
+    self->known = *known;
+    pthread_mutex_init(&self->error_mutex, NULL);
+    return &self->base;
+}

@@ -1,0 +1,104 @@
+/* The end of a connection that asks: cuts transfers into requests, keeps some of them in flight, and moves
+ * their bytes between the socket and this process's memory. Who waits for a transfer drives the socket
+ * himself for as long as bytes keep coming, then the service's thread does. */
+#ifndef KVN_TCP_CLIENT_H
+#define KVN_TCP_CLIENT_H
+
+#include "intervals.h"
+#include "kvnative/backend.h"
+#include "tcp/service.h"
+
+#define KVN_TCP_WINDOW 64u /* requests in flight */
+
+/* Memory of the peer that a backend may use. */
+typedef struct kvn_tcp_known {
+    kvn_interval *places; /* sorted; their index is that of the range */
+    kvn_tcp_range *ranges;
+    size_t count;
+} kvn_tcp_known;
+
+typedef struct kvn_tcp_client kvn_tcp_client;
+
+/* Where a walk over descriptors has got to. */
+typedef struct kvn_tcp_cursor {
+    uint64_t index;
+    uint64_t skip; /* bytes of that descriptor */
+} kvn_tcp_cursor;
+
+/* A transfer; the backend's request. */
+struct kvn_request {
+    kvn_tcp_client *client;
+    const kvn_tcp_known *known;
+    kvn_columns batch;
+    const uint64_t *local, *remote; /* columns of the batch */
+    kvn_tcp_kind kind;
+    /* Under the client's mutex: */
+    kvn_request *previous, *next;
+    kvn_tcp_cursor cut;       /* what is asked for up to here */
+    uint64_t uncut;           /* bytes that are not */
+    kvn_tcp_cursor confirmed; /* what has arrived for sure */
+    uint64_t total;           /* bytes */
+    unsigned in_flight;       /* requests on the wire */
+    kvn_report end;           /* what it is to end with: not KVN_PENDING once it is being given up */
+    pthread_cond_t changed;
+    atomic_uint_fast64_t moved;
+    atomic_bool finished;
+    kvn_report report; /* once finished */
+};
+
+/* A request on the wire. */
+typedef struct kvn_tcp_asked {
+    kvn_request *transfer; /* NULL: nobody's any more; its bytes are dropped */
+    kvn_tcp_cursor from, to;
+    uint64_t nbytes;
+    uint64_t id;
+    kvn_tcp_kind kind;
+    bool is_unmapped; /* of a push: zeros are sent for what is left */
+} kvn_tcp_asked;
+
+struct kvn_tcp_client {
+    kvn_tcp_watched watched;
+    /* Told once that the connection is of no use any more, with the mutex held. */
+    void (*on_failed)(void *context, int code, const char *why);
+    void *context;
+    pthread_mutex_t mutex;
+    atomic_uint wanted; /* threads that want the mutex, and should not wait long */
+    bool has_failed;
+    bool is_closed;   /* by the peer; what it sent before may be left to be read */
+    bool has_spinner; /* a thread that waits drives the socket */
+    kvn_request *transfers; /* those that have no outcome, a ring; the next to be cut */
+    kvn_tcp_asked window[KVN_TCP_WINDOW];
+    uint32_t first, num_asked; /* of the window, a ring */
+    uint64_t asked_nbytes;
+    uint64_t next_id;
+    /* Sending: the newest request of the window. */
+    kvn_tcp_request out;
+    uint32_t out_nbytes, out_sent; /* of the head and table */
+    uint64_t out_left;             /* of a push's bytes */
+    kvn_tcp_cursor out_at;
+    bool out_is_blocked;
+    /* Receiving: the oldest. */
+    kvn_tcp_answer answer;
+    uint32_t answer_got;
+    bool is_at_end; /* the answer is the one behind the bytes */
+    uint64_t in_left;
+    kvn_tcp_cursor in_at;
+};
+
+/* The stream and on_failed are set, all else is 0. */
+void kvn_tcp_client_init(kvn_tcp_client *self);
+void kvn_tcp_client_fini(kvn_tcp_client *self);
+/* Begins to ask for a transfer; `waits`: the caller will wait for it at once. If the connection has failed
+ * it is finished on return. */
+void kvn_tcp_client_begin(kvn_request *transfer, bool waits);
+/* Until it is finished or the deadline has passed. */
+void kvn_tcp_client_wait(kvn_request *transfer, int64_t deadline_ns);
+/* Until it is finished; nothing of its memory is touched afterwards. A push that does not stop in time
+ * costs the connection. */
+void kvn_tcp_client_give_up(kvn_request *transfer, int why);
+/* After it is finished, before its memory is freed. */
+void kvn_tcp_client_let_go(kvn_request *transfer);
+/* Ends all transfers with KVN_PEER_GONE, and takes none. */
+void kvn_tcp_client_fail(kvn_tcp_client *self, int code, const char *why);
+
+#endif

@@ -1,0 +1,61 @@
+/* The memory of this process that peers may reach: a row for each slot. Threads that move bytes look at it
+ * before each system call; removing a row ends when none of them is in one that began before. */
+#ifndef KVN_TCP_TABLE_H
+#define KVN_TCP_TABLE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "failure.h"
+#include "tcp/wire.h"
+
+#define KVN_TCP_MAX_THREADS 16u
+
+typedef struct kvn_tcp_row {
+    uint64_t address;
+    uint64_t nbytes; /* 0: free */
+    uint64_t generation;
+    bool writable;
+} kvn_tcp_row;
+
+typedef struct kvn_tcp_table {
+    pthread_mutex_t mutex;
+    kvn_tcp_row *rows;
+    uint32_t num_rows;
+    atomic_uint_fast64_t removals; /* rises before rows go */
+    /* Of each thread that moves bytes: odd while it is in a system call on registered memory. */
+    atomic_uint_fast64_t turns[KVN_TCP_MAX_THREADS];
+} kvn_tcp_table;
+
+/* KVN_OK or KVN_NO_MEMORY. */
+int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, kvn_failure *failure);
+void kvn_tcp_table_fini(kvn_tcp_table *self);
+/* KVN_INVALID: the slot is out of range or taken, or the range is empty or wraps around. */
+int kvn_tcp_table_add(kvn_tcp_table *self, uint64_t slot, const kvn_tcp_row *row,
+                      kvn_failure *failure);
+/* On return no thread reads or writes it. False: the slot is free. */
+bool kvn_tcp_table_remove(kvn_tcp_table *self, uint64_t slot);
+/* Waits until each thread has left the call that it is in. */
+void kvn_tcp_table_wait_for_threads(kvn_tcp_table *self);
+
+/* Whether all of a checked request is registered as it says; else `offset` is of the first byte that is
+ * not. `removals` is how many there were when it was looked at. */
+kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request,
+                                   uint64_t *removals, uint64_t *offset);
+
+/* Between these two a thread may move bytes of what it has checked, if `removals` is the same still. */
+static inline void kvn_tcp_table_enter(kvn_tcp_table *self, unsigned thread)
+{
+    atomic_fetch_add(&self->turns[thread], 1);
+}
+static inline void kvn_tcp_table_leave(kvn_tcp_table *self, unsigned thread)
+{
+    atomic_fetch_add(&self->turns[thread], 1);
+}
+static inline bool kvn_tcp_table_is_same(kvn_tcp_table *self, uint64_t removals)
+{
+    return atomic_load(&self->removals) == removals;
+}
+
+#endif

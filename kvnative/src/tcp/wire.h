@@ -1,0 +1,109 @@
+/* What goes over a data connection, after it was authenticated: docs/tcp-protocol.md.
+ *
+ * One end asks, the other answers, in order. A request is a head with its first range and its first run,
+ * the other ranges, the other runs; of a push its bytes follow. A pull is answered by an answer, the bytes
+ * and an answer again, which says whether the memory was still registered when they were read; where the
+ * first one refuses, nothing follows it. A push is answered by one answer, after its bytes were read.
+ * Numbers are little-endian. */
+#ifndef KVN_TCP_WIRE_H
+#define KVN_TCP_WIRE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVN_TCP_MAX_RANGES 64u
+#define KVN_TCP_MAX_RUNS 1024u
+#define KVN_TCP_MAX_NBYTES (16u << 20) /* that one request moves */
+
+typedef enum kvn_tcp_kind { KVN_TCP_PULL = 1, KVN_TCP_PUSH = 2 } kvn_tcp_kind;
+
+/* Why memory is not moved. */
+typedef enum kvn_tcp_reason {
+    KVN_TCP_MOVED = 0,
+    KVN_TCP_DEREGISTERED = 1,
+    KVN_TCP_OUTSIDE = 2,   /* not all of it is registered */
+    KVN_TCP_READ_ONLY = 3, /* a push to what is registered with writable=False */
+    KVN_TCP_UNMAPPED = 4,  /* registered, but not mapped any more */
+    KVN_TCP_NUM_REASONS
+} kvn_tcp_reason;
+
+/* Registered memory: the slot of its table, and which of the registrations that had it. */
+typedef struct kvn_tcp_range {
+    uint32_t slot;
+    uint32_t reserved; /* 0 */
+    uint64_t generation;
+} kvn_tcp_range;
+
+/* `count` pieces of `nbytes`, each `stride` bytes behind the one before, inside one range. */
+typedef struct kvn_tcp_run {
+    uint64_t address;
+    uint32_t nbytes;
+    uint32_t count;
+    uint32_t stride;
+    uint32_t range; /* index in the request */
+} kvn_tcp_run;
+
+typedef struct kvn_tcp_head {
+    uint8_t kind;
+    uint8_t reserved; /* 0 */
+    uint16_t num_ranges;
+    uint32_t num_runs;
+    uint64_t nbytes; /* of all runs */
+    uint64_t id;     /* repeated in the answers */
+    kvn_tcp_range range;
+    kvn_tcp_run run;
+} kvn_tcp_head;
+
+typedef struct kvn_tcp_answer {
+    uint64_t id;
+    uint32_t reason;
+    uint32_t reserved; /* 0 */
+    uint64_t offset;   /* of the first byte that was not moved, where there is a reason */
+} kvn_tcp_answer;
+
+_Static_assert(sizeof(kvn_tcp_range) == 16 && sizeof(kvn_tcp_run) == 24, "no padding");
+_Static_assert(sizeof(kvn_tcp_head) == 64 && sizeof(kvn_tcp_answer) == 24, "no padding");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are sent as they are");
+
+/* Of the ranges and runs that do not fit into the head. */
+#define KVN_TCP_MAX_TABLE                                                                          \
+    ((KVN_TCP_MAX_RANGES - 1) * sizeof(kvn_tcp_range) +                                            \
+     (KVN_TCP_MAX_RUNS - 1) * sizeof(kvn_tcp_run))
+
+/* A request, wherever its parts lie. */
+typedef struct kvn_tcp_request {
+    kvn_tcp_head head;
+    uint8_t table[KVN_TCP_MAX_TABLE]; /* the other ranges, then the other runs */
+} kvn_tcp_request;
+
+/* Bytes of the table behind a head that was checked. */
+static inline size_t kvn_tcp_table_nbytes(const kvn_tcp_head *head)
+{
+    return (head->num_ranges - 1u) * sizeof(kvn_tcp_range) +
+           (head->num_runs - 1u) * sizeof(kvn_tcp_run);
+}
+
+static inline kvn_tcp_range *kvn_tcp_range_at(kvn_tcp_request *it, uint32_t index)
+{
+    return index == 0 ? &it->head.range : (kvn_tcp_range *)it->table + (index - 1);
+}
+
+static inline kvn_tcp_run *kvn_tcp_run_at(kvn_tcp_request *it, uint32_t index)
+{
+    const size_t ranges = (it->head.num_ranges - 1u) * sizeof(kvn_tcp_range);
+    return index == 0 ? &it->head.run : (kvn_tcp_run *)(it->table + ranges) + (index - 1);
+}
+
+/* What is wrong with a head, or with the whole request that follows from it; NULL: nothing. These
+ * trust nothing: no number overflows, no index leaves the request. */
+const char *kvn_tcp_check_head(const kvn_tcp_head *head);
+const char *kvn_tcp_check_request(kvn_tcp_request *request);
+
+/* Where the bytes of a request have got to. */
+typedef struct kvn_tcp_place {
+    uint32_t run;
+    uint32_t piece; /* of the run */
+    uint32_t skip;  /* bytes of the piece that are done */
+} kvn_tcp_place;
+
+#endif

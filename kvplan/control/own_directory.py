@@ -1,0 +1,100 @@
+"""Directories of this user alone: for sockets while it is logged in, and for what must last."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from kvplan.status import LLMException
+
+_OTHERS = 0o077
+_OTHERS_WRITE = 0o022
+
+
+class StateFile(NamedTuple):
+    """Where a file of this user's state is, and why not below the home (empty: it is there)."""
+
+    path: Path
+    why_not_home: str
+
+
+def private_directory(directory: Path, name: str) -> Path:
+    """Make a directory unless it is there, and check that it is this user's alone.
+
+    Args:
+        directory: which; the one above it must be there.
+        name: what messages call it.
+
+    Raises:
+        LLMException: LLM_FAILED: it cannot be made, or others could use it.
+    """
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise LLMException(f"{name} {directory}: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise LLMException(f"{name} {directory} is not a directory of user {os.geteuid()}")
+    if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS:
+        raise LLMException(
+            f"{name} {directory} has mode {mode:04o}, so that others could take part; it must be "
+            "0700"
+        )
+    return directory
+
+
+def check_above(directory: Path, name: str) -> None:
+    """Check that nobody else can put another directory in the place of this one.
+
+    Whoever may write to a directory may rename what is in it, unless it is sticky; its owner may
+    always.
+
+    Raises:
+        LLMException: LLM_FAILED: somebody else can; says where, and what to do.
+    """
+    # Whoever owns the root directory rules here; a user namespace shows it under another number.
+    trusted = {0, os.geteuid(), os.stat("/").st_uid}  # noqa: PTH116
+    # As it is called, where links may stand for others, and as it is.
+    for above in dict.fromkeys((*directory.absolute().parents, *directory.resolve().parents)):
+        status = above.stat()
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+            raise LLMException(
+                f"{name} {directory} is inside {above}, which others may write to (its mode is "
+                f"{mode:04o}): they could put another in its place; chmod go-w {above}, or choose "
+                "another place"
+            )
+        if status.st_uid not in trusted:
+            raise LLMException(
+                f"{name} {directory} is inside {above} of user {status.st_uid}, who could put "
+                "another in its place; choose another place"
+            )
+
+
+def runtime_directory() -> Path:
+    """Where this user's sockets are: below XDG_RUNTIME_DIR, else /tmp/kvplan-<uid>."""
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "kvplan"
+    return Path("/tmp") / f"kvplan-{os.geteuid()}"
+
+
+def state_file(name: str) -> StateFile:
+    """Where this user's state is: below XDG_STATE_HOME or the home, else the runtime directory.
+
+    A home is not there, or cannot be written to, in many containers; and a program that root runs
+    with the home of another user must not make what that user cannot read afterwards.
+    """
+    given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
+    base = Path(given) if Path(given).is_absolute() else Path(home) / ".local" / "state"
+    if not base.is_absolute():
+        return StateFile(runtime_directory() / name, "this user has no home directory")
+    file = base / "kvplan" / name
+    found = next(it for it in file.parents if os.path.lexists(it))
+    if found.lstat().st_uid != os.geteuid():
+        return StateFile(runtime_directory() / name, f"{found} is not of user {os.geteuid()}")
+    is_writable = os.access(found, os.W_OK | os.X_OK, effective_ids=True)
+    if not os.path.lexists(file) and not is_writable:
+        return StateFile(runtime_directory() / name, f"{found} cannot be written to")
+    return StateFile(file, "")

@@ -1,0 +1,287 @@
+"""Memory of processes on other hosts, and of this one, over TCP connections."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvnative._backend import NativeError
+from kvnative._tcp import TcpService, check_encryption
+from kvplan.inspection.units import plural
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.identity import link_failed
+from kvplan.transport.tcp.link import TcpLink
+from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
+from kvplan.transport.tcp.registrations import Registration, Registrations
+from kvplan.validation import check_type, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvplan.transport import protocol
+    from kvplan.transport.protocol import Kind, Registrable, Streams
+
+_FAR_S: Final = 0.002  # to dial: from there on threads take less time than the others' round trips
+_ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+
+
+class TcpTransport:
+    """What this process lets its peers reach over TCP, and its links to them: see `Transport`.
+
+    It opens no port: `connect` is given connections, as `Streams`. An engine makes them through the
+    port that one of both listens at; docs/across-hosts.md shows a program without engines. Threads
+    that serve peers begin with the first link. Close it before the memory goes. In a forked child
+    it is of no use: make another there.
+    """
+
+    name = "tcp"
+    reaches: frozenset[Kind] = frozenset({"host"})
+
+    def __init__(
+        self,
+        *,
+        connections: int | None = None,
+        encrypt: bool = False,
+        congestion: str = "",
+        max_registrations: int = MAX_SLOTS,
+        label: str = "kvplan",
+    ) -> None:
+        """Show this process to its peers.
+
+        Args:
+            connections: 1 to 16: how many move what is large at once, each with a thread here; a
+                link has as many as the end with fewer. None: 1 below 4 cores, 2 from 4 on, 4 from
+                8 on, 8 from 16 on.
+            encrypt: all data; on a link it is where either end demands it.
+            congestion: congestion control of the connections, such as "bbr"; empty: the system's.
+            max_registrations: how many there can be at once, 1 to 65536.
+            label: of its threads.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a number outside its range; LLM_FEATURE_NOT_ENABLED:
+                a congestion control that the kernel lacks or forbids; no libcrypto to encrypt with.
+            TypeError: an argument of another type.
+        """
+        if connections is None:
+            connections = connections_of(len(os.sched_getaffinity(0)))
+        if not 1 <= check_type("connections", connections, int) <= MAX_CONNECTIONS:
+            raise invalid(f"connections={connections} is out of range [1, {MAX_CONNECTIONS}]")
+        self._connections = connections
+        self._encrypt = check_type("encrypt", encrypt, bool)
+        if encrypt:
+            _check_encryption("encrypt=True")
+        self._congestion = _checked_congestion(congestion)
+        self._registrations = Registrations(max_registrations)
+        self._label = label
+        self._pid = os.getpid()
+        self._instance = secrets.token_hex(16)
+        self._host = socket.gethostname()[:64] or "localhost"
+        self._mutex = threading.RLock()  # re-entrant: a signal handler may close it
+        self._service: TcpService | None = None  # None: there was no link yet
+        self._connecting: set[Streams] = set()
+        self._closed = False
+
+    def expect(self, memory: Registrable, keep: object = None) -> None:
+        """Do nothing: parts are registered when they are, whatever links there are."""
+
+    def register(
+        self, memory: Registrable, *, writable: bool = True, keep: object = None
+    ) -> Registration:
+        """See `Transport.register`; `keep` is of no account: no peer writes by itself."""
+        self._check_process()
+        return self._registrations.add(memory, writable=writable)
+
+    def deregister(self, registration: protocol.Registration) -> None:
+        """See `Transport.deregister`; on return no byte of it is read or written for a peer."""
+        self._check_process()
+        self._registrations.remove(registration)
+
+    def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
+        """See `Transport.metadata`."""
+        self._check_process()
+        ranges = self._registrations.ranges(registrations)
+        return Metadata(
+            self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
+        ).to_bytes()
+
+    def ready(self) -> None:
+        """Have the threads that serve peers (LLM_LINK_FAILED: none can be had now)."""
+        self._check_process()
+        self._serving()
+
+    def refusal(self, metadata: bytes) -> str | None:
+        """Why the process of `metadata` cannot be reached from here; None: it may be."""
+        self._check_process()
+        try:
+            self._peer(metadata)
+        except LLMException as error:
+            return str(error.args[0])
+        return None
+
+    def connect(
+        self,
+        metadata: bytes,
+        *,
+        timeout_ms: float,
+        session: bytes = b"",
+        streams: Streams | None = None,
+    ) -> TcpLink:
+        """See `Transport.connect`; `session` is of no account, `streams` are for this link alone.
+
+        The end that dials sends its requests over connections of even index, the other over those
+        of odd index.
+        """
+        deadline = time.monotonic() + timeout_ms / 1e3
+        self._check_process()
+        peer = self._peer(metadata)
+        if streams is None:
+            raise link_failed(
+                f"{peer} cannot be reached over tcp without sockets: an engine has them; without "
+                "engines give `connect` streams that open them"
+            )
+        is_encrypted = self._encrypt or peer.encrypt
+        if is_encrypted and not streams.private:
+            raise link_failed(
+                f"{peer}: data is to be encrypted (kvplan.encrypt), with a secret that whoever "
+                "listens has heard: give both ends one kvplan.cluster_key_file"
+            )
+        try:
+            service = self._serving()
+            with self._mutex:
+                self._check_process()
+                self._connecting.add(streams)
+            count = min(self._connections, peer.connections)
+            files = self._open(streams, 2 * count, deadline)
+            ours, theirs = (files[::2], files[1::2])[:: 1 if streams.dials else -1]
+            secret = streams.secret if is_encrypted else None
+            native = service.link(ours, theirs, peer=str(peer), secret=secret, dials=streams.dials)
+        except LLMException:
+            raise
+        except (RuntimeError, OSError) as error:  # of the native layer; no thread can be had
+            raise link_failed(f"{peer} cannot be reached over tcp: {error}") from error
+        finally:
+            with self._mutex:
+                self._connecting.discard(streams)
+        encrypted = ", encrypted" if secret else ""
+        way = f"{streams.way}, {plural(count, 'connection')}{encrypted}"
+        return TcpLink(native, peer, way)
+
+    def close(self) -> None:
+        """Close the links, deregister everything, and end the threads; idempotent.
+
+        In a forked child nothing happens: all of it is the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            connecting = tuple(self._connecting)
+        for streams in connecting:
+            streams.close()
+        if self._service is not None:
+            self._service.close()
+        self._registrations.close()
+
+    def __enter__(self) -> TcpTransport:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _serving(self) -> TcpService:
+        """The threads that serve peers; they begin with the first call."""
+        with self._mutex:
+            self._check_process()
+            if self._service is None:
+                try:
+                    service = TcpService(
+                        threads=self._connections,
+                        max_ranges=self._registrations.num_slots,
+                        name=self._label,
+                    )
+                except NativeError as error:
+                    raise link_failed(f"no link over tcp can be made now: {error}") from error
+                self._registrations.attach(service)
+                self._service = service
+            return self._service
+
+    def _peer(self, metadata: bytes) -> Metadata:
+        """Whose `metadata` it is, if it can be reached from here."""
+        peer = Metadata.from_bytes(metadata)
+        if peer.instance == self._instance:
+            raise link_failed(f"{peer} is this transport itself")
+        if peer.encrypt:
+            _check_encryption(f"{peer} demands encryption")
+        return peer
+
+    def _open(self, streams: Streams, count: int, deadline: float) -> list[int]:
+        """The connections of all indices, as file descriptors."""
+        opened: dict[int, socket.socket] = {}
+
+        def open_one(index: int) -> None:
+            it = opened[index] = streams.open(index, max(deadline - time.monotonic(), 0.001))
+            if self._congestion and it.family != socket.AF_UNIX:
+                it.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion)
+
+        try:
+            began, others = time.monotonic(), range(1, count)
+            open_one(0)
+            if streams.dials and time.monotonic() - began > _FAR_S:
+                with ThreadPoolExecutor(len(others)) as threads:
+                    list(threads.map(open_one, others))
+            else:
+                for index in others:
+                    open_one(index)
+        except BaseException:
+            for it in opened.values():
+                it.close()
+            raise
+        return [opened[index].detach() for index in range(count)]
+
+    def _check_process(self) -> None:
+        if self._closed:
+            raise LLMException("the transport is closed")
+        if os.getpid() != self._pid:
+            raise LLMException(
+                f"the transport belongs to process {self._pid}; this is its forked child "
+                f"{os.getpid()}, which needs one of its own"
+            )
+
+
+def connections_of(cores: int) -> int:
+    """How many connections a link has by default, at an end with so many cores."""
+    return next((count for least, count in ((16, 8), (8, 4), (4, 2)) if cores >= least), 1)
+
+
+def _check_encryption(what: str) -> None:
+    """Refuse `what` where there is no libcrypto."""
+    try:
+        check_encryption()
+    except NativeError as error:
+        raise LLMException(
+            f"{what}: {error}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        ) from error
+
+
+def _checked_congestion(name: str) -> bytes:
+    """`name` as the kernel takes it, if it does."""
+    text = check_type("congestion", name, str).encode()
+    if text:
+        try:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, text)
+        except OSError as error:
+            raise LLMException(
+                f"congestion={shown(name)} cannot be had: {error.strerror}; it must be one of "
+                f"{', '.join(_ALLOWED.read_text().split())}, as {_ALLOWED} permits",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            ) from error
+    return text

@@ -1,0 +1,131 @@
+"""The key of a user: one for all its engines, made at first use; refused where others have it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvplan.control.cluster_key import ClusterKey, Keys
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.user_key import describe, user_key
+from kvplan.status import LLMException, LLMStatusCode
+
+ROOT = Path(__file__).parents[2]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of a user who has never used kvplan."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return home
+
+
+@pytest.fixture
+def file(home: Path) -> Path:
+    """Where the key of this user is, which it has."""
+    user_key()
+    return home / ".local/state/kvplan/user.key"
+
+
+def refusal() -> str:
+    with pytest.raises(LLMException) as error:
+        user_key()
+    assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert "or give kvplan.cluster_key_file" in str(error.value)
+    return str(error.value)
+
+
+def test_it_is_made_once_and_private(home: Path) -> None:
+    file = home / ".local/state/kvplan/user.key"
+    assert describe() == (str(file), False, "", "")
+    assert not any(home.iterdir())
+    key = user_key()
+    assert ClusterKey.load(file) == key == user_key()
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert [it.name for it in file.parent.iterdir()] == ["user.key"]
+    assert describe() == (str(file), True, "", "")
+
+
+def test_the_state_home_that_is_given_counts(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert user_key() == ClusterKey.load(tmp_path / "state/kvplan/user.key")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert user_key() == ClusterKey.load(home / ".local/state/kvplan/user.key")
+
+
+def test_processes_that_start_at_once_have_one_key(home: Path) -> None:
+    script = (
+        "import sys; from kvplan.control.user_key import user_key\n"
+        "print(flush=True); sys.stdin.readline(); print(user_key().public.hex())"
+    )
+    command, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    them = [
+        subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(6)
+    ]
+    for it in them:
+        assert it.stdout is not None
+        it.stdout.readline()
+    for it in them:
+        assert it.stdin is not None
+        it.stdin.write("\n")
+        it.stdin.flush()
+    said = [it.communicate(timeout=30)[0].strip() for it in them]
+    assert set(said) == {user_key().public.hex()}
+
+
+def test_a_file_or_directory_that_others_may_use_is_refused(file: Path) -> None:
+    file.chmod(0o640)
+    assert f"{file}: its mode is 0640, so others may use it; chmod 600" in refusal()
+    assert "its mode is 0640" in describe().why_not
+    file.chmod(0o600)
+    file.parent.chmod(0o755)
+    assert f"{file.parent} has mode 0755" in refusal()
+
+
+@needs_root
+def test_a_file_of_another_user_is_refused(file: Path) -> None:
+    os.chown(file, 12345, -1)
+    assert f"{file}: it belongs to user 12345, not to user 0" in refusal()
+
+
+@needs_root
+def test_the_home_of_another_user_is_left_alone(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with sudo: what root made there, its owner could not read."""
+    os.chown(home, 12345, -1)
+    key = user_key()
+    assert not any(home.iterdir())
+    assert ClusterKey.load(tmp_path / "kvplan/user.key") == key
+    assert f"reason='{home} is not of user 0'" in caplog.text
+
+
+def test_without_a_home_it_is_where_the_sockets_are(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "nowhere")
+    key = user_key()
+    assert ClusterKey.load(tmp_path / "kvplan/user.key") == key
+    assert describe().why_not_home == "this user has no home directory"
+
+
+def test_it_is_for_this_host_only(loop: ControlLoop) -> None:
+    key, other = ClusterKey.generate(), ClusterKey.generate()
+    inside = ("127.0.0.1:1", "127.8.9.10:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "ipc:///a/b")
+    for address in (*inside, "10.0.0.1:1", "[fd00::1]:1", "[::ffff:10.0.0.1]:1"):
+        endpoint = Endpoint.parse(address)
+        expected = key if address in inside else None
+        assert loop.run(Keys(user=lambda: key).at(loop, endpoint)) is expected
+        assert loop.run(Keys(other, lambda: key).at(loop, endpoint)) is other

@@ -1,0 +1,179 @@
+"""A transport is given connections to its peer, by the listener that the peer was linked at."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplan import LLMException, LLMStatusCode
+from kvplan.engine.links import LinkState
+from kvplan.transport.local import LocalTransport
+from kvplan.transport.protocol import Streams
+from tests.links.end import DEADLINE_S, End
+from tests.links.refusals import refused
+
+MakeEnd = Callable[..., End]
+COUNT = 3
+
+
+class Streaming(LocalTransport):
+    """Has connections to its peer, and sends the number of each over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Streams] = []
+
+    def refusal(self, metadata: bytes) -> None:
+        return None
+
+    def connect(self, metadata: bytes, **given: Any) -> Any:
+        streams = given["streams"]
+        self.streams.append(streams)
+        for index in range(COUNT):
+            with streams.open(index, given["timeout_ms"] / 1000) as stream:
+                stream.settimeout(DEADLINE_S)
+                stream.sendall(bytes((index,)))
+                assert stream.recv(1) == bytes((index,))
+        return super().connect(metadata, **given)
+
+
+def make_two(make_end: MakeEnd) -> tuple[End, End]:
+    return (
+        make_end(1, transports=[Streaming()], listen=""),
+        make_end(2, transports=[Streaming()]),
+    )
+
+
+def of(end: End) -> list[Streams]:
+    (transport,) = end.transports
+    assert isinstance(transport, Streaming)
+    return transport.streams
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
+def test_the_end_that_links_dials_where_it_has_linked(make_end: MakeEnd, listen: str) -> None:
+    one = make_end(1, transports=[Streaming()], listen="")
+    other = make_end(2, transports=[Streaming()], listen=listen)
+    one.link(other.cluster)
+    (near,), (far,) = of(one), of(other)
+    assert (near.dials, far.dials) == (True, False)
+    assert near.secret == far.secret
+    assert near.way.endswith(other.address)
+    assert len(near.secret) == 32
+
+
+def test_each_link_has_a_secret_of_its_own_and_connections_while_it_is_made(
+    make_end: MakeEnd,
+) -> None:
+    one, other = make_two(make_end)
+    for _ in range(2):
+        one.link(other.cluster)
+        one.links.unlink([2], 5000).raise_for_status()
+    assert of(one)[0].secret != of(one)[1].secret
+    for streams in (*of(one), *of(other)):
+        with pytest.raises(LLMException, match="the link is not being made any more"):
+            streams.open(COUNT, DEADLINE_S)
+
+
+def test_an_end_links_from_the_address_that_its_option_says(make_end: MakeEnd) -> None:
+    one = make_end(1, transports=[Streaming()], listen="", tcp_source="127.0.0.5")
+    other = make_end(2, transports=[Streaming()])
+    one.link(other.cluster)
+    assert of(one)[0].way.startswith("127.0.0.5:")
+
+
+def test_members_that_find_each_other_by_a_path(make_end: MakeEnd, tmp_path: Path) -> None:
+    comm_dir = str(tmp_path / "comm")
+    ends = [make_end(it, transports=[Streaming()], listen="", comm_dir=comm_dir) for it in (1, 2)]
+    for end in ends:
+        end.links.comm_link("name", {1: 0, 2: 1})
+    for end, peer in zip(ends, (2, 1), strict=True):
+        end.wait_for(peer, "LINKED")
+    near, far = (of(end)[-1] for end in ends)
+    assert near.dials is not far.dials
+    assert near.way.startswith(f"ipc://{comm_dir}/")
+
+
+def test_both_ends_call_each_other(make_end: MakeEnd) -> None:
+    ends = [make_end(it, transports=[Streaming()]) for it in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(end.link, peer.cluster)
+            for end, peer in zip(ends, reversed(ends), strict=True)
+        ]
+        for call in calls:
+            call.result(DEADLINE_S)
+    assert [end.state(peer) for end, peer in zip(ends, (2, 1), strict=True)] == [
+        LinkState.LINKED,
+        LinkState.LINKED,
+    ]
+
+
+class Failing(Streaming):
+    """Opens no connection."""
+
+    def connect(self, metadata: bytes, **given: Any) -> Any:
+        raise LLMException("no memory left", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+class Waiting(Streaming):
+    """Waits for a connection; `ended` has how that ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.ended: list[str] = []
+        self.done = threading.Event()
+
+    def connect(self, metadata: bytes, **given: Any) -> Any:
+        self.begun.set()
+        try:
+            with given["streams"].open(0, 6 * DEADLINE_S):
+                pass
+        except LLMException as error:
+            self.ended.append(str(error.args[0]))
+            raise
+        finally:
+            self.done.set()
+
+
+class Silent(Streaming):
+    """Opens no connection, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def connect(self, metadata: bytes, **given: Any) -> Any:
+        assert self.go_on.wait(DEADLINE_S)
+        raise LLMException("given up", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+@pytest.mark.parametrize("fails", ["dials", "accepts"])
+def test_who_waits_for_a_peer_that_fails_waits_no_longer(make_end: MakeEnd, fails: str) -> None:
+    """Its thread is not kept for the whole of the time that the link may take."""
+    waiting = Waiting()
+    transports = [Failing(), waiting] if fails == "dials" else [waiting, Failing()]
+    one, other = (make_end(it, transports=[transports[it - 1]]) for it in (1, 2))
+    reason = "no memory left" if fails == "dials" else "data connection 0: authenticate: "
+    refused(one, other.cluster, LLMStatusCode.LLM_LINK_FAILED, reason)
+    assert waiting.done.wait(DEADLINE_S)
+    assert len(waiting.ended) == 1
+    assert ("accept: the link is not being made any more" in waiting.ended[0]) is (fails == "dials")
+
+
+def test_an_engine_that_closes_waits_for_no_connection(make_end: MakeEnd) -> None:
+    accepting = make_end(1, transports=[waiting := Waiting()])
+    dialling = make_end(2, transports=[silent := Silent()], listen="")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(dialling.links.link, [accepting.cluster], 60_000)
+        assert waiting.begun.wait(DEADLINE_S)
+        accepting.close()
+        assert waiting.done.wait(DEADLINE_S)
+        silent.go_on.set()
+        assert call.result(DEADLINE_S).status is not LLMStatusCode.LLM_SUCCESS

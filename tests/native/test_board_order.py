@@ -1,0 +1,100 @@
+"""Whoever read new bytes through an old registration sees that it is over, on any machine.
+
+A processor that reorders little shows nothing of a fence that is missing. So what board.c does,
+step by step, is run here in every order that a weak one allows: of two steps of a thread the later
+may be first, unless a fence, an acquire or a release, or one place in memory keeps them apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "kvnative/src/board.c"
+OLD, NEW = 1, 2  # generations, and bytes that were written under them
+
+_STEP = re.compile(
+    r"(?P<fence>atomic_thread_fence\(\s*memory_order_seq_cst\s*\))"
+    r"|(?P<exchange>atomic_compare_exchange_strong\()"
+    r"|atomic_load_explicit\([^;]*?memory_order_(?P<load>\w+)\s*\)"
+)
+
+
+class Step(NamedTuple):
+    kind: str  # read, write, fence
+    place: str = ""
+    order: str = ""  # acquire, release
+
+
+def steps_of(function: str) -> list[Step]:
+    """What a function of board.c does to the generations, in the order of its text."""
+    text = re.sub(r"/\*.*?\*/", "", SOURCE.read_text(), flags=re.DOTALL)
+    body = re.search(rf"\b{function}\([^)]*\)\s*{{(.*?)^}}", text, re.DOTALL | re.MULTILINE)
+    assert body is not None, f"{SOURCE} has no {function}"
+    steps: list[Step] = []
+    for found in _STEP.finditer(body[1]):
+        if found["fence"]:
+            steps.append(Step("fence"))
+        elif found["exchange"]:
+            steps += [Step("read", "board", "acquire"), Step("write", "board", "release")]
+        else:
+            steps.append(Step("read", "board", found["load"]))
+    return steps
+
+
+def may_swap(first: Step, second: Step) -> bool:
+    """Whether `second` may happen before `first`, which stands before it."""
+    if "fence" in (first.kind, second.kind) or first.place == second.place:
+        return False
+    return first.order != "acquire" and second.order != "release"
+
+
+def orders(steps: list[Step]) -> Iterator[tuple[Step, ...]]:
+    """All orders in which a thread's steps may happen."""
+    for order in permutations(range(len(steps))):
+        at = {step: when for when, step in enumerate(order)}
+        pairs = combinations(range(len(steps)), 2)
+        if all(at[a] < at[b] or may_swap(steps[a], steps[b]) for a, b in pairs):
+            yield tuple(steps[it] for it in order)
+
+
+def seen(owner: list[Step], peer: list[Step]) -> set[tuple[int, int]]:
+    """Every (bytes, generation) that the peer may read: of several looks, the last."""
+    found = set()
+    for ours in set(orders(owner)):
+        for theirs in set(orders(peer)):
+            for slots in combinations(range(len(ours) + len(theirs)), len(ours)):
+                memory = {"bytes": OLD, "board": OLD}
+                read: dict[str, int] = {}
+                left, right = iter(ours), iter(theirs)
+                for moment in range(len(ours) + len(theirs)):
+                    step = next(left) if moment in slots else next(right)
+                    if step.kind == "write":
+                        memory[step.place] = NEW
+                    elif step.kind == "read" and moment not in slots:
+                        read[step.place] = memory[step.place]
+                found.add((read["bytes"], read["board"]))
+    return found
+
+
+RELEASED = [*steps_of("kvn_board_release"), Step("write", "bytes")]
+LOOKED = [Step("read", "bytes"), *steps_of("kvn_board_first_stale")]
+
+
+def test_in_no_order_are_new_bytes_of_an_old_registration() -> None:
+    assert seen(RELEASED, LOOKED) == {(OLD, OLD), (OLD, NEW), (NEW, NEW)}
+
+
+@pytest.mark.parametrize("end", ["owner", "peer"])
+def test_in_some_order_they_would_be_without_a_fence(end: str) -> None:
+    """So the orders that are tried are enough to show it."""
+    owner, peer = (
+        [it for it in steps if it.kind != "fence" or end != dropped]
+        for steps, dropped in ((RELEASED, "owner"), (LOOKED, "peer"))
+    )
+    assert (NEW, OLD) in seen(owner, peer)

@@ -1,0 +1,485 @@
+"""The writer table: who writes announces it, whoever ends a registration waits for that."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from mmap import PAGESIZE, mmap
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvnative._executor import (
+    KVN_FAILED,
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_UNMAPPED,
+    Backend,
+    Executor,
+    Report,
+    ThreadPool,
+    delay,
+    fail_at,
+    host_backend,
+    limit_bandwidth,
+)
+from kvnative._host import Board
+from kvnative._lower import lower
+from kvnative._writers import Ticket, Writer, WriterTable
+from tests.transport.owner import Owner
+
+NBYTES = 1 << 20
+TICKETS = 62  # of an entry
+# The new program gives the answer.
+EXEC = """
+    import os, sys
+    program = "import sys; print('{\\"result\\": \\"another\\"}', flush=True); sys.stdin.read()"
+    os.execv(sys.executable, [sys.executable, "-c", program])
+"""
+
+
+def column(*numbers: int) -> NDArray[np.uint64]:
+    return np.array(numbers, np.uint64)
+
+
+def move(backend: Backend, src: int, dst: int, nbytes: int = NBYTES) -> Report:
+    descriptors = lower(column(0), column(0), column(nbytes), column(src), column(dst))
+    return Executor(backend).run(descriptors, 30_000)
+
+
+def address_of(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@dataclass
+class Here:
+    """An owner and a writer in this process, with one registration."""
+
+    entries: int = 8
+    pool: ThreadPool = field(default_factory=lambda: ThreadPool(2))
+
+    def __post_init__(self) -> None:
+        self.board, self.table = Board(4), WriterTable(self.entries)
+        self.slot, self.generation = self.board.take()
+        self.src = np.full(NBYTES, 7, np.uint8)
+        self.dst = np.zeros(NBYTES, np.uint8)
+        self.registered = column(self.slot), column(self.generation)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What a writer is made with."""
+        return {
+            "board_fd": self.board.fd,
+            "board_inode": self.board.inode,
+            "num_slots": self.board.num_slots,
+            "table_fd": self.table.fd,
+            "table_inode": self.table.inode,
+            "num_entries": self.table.num_entries,
+            "address": self.table.address,
+        }
+
+    def writer(self) -> Writer:
+        return Writer(os.getpid(), **self.facts)
+
+    def backend(self, kind: str) -> Backend:
+        writer = self.writer()
+        if kind == "around":
+            return writer.around(host_backend(self.pool), *self.registered)
+        make = {"mapped": writer.mapped, "by_address": writer.by_address}[kind]
+        return make(self.pool, *self.registered)
+
+    @property
+    def sides(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        return column(address_of(self.src)), column(address_of(self.dst))
+
+    def move(self, backend: Backend) -> Report:
+        return move(backend, address_of(self.src), address_of(self.dst))
+
+    def end(self) -> None:
+        self.board.release(self.slot, self.generation)
+
+
+@pytest.fixture
+def here() -> Here:
+    return Here()
+
+
+KINDS = ["mapped", "by_address", "around"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestGuard:
+    def test_what_is_registered_is_written(self, here: Here, kind: str) -> None:
+        report = here.move(here.backend(kind))
+        assert report.status == KVN_OK, report
+        assert (here.dst == 7).all()
+        assert here.table.drain(0) == []
+
+    def test_what_is_not_any_more_is_not(self, here: Here, kind: str) -> None:
+        backend = here.backend(kind)
+        here.end()
+        report = here.move(backend)
+        assert report.status == KVN_UNMAPPED
+        assert "has deregistered the memory" in report.message
+        assert not here.dst.any()
+        assert here.table.drain(0) == []
+
+    def test_of_several_registrations_each_counts(self, here: Here, kind: str) -> None:
+        slot, generation = here.board.take()
+        here.registered = column(here.slot, slot), column(here.generation, generation)
+        backend = here.backend(kind)
+        assert here.move(backend).status == KVN_OK
+        here.board.release(slot, generation)
+        here.dst[:] = 0
+        assert here.move(backend).status == KVN_UNMAPPED
+        assert not here.dst.any()
+
+
+def test_what_the_backend_refuses_is_not_announced_any_more(here: Here) -> None:
+    refusing = fail_at(host_backend(here.pool), 0, at_submit=True)
+    backend = here.writer().around(refusing, *here.registered)
+    assert here.move(backend).status == KVN_FAILED
+    assert here.table.drain(0) == []
+
+
+class TestWait:
+    def test_for_a_batch_that_is_being_written(self, here: Here) -> None:
+        """Half a second of it: whoever waits less is told, whoever waits longer sees it end."""
+        slow = here.writer().around(limit_bandwidth(host_backend(here.pool), 2e6), *here.registered)
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(here.move, slow)
+            while not here.dst.any():
+                assert not call.done(), call.result()
+            here.end()
+            (ticket,) = here.table.drain(0.01)
+            assert ticket.pid == os.getpid()
+            assert here.table.stands(ticket)
+            (again,) = here.table.drain(60)  # it did not move on: it is not waited for twice
+            assert again == ticket
+            assert call.result().status == KVN_OK
+            assert not here.table.stands(ticket)
+            assert here.table.drain(0) == []
+
+    def test_not_for_what_is_begun_later(self, here: Here) -> None:
+        """Another registration is being written all the time, in pieces that overlap."""
+        slot, generation = here.board.take()
+        writer = here.writer()
+        other = writer.mapped(here.pool, column(slot), column(generation))
+        ended = False
+
+        def write(dst: NDArray[np.uint8]) -> None:
+            while not ended:
+                assert move(other, address_of(here.src), address_of(dst)).status == KVN_OK
+
+        targets = [np.zeros(NBYTES, np.uint8) for _ in range(3)]
+        with ThreadPoolExecutor(3) as threads:
+            calls = [threads.submit(write, it) for it in targets]
+            while not all(it.any() for it in targets):
+                assert not any(it.done() for it in calls)
+            for _ in range(200):
+                assert here.table.drain(20) == []
+            ended = True
+            for it in calls:
+                it.result()
+
+    def test_more_at_once_than_an_entry_has_tickets(self, here: Here) -> None:
+        backend = here.backend("around")
+        slow = here.writer().around(delay(host_backend(here.pool), 5), *here.registered)
+        with ThreadPoolExecutor(40) as threads:
+            calls = [threads.submit(here.move, it) for it in (slow, backend) * 20]
+            assert {it.result().status for it in calls} == {KVN_OK}
+        assert here.table.drain(0) == []
+
+    @pytest.mark.timeout(30)
+    def test_batches_that_nobody_waits_for_meanwhile(self, here: Here) -> None:
+        """As of a device: their tickets stand until somebody asks, however long they are over."""
+        executor = Executor(
+            here.writer().around(delay(host_backend(here.pool), 5), *here.registered)
+        )
+        made = [lower(*map(column, (0, 0, NBYTES)), *here.sides) for _ in range(40)]
+        tasks = [executor.submit(it) for it in made]
+        assert {it.wait(30_000).status for it in tasks} == {KVN_OK}
+        assert here.table.drain(0) == []
+
+
+class TestLies:
+    """What another peer writes into the table, which all of them have."""
+
+    @pytest.fixture
+    def here(self) -> Here:
+        return Here(4096)
+
+    def fill(self, here: Here, ticket: int, entries: Iterable[int]) -> None:
+        """Tickets of this process, which lives, wherever there can be one."""
+        writer = here.writer()  # so that the first entry says how this process is called there
+        with mmap(here.table.fd, 0) as file:
+            words = np.frombuffer(file, np.uint64).reshape(-1, PAGESIZE // 8)
+            process = int(words[1, 0])
+            words[0, 0] = 2**64 - 1
+            for it in entries:
+                words[1 + it, 0] = process
+                words[1 + it, 2 : 2 + TICKETS] = ticket
+            del words
+        del writer
+
+    @pytest.mark.parametrize("ticket", [2, 3], ids=["mapped", "by_address"])
+    def test_cost_whoever_frees_little_more_than_its_deadline(
+        self, here: Here, ticket: int
+    ) -> None:
+        self.fill(here, ticket, range(4096))
+        begun = time.thread_time()  # however many others the machine runs
+        here.table.drain(0.1)
+        assert time.thread_time() - begun < 1.5  # a look at each ticket would take several seconds
+
+    @pytest.mark.timeout(30)
+    def test_cost_whoever_writes_the_transfer_and_no_more(self, here: Here) -> None:
+        backend = here.backend("mapped")
+        self.fill(here, 2, [0])
+        report = here.move(backend)
+        assert report.status == KVN_FAILED
+        assert "as many pieces of this link as can be announced" in report.message
+        assert not here.dst.any()
+
+
+class TestEntries:
+    def test_each_writer_has_one_until_nothing_of_it_is_left(self) -> None:
+        here = Here(entries=2)
+        one, two = here.writer(), here.writer()
+        with pytest.raises(MemoryError, match="all 2 entries of the writer table"):
+            here.writer()
+        backend = one.mapped(here.pool, *here.registered)
+        del one
+        with pytest.raises(MemoryError):
+            here.writer()
+        assert here.move(backend).status == KVN_OK
+        del backend
+        here.writer()
+        del two
+
+    def test_those_of_forked_children_that_died_are_taken(self) -> None:
+        here = Here(entries=2)
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:  # an entry of its own, never given back
+                kept = here.writer()
+                os._exit(0 if kept else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        writers = here.writer(), here.writer()
+        with pytest.raises(MemoryError):
+            here.writer()
+        del writers
+
+    def test_a_forked_child_does_not_give_it_back(self) -> None:
+        here = Here(entries=1)
+        writer = here.writer()
+        child = os.fork()
+        if child == 0:
+            del writer
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(MemoryError):
+            here.writer()
+        del writer
+        here.writer()
+
+    @pytest.mark.parametrize("entries", [0, 2**16 + 1])
+    def test_of_a_number_that_cannot_be(self, entries: int) -> None:
+        with pytest.raises(ValueError, match=r"must be in \[1, 65536\]"):
+            WriterTable(entries)
+
+    def test_what_is_no_table(self, here: Here) -> None:
+        table = here.table
+        facts: dict[str, Any] = {
+            "board_fd": here.board.fd,
+            "board_inode": here.board.inode,
+            "num_slots": here.board.num_slots,
+            "table_fd": table.fd,
+            "table_inode": table.inode,
+            "num_entries": table.num_entries,
+            "address": table.address,
+        }
+        for wrong in ({"table_inode": 1}, {"num_entries": 9}, {"num_slots": 600}):
+            with pytest.raises(ValueError, match="is not the memfd"):
+                Writer(os.getpid(), **{**facts, **wrong})
+        table.close()
+        table.close()
+        with pytest.raises(OSError, match=f"{facts['table_fd']}"):
+            Writer(os.getpid(), **facts)
+
+
+class TestWhatIsInTheTable:
+    """Peers write there too, and may have died or be hostile."""
+
+    @staticmethod
+    def words(table: WriterTable) -> NDArray[np.uint64]:
+        """A row for each page: the header, then the entries (process, closed, tickets...)."""
+        return np.frombuffer(mmap(table.fd, 0), np.uint64).reshape(-1, PAGESIZE // 8)
+
+    def test_whoever_had_the_pid_before_is_not_waited_for(self, here: Here) -> None:
+        backend = here.backend("mapped")  # which holds the entry
+        entry = self.words(here.table)[1]
+        entry[2] = 2  # a ticket
+        assert [it.pid for it in here.table.drain(0)] == [os.getpid()]
+        entry[0] += 1 << 22  # the time at which its process started
+        assert here.table.drain(0) == []
+        assert entry[2] == 0
+        del backend
+
+    def test_more_entries_than_there_can_be_are_not_looked_at(self, here: Here) -> None:
+        self.words(here.table)[0, 0] = 1 << 40
+        assert here.table.drain(0) == []
+        assert here.move(here.backend("mapped")).status == KVN_OK
+
+
+# ---- another process ----
+
+
+OFFER = """
+    import ctypes
+    from kvnative._host import Board
+    from kvnative._writers import WriterTable
+    board, table = Board(4), WriterTable(4)
+    slot, generation = board.take()
+    target = np.zeros(1 << 20, np.uint8)
+    result = dict(
+        board_fd=board.fd, board_inode=board.inode, num_slots=4,
+        table_fd=table.fd, table_inode=table.inode, num_entries=4, address=table.address,
+    ), slot, generation, target.__array_interface__["data"][0]
+"""
+
+
+@dataclass
+class There:
+    """An owner in another process, and what this one writes to it with."""
+
+    owner: Owner
+
+    def __post_init__(self) -> None:
+        self.facts, slot, generation, self.target = self.owner.run(OFFER)
+        self.pool = ThreadPool(1)
+        self.registered = column(slot), column(generation)
+        self.src = np.full(NBYTES, 7, np.uint8)
+        self.backend = self.writer().by_address(self.pool, *self.registered)
+
+    def writer(self) -> Writer:
+        return Writer(self.owner.pid, **self.facts)
+
+    def write(self) -> Report:
+        return move(self.backend, address_of(self.src), self.target)
+
+
+@pytest.fixture
+def there(owner: Owner) -> There:
+    return There(owner)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.close()
+
+
+def test_by_address_into_another_process(there: There) -> None:
+    assert there.write().status == KVN_OK
+    assert there.owner.run("result = int((target == 7).sum())") == NBYTES
+
+
+# Another program under the same pid, that has memory at the very addresses: as without address
+# space layout randomization.
+OTHER_PROGRAM = """
+import ctypes, json, sys
+target, table = map(int, sys.argv[1:])
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+for address, nbytes in ((target & ~4095, (1 << 20) + 4096), (table, 5 * 4096)):
+    found = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 3, 0x100022, -1, 0)
+    assert found == address, ctypes.get_errno()
+print(json.dumps({"result": None}), flush=True)
+for line in sys.stdin:
+    written = sum(ctypes.string_at(target, 1 << 20)) + sum(ctypes.string_at(table, 5 * 4096))
+    print(json.dumps({"result": written}), flush=True)
+"""
+
+
+def test_not_into_another_program_of_the_same_pid(there: There) -> None:
+    arguments = ["-c", OTHER_PROGRAM, str(there.target), str(there.facts["address"])]
+    there.owner.run(f"import os, sys; os.execv(sys.executable, [sys.executable, *{arguments}])")
+    report = there.write()
+    assert report.status == KVN_PEER_GONE
+    assert "executes another program" in report.message
+    assert there.owner.run("how much was written") == 0
+
+
+def test_not_after_the_owner_has_died(there: There) -> None:
+    there.owner.kill()
+    assert there.write().status == KVN_PEER_GONE
+
+
+# An entry that says what one says who was stopped, or killed, in the middle of a piece.
+LEFT = """
+    from kvnative._writers import Ticket
+
+    def announce(entry, number):
+        words = (ctypes.c_uint64 * 16).from_address(table.address + (entry + 1) * 4096)
+        words[2] = number
+"""
+
+
+def test_whoever_is_late_by_address_is_cut_off(there: There) -> None:
+    """Its gate is closed: other writers go on, and it is told to link again."""
+    other = there.writer().by_address(there.pool, *there.registered)
+    there.owner.run(LEFT, "result = announce(0, 3)")
+    began = time.monotonic()
+    assert there.owner.run("result = table.drain(0.2)") == []
+    assert 0.2 <= time.monotonic() - began < 10
+    report = there.write()
+    assert report.status == KVN_PEER_GONE
+    assert "link again" in report.message
+    assert move(other, address_of(there.src), there.target).status == KVN_OK
+    there.backend = there.writer().by_address(there.pool, *there.registered)
+    assert there.write().status == KVN_OK
+
+
+def test_a_forked_writer_that_died_is_not_waited_for(there: There) -> None:
+    child = os.fork()
+    if child == 0:
+        there.pool = ThreadPool(1)
+        backend = there.writer().by_address(there.pool, *there.registered)
+        move(backend, address_of(there.src), there.target, 4096)
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    there.owner.run(LEFT, "result = announce(1, 4)")
+    began = time.monotonic()
+    assert there.owner.run("result = table.drain(60)") == []
+    assert time.monotonic() - began < 10
+
+
+def test_a_mapped_writer_that_is_late_is_named(there: There) -> None:
+    (found,) = there.owner.run(LEFT, "announce(0, 4); result = table.drain(0.1)")
+    assert found == [os.getpid(), 0, 0, 4]
+    stands = f"result = table.stands(Ticket(*{found}))"
+    assert there.owner.run(stands) is True
+    assert there.owner.run("announce(0, 0)", stands) is False
+
+
+def test_a_mapped_writer_that_executes_another_program_writes_no_more(
+    here: Here, owner: Owner
+) -> None:
+    """Its pid and its start stay: what it had mapped has gone all the same."""
+    owner.run(f"""
+        from kvnative._writers import Writer
+        writer = Writer({os.getpid()}, **{here.facts})
+    """)
+    ticket = Ticket(owner.pid, 0, 0, 4)
+    with mmap(here.table.fd, 0) as file:
+        file[PAGESIZE + 16 : PAGESIZE + 24] = ticket.number.to_bytes(8, "little")
+    assert here.table.stands(ticket)
+    assert owner.run(EXEC) == "another"
+    assert not here.table.stands(ticket)
+    assert here.table.drain(60) == []  # nor is it found again

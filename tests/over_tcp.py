@@ -1,0 +1,31 @@
+"""Engines that link over TCP, whatever else would do: the machine "tcp" of the suites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvplan import LlmDataDist, Options
+from tests.places import CLUSTER_KEY, TCP_CONNECTIONS
+
+FIELDS: dict[str, Any] = {"transport": "tcp", "tcp_connections": TCP_CONNECTIONS}
+if CLUSTER_KEY:
+    FIELDS["cluster_key_file"] = CLUSTER_KEY
+KEYS = {f"kvplan.{name}": str(value) for name, value in FIELDS.items()}
+
+
+def engine_of(machine: str) -> type[LlmDataDist]:
+    """The class to make engines of, on the machine of that name."""
+    return OverTcp if machine == "tcp" else LlmDataDist
+
+
+class OverTcp(LlmDataDist):
+    """Its options are the test's, and the transport, with as many connections at least."""
+
+    def initialize(self, options: Mapping[str, str] | Options | None = None) -> None:
+        if isinstance(options, Options):
+            count = max(options.tcp_connections or 1, TCP_CONNECTIONS)
+            super().initialize(replace(options, **{**FIELDS, "tcp_connections": count}))
+        else:
+            super().initialize({**KEYS, **(options or {})})

@@ -1,0 +1,20 @@
+"""A short `make fuzz`: the parser and both ends of the transport tcp, on changed frames."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_finds_nothing() -> None:
+    done = subprocess.run(
+        ["make", "fuzz", "FUZZ_COUNT=30000", "FUZZ_SECONDS=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "parser: 30000 inputs" in done.stdout

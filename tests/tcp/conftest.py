@@ -1,0 +1,53 @@
+"""A service in this process, and a peer in another whose memory is registered in slot 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvnative._tcp import TcpNativeLink, TcpService
+from tests.tcp.peer import NBYTES, SECRET, Bytes, TcpPeer
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[TcpService]:
+    service = TcpService(threads=1, max_ranges=256)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def steady_peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TcpPeer]:
+    """For tests that leave it as it was."""
+    peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory")
+    peer.add_range(0, 0, NBYTES)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(scope="module", params=[None, SECRET], ids=["plain", "encrypted"])
+def secret(request: pytest.FixtureRequest) -> bytes | None:
+    """Of links; with one they are encrypted."""
+    found: bytes | None = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def steady_link(service: TcpService, steady_peer: TcpPeer, secret: bytes | None) -> TcpNativeLink:
+    return steady_peer.link(service, secret=secret)
+
+
+@pytest.fixture
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TcpPeer]:
+    """For tests that stop, kill or change it."""
+    peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory")
+    peer.add_range(0, 0, NBYTES)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def local() -> Bytes:
+    return np.full(NBYTES, 0xA5, dtype=np.uint8)

@@ -1,0 +1,165 @@
+"""The frames of docs/tcp-protocol.md, by hand, and links whose other end is two plain sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvnative._executor import KVN_PEER_GONE
+from kvnative._tcp import TcpNativeLink, TcpService
+from tests.tcp.peer import TIMEOUT_MS, listen
+
+PULL, PUSH = 1, 2
+MOVED, DEREGISTERED, OUTSIDE, READ_ONLY, UNMAPPED = range(5)
+ANSWER_NBYTES = 24
+MAX_RANGES, MAX_RUNS, MAX_NBYTES = 64, 1024, 16 << 20
+
+
+class Range(NamedTuple):
+    slot: int
+    generation: int
+    reserved: int = 0
+
+    def packed(self) -> bytes:
+        return struct.pack("<IIQ", self.slot, self.reserved, self.generation)
+
+
+class Run(NamedTuple):
+    address: int
+    nbytes: int
+    count: int = 1
+    stride: int = 0
+    range: int = 0
+
+    def packed(self) -> bytes:
+        return struct.pack("<QIIII", self.address, self.nbytes, self.count, self.stride, self.range)
+
+
+def request(
+    kind: int,
+    ranges: Sequence[Range],
+    runs: Sequence[Run],
+    *,
+    number: int = 0,
+    nbytes: int | None = None,
+    reserved: int = 0,
+    num_ranges: int | None = None,
+    num_runs: int | None = None,
+) -> bytes:
+    """A request, without the bytes of a push; what it says of itself can be made a lie."""
+    said = sum(run.nbytes * run.count for run in runs) if nbytes is None else nbytes
+    head = struct.pack(
+        "<BBHIQQ",
+        kind,
+        reserved,
+        len(ranges) if num_ranges is None else num_ranges,
+        len(runs) if num_runs is None else num_runs,
+        said % 2**64,
+        number,
+    )
+    first = (ranges[0] if ranges else Range(0, 0)).packed() + (
+        runs[0] if runs else Run(0, 0)
+    ).packed()
+    return b"".join([head, first, *(it.packed() for it in (*ranges[1:], *runs[1:]))])
+
+
+def answer(number: int, reason: int = MOVED, offset: int = 0, reserved: int = 0) -> bytes:
+    return struct.pack("<QIIQ", number, reason, reserved, offset)
+
+
+class Answer(NamedTuple):
+    number: int
+    reason: int
+    reserved: int
+    offset: int
+
+
+class Raw:
+    """A plain socket at the other end of one of a link's connections."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        connection.settimeout(TIMEOUT_MS / 1000)
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def read(self, nbytes: int) -> bytes:
+        """So many bytes, or those that came before its end."""
+        got = bytearray()
+        while len(got) < nbytes and (some := self.socket.recv(nbytes - len(got))):
+            got += some
+        return bytes(got)
+
+    def read_answer(self) -> Answer:
+        return Answer(*struct.unpack("<QIIQ", self.read(ANSWER_NBYTES)))
+
+    def read_request(self) -> tuple[int, int, bytes]:
+        """Its number, what it asks for in bytes, and all of it; of a push without the bytes."""
+        head = self.read(64)
+        _, _, num_ranges, num_runs, nbytes, number = struct.unpack("<BBHIQQ", head[:24])
+        return number, nbytes, head + self.read(16 * (num_ranges - 1) + 24 * (num_runs - 1))
+
+    def drain(self) -> bytes:
+        """All that comes, up to its end or a reset."""
+        got = bytearray()
+        with contextlib.suppress(ConnectionResetError):
+            while some := self.socket.recv(1 << 20):
+                got += some
+        return bytes(got)
+
+    def finish(self) -> None:
+        """Say that nothing more comes."""
+        with contextlib.suppress(OSError):  # the other end has closed it
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def reset(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("2i", 1, 0))
+        self.socket.close()
+
+
+class Attacked(NamedTuple):
+    """A link of a service, and the other ends of its two connections."""
+
+    link: TcpNativeLink
+    asks: Raw  # of the service
+    answers: Raw  # what it is asked
+
+    def wait_for_failure(self) -> str:
+        ready = select.select([self.link.death_fd], [], [], TIMEOUT_MS / 1000)[0]
+        assert ready, "the link did not fail"
+        assert self.link.failure is not None
+        status, message = self.link.failure
+        assert status == KVN_PEER_GONE
+        return message
+
+    def close(self) -> None:
+        self.link.close("the test is over")
+        self.asks.socket.close()
+        self.answers.socket.close()
+
+
+def attack(service: TcpService, room: int = 0) -> Attacked:
+    """`room`: bytes that the sockets may hold, or as many as the system likes."""
+    with listen() as listener:
+        if room:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        near = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        far = [listener.accept()[0] for _ in range(2)]
+    for it in (*near, *far):
+        it.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for it in near:
+        it.setblocking(False)
+        if room:
+            it.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+    try:
+        link = service.link([near[0].detach()], [near[1].detach()], peer="hostile")
+    except BaseException:
+        for it in far:
+            it.close()
+        raise
+    return Attacked(link, Raw(far[1]), Raw(far[0]))

@@ -1,0 +1,217 @@
+"""The tests' side of peer_process.py: a peer, its memory, and backends that reach it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._backend import Backend, striped
+from kvnative._lower import Descriptors
+from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
+from tests.transport.owner import Owner
+
+NBYTES = 48 << 20
+TIMEOUT_MS = 20_000
+PAGE = mmap.PAGESIZE
+DIRECTIONS = ["get", "put"]
+SECRET = bytes(range(32))
+
+Bytes = NDArray[np.uint8]
+Column = NDArray[np.uint64]
+Span = tuple[int, int, int]  # local offset, peer's offset, nbytes
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def u64(*values: int) -> Column:
+    return np.array(values, dtype=np.uint64)
+
+
+def protect(address: int, nbytes: int, how: str = "none") -> None:
+    """Set what pages are for; memory for "none" is to the kernel as if it was not mapped."""
+    bits = {"none": 0, "read": mmap.PROT_READ, "all": mmap.PROT_READ | mmap.PROT_WRITE}[how]
+    assert _libc.mprotect(address, nbytes, bits) == 0
+
+
+class MallInfo(ctypes.Structure):
+    """What mallinfo2 returns; see its page of the manual."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_libc.mallinfo2.restype = MallInfo
+
+
+def allocated() -> int:
+    """Bytes that malloc has given away."""
+    now = _libc.mallinfo2()
+    return int(now.hblkhd + now.uordblks)
+
+
+def listen() -> socket.socket:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(TIMEOUT_MS / 1000)
+    return listener
+
+
+def prepare(connection: socket.socket) -> int:
+    """The descriptor of a connection that a link takes."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setblocking(False)
+    return connection.detach()
+
+
+def dial(address: tuple[str, int], count: int) -> list[int]:
+    return [prepare(socket.create_connection(address)) for _ in range(count)]
+
+
+def answer(listener: socket.socket, count: int) -> list[int]:
+    return [prepare(listener.accept()[0]) for _ in range(count)]
+
+
+def socket_pair() -> tuple[int, int]:
+    """A connection within this process, both of its ends."""
+    with listen() as listener:
+        (near,) = dial(listener.getsockname(), 1)
+        (far,) = answer(listener, 1)
+    return near, far
+
+
+def link_within(
+    near: TcpService, far: TcpService, connections: int = 1, secret: bytes | None = None
+) -> tuple[TcpNativeLink, TcpNativeLink]:
+    """A link of two services of this process, both of its ends."""
+    pairs = [socket_pair() for _ in range(2 * connections)]
+    ends = []
+    for end, service in enumerate((near, far)):
+        files = [pair[end] for pair in pairs]
+        files = files if end == 0 else [*files[connections:], *files[:connections]]
+        ends.append(
+            service.link(
+                files[:connections],
+                files[connections:],
+                peer="within",
+                secret=secret,
+                dials=end == 0,
+            )
+        )
+    return ends[0], ends[1]
+
+
+def backend_of(
+    link: TcpNativeLink,
+    direction: str,
+    address: int,
+    nbytes: int,
+    *,
+    slot: int = 0,
+    generation: int = 1,
+    index: int = 0,
+) -> Backend:
+    """A backend that knows one range of the peer."""
+    return tcp_backend(link, index, direction, *map(u64, (slot, generation, address, nbytes)))
+
+
+def descriptors(direction: str, here: int, there: int, spans: Sequence[Span]) -> Descriptors:
+    """Descriptors of spans, where local and the peer's memory begin at these addresses."""
+    columns = np.array(spans, dtype=np.uint64).reshape(-1, 3)
+    mine, theirs = columns[:, 0] + np.uint64(here), columns[:, 1] + np.uint64(there)
+    dst, src = (mine, theirs) if direction == "get" else (theirs, mine)
+    return Descriptors.from_columns(dst, src, np.ascontiguousarray(columns[:, 2]))
+
+
+def blocks(count: int, nbytes: int, seed: int = 2) -> list[Span]:
+    """Spans of `count` blocks, at random places of the peer, one after another here."""
+    places = np.random.default_rng(seed).permutation(NBYTES // nbytes)[:count]
+    return [(i * nbytes, int(place) * nbytes, nbytes) for i, place in enumerate(places)]
+
+
+def both(there: Bytes, direction: str, here: Bytes, spans: Sequence[Span]) -> tuple[Bytes, Bytes]:
+    """What the transfer leaves here and there, by NumPy."""
+    here, there = here.copy(), there.copy()
+    for mine, theirs, nbytes in spans:
+        if direction == "get":
+            here[mine : mine + nbytes] = there[theirs : theirs + nbytes]
+        else:
+            there[theirs : theirs + nbytes] = here[mine : mine + nbytes]
+    return here, there
+
+
+class TcpPeer(Owner):
+    """A process with a service, whose memory is a file that this one sees as `memory`."""
+
+    script = Path(__file__).with_name("peer_process.py")
+
+    def __init__(self, file: Path) -> None:
+        with file.open("wb") as made:
+            made.truncate(NBYTES)
+        self.memory: Bytes = np.memmap(file, dtype=np.uint8)
+        self._content = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.fill()
+        super().__init__(arguments=[str(file)])
+        self.base: int = self.run("result = base")
+
+    def fill(self) -> None:
+        """Put its memory back to what it was."""
+        self.memory[:] = self._content
+
+    def link(
+        self, service: TcpService, connections: int = 1, secret: bytes | None = None
+    ) -> TcpNativeLink:
+        """A link of `service` to it; its own end is the last of `links` there."""
+        with listen() as listener:
+            self.send(
+                f"""
+                files = dial({listener.getsockname()}, 2 * {connections})
+                links.append(service.link(
+                    files[:{connections}], files[{connections}:], peer="it", secret={secret},
+                    dials=True))
+                """
+            )
+            files = answer(listener, 2 * connections)
+        self.answer()
+        return service.link(files[connections:], files[:connections], peer="peer", secret=secret)
+
+    def add_range(
+        self, slot: int, offset: int, nbytes: int, *, writable: bool = True, generation: int = 1
+    ) -> None:
+        self.run(f"service.add_range({slot}, base + {offset}, {nbytes}, {writable}, {generation})")
+
+    def remove_range(self, slot: int) -> None:
+        self.run(f"service.remove_range({slot})")
+
+    def backend(
+        self,
+        link: TcpNativeLink,
+        direction: str,
+        *,
+        slot: int = 0,
+        generation: int = 1,
+        offset: int = 0,
+        nbytes: int = NBYTES,
+    ) -> Backend:
+        """A backend that knows one range of the peer, by all connections of the link."""
+        inner = [
+            backend_of(
+                link, direction, self.base + offset, nbytes,
+                slot=slot, generation=generation, index=index,
+            )
+            for index in range(link.connections)
+        ]  # fmt: skip
+        return inner[0] if len(inner) == 1 else striped(inner, min_nbytes=1 << 16)
+
+    def descriptors(self, direction: str, local: Bytes, spans: Sequence[Span]) -> Descriptors:
+        return descriptors(direction, local.ctypes.data, self.base, spans)

@@ -1,0 +1,317 @@
+"""What somebody between the two ends of an encrypted link sees, and what he can do to it."""
+
+from __future__ import annotations
+
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from kvnative._executor import KVN_OK, KVN_PEER_GONE, Executor, Report
+from kvnative._tcp import TcpNativeLink, TcpService, check_encryption
+from tests.tcp.peer import (
+    DIRECTIONS,
+    SECRET,
+    TIMEOUT_MS,
+    Bytes,
+    backend_of,
+    descriptors,
+    link_within,
+    socket_pair,
+)
+
+SIZE = 1 << 20
+HEADER, TAG = 4, 16
+ATTACKED = 3  # which record of a transfer
+FORGED = "a record that was not sealed by the peer"
+
+directions = pytest.mark.parametrize("direction", DIRECTIONS)
+
+Attack = Callable[[list[bytes]], list[bytes]]
+
+
+def flip(record: bytes, at: int) -> bytes:
+    changed = bytearray(record)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+# What becomes of the last of the records that have come.
+ATTACKS: dict[str, Attack] = {
+    "a bit of its length": lambda came: [flip(came[-1], 0)],
+    "a length of 0": lambda came: [bytes(HEADER) + came[-1][HEADER:]],
+    "the greatest length": lambda came: [b"\xff" * HEADER + came[-1][HEADER:]],
+    "its first bit": lambda came: [flip(came[-1], HEADER)],
+    "its last bit": lambda came: [flip(came[-1], -TAG - 1)],
+    "a bit of its tag": lambda came: [flip(came[-1], -1)],
+    "it is lost": lambda _: [],
+    "it comes twice": lambda came: [came[-1], came[-1]],
+    "one from before": lambda came: [came[-2]],
+    "the first again": lambda came: [came[0]],
+    "one from nowhere": lambda came: [len(came[-1]).to_bytes(HEADER, "little") + bytes(9_999)],
+}
+
+
+class Relay:
+    """A connection within this process, `near` and `far`, through the hands of an attacker.
+
+    Attributes:
+        passed: all that went towards either end.
+
+    Args:
+        attack: changes a record of those `towards` one end.
+        reflects: which of these goes back to its sender as well; 0: none.
+    """
+
+    def __init__(self, attack: Attack | None = None, towards: str = "", reflects: int = 0):
+        self.passed = {"near": bytearray(), "far": bytearray()}
+        self.near, to_near = socket.socketpair()
+        self.far, to_far = socket.socketpair()
+        self._ends = to_near, to_far
+        self._threads = []
+        for source, sink, name in ((to_far, to_near, "near"), (to_near, to_far, "far")):
+            change = attack if name == towards else None
+            pumped = (source, sink, name, change, reflects if name == towards else 0)
+            self._threads.append(threading.Thread(target=self._pump, args=pumped, daemon=True))
+            self._threads[-1].start()
+
+    def close(self) -> None:
+        self._shut()
+        for thread in self._threads:
+            thread.join()
+        for it in self._ends:
+            it.close()
+
+    def _shut(self) -> None:
+        for it in self._ends:
+            with suppress(OSError):
+                it.shutdown(socket.SHUT_RDWR)
+
+    def _pump(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        name: str,
+        attack: Attack | None,
+        reflects: int,
+    ) -> None:
+        came: list[bytes] = []
+        with suppress(OSError), source.makefile("rb", buffering=0) as stream:
+            while True:
+                if attack is None and not reflects:
+                    chunks = [stream.read(1 << 16)]
+                else:
+                    came.append(read_record(stream))
+                    chunks = came[-1:]
+                    if len(came) == ATTACKED and attack is not None:
+                        chunks = attack(came)
+                if chunks and not chunks[0]:
+                    break
+                for chunk in chunks:
+                    self.passed[name] += chunk
+                    sink.sendall(chunk)
+                if reflects and len(came) == reflects:
+                    source.sendall(came[-1])
+        self._shut()
+
+
+def read_exactly(stream: socket.SocketIO, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes and (more := stream.read(nbytes - len(found))):
+        found += more
+    return found
+
+
+def read_record(stream: socket.SocketIO) -> bytes:
+    header = read_exactly(stream, HEADER)
+    return header + read_exactly(stream, int.from_bytes(header, "little") + TAG) if header else b""
+
+
+class Ends:
+    """Two services, memory of the far one in slot 0, and local memory."""
+
+    def __init__(self) -> None:
+        self.near = TcpService(threads=1, max_ranges=1)
+        self.far = TcpService(threads=1, max_ranges=1)
+        self.there = np.zeros(SIZE, dtype=np.uint8)
+        self.here = np.zeros(SIZE, dtype=np.uint8)
+        self.far.add_range(0, self.there.ctypes.data, SIZE, True, 1)
+        self.links: list[TcpNativeLink] = []
+        self._relays: list[Relay] = []
+
+    def link(
+        self, asking: Relay, other: Relay, near: bytes | None = SECRET, far: bytes | None = SECRET
+    ) -> TcpNativeLink:
+        """The near end's link, which asks by the relay `asking`."""
+        self._relays += asking, other
+        files = []
+        for it in (asking, other):
+            it.near.setblocking(False)
+            it.far.setblocking(False)
+            files.append([it.near.detach(), it.far.detach()])
+        self.links = [
+            self.near.link([files[0][0]], [files[1][0]], peer="far", secret=near, dials=True),
+            self.far.link([files[1][1]], [files[0][1]], peer="near", secret=far),
+        ]
+        return self.links[0]
+
+    def move(self, direction: str, nbytes: int = SIZE) -> Report:
+        base, here = self.there.ctypes.data, self.here.ctypes.data
+        with Executor(backend_of(self.links[0], direction, base, SIZE)) as executor:
+            return executor.run(descriptors(direction, here, base, [(0, 0, nbytes)]), TIMEOUT_MS)
+
+    def sides(self, direction: str) -> tuple[Bytes, Bytes]:
+        """Source and destination."""
+        return (self.there, self.here) if direction == "get" else (self.here, self.there)
+
+    def failures(self) -> str:
+        return " | ".join(it.failure[1] for it in self.links if it.failure is not None)
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+        for relay in self._relays:
+            relay.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
+def test_what_can_be_read_on_the_way(ends: Ends, secret: bytes | None) -> None:
+    """Neither bytes nor addresses; and the same bytes do not look the same again."""
+    relays = Relay(), Relay()
+    ends.link(*relays, near=secret, far=secret)
+    words = b"16 bytes of text"
+    ends.there[:] = np.tile(np.frombuffer(words, np.uint8), SIZE // len(words))
+    for direction in DIRECTIONS:
+        assert ends.move(direction).status == KVN_OK
+    np.testing.assert_array_equal(ends.here, ends.there)
+    seen = bytes(relays[0].passed["near"] + relays[0].passed["far"])
+    assert len(seen) > 2 * SIZE
+    assert (words in seen) is (secret is None)
+    assert (ends.there.ctypes.data.to_bytes(8, "little") in seen) is (secret is None)
+    chunks = [seen[at : at + 16] for at in range(0, len(seen) - 16, 16)]
+    assert (len(set(chunks)) == len(chunks)) is (secret is not None)
+
+
+@directions
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_whoever_changes_a_record_ends_the_link(ends: Ends, direction: str, attack: str) -> None:
+    """Bytes from before it have arrived, none of it or from behind it."""
+    towards = "near" if direction == "get" else "far"
+    link = ends.link(Relay(ATTACKS[attack], towards), Relay())
+    source, destination = ends.sides(direction)
+    source[:] = np.random.default_rng(1).integers(1, 256, SIZE)
+    report = ends.move(direction)
+    assert report.status == KVN_PEER_GONE
+    assert FORGED in ends.failures()
+    assert link.failure is not None
+    same = destination == source
+    arrived = SIZE if same.all() else int(same.argmin())
+    assert arrived < ATTACKED << 15
+    assert not destination[arrived:].any()
+
+
+@directions
+def test_a_record_that_comes_back_to_its_sender(ends: Ends, direction: str) -> None:
+    # The one that has the number of what its sender expects: a request has come, an answer has not.
+    towards, number = ("near", 2) if direction == "get" else ("far", 1)
+    ends.link(Relay(towards=towards, reflects=number), Relay())
+    source, destination = ends.sides(direction)
+    source[:] = 7
+    report = ends.move(direction)
+    # All that was asked for may have come before.
+    assert report.status in (KVN_OK, KVN_PEER_GONE)
+    assert set(np.unique(destination)) <= {0, 7}
+    assert (source == 7).all()
+    assert select.select([it.death_fd for it in ends.links], [], [], TIMEOUT_MS / 1000)[0]
+    assert FORGED in ends.failures()
+
+
+def test_connections_that_are_taken_for_each_other(ends: Ends) -> None:
+    """Each has keys of its own."""
+    pairs = [socket_pair() for _ in range(4)]
+    near, far = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    ends.links = [
+        ends.near.link(near[:2], near[2:], peer="far", secret=SECRET, dials=True),
+        ends.far.link(far[2:], [far[1], far[0]], peer="near", secret=SECRET),
+    ]
+    ends.there[:] = 7
+    assert ends.move("get").status == KVN_PEER_GONE
+    assert FORGED in ends.failures()
+    assert not ends.here.any()
+
+
+def test_another_secret(ends: Ends) -> None:
+    ends.there[:] = 7
+    ends.link(Relay(), Relay(), far=bytes(32))
+    assert ends.move("get", 1).status == KVN_PEER_GONE
+    assert FORGED in ends.failures()
+    assert not ends.here.any()
+
+
+def test_keys_change_on_the_way(ends: Ends) -> None:
+    """After 4,096 records of a direction; the greatest have 32 KiB."""
+    ends.link(Relay(), Relay())
+    for direction, seed in zip(DIRECTIONS, (1, 2), strict=True):
+        source, destination = ends.sides(direction)
+        for _ in range(140):
+            assert ends.move(direction).status == KVN_OK
+        source[:] = np.random.default_rng(seed).integers(0, 256, SIZE)
+        assert ends.move(direction).status == KVN_OK
+        np.testing.assert_array_equal(destination, source)
+
+
+def test_what_came_with_the_answer_that_was_waited_for(ends: Ends) -> None:
+    """It has left the socket, and nobody waits for it: the service goes on with it."""
+    ends.links = list(link_within(ends.near, ends.far, secret=SECRET))
+    here, there = ends.here.ctypes.data, ends.there.ctypes.data
+    large, small = [(0, 0, SIZE)], [(0, 0, 64)]  # one turn of who waits
+    with Executor(backend_of(ends.links[0], "get", there, SIZE)) as executor:
+        for _ in range(300):
+            first, second = [
+                executor.submit(descriptors("get", here, there, it)) for it in (large, small)
+            ]
+            assert first.wait(TIMEOUT_MS).status == KVN_OK
+            deadline = time.monotonic() + 5
+            while not second.done:
+                assert time.monotonic() < deadline
+
+
+def test_a_secret_of_another_length(ends: Ends) -> None:
+    with pytest.raises(ValueError, match="secret has 31 bytes; it must have 32"):
+        ends.link(Relay(), Relay(), near=bytes(31))
+
+
+def test_without_libcrypto() -> None:
+    """In a mount namespace that has an empty file in its place."""
+    check_encryption()
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"]).returncode:
+        pytest.skip("only root outside of containers can make a mount namespace, with `unshare`")
+    hidden = """
+    for it in $(ldconfig -p | sed -n 's/.*libcrypto.so.* => //p'); do
+        mount --bind /dev/null "$it"
+    done
+    exec "$@"
+    """
+    program = "from kvplan.transport.tcp.transport import TcpTransport; TcpTransport(encrypt=True)"
+    found = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", hidden, "sh", sys.executable, "-c", program],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert "LLM_FEATURE_NOT_ENABLED" in found.stderr.splitlines()[-1], found.stderr
+    assert "encrypt=True: encryption needs OpenSSL's libcrypto.so.3" in found.stderr

@@ -1,0 +1,194 @@
+"""What links cost, what is left of them, and how they share a service."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvnative._executor import KVN_CANCELLED, KVN_OK, Executor
+from kvnative._tcp import TcpService
+from tests.tcp.frames import attack
+from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, allocated, backend_of, descriptors, link_within
+from tests.transport.owner import ROOT
+
+MIB = 1 << 20
+
+
+def descriptors_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def threads_running() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+class TestCost:
+    @pytest.mark.parametrize("connections", [1, 4])
+    def test_descriptors(self, connections: int) -> None:
+        """Two of a pair of connections and one of the link, at each end."""
+        service = TcpService(1, max_ranges=1)
+        before = descriptors_open()
+        ends = link_within(service, service, connections)
+        assert descriptors_open() - before == 2 * (2 * connections + 1)
+        for end in ends:
+            end.close("the test is over")
+        assert descriptors_open() == before
+        service.close()
+
+    @pytest.mark.parametrize("secret", [None, bytes(32)])
+    def test_memory(self, secret: bytes | None) -> None:
+        """Of a link of one pair of connections, encrypted or not."""
+        service, count = TcpService(1, max_ranges=1), 50
+        ends = list(link_within(service, service, secret=secret))  # loads libcrypto
+        before = allocated()
+        for _ in range(count):
+            ends += link_within(service, service, secret=secret)
+        assert (allocated() - before) / (2 * count) < 256 << 10
+        service.close()
+
+    def test_of_a_service(self) -> None:
+        """Two descriptors of a thread; nothing is left of it."""
+        before = descriptors_open(), threads_running()
+        service = TcpService(3, max_ranges=1 << 20)
+        assert descriptors_open() - before[0] == 2 * 3
+        assert threads_running() - before[1] == 3
+        service.close()
+        assert (descriptors_open(), threads_running()) == before
+
+
+def test_nothing_is_left_of_a_thousand_links() -> None:
+    near, far = TcpService(2, max_ranges=1), TcpService(1, max_ranges=1)
+    memory = np.zeros(MIB, dtype=np.uint8)
+    far.add_range(0, memory.ctypes.data, memory.nbytes, True, 1)
+    local = np.zeros(4096, dtype=np.uint8)
+
+    def make(times: int) -> None:
+        for number in range(times):
+            link, other = link_within(near, far)
+            with Executor(backend_of(link, "get", memory.ctypes.data, MIB)) as executor:
+                moved = descriptors("get", local.ctypes.data, memory.ctypes.data, [(0, 0, 4096)])
+                assert executor.run(moved, TIMEOUT_MS).status == KVN_OK
+            first, second = (link, other) if number % 2 else (other, link)
+            first.close("enough")
+            if number % 3:
+                second.close("enough")
+
+    make(20)
+    before = descriptors_open(), threads_running(), allocated()
+    make(1000)
+    assert (descriptors_open(), threads_running()) == before[:2]
+    assert allocated() - before[2] < MIB // 4  # 1,000 links have 50 MiB
+    near.close()
+    far.close()
+
+
+class TestSharing:
+    LINKS = 32
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_it_is_fair(self, direction: str) -> None:
+        """All ask one service for more than there is time for; the same comes of it for each."""
+        owner, asker = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
+        memory, local = np.ones(MIB, dtype=np.uint8), np.zeros(MIB, dtype=np.uint8)
+        owner.add_range(0, memory.ctypes.data, MIB, True, 1)
+        links = [link_within(asker, owner) for _ in range(self.LINKS)]
+        executors = [
+            Executor(backend_of(link, direction, memory.ctypes.data, MIB)) for link, _ in links
+        ]
+        much = descriptors(direction, local.ctypes.data, memory.ctypes.data, [(0, 0, MIB)] * 10_000)
+        tasks = [executor.submit(much) for executor in executors]
+
+        def moved() -> list[int]:
+            return [task.report.bytes_done for task in tasks]
+
+        while min(moved()) < 4 * MIB:  # some began before others
+            pass
+        before = moved()
+        while sum(moved()) - sum(before) < self.LINKS * 50 * MIB:
+            pass
+        shares = sorted(now - then for now, then in zip(moved(), before, strict=True))
+        assert {task.cancel().status for task in tasks} == {KVN_CANCELLED}
+        owner.close()
+        asker.close()
+        assert shares[0] >= 0.8 * shares[-1], shares
+
+    def test_who_reads_nothing_is_not_waited_for(self) -> None:
+        """A peer has asked for much and reads none of it; another one is served, and may end."""
+        owner, asker = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
+        memory, local = np.ones(MIB, dtype=np.uint8), np.zeros(MIB, dtype=np.uint8)
+        owner.add_range(0, memory.ctypes.data, MIB, True, 1)
+        deaf = attack(asker)
+        with Executor(backend_of(deaf.link, "put", memory.ctypes.data, MIB)) as executor:
+            much = [(0, 0, MIB)] * 1000
+            stuck = executor.submit(descriptors("put", local.ctypes.data, memory.ctypes.data, much))
+            near, _far = link_within(asker, owner)
+            with Executor(backend_of(near, "get", memory.ctypes.data, MIB)) as other:
+                for _ in range(20):
+                    moved = descriptors("get", local.ctypes.data, memory.ctypes.data, [(0, 0, MIB)])
+                    assert other.run(moved, TIMEOUT_MS).status == KVN_OK
+            assert not stuck.done
+            deaf.close()
+        asker.close()
+        owner.close()
+
+
+FORK = """
+import os, signal, sys, threading
+import numpy as np
+from kvnative._executor import KVN_OK, Executor, NativeError
+from kvnative._tcp import TcpService
+from tests.transport.owner import ROOT
+from tests.tcp.peer import backend_of, descriptors, link_within
+
+owner, asker = TcpService(1, max_ranges=2), TcpService(1, max_ranges=2)
+memory, local = np.ones(4096, dtype=np.uint8), np.zeros(4096, dtype=np.uint8)
+owner.add_range(0, memory.ctypes.data, 4096, True, 1)
+near, far = link_within(asker, owner)
+backend = backend_of(near, "get", memory.ctypes.data, 4096)
+moved = descriptors("get", local.ctypes.data, memory.ctypes.data, [(0, 0, 4096)])
+ready, go = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    refused = 0
+    for call in (
+        lambda: owner.add_range(1, 4096, 4096, True, 1),
+        lambda: owner.remove_range(0),
+        lambda: asker.link([], [], peer="x"),
+        lambda: near.connections,
+        lambda: backend_of(near, "get", 4096, 4096),
+        lambda: Executor(backend),
+    ):
+        try:
+            call()
+        except NativeError as error:
+            refused += "fork" in str(error)
+    near.close("nothing happens")
+    asker.close()
+    os.write(ready[1], bytes([refused]))
+    os.close(go[1])
+    os.read(go[0], 1)  # it has the descriptors all the time
+    del near, far, asker, owner
+    os._exit(0)
+assert os.read(ready[0], 1) == bytes([6])
+with Executor(backend) as executor:
+    assert executor.run(moved, 20_000).status == KVN_OK
+near.close("enough")
+import select
+assert select.select([far.death_fd], [], [], 20)[0]
+os.close(go[1])
+assert os.waitpid(child, 0)[1] == 0
+owner.close()
+asker.close()
+print("fine")
+"""
+
+
+def test_a_forked_child_can_do_nothing_and_disturbs_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert (done.stdout, done.stderr) == ("fine\n", "")

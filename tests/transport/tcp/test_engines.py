@@ -1,0 +1,122 @@
+"""Two engines that link over tcp, whatever else would do; their options are of its connections."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LlmRole,
+    LLMStatusCode,
+    Options,
+    RegisterMemStatus,
+)
+
+PREPARING = RegisterMemStatus.PREPARING
+
+DESC = CacheDesc(num_tensors=4, shape=(16, 4096), data_type=DataType.DT_UINT8)
+
+
+class MakeEngine(Protocol):
+    def __call__(self, number: int, listen: str = "", **fields: Any) -> LlmDataDist: ...
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    with ExitStack() as held:
+
+        def make(number: int, listen: str = "", **fields: Any) -> LlmDataDist:
+            engine = LlmDataDist(number, LlmRole.MIX)
+            engine.initialize(Options(transport="tcp", listen_ip_info=listen, **fields))
+            held.callback(engine.finalize)
+            return engine
+
+        yield make
+
+
+def check_that_blocks_move(owner: LlmDataDist, user: LlmDataDist) -> None:
+    theirs, mine = (
+        owner.allocate_blocks_cache(DESC, BlocksCacheKey(1)),
+        user.allocate_blocks_cache(DESC),
+    )
+    for number, tensor in enumerate(owner.arrays(theirs)):
+        tensor[:] = number + 1
+    user.pull_blocks(BlocksCacheKey(1), mine, [4, 5, 9], [7, 8, 2])
+    for number, tensor in enumerate(user.arrays(mine)):
+        moved = np.isin(np.arange(16), [7, 8, 2])
+        assert (tensor[moved] == number + 1).all()
+        assert not tensor[~moved].any()
+    owner.deallocate_cache(theirs)
+    with pytest.raises(LLMException) as gone:
+        user.pull_blocks(BlocksCacheKey(1), mine, [4], [7])
+    assert gone.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
+@pytest.mark.parametrize("listening", ["the owner", "the user"])
+def test_the_end_that_listens_is_dialled(
+    make_engine: MakeEngine, address: str, listening: str
+) -> None:
+    at_owner, at_user = (address, "") if listening == "the owner" else ("", address)
+    owner, user = make_engine(1, at_owner), make_engine(2, at_user)
+    here, there = (user, owner) if at_owner else (owner, user)
+    info = ClusterInfo(there.cluster_id, str(there.listen_address))
+    here.link_clusters([info]).raise_for_status()
+    for engine in (owner, user):
+        (link,) = engine.links()
+        assert link.transport == "tcp"
+        assert str(there.listen_address) in link.way
+    check_that_blocks_move(owner, user)
+
+
+def test_over_unix_sockets_where_no_engine_listens(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Which have no congestion control."""
+    owner, user = (
+        make_engine(number, comm_dir=str(tmp_path), tcp_connections=2, tcp_congestion="reno")
+        for number in (1, 2)
+    )
+    begun = [(it, it.link("both", {1: 0, 2: 1})) for it in (owner, user)]
+    deadline = time.monotonic() + 10
+    while any(it.query_register_mem_status(comm) is PREPARING for it, comm in begun):
+        assert time.monotonic() < deadline
+    for engine, _ in begun:
+        (link,) = engine.links()
+        assert link.way.startswith(f"ipc://{tmp_path}/")
+    check_that_blocks_move(owner, user)
+
+
+def test_options_of_the_connections(make_engine: MakeEngine) -> None:
+    owner = make_engine(1, "127.0.0.1:0", tcp_connections=3, tcp_congestion="reno")
+    user = make_engine(2, tcp_connections=5)
+    user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
+    assert [it.links()[0].way.rpartition(", ")[2] for it in (owner, user)] == ["3 connections"] * 2
+    check_that_blocks_move(owner, user)
+
+
+@pytest.mark.parametrize("demands", [(True, False), (False, True)], ids=["owner", "user"])
+def test_one_engine_that_demands_encryption_is_enough(
+    make_engine: MakeEngine, demands: tuple[bool, bool]
+) -> None:
+    owner = make_engine(1, "127.0.0.1:0", encrypt=demands[0])
+    user = make_engine(2, encrypt=demands[1])
+    user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
+    assert [it.links()[0].way.endswith(", encrypted") for it in (owner, user)] == [True] * 2
+    check_that_blocks_move(owner, user)
+
+
+def test_congestion_control_that_there_is_none_of(make_engine: MakeEngine) -> None:
+    with pytest.raises(LLMException, match="tcp: congestion='none7' cannot be had") as refused:
+        make_engine(1, tcp_congestion="none7")
+    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED

@@ -1,0 +1,353 @@
+"""Links over TCP come to be and end: in one process, over real sockets."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from weakref import ref
+
+import numpy as np
+import pytest
+
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.identity import link_failed
+from kvplan.transport.protocol import DeviceRange
+from kvplan.transport.tcp.metadata import Metadata
+from kvplan.transport.tcp.transport import TcpTransport, connections_of
+from tests.transport.tcp.peer import linked
+from tests.transport.tcp.streams import Accepted, Dialled
+
+FILES = Path("/proc/self/fd")
+THREADS = Path("/proc/self/task")
+PEER = Metadata("0" * 32, "node7", 7, 2, False).to_bytes()
+Ends = tuple[TcpTransport, TcpTransport]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with TcpTransport(connections=2) as one, TcpTransport(connections=3) as two:
+        yield one, two
+
+
+def count_files() -> int:
+    gc.collect()  # what other tests have left
+    return len(list(FILES.iterdir()))
+
+
+def count_threads() -> int:
+    """Those of transports."""
+    return sum(it.read_text().startswith("kvplan") for it in THREADS.glob("*/comm"))
+
+
+def test_both_ends_are_linked_until_one_closes(ends: Ends) -> None:
+    links = linked(*ends)
+    for link in links:
+        link.check()
+        assert re.fullmatch(r"127\.0\.0\.1\S* \S+ 127\.0\.0\.1\S*, 2 connections", link.way)
+    links[0].close()
+    links[0].close()
+    with pytest.raises(LLMException, match="is closed") as refused:
+        links[0].check()
+    assert refused.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    assert links[0].death_fd is None
+    assert links[1].death_fd is not None
+    assert select.select([links[1].death_fd], [], [], 10)[0]
+    with pytest.raises(LLMException) as lost:
+        links[1].check()
+    assert lost.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+
+
+def test_what_opened_the_connections_is_not_held(ends: Ends) -> None:
+    opened: list[ref[Dialled]] = []
+
+    def dialled(port: int) -> Dialled:
+        streams = Dialled(port)
+        opened.append(ref(streams))
+        return streams
+
+    links = linked(*ends, dialled)
+    gc.collect()
+    assert opened[0]() is None
+    links[0].check()
+
+
+def test_why_it_was_closed_is_what_its_users_hear(ends: Ends) -> None:
+    link, _ = linked(*ends)
+    memory = np.zeros(8, np.uint8)
+    ends[1].register(memory)
+    there = link.memory([memory.ctypes.data], 8, metadata=ends[1].metadata())
+    link.close(LLMException("unlinked", status_code=LLMStatusCode.LLM_NOT_YET_LINK))
+    link.close()
+    for use in (link.check, there.check, lambda: link.memory([1], 1)):
+        with pytest.raises(LLMException, match=r"^unlinked") as refused:
+            use()
+        assert refused.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+
+
+def test_links_of_a_transport_that_is_closed(ends: Ends) -> None:
+    link, other = linked(*ends)
+    ends[0].close()
+    with pytest.raises(LLMException, match="the transport is closed"):
+        link.check()
+    assert link.death_fd is None
+    assert other.death_fd is not None
+    assert select.select([other.death_fd], [], [], 10)[0]
+
+
+def test_nothing_of_it_is_left(ends: Ends) -> None:
+    """Not even for as long as something refers to it."""
+    linked(*ends)[0].close()  # the threads of both ends, and what they sleep on
+    files, threads, kept = count_files(), count_threads(), []
+    for _ in range(3):
+        kept += linked(*ends)
+        assert count_files() == files + 2 * (
+            2 * 2 + 1
+        )  # sockets at two ends, and what tells of death
+        for link in kept:
+            link.close()
+    assert (count_files(), count_threads()) == (files, threads)
+
+
+def test_threads_begin_with_the_first_link_and_end_with_the_transport() -> None:
+    files, threads = count_files(), count_threads()
+    with TcpTransport(connections=2) as one, TcpTransport(connections=3) as two:
+        one.register(np.zeros(8, np.uint8))
+        assert (count_files(), count_threads()) == (files, threads)
+        one.ready()
+        assert count_threads() >= threads + 2
+        linked(one, two)
+    assert (count_files(), count_threads()) == (files, threads)
+
+
+@pytest.mark.parametrize(
+    ("cores", "number"), [(1, 1), (3, 1), (4, 2), (7, 2), (8, 4), (15, 4), (16, 8), (192, 8)]
+)
+def test_connections_by_cores(cores: int, number: int) -> None:
+    assert connections_of(cores) == number
+
+
+def test_what_cannot_be_asked_for() -> None:
+    for number in (0, 17):
+        with pytest.raises(LLMException, match=rf"connections={number} is out of range \[1, 16\]"):
+            TcpTransport(connections=number)
+    with pytest.raises(LLMException, match=r"max_registrations=0 .*\[1, 65536\]"):
+        TcpTransport(max_registrations=0)
+    with pytest.raises(LLMException, match=r"congestion='none7' .*must be one of .*reno") as none:
+        TcpTransport(congestion="none7")
+    assert none.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+
+
+def test_congestion_control_is_set_on_every_connection(ends: Ends) -> None:
+    """Of one end; the other has the system's."""
+    with TcpTransport(connections=2, congestion="reno") as one:
+        before = set(FILES.iterdir())
+        links = linked(one, ends[1])
+        new = [it for it in set(FILES.iterdir()) - before if it.is_socket()]
+        found = sorted(congestion for it in new if (congestion := congestion_of(it)))
+        assert len(links) == 2  # they are held until here
+    usual = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    assert found == sorted(["reno"] * 4 + [usual] * 4)
+
+
+def congestion_of(file: Path) -> str:
+    with socket.socket(fileno=os.dup(int(file.name))) as it:
+        if it.family != socket.AF_INET:
+            return ""
+        name = it.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        return name.rstrip(b"\0").decode()
+
+
+def test_without_connections_there_is_no_link(ends: Ends) -> None:
+    with pytest.raises(LLMException, match=r"process 7 of node7 .* over tcp without") as refused:
+        ends[0].connect(PEER, timeout_ms=1000)
+    assert refused.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+
+
+def test_who_cannot_be_reached(ends: Ends) -> None:
+    one, two = ends
+    assert one.refusal(two.metadata(())) is None
+    assert "is this transport itself" in str(one.refusal(one.metadata(())))
+    assert "no JSON" in str(one.refusal(b"{"))
+    with pytest.raises(LLMException, match="is this transport itself"):
+        one.connect(one.metadata(()), timeout_ms=1000, streams=Dialled(1))
+
+
+class Far(Dialled):
+    """Its first connection takes a while; the others come to be if they are dialled together."""
+
+    def __init__(self, port: int, others: int) -> None:
+        super().__init__(port)
+        self._others = threading.Barrier(others)
+
+    def open(self, index: int, timeout_s: float) -> socket.socket:
+        began = time.monotonic()
+        if index > 0:
+            self._others.wait(10)
+        while time.monotonic() - began < 0.003:
+            pass
+        return super().open(index, timeout_s)
+
+
+def test_connections_to_a_peer_that_is_far_are_dialled_together(ends: Ends) -> None:
+    for link in linked(*ends, lambda port: Far(port, others=3)):
+        link.check()
+
+
+class Failing(Dialled):
+    """Its last connection fails, when all others are there."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self._others = threading.Semaphore(0)
+
+    def open(self, index: int, timeout_s: float) -> socket.socket:
+        if index == 3:
+            for _ in range(3):
+                assert self._others.acquire(timeout=10)
+            raise link_failed("no route")
+        it = super().open(index, timeout_s)
+        self._others.release()
+        return it
+
+
+def test_one_connection_that_fails_closes_the_others(ends: Ends) -> None:
+    ends[0].ready()
+    files = count_files()
+    with closing(Accepted()) as listening, pytest.raises(LLMException, match="no route") as refused:
+        ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(listening.port))
+    assert refused.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+    assert count_files() == files
+
+
+def test_a_peer_that_never_comes(ends: Ends) -> None:
+    ends[0].ready()
+    files, began = count_files(), time.monotonic()
+    with closing(Accepted()) as listening:
+        Dialled(listening.port).open(2, 1).close()  # one of four
+        with pytest.raises(LLMException, match="has not come: timed out") as late:
+            ends[0].connect(PEER, timeout_ms=100, streams=listening)
+    assert 0.1 <= time.monotonic() - began < 10
+    assert late.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+    assert count_files() == files
+
+
+def test_a_transport_that_is_closed_ends_what_connects() -> None:
+    transport, listening = TcpTransport(connections=2), Accepted()
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(transport.connect, PEER, timeout_ms=60_000, streams=listening)
+        Dialled(listening.port).open(0, 10).close()  # somebody accepts
+        while listening.accepted < 1:
+            pass
+        transport.close()
+        with pytest.raises(LLMException, match="has not come: it was closed"):
+            call.result(10)
+    with pytest.raises(LLMException, match="the transport is closed"):
+        transport.connect(PEER, timeout_ms=1000, streams=listening)
+
+
+def test_no_more_than_there_are_slots() -> None:
+    memory = np.zeros(8, np.uint8)
+    with TcpTransport(max_registrations=2) as transport:
+        first = transport.register(memory)
+        transport.register(memory)
+        with pytest.raises(LLMException, match="all 2 registrations are taken") as full:
+            transport.register(memory)
+        assert full.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
+        transport.deregister(first)
+        transport.deregister(first)
+        with pytest.raises(LLMException, match="is not registered here, or no longer"):
+            transport.metadata([first])
+        again = transport.register(memory)
+        assert again.range.slot == first.range.slot
+        assert again.range.generation != first.range.generation
+
+
+@pytest.mark.parametrize("linked_before", [False, True])
+def test_memory_is_held_as_long_as_it_is_registered(linked_before: bool) -> None:
+    """Deregistered, refused, or with a transport that is closed, its owner may resize it."""
+    memory, other = bytearray(8), bytearray(8)
+    with TcpTransport(max_registrations=1) as transport:
+        if linked_before:
+            transport.ready()
+        kept = [transport.register(memory)]
+        with pytest.raises(BufferError):
+            memory.append(1)
+        with pytest.raises(LLMException, match="all 1 registrations are taken") as full:
+            transport.register(other)
+        other.append(1)
+        transport.deregister(kept[0])
+        memory.append(1)
+        kept.append(transport.register(memory))
+    memory.append(1)
+    assert full.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
+    assert len(kept) == 2
+
+
+def test_memory_of_a_device_is_refused(ends: Ends) -> None:
+    with pytest.raises(LLMException, match=r"is of a device.*Placement.HOST") as refused:
+        ends[0].register(DeviceRange(4096, 4096))
+    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    assert ends[0].reaches == {"host"}
+
+
+def test_metadata_of_another_transport(ends: Ends) -> None:
+    link, _ = linked(*ends)
+    with pytest.raises(LLMException, match="this link is to another") as refused:
+        link.memory([4096], 8, metadata=PEER)
+    assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+
+def test_a_forked_child_leaves_all_to_its_parent(ends: Ends) -> None:
+    one, two = ends
+    link, other = linked(one, two)
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            for use in (link.check, one.metadata, one.ready, lambda: one.refusal(PEER)):
+                with pytest.raises(LLMException, match="forked child"):
+                    use()
+            link.close()
+            one.close()
+            with TcpTransport(connections=1) as own, TcpTransport(connections=1) as peer:
+                for it in linked(own, peer):
+                    it.check()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    link.check()
+    other.check()
+
+
+def test_a_transport_is_closed_beside_whatever_else_is_done_with_it() -> None:
+    """All of which ends with the same refusal, at both ends."""
+
+    def churn(transport: TcpTransport) -> None:
+        while True:
+            transport.deregister(transport.register(np.zeros(64, np.uint8)))
+
+    def link(one: TcpTransport, two: TcpTransport) -> None:
+        while True:
+            for it in linked(one, two):
+                it.check()
+
+    for _ in range(10):
+        with TcpTransport(connections=2) as one, TcpTransport(connections=2) as two:
+            linked(one, two)
+            with ThreadPoolExecutor(4) as threads:
+                churning = [threads.submit(churn, it) for it in (one, one, two)]
+                linking = threads.submit(link, one, two)
+                one.close()
+                two.close()
+                ended = [it.exception(20) for it in (*churning, linking)]
+            for error in ended:
+                assert isinstance(error, LLMException), error

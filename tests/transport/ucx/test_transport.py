@@ -1,0 +1,368 @@
+"""The transport between two processes of one host, over what UCX has there without RDMA."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvnative._executor import KVN_OK, KVN_UNMAPPED, Executor, Report, ThreadPool
+from kvnative._lower import Descriptors
+from kvplan.execution.memory import HostMemory
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.protocol import DeviceRange
+from kvplan.transport.ucx.library import why_no_rdma
+from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
+from kvplan.transport.ucx.metadata import Metadata
+from kvplan.transport.ucx.registrations import Registration
+from kvplan.transport.ucx.transport import UcxTransport
+from tests.transport.owner import Owner
+from tests.transport.owner_process import pattern
+from tests.ucx_library import found
+
+TIMEOUT_MS = 20_000
+NBYTES = 1 << 20
+SHARED_MEMORY = '{"UCX_TLS": "shm"}'
+
+Bytes = NDArray[np.uint8]
+
+
+class UcxOwner(Owner):
+    """Has an array, and an arena of which two parts are registered."""
+
+    script = Path(__file__).with_name("ucx_process.py")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run(
+            f"""
+            array = pattern(1, {NBYTES})
+            arena = transport.allocate({NBYTES})
+            within = np.frombuffer(arena, dtype=np.uint8)
+            within[:] = pattern(2, {NBYTES})
+            held = [transport.register(it) for it in (array, within[:65536], within[131072:])]
+            """
+        )
+
+
+@pytest.fixture(scope="module")
+def transport() -> Iterator[UcxTransport]:
+    with found():
+        transport = UcxTransport(settings=SHARED_MEMORY, max_registrations=64)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[UcxOwner]:
+    with found():
+        owner = UcxOwner()
+    yield owner
+    owner.close()
+
+
+@pytest.fixture(scope="module")
+def link(transport: UcxTransport, owner: UcxOwner) -> Iterator[UcxLink]:
+    try:
+        link = transport.connect(owner.metadata(), timeout_ms=TIMEOUT_MS)
+    except LLMException as error:
+        pytest.skip(f"process_vm_readv is not allowed here: {error}")
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> ThreadPool:
+    return ThreadPool(1)
+
+
+def host_memory(array: Bytes) -> HostMemory:
+    one = np.array([array.ctypes.data], dtype=np.uint64)
+    return HostMemory(one, np.array([array.nbytes], np.uint64), writable=True, owner=array)
+
+
+def move(
+    pool: ThreadPool, remote: UcxPeerMemory, local: Bytes, direction: Literal["get", "put"]
+) -> Report:
+    """All of the remote tensors, one after another here."""
+    sizes = remote.nbytes
+    here = np.uint64(local.ctypes.data) + np.cumsum(sizes) - sizes
+    dst, src = (here, remote.addresses) if direction == "get" else (remote.addresses, here)
+    backend = remote.backend(pool, direction, host_memory(local))
+    with Executor(backend) as executor:
+        return executor.run(Descriptors.from_columns(dst, src, sizes), TIMEOUT_MS)
+
+
+def test_arrays_and_parts_of_an_arena(
+    transport: UcxTransport, owner: UcxOwner, link: UcxLink, pool: ThreadPool
+) -> None:
+    metadata = Metadata.from_bytes(owner.metadata())
+    assert [it.region for it in metadata.ranges] == [0, 1, 1]  # the arena is known as a whole
+    assert len(metadata.regions) == 2
+    remote = link.memory(
+        [it.address for it in metadata.ranges],
+        [it.nbytes for it in metadata.ranges],
+        writable=True,
+    )
+    arena = pattern(2, NBYTES)
+    expected = np.concatenate([pattern(1, NBYTES), arena[:65536], arena[131072:]])
+    local = np.zeros(expected.nbytes, dtype=np.uint8)
+    assert move(pool, remote, local, "get").status == KVN_OK
+    np.testing.assert_array_equal(local, expected)
+    registration = transport.register(local)
+    local[:] = 9
+    assert move(pool, remote, local, "put").status == KVN_OK
+    transport.deregister(registration)
+    assert owner.run("result = bool((array == 9).all())")
+    arena[:65536] = arena[131072:] = 9
+    assert owner.run("result = within.sum(dtype=np.uint64).item()") == arena.sum(dtype=np.uint64)
+    assert link.way == "cma/memory"
+
+
+def test_what_has_ended(owner: UcxOwner, link: UcxLink, pool: ThreadPool) -> None:
+    owner.run("extra = np.ones(4096, np.uint8); one = transport.register(extra)")
+    newer = owner.metadata()
+    address = owner.run("result = extra.ctypes.data")
+    remote = link.memory([address], 4096, metadata=newer)
+    local = np.zeros(4096, dtype=np.uint8)
+    assert move(pool, remote, local, "get").status == KVN_OK
+    owner.run("transport.deregister(one); transport.deregister(one)")
+    assert move(pool, remote, local, "get").status == KVN_UNMAPPED
+    with pytest.raises(LLMException, match="is not inside one range") as caught:
+        link.memory([address], 4096, metadata=owner.metadata())
+    assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    owner.run("one = transport.register(extra)")  # the slot's next
+    assert move(pool, remote, local, "get").status == KVN_UNMAPPED
+    anew = link.memory([address], 4096, metadata=owner.metadata())
+    assert move(pool, anew, local, "get").status == KVN_OK
+    link.check()
+
+
+def test_the_transport(transport: UcxTransport, link: UcxLink) -> None:
+    assert transport.reaches == {"host"}  # this UCX finds no device
+    with pytest.raises(LLMException, match="UCX has no transport for it here") as caught:
+        transport.register(DeviceRange(1 << 40, 4096))
+    assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    memory = bytearray(4096)
+    held = [transport.register(memory) for _ in range(64)]
+    with pytest.raises(LLMException, match="max_registrations") as caught:
+        transport.register(memory)
+    assert caught.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
+    for it in held:
+        transport.deregister(it)
+    memory.append(1)  # nobody holds it any more
+    assert transport.refusal(transport.metadata()) is not None
+    assert link.finds_freed == "after"
+
+
+def test_the_peer_need_not_run(owner: UcxOwner, transport: UcxTransport) -> None:
+    metadata = owner.metadata()
+    owner.stop()
+    with transport.connect(metadata, timeout_ms=TIMEOUT_MS) as link:
+        link.check()
+    owner.resume()
+    with pytest.raises(LLMException, match="is closed") as refused:
+        link.check()
+    assert refused.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    assert link.death_fd is None
+
+
+def test_who_cannot_be_reached(transport: UcxTransport, owner: UcxOwner) -> None:
+    assert "is this transport itself" in str(transport.refusal(transport.metadata(())))
+    assert "no JSON" in str(transport.refusal(b"{"))
+    assert transport.refusal(owner.metadata()) is None
+    with found(), UcxTransport(settings='{"UCX_TLS": "self"}') as alone:
+        assert "UCX cannot reach the peer" in str(alone.refusal(owner.metadata()))
+    theirs = Metadata.from_bytes(owner.metadata())
+    forged = replace(theirs, board=replace(theirs.board, address=4096)).to_bytes()
+    with pytest.raises(LLMException, match=rf"process {owner.pid} of .* cannot be reached") as late:
+        transport.connect(forged, timeout_ms=TIMEOUT_MS)
+    assert late.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+
+
+class TestWriters:
+    """Who ends a registration waits for those who write to it."""
+
+    TIMES = 2000
+    WRITE = """
+        from kvnative._executor import Executor, ThreadPool
+        from kvnative._lower import Descriptors
+        from kvplan.execution.memory import HostMemory
+
+        def begin_to_write(metadata, address, nbytes, times):
+            "The task, of which something is written."
+            link = transport.connect(metadata, timeout_ms=20_000)
+            source = np.full(nbytes, 9, np.uint8)
+            remote = link.memory([address], nbytes, writable=True)
+            backend = remote.backend(ThreadPool(1), "put", HostMemory.from_arrays([source]))
+            columns = address, source.ctypes.data, nbytes
+            executor = Executor(backend)
+            task = executor.submit(
+                Descriptors.from_columns(*(np.full(times, it, np.uint64) for it in columns)))
+            while not task.report.bytes_done:
+                assert not task.done, task.report
+            return task, source, link, executor
+        """
+
+    @pytest.fixture
+    def writer(self, link: UcxLink) -> Iterator[UcxOwner]:
+        """Linked with this process: `link` shows what it writes."""
+        with found():
+            writer = UcxOwner()
+        writer.run(self.WRITE)
+        yield writer
+        writer.close()
+
+    def begin(self, transport: UcxTransport, writer: UcxOwner, memory: Bytes) -> Registration:
+        registration = transport.register(memory)
+        metadata = transport.metadata([registration])
+        where = memory.ctypes.data, memory.nbytes, self.TIMES
+        writer.run(f"held = begin_to_write({metadata!r}, *{where})")
+        return registration
+
+    def test_one_that_goes_on_is_waited_for(
+        self, transport: UcxTransport, writer: UcxOwner
+    ) -> None:
+        memory = np.zeros(NBYTES, np.uint8)
+        with transport.connect(writer.metadata(), timeout_ms=TIMEOUT_MS):
+            transport.deregister(self.begin(transport, writer, memory))
+            memory[:] = 7
+            status, moved = writer.run(
+                "report = held[0].wait(20_000); result = report.status, report.bytes_done"
+            )
+        assert status == KVN_UNMAPPED
+        assert moved < self.TIMES * NBYTES  # it has looked again meanwhile
+        assert (memory == 7).all()
+
+    def test_one_that_is_stopped_keeps_the_memory(
+        self, transport: UcxTransport, writer: UcxOwner, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        memory = bytearray(NBYTES)
+        with transport.connect(writer.metadata(), timeout_ms=TIMEOUT_MS):
+            registration = self.begin(transport, writer, np.frombuffer(memory, np.uint8))
+            writer.stop()
+            transport.deregister(registration)
+            assert "were writing to this process's memory" in caplog.text
+            with pytest.raises(BufferError):
+                memory.append(1)
+            writer.resume()
+            give_up = time.monotonic() + TIMEOUT_MS / 1000
+            while is_held(memory):
+                assert time.monotonic() < give_up
+        assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
+
+    def test_one_that_has_died_is_not_waited_for(
+        self, transport: UcxTransport, writer: UcxOwner
+    ) -> None:
+        memory = bytearray(NBYTES)
+        with transport.connect(writer.metadata(), timeout_ms=TIMEOUT_MS):
+            registration = self.begin(transport, writer, np.frombuffer(memory, np.uint8))
+            writer.kill()
+            transport.deregister(registration)
+        assert not is_held(memory)
+
+    def test_readers_are_not(self, transport: UcxTransport, owner: UcxOwner) -> None:
+        """They announce nothing."""
+        metadata = Metadata.from_bytes(owner.metadata())
+        with transport.connect(owner.metadata(), timeout_ms=TIMEOUT_MS) as link:
+            it = metadata.ranges[0]
+            local = np.zeros(it.nbytes, np.uint8)
+            remote = link.memory([it.address], it.nbytes)
+            backend = remote.backend(ThreadPool(1), "get", host_memory(local))
+            columns = local.ctypes.data, it.address, it.nbytes
+            with Executor(backend) as executor:
+                task = executor.submit(
+                    Descriptors.from_columns(*(np.full(self.TIMES, n, np.uint64) for n in columns))
+                )
+                while not task.report.bytes_done:
+                    pass
+                owner.run(
+                    f"linked = transport.connect({transport.metadata(())!r}, timeout_ms=20_000)",
+                    "transport.deregister(held.pop(0))",
+                    "held.insert(0, transport.register(array))",
+                )
+                assert not task.done or task.report.status == KVN_UNMAPPED
+                assert task.wait(TIMEOUT_MS).status == KVN_UNMAPPED
+
+
+def is_held(memory: bytearray) -> bool:
+    """Whether it cannot be resized."""
+    try:
+        memory.append(1)
+    except BufferError:
+        return True
+    return False
+
+
+@pytest.mark.usefixtures("ucx")
+class TestMaking:
+    def test_without_rdma_it_says_why_and_what_to_do(self, tmp_path: Path) -> None:
+        if not why_no_rdma(""):
+            pytest.skip("RDMA is here")
+        with pytest.raises(LLMException, match="use the transport tcp") as refused:
+            UcxTransport()
+        assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        assert 'kvplan.ucx_settings={"UCX_TLS": "cuda,shm"}' in str(refused.value)
+
+    def test_tcp_is_refused(self) -> None:
+        with pytest.raises(LLMException, match="UCX_TLS lets UCX use TCP") as refused:
+            UcxTransport(settings='{"UCX_TLS": "all"}')
+        assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+
+    def test_what_ucx_does_not_have(self) -> None:
+        with pytest.raises(LLMException, match=r"UCX .* cannot be used: ucp_init: No such device"):
+            UcxTransport(devices="none7", settings='{"UCX_TLS": "ib"}')
+
+    def test_the_number_of_registrations(self) -> None:
+        with pytest.raises(LLMException, match=r"max_registrations=0 .*\[1, 65536\]"):
+            UcxTransport(settings=SHARED_MEMORY, max_registrations=0)
+
+    def test_it_is_closed_with_registrations(self) -> None:
+        transport = UcxTransport(settings=SHARED_MEMORY)
+        kept = bytearray(4096)
+        transport.register(kept)
+        with pytest.raises(BufferError):
+            kept.append(1)
+        transport.close()
+        transport.close()
+        kept.append(1)
+        with pytest.raises(LLMException, match="the transport is closed"):
+            transport.register(kept)
+
+    def test_what_is_closed_has_no_files_any_more(self) -> None:
+        """Not even for as long as something refers to it."""
+        files, before, kept = Path("/proc/self/fd"), 0, []
+        for _ in range(2):  # UCX has some of its own from the first time on
+            before = len(list(files.iterdir()))
+            ends = [UcxTransport(settings=SHARED_MEMORY) for _ in range(2)]
+            link = ends[0].connect(ends[1].metadata(), timeout_ms=TIMEOUT_MS)
+            assert len(list(files.iterdir())) > before
+            for it in (link, *ends):
+                it.close()
+                kept.append(it)
+            del link, it
+        assert len(list(files.iterdir())) == before
+
+    def test_a_forked_child_of_who_uses_it_is_told_what_to_do(self) -> None:
+        with UcxTransport(settings=SHARED_MEMORY) as parents:
+            if (child := os.fork()) == 0:
+                status = 1
+                try:
+                    with pytest.raises(LLMException, match="with the method spawn") as refused:
+                        UcxTransport(settings=SHARED_MEMORY)
+                    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+                    with pytest.raises(LLMException, match="forked child"):
+                        parents.metadata(())
+                    parents.close()
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            parents.metadata(())

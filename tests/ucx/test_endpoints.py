@@ -1,0 +1,139 @@
+"""Endpoints between two processes of one host: how they are connected, and how they end."""
+
+from __future__ import annotations
+
+import select
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
+from kvnative._ucx import UcxEndpoint, UcxError, UcxWorker
+from tests.ucx.peer import TIMEOUT_MS, UcxPeer, open_worker
+from tests.ucx_library import found
+
+
+def dead(endpoint: UcxEndpoint) -> tuple[int, str]:
+    """Its failure, which must come soon."""
+    assert select.select([endpoint.death_fd], [], [], TIMEOUT_MS / 1000)[0]
+    assert not endpoint.connected
+    assert endpoint.failure is not None
+    return endpoint.failure
+
+
+def files() -> set[tuple[str, str]]:
+    """Those that are open, and what they are. Others may close theirs meanwhile: garbage, say."""
+    found = set()
+    for it in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that this was read from
+            found.add((it.name, str(it.readlink())))
+    return found
+
+
+def test_it_is_connected_without_the_peer(worker: UcxWorker, mortal: UcxPeer) -> None:
+    endpoint = mortal.endpoint(worker)
+    assert (endpoint.connected, endpoint.transport) == (False, "")
+    mortal.stop()
+    endpoint.connect(TIMEOUT_MS)
+    assert (endpoint.connected, endpoint.transport) == (True, "cma/memory")
+    assert endpoint.failure is None
+    endpoint.connect(TIMEOUT_MS)  # at once
+
+
+def test_a_peer_that_is_gone_before(worker: UcxWorker, mortal: UcxPeer) -> None:
+    mortal.kill()
+    mortal.close()
+    endpoint = mortal.endpoint(worker)
+    with pytest.raises(UcxError) as caught:
+        endpoint.connect(TIMEOUT_MS)
+    assert caught.value.status == KVN_PEER_GONE
+    assert dead(endpoint)[0] == KVN_PEER_GONE
+
+
+def test_a_board_that_is_not_there(worker: UcxWorker, peer: UcxPeer) -> None:
+    """What follows on the same worker is as before."""
+    endpoint = peer.endpoint(worker, board_address=4096)
+    with pytest.raises(UcxError, match=r"the peer's (UCX is lost|memory cannot be read)") as caught:
+        endpoint.connect(TIMEOUT_MS)
+    assert caught.value.status == KVN_PEER_GONE
+    assert peer.connect(worker).connected
+
+
+def test_a_peer_with_nothing_in_common(worker: UcxWorker, peer: UcxPeer) -> None:
+    with found():
+        alone = open_worker(UCX_TLS="self")
+    endpoint = peer.endpoint(alone)
+    with pytest.raises(UcxError, match="UCX cannot reach the peer") as caught:
+        endpoint.connect(TIMEOUT_MS)
+    assert caught.value.status == KVN_PEER_GONE
+    alone.close()
+
+
+def test_it_fails_once(worker: UcxWorker, peer: UcxPeer) -> None:
+    endpoint = peer.connect(worker)
+    endpoint.close("no more of you")
+    endpoint.close("too late")
+    assert dead(endpoint) == (KVN_CANCELLED, "no more of you")
+    with pytest.raises(UcxError, match="no more of you"):
+        endpoint.connect(TIMEOUT_MS)
+
+
+def test_closing_a_worker_closes_its_endpoints(peer: UcxPeer) -> None:
+    with found():
+        worker = open_worker()
+    connected, other = peer.connect(worker), peer.endpoint(worker)
+    worker.close()
+    worker.close()
+    assert connected.failure == other.failure == (KVN_CANCELLED, "its engine was closed")
+    with pytest.raises(UcxError, match="this worker of UCX is closed"):
+        peer.endpoint(worker)
+    connected.close()
+
+
+def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
+    """When any of them returns it is closed."""
+    start, closed = threading.Barrier(3), []
+
+    def close(worker: UcxWorker, endpoint: UcxEndpoint) -> None:
+        start.wait()
+        worker.close()
+        closed.append(endpoint.failure)
+
+    for _ in range(5):  # whoever comes late finds nothing to do
+        closed.clear()
+        with found():
+            worker = open_worker()
+        endpoint = peer.connect(worker)
+        threads = [
+            threading.Thread(target=close, args=(worker, endpoint), daemon=True) for _ in range(3)
+        ]
+        for it in threads:
+            it.start()
+        for it in threads:
+            it.join(TIMEOUT_MS / 1000)
+        assert closed == [(KVN_CANCELLED, "its engine was closed")] * 3
+
+
+def test_arguments(worker: UcxWorker, peer: UcxPeer) -> None:
+    with pytest.raises(ValueError, match="must have at least 1 byte"):
+        peer.endpoint(worker, address=b"")
+    with pytest.raises(ValueError, match="board_slots is 0; it must be at least 1"):
+        peer.endpoint(worker, board_slots=0)
+    with pytest.raises(ValueError, match="timeout_ms is 0; it must be > 0"):
+        peer.endpoint(worker).connect(0)
+    with pytest.raises(TypeError, match=r"comes from UcxWorker\.endpoint"):
+        UcxEndpoint()
+
+
+def test_workers_and_endpoints_give_back_what_they_open(peer: UcxPeer) -> None:
+    with found():
+        open_worker().close()  # what UCX opens once
+        before = files()
+        for _ in range(3):
+            worker = open_worker()
+            endpoint = peer.connect(worker)
+            worker.close()
+            del endpoint, worker
+            assert files() <= before

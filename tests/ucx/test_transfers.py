@@ -1,0 +1,263 @@
+"""Gets and puts of another process's memory, over what UCX has between two of one host."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_INVALID,
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_TIMEOUT,
+    KVN_UNMAPPED,
+    Executor,
+)
+from kvnative._ucx import UcxEndpoint, UcxWorker
+from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both
+
+DIRECTIONS = ["get", "put"]
+SEVERAL, MANY = (
+    60,
+    1000,
+)  # times all of the peer's memory: enough to act meanwhile; more than any test waits for
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("count", "nbytes", "is_mapped"),
+    [(1, 4095, False), (400, 32 << 10, True), (9000, 512, False), (1, NBYTES, True)],
+)
+def test_bytes(
+    worker: UcxWorker,
+    peer: UcxPeer,
+    endpoint: UcxEndpoint,
+    whole: Range,
+    local: Bytes,
+    direction: str,
+    count: int,
+    nbytes: int,
+    is_mapped: bool,
+) -> None:
+    spans = blocks(count, nbytes)
+    here, there = both(peer.memory, direction, local, spans)
+    region = worker.map(local.ctypes.data, local.nbytes) if is_mapped else None
+    with Executor(peer.backend(endpoint, direction, [whole])) as executor:
+        report = executor.run(peer.descriptors(direction, local, spans), TIMEOUT_MS)
+    assert (report.status, report.bytes_done) == (KVN_OK, count * nbytes), report.message
+    np.testing.assert_array_equal(local, here)
+    np.testing.assert_array_equal(peer.memory, there)
+    if region is not None:
+        region.release()
+        assert region.released
+    peer.fill()
+
+
+def test_it_says_how_it_is_reached(endpoint: UcxEndpoint) -> None:
+    assert endpoint.transport == "cma/memory"
+
+
+def test_stages(
+    peer: UcxPeer,
+    endpoint: UcxEndpoint,
+    whole: Range,
+    local: Bytes,
+) -> None:
+    spans = blocks(40, 4096)
+    here, _ = both(peer.memory, "get", local, spans)
+    with Executor(peer.backend(endpoint, "get", [whole])) as executor:
+        task = executor.stage(peer.descriptors("get", local, spans), 10)
+        for stage in (2, 0, 3, 1):
+            task.open(stage)
+        assert task.wait(TIMEOUT_MS).status == KVN_OK
+    np.testing.assert_array_equal(local, here)
+
+
+def test_several_threads(worker: UcxWorker, peer: UcxPeer, whole: Range) -> None:
+    """Each with blocks of its own, over two endpoints of one worker, in both directions."""
+    endpoints = [peer.connect(worker) for _ in range(2)]
+    share, nbytes = NBYTES // 4, 4096
+
+    def move(index: int) -> None:
+        local = np.full(share, index + 1, np.uint8)
+        spans = [(i, index * share + i, nbytes) for i in range(0, share, nbytes)]
+        columns = [peer.descriptors(it, local, spans) for it in DIRECTIONS]
+        backends = [peer.backend(endpoints[index % 2], it, [whole]) for it in DIRECTIONS]
+        with Executor(backends[0]) as pulls, Executor(backends[1]) as pushes:
+            for number in range(1, 11):
+                local[:] = number * (index + 1)
+                assert pushes.run(columns[1], TIMEOUT_MS).status == KVN_OK
+                local[:] = 0
+                assert pulls.submit(columns[0]).wait(TIMEOUT_MS).status == KVN_OK
+                assert (local == number * (index + 1)).all()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(move, range(4)))
+    for it in endpoints:
+        it.close()
+    peer.fill()
+
+
+class TestRegistrations:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_one_that_has_ended(
+        self,
+        peer: UcxPeer,
+        endpoint: UcxEndpoint,
+        local: Bytes,
+        direction: str,
+    ) -> None:
+        kept, ended = peer.take(), peer.take()
+        ranges = [(0, 8 << 20, kept), (8 << 20, 8 << 20, ended)]
+        with Executor(peer.backend(endpoint, direction, ranges)) as executor:
+            peer.run(f"board.release{ended}")
+            spans = [(0, 0, 4096), (4096, 8 << 20, 4096)]
+            here, there = local.copy(), peer.memory.copy()
+            report = executor.run(peer.descriptors(direction, local, spans), TIMEOUT_MS)
+            assert (report.status, report.failed) == (KVN_UNMAPPED, 1)
+            assert "the peer has deregistered" in report.message
+            assert report.unconfirmed == ((0, 2),)
+            np.testing.assert_array_equal(local, here)
+            np.testing.assert_array_equal(peer.memory, there)
+            # What stands beside it is reached, and the endpoint is as it was.
+            report = executor.run(peer.descriptors(direction, local, spans[:1]), TIMEOUT_MS)
+            assert report.status == KVN_OK
+        assert endpoint.connected
+        peer.run(f"board.release{kept}")
+        peer.fill()
+
+    def test_one_that_ends_meanwhile(
+        self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes
+    ) -> None:
+        slot = peer.take()
+        with Executor(peer.backend(endpoint, "get", [(0, NBYTES, slot)])) as executor:
+            task = executor.submit(peer.descriptors("get", local, [(0, 0, NBYTES)] * SEVERAL))
+            while task.report.bytes_done == 0:
+                pass
+            peer.run(f"board.release{slot}")
+            report = task.wait(TIMEOUT_MS)
+        assert report.status == KVN_UNMAPPED
+        assert "meanwhile" in report.message
+        assert report.unconfirmed == ((0, SEVERAL),)
+
+    def test_the_slot_has_another_by_now(
+        self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes
+    ) -> None:
+        slot, generation = peer.take()
+        peer.run(f"board.release({slot}, {generation})")
+        peer.run(f"while board.take()[0] != {slot}: pass")
+        backend = peer.backend(endpoint, "get", [(0, NBYTES, (slot, generation))])
+        with Executor(backend) as executor:
+            report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
+        assert report.status == KVN_UNMAPPED
+
+    def test_remote_memory_in_no_range(
+        self,
+        peer: UcxPeer,
+        endpoint: UcxEndpoint,
+        whole: Range,
+        local: Bytes,
+    ) -> None:
+        with Executor(peer.backend(endpoint, "get", [whole])) as executor:
+            spans = [(0, 0, 8), (0, NBYTES - 4, 8)]
+            report = executor.run(peer.descriptors("get", local, spans), TIMEOUT_MS)
+        assert (report.status, report.failed) == (KVN_INVALID, 1)
+        assert "lies in none of the ranges" in report.message
+
+
+class TestGivenUp:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_by_the_deadline_or_the_caller(
+        self,
+        peer: UcxPeer,
+        endpoint: UcxEndpoint,
+        whole: Range,
+        local: Bytes,
+        direction: str,
+    ) -> None:
+        descriptors = peer.descriptors(direction, local, [(0, 0, NBYTES)] * MANY)
+        with Executor(peer.backend(endpoint, direction, [whole])) as executor:
+            late = executor.run(descriptors, 5)
+            task = executor.submit(descriptors)
+            cancelled = task.cancel()
+            # Nothing of it is touched any more.
+            target = local if direction == "get" else peer.memory
+            target[:] = 7
+            spans = [(0, 0, 8)]
+            assert executor.run(peer.descriptors("get", local[-16:], spans), TIMEOUT_MS)
+            assert (target[:-16] == 7).all()
+        assert (late.status, cancelled.status) == (KVN_TIMEOUT, KVN_CANCELLED)
+        assert late.unconfirmed == cancelled.unconfirmed == ((0, MANY),)
+        assert endpoint.connected
+        peer.fill()
+
+    def test_the_peer_is_killed(
+        self,
+        mortal: UcxPeer,
+        worker: UcxWorker,
+        local: Bytes,
+    ) -> None:
+        endpoint = mortal.connect(worker)
+        backend = mortal.backend(endpoint, "get", [(0, NBYTES, mortal.take())])
+        with Executor(backend) as executor:
+            task = executor.submit(mortal.descriptors("get", local, [(0, 0, NBYTES)] * MANY))
+            while task.report.bytes_done == 0:
+                pass
+            mortal.process.kill()
+            report = task.wait(TIMEOUT_MS)
+            assert report.status == KVN_PEER_GONE, report.message
+            again = executor.run(mortal.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
+            assert again.status == KVN_PEER_GONE
+        assert endpoint.failure is not None
+
+    def test_the_endpoint_is_closed(
+        self,
+        mortal: UcxPeer,
+        worker: UcxWorker,
+        local: Bytes,
+    ) -> None:
+        endpoint = mortal.connect(worker)
+        backend = mortal.backend(endpoint, "get", [(0, NBYTES, mortal.take())])
+        with Executor(backend) as executor:
+            task = executor.submit(mortal.descriptors("get", local, [(0, 0, NBYTES)] * MANY))
+            endpoint.close("it is over")
+            report = task.wait(TIMEOUT_MS)
+        assert (report.status, report.message) == (KVN_PEER_GONE, "it is over")
+
+
+class TestArguments:
+    def test_a_region(self, worker: UcxWorker, local: Bytes) -> None:
+        first = worker.map(local.ctypes.data, local.nbytes)
+        second = worker.map(local.ctypes.data, local.nbytes)
+        assert first.rkey == second.rkey
+        first.release()
+        first.release()
+        assert (first.released, second.released) == (True, False)
+        with pytest.raises(ValueError, match="must be one of host, cuda, rocm"):
+            worker.map(1, 1, kind="disk")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="at least 1 byte and end at"):
+            worker.map(2**64 - 4096, 8192)
+
+    def test_a_backend(
+        self,
+        peer: UcxPeer,
+        endpoint: UcxEndpoint,
+        whole: Range,
+    ) -> None:
+        def refused(message: str, direction: str = "get", **changes: object) -> None:
+            with pytest.raises((TypeError, ValueError), match=message):
+                peer.backend(endpoint, direction, [whole], **changes)
+
+        one = np.ones(1, dtype=np.uint64)
+        refused("direction is 'pull'; it must be 'get' or 'put'", "pull")
+        refused(
+            "slots: expected 1 items, as in addresses, got 2", slots=np.ones(2, dtype=np.uint64)
+        )
+        refused("nbytes: expected uint64", nbytes=np.ones(1))
+        refused("slots: range 0 has 16; the board has 16", slots=one * 16)
+        refused("keys: range 0 has 1; there are 1", keys=one)
+        refused(r"rkeys\[0\]: expected bytes that are not empty", rkeys=[b""])
+        refused("it must have at least 1 and end at", nbytes=one * 0)
