@@ -29,6 +29,7 @@ from kvplan import (
 )
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.machine import Machine
+from tests.held import Held
 
 ROOT = Path(__file__).parents[2]
 DESC = CacheDesc(2, (4, 16), DataType.DT_INT8)
@@ -62,10 +63,6 @@ def status_of(call: Callable[[], object]) -> LLMStatusCode:
     with pytest.raises(LLMException) as caught:
         call()
     return caught.value.status_code
-
-
-def descriptors() -> set[str]:
-    return {it.name for it in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -129,25 +126,20 @@ def test_nothing_is_left_behind(machine: Machine) -> None:
                 thread.join()
 
     live()  # what the process has for good: its copying threads
-    gc.collect()
-    before = threading.active_count(), descriptors()
+    before = Held.now()
     live()
-    gc.collect()
-    assert (threading.active_count(), descriptors()) == before
+    before.check_nothing_new()
 
 
 def test_an_initialize_that_fails_leaves_nothing_behind() -> None:
     LlmDataDist(2, LlmRole.MIX).initialize()
-    gc.collect()
-    join_released()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         datadist = LlmDataDist(2, LlmRole.MIX)
-        before = threading.active_count(), descriptors()
+        before = Held.now()
         with pytest.raises(LLMException, match=f"127.0.0.1:{port}"):
             datadist.initialize({"ListenIpInfo": f"127.0.0.1:{port}"})
-        gc.collect()
-        assert (threading.active_count(), descriptors()) == before
+        before.check_nothing_new()
     assert not datadist.initialized
     datadist.initialize({"ListenIpInfo": f"127.0.0.1:{port}"})
     assert datadist.listen_address == f"127.0.0.1:{port}"

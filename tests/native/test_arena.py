@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvnative._host import Arena, Board, Pin
+from tests.held import Held
 
 PAGE = mmap.PAGESIZE
 F_GET_SEALS = 1034
@@ -22,9 +23,9 @@ SHRINK, GROW, SEAL = 2, 4, 1
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = Held.now()
     yield
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    before.check_nothing_new()
 
 
 def resident(arena: Arena) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvnative._executor import KVN_CANCELLED, KVN_OK, Executor
 from kvnative._tcp import TcpService
+from tests.held import Held
 from tests.tcp.frames import attack
 from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, allocated, backend_of, descriptors, link_within
 from tests.transport.owner import ROOT
@@ -18,25 +18,17 @@ from tests.transport.owner import ROOT
 MIB = 1 << 20
 
 
-def descriptors_open() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def threads_running() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 class TestCost:
     @pytest.mark.parametrize("connections", [1, 4])
     def test_descriptors(self, connections: int) -> None:
         """Two of a pair of connections and one of the link, at each end."""
         service = TcpService(1, max_ranges=1)
-        before = descriptors_open()
+        before = Held.now()
         ends = link_within(service, service, connections)
-        assert descriptors_open() - before == 2 * (2 * connections + 1)
+        assert len(before.new().descriptors) == 2 * (2 * connections + 1)
         for end in ends:
             end.close("the test is over")
-        assert descriptors_open() == before
+        before.check_nothing_new()
         service.close()
 
     @pytest.mark.parametrize("secret", [None, bytes(32)])
@@ -52,12 +44,12 @@ class TestCost:
 
     def test_of_a_service(self) -> None:
         """Two descriptors of a thread; nothing is left of it."""
-        before = descriptors_open(), threads_running()
+        before = Held.now()
         service = TcpService(3, max_ranges=1 << 20)
-        assert descriptors_open() - before[0] == 2 * 3
-        assert threads_running() - before[1] == 3
+        new = before.new()
+        assert (len(new.descriptors), len(new.threads)) == (2 * 3, 3)
         service.close()
-        assert (descriptors_open(), threads_running()) == before
+        before.check_nothing_new()
 
 
 def test_nothing_is_left_of_a_thousand_links() -> None:
@@ -78,10 +70,10 @@ def test_nothing_is_left_of_a_thousand_links() -> None:
                 second.close("enough")
 
     make(20)
-    before = descriptors_open(), threads_running(), allocated()
+    before, allocated_before = Held.now(), allocated()
     make(1000)
-    assert (descriptors_open(), threads_running()) == before[:2]
-    assert allocated() - before[2] < MIB // 4  # 1,000 links have 50 MiB
+    before.check_nothing_new()
+    assert allocated() - allocated_before < MIB // 4  # 1,000 links have 50 MiB
     near.close()
     far.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import select
@@ -18,6 +17,7 @@ from kvnative._executor import limit_bandwidth
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.link import Link
 from kvplan.transport.local import LocalTransport
+from tests.held import Held
 from tests.transport.owner import Owner
 
 PAGE = mmap.PAGESIZE
@@ -385,18 +385,16 @@ class TestThisSide:
             with transport.connect(metadata) as link:
                 link.memory([address], NBYTES, writable=True).check()
 
-        def left() -> tuple[int, int, int]:
-            gc.collect()  # what other tests dropped
-            gc.collect()  # and what only that held
-            maps = Path("/proc/self/maps").read_text()
-            threads = len(list(Path("/proc/self/task").iterdir()))
-            return len(list(Path("/proc/self/fd").iterdir())), maps.count("kvplan"), threads
+        def mapped() -> set[str]:
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            return {it for it in lines if "kvplan" in it}
 
         once()
-        before = left()
+        before, mapped_before = Held.now(), mapped()
         for _ in range(100):
             once()
-        assert left() == before
+        before.check_nothing_new()
+        assert mapped() <= mapped_before
 
     def test_nothing_is_left_of_a_hundred_refusals(
         self, owner: Owner, transport: LocalTransport
@@ -405,11 +403,11 @@ class TestThisSide:
         metadata = json.loads(owner.metadata())
         metadata["board"]["inode"] += 1
         refused = json.dumps(metadata).encode()
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        before = Held.now()
         for _ in range(100):
             with pytest.raises(LLMException):
                 transport.connect(refused)
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        before.check_nothing_new()
 
 
 def test_the_death_of_a_peer_can_be_polled_for(owner: Owner, transport: LocalTransport) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import select
 import threading
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
 from kvnative._ucx import UcxEndpoint, UcxError, UcxWorker
+from tests.held import Held
 from tests.ucx.peer import TIMEOUT_MS, UcxPeer, open_worker
 from tests.ucx_library import found
 
@@ -21,15 +20,6 @@ def dead(endpoint: UcxEndpoint) -> tuple[int, str]:
     assert not endpoint.connected
     assert endpoint.failure is not None
     return endpoint.failure
-
-
-def files() -> set[tuple[str, str]]:
-    """Those that are open, and what they are. Others may close theirs meanwhile: garbage, say."""
-    found = set()
-    for it in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that this was read from
-            found.add((it.name, str(it.readlink())))
-    return found
 
 
 def test_it_is_connected_without_the_peer(worker: UcxWorker, mortal: UcxPeer) -> None:
@@ -130,10 +120,10 @@ def test_arguments(worker: UcxWorker, peer: UcxPeer) -> None:
 def test_workers_and_endpoints_give_back_what_they_open(peer: UcxPeer) -> None:
     with found():
         open_worker().close()  # what UCX opens once
-        before = files()
+        before = Held.now()
         for _ in range(3):
             worker = open_worker()
             endpoint = peer.connect(worker)
             worker.close()
             del endpoint, worker
-            assert files() <= before
+            before.check_nothing_new()

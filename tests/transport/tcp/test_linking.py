@@ -23,11 +23,11 @@ from kvplan.transport.identity import link_failed
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.tcp.metadata import Metadata
 from kvplan.transport.tcp.transport import TcpTransport, connections_of
+from tests.held import Held
 from tests.transport.tcp.peer import linked
 from tests.transport.tcp.streams import Accepted, Dialled
 
 FILES = Path("/proc/self/fd")
-THREADS = Path("/proc/self/task")
 PEER = Metadata("0" * 32, "node7", 7, 2, False).to_bytes()
 Ends = tuple[TcpTransport, TcpTransport]
 
@@ -36,16 +36,6 @@ Ends = tuple[TcpTransport, TcpTransport]
 def ends() -> Iterator[Ends]:
     with TcpTransport(connections=2) as one, TcpTransport(connections=3) as two:
         yield one, two
-
-
-def count_files() -> int:
-    gc.collect()  # what other tests have left
-    return len(list(FILES.iterdir()))
-
-
-def count_threads() -> int:
-    """Those of transports."""
-    return sum(it.read_text().startswith("kvplan") for it in THREADS.glob("*/comm"))
 
 
 def test_both_ends_are_linked_until_one_closes(ends: Ends) -> None:
@@ -106,26 +96,25 @@ def test_links_of_a_transport_that_is_closed(ends: Ends) -> None:
 def test_nothing_of_it_is_left(ends: Ends) -> None:
     """Not even for as long as something refers to it."""
     linked(*ends)[0].close()  # the threads of both ends, and what they sleep on
-    files, threads, kept = count_files(), count_threads(), []
+    before, kept = Held.now(), []
     for _ in range(3):
         kept += linked(*ends)
-        assert count_files() == files + 2 * (
-            2 * 2 + 1
-        )  # sockets at two ends, and what tells of death
+        sockets, tells_of_death = 2 * 2, 1
+        assert len(before.new().descriptors) == 2 * (sockets + tells_of_death)
         for link in kept:
             link.close()
-    assert (count_files(), count_threads()) == (files, threads)
+    before.check_nothing_new()
 
 
 def test_threads_begin_with_the_first_link_and_end_with_the_transport() -> None:
-    files, threads = count_files(), count_threads()
+    before = Held.now()
     with TcpTransport(connections=2) as one, TcpTransport(connections=3) as two:
         one.register(np.zeros(8, np.uint8))
-        assert (count_files(), count_threads()) == (files, threads)
+        before.check_nothing_new()
         one.ready()
-        assert count_threads() >= threads + 2
+        assert {name for _, name in before.new().threads} == {"kvplan"}
         linked(one, two)
-    assert (count_files(), count_threads()) == (files, threads)
+    before.check_nothing_new()
 
 
 @pytest.mark.parametrize(
@@ -221,23 +210,23 @@ class Failing(Dialled):
 
 def test_one_connection_that_fails_closes_the_others(ends: Ends) -> None:
     ends[0].ready()
-    files = count_files()
+    before = Held.now()
     with closing(Accepted()) as listening, pytest.raises(LLMException, match="no route") as refused:
         ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(listening.port))
     assert refused.value.status_code is LLMStatusCode.LLM_LINK_FAILED
-    assert count_files() == files
+    before.check_nothing_new()
 
 
 def test_a_peer_that_never_comes(ends: Ends) -> None:
     ends[0].ready()
-    files, began = count_files(), time.monotonic()
+    before, began = Held.now(), time.monotonic()
     with closing(Accepted()) as listening:
         Dialled(listening.port).open(2, 1).close()  # one of four
         with pytest.raises(LLMException, match="has not come: timed out") as late:
             ends[0].connect(PEER, timeout_ms=100, streams=listening)
     assert 0.1 <= time.monotonic() - began < 10
     assert late.value.status_code is LLMStatusCode.LLM_LINK_FAILED
-    assert count_files() == files
+    before.check_nothing_new()
 
 
 def test_a_transport_that_is_closed_ends_what_connects() -> None:

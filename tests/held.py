@@ -1,0 +1,46 @@
+"""What this process holds of the system, by name: a count would include what earlier tests left."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+DEADLINE_S = 10
+
+
+@dataclass(frozen=True)
+class Held:
+    """Descriptors by number and what they are of, threads by number and name."""
+
+    descriptors: frozenset[tuple[str, str]]
+    threads: frozenset[tuple[str, str]]
+
+    @classmethod
+    def now(cls) -> Held:
+        """After what is garbage has gone, and what only that held."""
+        gc.collect()
+        gc.collect()
+        descriptors, threads = set(), set()
+        for file in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # the one that the folder is read from
+                descriptors.add((file.name, str(file.readlink())))
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                threads.add((task.name, (task / "comm").read_text().strip()))
+        return cls(frozenset(descriptors), frozenset(threads))
+
+    def new(self) -> Held:
+        """Return what came after this was taken."""
+        now = Held.now()
+        return Held(now.descriptors - self.descriptors, now.threads - self.threads)
+
+    def check_nothing_new(self) -> None:
+        """Fail if anything new is held; a thread that was joined is listed a moment longer."""
+        new, deadline = self.new(), time.monotonic() + DEADLINE_S
+        assert not new.descriptors, new
+        while new.threads:
+            assert time.monotonic() < deadline, new
+            new = self.new()
