@@ -1,6 +1,7 @@
 # The native side of the transport tcp, as C has it.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
+from kvnative._acl cimport kvn_device
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
@@ -26,6 +27,7 @@ cdef extern from "tcp/table.h" nogil:
         uint64_t nbytes
         uint64_t generation
         bint writable
+        bint is_on_device
     ctypedef struct kvn_tcp_table:
         pass
     int kvn_tcp_table_add(kvn_tcp_table *self, uint64_t slot, const kvn_tcp_row *row,
@@ -42,7 +44,8 @@ cdef extern from "tcp/cipher.h" nogil:
 cdef extern from "tcp/service.h" nogil:
     ctypedef struct kvn_tcp_service:
         pass
-    int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const char *name,
+    int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows,
+                               const kvn_device *device, const char *name,
                                kvn_tcp_service **out, kvn_failure *failure)
     void kvn_tcp_service_destroy(kvn_tcp_service *self)
     kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self)
@@ -70,4 +73,4 @@ cdef extern from "tcp/link.h" nogil:
     void kvn_tcp_link_close(kvn_tcp_link *self, const char *why)
     void kvn_tcp_link_destroy(kvn_tcp_link *self)
     kvn_backend *kvn_tcp_backend_create(kvn_tcp_client *client, int direction,
-                                        const kvn_tcp_known *known)
+                                        const kvn_device *device, const kvn_tcp_known *known)

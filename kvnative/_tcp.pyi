@@ -4,6 +4,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvnative._acl import Device
 from kvnative._backend import Backend
 
 __all__ = [
@@ -22,9 +23,23 @@ def check_encryption() -> None: ...
 
 @final
 class TcpService:
-    def __init__(self, threads: int, *, max_ranges: int, name: str = "kvplan") -> None: ...
+    def __init__(
+        self,
+        threads: int,
+        *,
+        max_ranges: int,
+        device: Device | None = None,
+        name: str = "kvplan",
+    ) -> None: ...
     def add_range(
-        self, slot: int, address: int, nbytes: int, writable: bool, generation: int
+        self,
+        slot: int,
+        address: int,
+        nbytes: int,
+        writable: bool,
+        generation: int,
+        *,
+        on_device: bool = False,
     ) -> None: ...
     def remove_range(self, slot: int) -> None: ...
     def link(
@@ -57,4 +72,6 @@ def tcp_backend(
     generations: NDArray[np.uint64],
     addresses: NDArray[np.uint64],
     nbytes: NDArray[np.uint64],
+    *,
+    on_device: bool = False,
 ) -> Backend: ...

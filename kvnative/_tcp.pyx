@@ -7,6 +7,7 @@ from libc.stdlib cimport calloc, free
 from posix.types cimport pid_t
 from posix.unistd cimport close, getpid
 
+from kvnative._acl cimport Device, kvn_device
 from kvnative._backend cimport Backend
 from kvnative._crossing cimport acquire_uint64
 from kvnative._host cimport kvn_failure, unsigned
@@ -63,6 +64,7 @@ cdef class TcpService:
     Args:
         threads: how many, 1 to 16.
         max_ranges: how many ranges there can be at once, 1 to 2**32 - 1.
+        device: whose memory may be moved, besides that of the host; copied by way of buffers.
         name: of the threads, for tools; at most 15 bytes of it are shown.
 
     Raises:
@@ -72,13 +74,15 @@ cdef class TcpService:
     """
 
     cdef kvn_tcp_service *service
+    cdef Device device  # None: host memory alone
     cdef pid_t pid
     cdef object mutex  # of making and closing links
     cdef object links
     cdef object __weakref__
 
-    def __init__(self, int threads, *, max_ranges: int, name: str = "kvplan"):
+    def __init__(self, int threads, *, max_ranges: int, Device device=None, name: str = "kvplan"):
         cdef kvn_failure failure
+        cdef const kvn_device *copies = NULL
         cdef uint64_t rows = unsigned("max_ranges", max_ranges)
         cdef bytes encoded = name.encode()[:15]
         cdef const char *shown = encoded
@@ -89,11 +93,16 @@ cdef class TcpService:
             raise ValueError(f"threads is {threads}; it must be in [1, {MAX_THREADS}]")
         if not 1 <= rows < 2**32:
             raise ValueError(f"max_ranges is {rows}; it must be in [1, 2**32)")
+        if device is not None:
+            device.check_usable()
+            copies = &device.device
+        self.device = device
         self.mutex = threading.RLock()
         self.links = weakref.WeakSet()
         self.pid = getpid()
         with nogil:
-            status = kvn_tcp_service_create(threads, <uint32_t>rows, shown, &self.service, &failure)
+            status = kvn_tcp_service_create(threads, <uint32_t>rows, copies, shown, &self.service,
+                                            &failure)
         if status != KVN_OK:
             raise_failure(&failure)
 
@@ -109,21 +118,28 @@ cdef class TcpService:
                               f" {getpid()}, which needs one of its own")
         return 0
 
+    cdef int check_device(self, bint on_device) except -1:
+        if on_device and self.device is None:
+            raise ValueError("on_device is True; the service has no device")
+        return 0
+
     cdef object lock(self):
         """The mutex; in a forked child another thread may hold it for ever."""
         self.check_process()
         return self.mutex
 
-    def add_range(self, slot: int, address: int, nbytes: int, bint writable, generation: int
-                  ) -> None:
+    def add_range(self, slot: int, address: int, nbytes: int, bint writable, generation: int,
+                  *, bint on_device=False) -> None:
         """Let peers reach [address, address + nbytes), and write to it if `writable`.
 
         Args:
             slot: a free one, below `max_ranges`.
             generation: tells it from those that had the slot before.
+            on_device: it is memory of the service's device.
 
         Raises:
-            ValueError: the slot is taken or out of range; the range is empty or ends past 2**64.
+            ValueError: the slot is taken or out of range; the range is empty or ends past 2**64;
+                the service has no device.
             NativeError: the service is closed.
         """
         cdef kvn_tcp_row row
@@ -134,6 +150,8 @@ cdef class TcpService:
         row.nbytes = unsigned("nbytes", nbytes)
         row.generation = unsigned("generation", generation)
         row.writable = writable
+        row.is_on_device = on_device
+        self.check_device(on_device)
         with self.lock():
             self.check_open()
             status = kvn_tcp_table_add(kvn_tcp_service_table(self.service), place, &row, &failure)
@@ -300,7 +318,7 @@ cdef class TcpNativeLink:
 
 
 def tcp_backend(TcpNativeLink link not None, int index, str direction not None, slots, generations,
-                addresses, nbytes) -> Backend:
+                addresses, nbytes, *, bint on_device=False) -> Backend:
     """Return a backend whose remote addresses are those of the link's peer.
 
     The four columns are of uint64 and of one length: the ranges of the peer that it may use, as the
@@ -311,9 +329,10 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     Args:
         index: which of the link's connections moves the bytes.
         direction: "get", from the peer, or "put".
+        on_device: the local side is memory of the service's device, else of the host.
 
     Raises:
-        ValueError: another direction or index; columns of several lengths; an empty range, or one
+        ValueError: another direction or index; the service has no device; columns of several lengths; an empty range, or one
             that ends beyond 2**64, or a slot of 2**32 or more.
         TypeError: what is no column of uint64.
         NativeError: the service is closed.
@@ -321,6 +340,7 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     cdef Py_buffer columns[4]
     cdef kvn_tcp_known known
     cdef kvn_backend *backend
+    cdef const kvn_device *device = NULL
     cdef int way, held = 0
     cdef Backend made
     link.check_made()
@@ -329,6 +349,9 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     if not 0 <= index < link.connections:
         raise ValueError(f"index is {index}; the link has {link.connections} connections")
     way = DIRECTIONS[direction]
+    link.service.check_device(on_device)
+    if on_device:
+        device = &link.service.device.device
     known.places = NULL
     known.ranges = NULL
     try:
@@ -341,7 +364,7 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
         read_known(&known, <const uint64_t *>columns[0].buf, <const uint64_t *>columns[1].buf,
                    <const uint64_t *>columns[2].buf, <const uint64_t *>columns[3].buf,
                    columns[0].shape[0])
-        backend = kvn_tcp_backend_create(kvn_tcp_link_client(link.link, index), way, &known)
+        backend = kvn_tcp_backend_create(kvn_tcp_link_client(link.link, index), way, device, &known)
         made = Backend.adopt(backend, link, "tcp backend")
         known.places = NULL  # the backend's by now
         known.ranges = NULL

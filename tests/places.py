@@ -5,7 +5,8 @@ and those marked `over_tcp(only=True)` over TCP alone.
 Suites whose engines another network namespace has are run by tests/across/.
 
 KVPLAN_TEST_MACHINES: comma-separated; "tcp": all tests of tests/datadist and tests/faults over TCP,
-    and over nothing else. (tests/links is about the conversation, and has transports of its own.)
+    and over nothing else; "ascend_tcp": those of tests/datadist on simulated devices over TCP.
+    (tests/links is about the conversation, and has transports of its own.)
 KVPLAN_TEST_TCP_CONNECTIONS: how many their links have then; else 2.
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
 KVPLAN_TEST_IP, KVPLAN_TEST_PEER_IP: where engines of this process, and of peers, listen.
@@ -42,7 +43,8 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     if fixture not in metafunc.fixturenames:
         return
     mark = metafunc.definition.get_closest_marker("over_tcp")
-    fit = ["tcp"] if mark and mark.kwargs.get("only") else [*usual, "tcp"]
-    names = MACHINES or (*usual, *(["tcp"] if mark else []))
+    over_tcp = ["tcp", *(["ascend_tcp"] if "ascend" in usual else [])]
+    fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp]
+    names = MACHINES or (*usual, *(over_tcp if mark else []))
     known = [it for it in names if it in fit]
     metafunc.parametrize(fixture, known, indirect=True)

@@ -73,7 +73,7 @@ static kvn_tcp_table table;
 
 static void add(unsigned slot)
 {
-    const kvn_tcp_row row = {(uintptr_t)places[slot], SIZES[slot], generations[slot], slot != READABLE};
+    const kvn_tcp_row row = {(uintptr_t)places[slot], SIZES[slot], generations[slot], slot != READABLE, false};
     kvn_failure failure;
 
     CHECK(kvn_tcp_table_add(&table, slot, &row, &failure) == KVN_OK);
@@ -105,7 +105,7 @@ static void make_memory(void)
 
     CHECK(at != MAP_FAILED);
     memset(at, SECRET, 64 * PAGE);
-    CHECK(kvn_tcp_table_init(&table, NUM_SLOTS + 2, &failure) == KVN_OK);
+    CHECK(kvn_tcp_table_init(&table, NUM_SLOTS + 2, NULL, &failure) == KVN_OK);
     for (unsigned i = 0; i < NUM_SLOTS; i++) {
         places[i] = at += PAGE;
         memset(at, 0x11 * (int)(i + 1), SIZES[i]);

@@ -93,6 +93,7 @@ def _tcp(options: TransportOptions) -> Transport:
     from kvplan.transport.tcp.transport import TcpTransport  # its modules only where it is used
 
     return TcpTransport(
+        device=options.device,
         connections=options.tcp_connections,
         encrypt=options.tcp_encrypt,
         congestion=options.tcp_congestion,

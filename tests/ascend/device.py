@@ -15,6 +15,7 @@ from kvplan.ascend.device import AscendDevice
 from kvplan.ascend.memory import DeviceMemory
 from kvplan.engine.arrays import tensor_arrays
 from tests.ascend.simulator import controls
+from tests.over_tcp import FIELDS
 
 NUM_DEVICES = 8
 
@@ -47,6 +48,13 @@ class OnDevice(LlmDataDist):
         if not entry.memory.on_device:
             return super().arrays(cache)
         return tensor_arrays(entry.cache.cache_desc, Seen(entry.memory))
+
+
+class OnDeviceOverTcp(OnDevice):
+    """The same, linked over TCP, whatever else would do."""
+
+    def initialize(self, options: Options | Mapping[str, str] | None = None) -> None:
+        super().initialize(replace(Options.of(options), **FIELDS))
 
 
 class Seen:
@@ -115,3 +123,11 @@ class SimulatedAscend:
 
     def left(self) -> dict[str, int]:
         return controls().left()
+
+
+class SimulatedAscendOverTcp(SimulatedAscend):
+    """Its engines are linked as if they were on two hosts that HCCL does not reach."""
+
+    name = "ascend_tcp"
+    transport = "tcp"
+    engine = OnDeviceOverTcp

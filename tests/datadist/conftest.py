@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -24,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """What a test runs on; of a device nothing may be left when the test's engines have gone."""
-    if request.param == "ascend":
+    if request.param.startswith("ascend"):
         request.getfixturevalue("simulator")
     machine = machine_of(request.param, cluster_id=2)
     before = machine.left()  # of a test that failed
@@ -76,7 +77,7 @@ def link(user: LlmDataDist, owner: LlmDataDist) -> None:
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
     """Processes without an engine, by machine: to start one takes longer than most tests."""
-    peers: dict[str, list[Peer]] = {"host": [], "ascend": [], "tcp": []}
+    peers: dict[str, list[Peer]] = defaultdict(list)
     yield peers
     for peer in (it for them in peers.values() for it in them):
         peer.close()

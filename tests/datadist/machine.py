@@ -19,7 +19,7 @@ class Machine(Protocol):
     """Where the caches of a test lie, and how it sees what is in them.
 
     Attributes:
-        name: "host", "ascend" or "tcp".
+        name: "host", "ascend", "tcp" or "ascend_tcp".
         transport: what links engines on it.
         engine: the class to make engines of; `arrays` of a cache are views, wherever it lies.
     """
@@ -71,14 +71,14 @@ class Across(Host):
 
 def on_host_only(machine: Machine, why: str) -> None:
     """Skip a test that asks for something that device memory has not."""
-    if machine.name == "ascend":
+    if machine.name.startswith("ascend"):
         pytest.skip(why)
 
 
 def machine_of(name: str, cluster_id: int) -> Machine:
     """The one of that name, for what belongs to a cluster's engine; a process may have several."""
-    if name != "ascend":
+    if not name.startswith("ascend"):
         return Across() if name == "tcp" else Host()
-    from tests.ascend.device import SimulatedAscend
+    from tests.ascend.device import SimulatedAscend, SimulatedAscendOverTcp
 
-    return SimulatedAscend(cluster_id)
+    return (SimulatedAscend if name == "ascend" else SimulatedAscendOverTcp)(cluster_id)

@@ -85,7 +85,7 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
     user, mine = slowed
     task = user.submit_pull_cache(CacheIndex(1, 1), mine)
     peer.run("datadist.deallocate_cache(cache)")
-    if machine.name == "tcp":  # whoever served it looked before and after, and had it then
+    if machine.transport == "tcp":  # whoever served it looked before and after, and had it then
         task.wait()
         return
     assert status_of(task.wait) == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -111,7 +111,7 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
     os.kill(peer.process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
     started = time.monotonic()
-    if machine.name == "tcp":  # it serves the pulls itself, though not in Python
+    if machine.transport == "tcp":  # it serves the pulls itself, though not in Python
         pull = partial(user.pull_cache, CacheIndex(1, 1), mine)
         assert status_of(pull) == LLMStatusCode.LLM_TIMEOUT
     else:

@@ -11,6 +11,7 @@ typedef struct backend {
     kvn_backend base;
     kvn_tcp_client *client;
     kvn_direction direction;
+    const kvn_device *device; /* NULL: the local side is of the host */
     kvn_tcp_known known;
     pthread_mutex_t error_mutex;
     char error[256], error_shown[256];
@@ -41,6 +42,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                                  "no memory for a transfer");
     it->client = self->client;
     it->known = &self->known;
+    it->device = self->device;
     it->batch = *batch;
     it->local = is_pull ? batch->dst : batch->src;
     it->remote = is_pull ? batch->src : batch->dst;
@@ -125,7 +127,7 @@ static const kvn_backend_vtable vtable = {
 };
 
 kvn_backend *kvn_tcp_backend_create(kvn_tcp_client *client, kvn_direction direction,
-                                    const kvn_tcp_known *known)
+                                    const kvn_device *device, const kvn_tcp_known *known)
 {
     backend *self = calloc(1, sizeof *self);
 
@@ -134,6 +136,7 @@ kvn_backend *kvn_tcp_backend_create(kvn_tcp_client *client, kvn_direction direct
     self->base.vtable = &vtable;
     self->client = client;
     self->direction = direction;
+    self->device = device;
     self->known = *known;
     pthread_mutex_init(&self->error_mutex, NULL);
     return &self->base;

@@ -26,6 +26,7 @@ static const char *const REASONS[KVN_TCP_NUM_REASONS] = {
     [KVN_TCP_OUTSIDE] = "has not registered all of it",
     [KVN_TCP_READ_ONLY] = "has registered it with writable=False",
     [KVN_TCP_UNMAPPED] = "has it registered, but not mapped",
+    [KVN_TCP_DEVICE] = "has it on a device, which did not copy it",
 };
 
 /* ---- outcomes; all with the mutex held ---- */
@@ -108,7 +109,7 @@ static void end_refused(kvn_request *it, kvn_tcp_reason reason, const kvn_tcp_cu
     snprintf(it->end.message, sizeof it->end.message,
              "descriptor %" PRIu64 ": %" PRIu64 " bytes at 0x%" PRIx64 " of the peer, which %s",
              it->batch.first + index, it->batch.nbytes[index], it->remote[index], REASONS[reason]);
-    end(it, KVN_UNMAPPED, 0, index);
+    end(it, reason == KVN_TCP_DEVICE ? KVN_FAILED : KVN_UNMAPPED, 0, index);
 }
 
 static void end_unmapped(kvn_request *it, uint64_t index)
@@ -121,6 +122,17 @@ static void end_unmapped(kvn_request *it, uint64_t index)
              it->batch.first + index, it->batch.nbytes[index], it->local[index],
              it->kind == KVN_TCP_PULL ? ", or not writable" : "");
     end(it, KVN_UNMAPPED, EFAULT, index);
+}
+
+static void end_by_device(kvn_request *it, uint64_t index)
+{
+    const kvn_failure *why = kvn_tcp_device_failure(&it->client->watched.stream);
+
+    if (it->end.status != KVN_PENDING)
+        return;
+    snprintf(it->end.message, sizeof it->end.message, "descriptor %" PRIu64 ": %.200s",
+             it->batch.first + index, why->message);
+    end(it, why->status, why->code, index);
 }
 
 static void fail(kvn_tcp_client *self, int code, const char *why)
@@ -153,7 +165,7 @@ static void add_local(const kvn_request *it, kvn_tcp_cursor at, uint64_t limit, 
     while (limit > 0 && parts->count < KVN_TCP_MAX_PARTS - 1) {
         uint64_t nbytes = it->batch.nbytes[at.index] - at.skip;
         nbytes = nbytes < limit ? nbytes : limit;
-        kvn_tcp_parts_add(parts, (void *)(uintptr_t)(it->local[at.index] + at.skip), nbytes);
+        kvn_tcp_parts_add_of(parts, it->device, it->local[at.index] + at.skip, nbytes);
         limit -= nbytes;
         at = (kvn_tcp_cursor){at.index + 1, 0};
     }
@@ -305,11 +317,12 @@ static ssize_t send_out(kvn_tcp_client *self)
     ssize_t sent;
 
     for (;;) {
-        kvn_tcp_parts parts = {.count = 0};
         kvn_request *it = self->out_left > 0 ? newest(self)->transfer : NULL;
+        kvn_tcp_parts parts;
+        kvn_tcp_parts_begin(&parts);
         kvn_tcp_parts_add(&parts, (uint8_t *)&self->out + self->out_sent,
                           self->out_nbytes - self->out_sent);
-        if (it && !newest(self)->is_unmapped)
+        if (it && !newest(self)->sends_zeros)
             add_local(it, self->out_at, limit, &parts);
         else if (self->out_left > 0) /* the peer was promised so many bytes */
             for (uint64_t left = limit; left > 0 && parts.count < KVN_TCP_MAX_PARTS;) {
@@ -317,12 +330,12 @@ static ssize_t send_out(kvn_tcp_client *self)
                 kvn_tcp_parts_add(&parts, ZEROS, some);
                 left -= some;
             }
-        sent = kvn_tcp_send(&self->watched.stream, parts.items, parts.count);
-        if (sent != -EFAULT || !it || newest(self)->is_unmapped)
+        sent = kvn_tcp_send(&self->watched.stream, &parts);
+        if ((sent != -EFAULT && sent != -EIO) || !it || newest(self)->sends_zeros)
             return sent;
-        if (limit == 1) {
-            newest(self)->is_unmapped = true;
-            end_unmapped(it, self->out_at.index);
+        if (limit == 1 || sent == -EIO) {
+            newest(self)->sends_zeros = true;
+            (sent == -EIO ? end_by_device : end_unmapped)(it, self->out_at.index);
             limit = self->out_left < CALL_NBYTES ? self->out_left : CALL_NBYTES;
         } else {
             limit /= 2;
@@ -393,10 +406,10 @@ static void settle(kvn_tcp_client *self)
     if (self->answer.reason != KVN_TCP_MOVED) {
         end_refused(it, (kvn_tcp_reason)self->answer.reason, &asked.from, self->answer.offset);
     } else {
-        if (!asked.is_unmapped && it->confirmed.index == asked.from.index &&
+        if (!asked.sends_zeros && it->confirmed.index == asked.from.index &&
             it->confirmed.skip == asked.from.skip)
             it->confirmed = asked.to; /* nothing before it was refused */
-        if (!asked.is_unmapped && asked.kind == KVN_TCP_PUSH)
+        if (!asked.sends_zeros && asked.kind == KVN_TCP_PUSH)
             atomic_fetch_add_explicit(&it->moved, asked.nbytes, memory_order_relaxed);
         if (it->uncut == 0 && it->in_flight == 0)
             end(it, KVN_OK, 0, KVN_NO_DESCRIPTOR);
@@ -498,14 +511,15 @@ static ssize_t receive_once(kvn_tcp_client *self)
     ssize_t got;
 
     for (;;) {
-        kvn_tcp_parts parts = {.count = 0};
+        kvn_tcp_parts parts;
+        kvn_tcp_parts_begin(&parts);
         expect(self, limit, &parts, &ahead, dropped, sizeof dropped);
-        got = kvn_tcp_receive(&self->watched.stream, parts.items, parts.count);
-        if (got != -EFAULT)
+        got = kvn_tcp_receive(&self->watched.stream, &parts);
+        if (got != -EFAULT && got != -EIO)
             break;
-        if (limit == 1) {
+        if (limit == 1 || got == -EIO) {
             const uint64_t index = began_with_answer ? self->window[self->first].from.index : self->in_at.index;
-            end_unmapped(self->window[self->first].transfer, index);
+            (got == -EIO ? end_by_device : end_unmapped)(self->window[self->first].transfer, index);
             return 1; /* what is left of it is dropped */
         }
         limit /= 2;

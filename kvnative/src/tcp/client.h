@@ -32,6 +32,7 @@ struct kvn_request {
     kvn_columns batch;
     const uint64_t *local, *remote; /* columns of the batch */
     kvn_tcp_kind kind;
+    const kvn_device *device; /* where the local side lies; NULL: of the host */
     /* Under the client's mutex: */
     kvn_request *previous, *next;
     kvn_tcp_cursor cut;       /* what is asked for up to here */
@@ -53,7 +54,7 @@ typedef struct kvn_tcp_asked {
     uint64_t nbytes;
     uint64_t id;
     kvn_tcp_kind kind;
-    bool is_unmapped; /* of a push: zeros are sent for what is left */
+    bool sends_zeros; /* of a push whose local memory cannot be read, for what is left */
 } kvn_tcp_asked;
 
 struct kvn_tcp_client {

@@ -27,8 +27,9 @@ void kvn_tcp_link_close(kvn_tcp_link *self, const char *why);
 /* Closed, and nobody uses it. */
 void kvn_tcp_link_destroy(kvn_tcp_link *self);
 
-/* A backend that reaches the peer's memory by connection `index`. It takes `known` over on success. */
+/* A backend that reaches the peer's memory by a connection. The local side is on `device`, the service's, or of
+ * the host where that is NULL. It takes `known` over on success. */
 kvn_backend *kvn_tcp_backend_create(kvn_tcp_client *client, kvn_direction direction,
-                                    const kvn_tcp_known *known);
+                                    const kvn_device *device, const kvn_tcp_known *known);
 
 #endif

@@ -29,10 +29,14 @@ static void add_memory(kvn_tcp_server *self, kvn_tcp_parts *parts, uint64_t limi
 
     for (unsigned added = 0; added < KVN_TCP_MAX_PARTS - 2 && nbytes < limit; added++) {
         const kvn_tcp_run *run = kvn_tcp_run_at(&self->request, at.run);
+        const kvn_device *device =
+            kvn_tcp_table_device(self->table, kvn_tcp_range_at(&self->request, run->range));
+        if (nbytes > 0 && device != parts->device)
+            return; /* host and device in turns */
         const uint64_t address = run->address + (uint64_t)at.piece * run->stride + at.skip;
         uint64_t part = run->nbytes - at.skip;
         part = part < limit - nbytes ? part : limit - nbytes;
-        kvn_tcp_parts_add(parts, (void *)(uintptr_t)address, part);
+        kvn_tcp_parts_add_of(parts, device, address, part);
         nbytes += part;
         at.skip = 0;
         if (++at.piece == run->count) {
@@ -93,7 +97,7 @@ static bool is_still_registered(kvn_tcp_server *self)
 }
 
 /* Moves registered memory in one call. Where some of it is not mapped, less and less, up to the first byte
- * that is not. */
+ * that is not; a device says itself which part it is. */
 static ssize_t move(kvn_tcp_server *self, bool is_send)
 {
     const unsigned thread = kvn_tcp_thread_index(&self->watched);
@@ -101,7 +105,8 @@ static ssize_t move(kvn_tcp_server *self, bool is_send)
     ssize_t moved;
 
     do {
-        kvn_tcp_parts parts = {.count = 0};
+        kvn_tcp_parts parts;
+        kvn_tcp_parts_begin(&parts);
         if (is_send)
             kvn_tcp_parts_add(&parts, (uint8_t *)(&self->answer + 1) - self->answer_left,
                               self->answer_left);
@@ -113,14 +118,14 @@ static ssize_t move(kvn_tcp_server *self, bool is_send)
         add_memory(self, &parts, limit);
         if (is_send && parts.nbytes == self->answer_left + self->left)
             kvn_tcp_parts_add(&parts, &self->end, sizeof self->end);
-        moved = is_send ? kvn_tcp_send(&self->watched.stream, parts.items, parts.count)
-                        : kvn_tcp_receive(&self->watched.stream, parts.items, parts.count);
+        moved = is_send ? kvn_tcp_send(&self->watched.stream, &parts)
+                        : kvn_tcp_receive(&self->watched.stream, &parts);
         kvn_tcp_table_leave(self->table, thread);
-        if (moved != -EFAULT)
+        if (moved != -EFAULT && moved != -EIO)
             return moved;
         limit /= 2;
-    } while (limit > 0);
-    refuse(self, KVN_TCP_UNMAPPED, self->moved);
+    } while (limit > 0 && moved == -EFAULT);
+    refuse(self, moved == -EIO ? KVN_TCP_DEVICE : KVN_TCP_UNMAPPED, self->moved);
     return 0;
 }
 
@@ -159,15 +164,25 @@ static uint64_t taken(uint64_t *from, uint64_t most)
 
 static ssize_t send_zeros(kvn_tcp_server *self)
 {
-    kvn_tcp_parts parts = {.count = 0};
+    kvn_tcp_parts parts;
     uint64_t left = self->left;
 
+    kvn_tcp_parts_begin(&parts);
     kvn_tcp_parts_add(&parts, (uint8_t *)(&self->answer + 1) - self->answer_left, self->answer_left);
     while (left > 0 && parts.count < KVN_TCP_MAX_PARTS - 1)
         kvn_tcp_parts_add(&parts, ZEROS, taken(&left, sizeof ZEROS));
     if (left == 0)
         kvn_tcp_parts_add(&parts, (uint8_t *)(&self->end + 1) - self->end_left, self->end_left);
-    return kvn_tcp_send(&self->watched.stream, parts.items, parts.count);
+    return kvn_tcp_send(&self->watched.stream, &parts);
+}
+
+static ssize_t receive_into(kvn_tcp_server *self, void *own, uint64_t nbytes)
+{
+    kvn_tcp_parts parts;
+
+    kvn_tcp_parts_begin(&parts);
+    kvn_tcp_parts_add(&parts, own, nbytes);
+    return kvn_tcp_receive(&self->watched.stream, &parts);
 }
 
 static ssize_t write_on(kvn_tcp_server *self)
@@ -185,11 +200,9 @@ static ssize_t write_on(kvn_tcp_server *self)
 static ssize_t read_bytes(kvn_tcp_server *self)
 {
     uint8_t dropped[DROPPED_NBYTES];
-    const struct iovec part = {
-        dropped, self->left < sizeof dropped ? self->left : sizeof dropped};
     const bool was_refused = self->is_refused;
-    const ssize_t got = was_refused ? kvn_tcp_receive(&self->watched.stream, &part, 1)
-                                    : move(self, false);
+    const uint64_t most = self->left < sizeof dropped ? self->left : sizeof dropped;
+    const ssize_t got = was_refused ? receive_into(self, dropped, most) : move(self, false);
 
     if (got > 0)
         advance(self, (uint64_t)got);
@@ -199,8 +212,7 @@ static ssize_t read_bytes(kvn_tcp_server *self)
 /* Reads on at `into`, which is to have `want` bytes. */
 static ssize_t read_into(kvn_tcp_server *self, void *into, size_t want)
 {
-    const struct iovec part = {(uint8_t *)into + self->got, want - self->got};
-    const ssize_t got = kvn_tcp_receive(&self->watched.stream, &part, 1);
+    const ssize_t got = receive_into(self, (uint8_t *)into + self->got, want - self->got);
 
     if (got > 0)
         self->got += (uint32_t)got;

@@ -315,8 +315,8 @@ static void release(kvn_tcp_thread *self)
     free(self->ready);
 }
 
-int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const char *name,
-                           kvn_tcp_service **out, kvn_failure *failure)
+int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const kvn_device *device,
+                           const char *name, kvn_tcp_service **out, kvn_failure *failure)
 {
     kvn_tcp_service *self = calloc(1, sizeof *self);
     int error = 0;
@@ -324,7 +324,7 @@ int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const char *
     *out = NULL;
     if (!self)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a service");
-    if (kvn_tcp_table_init(&self->table, num_rows, failure) != KVN_OK) {
+    if (kvn_tcp_table_init(&self->table, num_rows, device, failure) != KVN_OK) {
         free(self);
         return failure->status;
     }

@@ -30,9 +30,9 @@ struct kvn_tcp_watched {
     kvn_tcp_progress (*on_ready)(kvn_tcp_watched *self, uint32_t events);
 };
 
-/* KVN_OK, KVN_NO_MEMORY, KVN_FAILED. */
-int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const char *name,
-                           kvn_tcp_service **out, kvn_failure *failure);
+/* `device`: whose memory is moved as well, which outlives it; or NULL. KVN_OK, KVN_NO_MEMORY, KVN_FAILED. */
+int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const kvn_device *device,
+                           const char *name, kvn_tcp_service **out, kvn_failure *failure);
 /* Ends the threads and the creator's use of it; links that are left may only be closed. */
 void kvn_tcp_service_destroy(kvn_tcp_service *self);
 kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self);

@@ -7,18 +7,21 @@
 #include <unistd.h>
 
 #define RECORD_NBYTES (32u << 10) /* larger ones gain little; a pair of connections has four buffers */
+#define STAGE_NBYTES (256u << 10) /* of a device at once: a copy takes some 10 us whatever it copies */
 #define HEADER_NBYTES sizeof(uint32_t)
 #define FRONT (16 - HEADER_NBYTES) /* has the bytes of a record begin at a multiple of 16 */
-#define MAX_NBYTES (HEADER_NBYTES + RECORD_NBYTES + KVN_TCP_TAG_NBYTES)
+#define AROUND (FRONT + HEADER_NBYTES + KVN_TCP_TAG_NBYTES)
 
-struct kvn_tcp_records {
+struct kvn_tcp_buffers {
     pid_t pid;
+    bool is_encrypted;
     kvn_tcp_cipher seals, opens;
+    uint32_t most;            /* bytes of a record */
     uint32_t out_at, out_end; /* of the record that the socket has not taken all of */
     uint32_t in_at, in_end;   /* of what came and was not used */
-    uint32_t opened;          /* bytes at in_at; the tag of their record is behind them */
-    uint8_t out[FRONT + MAX_NBYTES] __attribute__((aligned(16)));
-    uint8_t in[FRONT + MAX_NBYTES] __attribute__((aligned(16)));
+    uint32_t opened;          /* bytes at in_at; where it is encrypted the tag of their record is behind them */
+    kvn_failure device_failure;
+    uint8_t *out, *in; /* of AROUND + most each; pages are taken as they are used */
 };
 
 /* ---- the socket ---- */
@@ -49,57 +52,88 @@ static ssize_t receive_plain(int fd, const struct iovec *parts, unsigned count)
     return errno == EWOULDBLOCK ? -EAGAIN : -errno;
 }
 
-/* ---- records ---- */
+/* ---- copies between parts and a buffer ---- */
 
-typedef ssize_t copy(pid_t, const struct iovec *, unsigned long, const struct iovec *, unsigned long,
-                     unsigned long);
-
-/* Parts of memory from byte `at` on. */
+/* Parts of memory from byte `at` of one of them on. */
 typedef struct walk {
-    const struct iovec *parts;
-    unsigned count;
-    size_t at; /* of the first part */
+    kvn_tcp_parts *parts;
+    unsigned index;
+    size_t at;
 } walk;
+
+static bool is_through(const walk *it) { return it->index == it->parts->count; }
 
 static void skip(walk *it, size_t nbytes)
 {
     nbytes += it->at;
-    while (it->count > 0 && nbytes >= it->parts->iov_len) {
-        nbytes -= it->parts->iov_len;
-        it->parts++;
-        it->count--;
-    }
+    while (!is_through(it) && nbytes >= it->parts->items[it->index].iov_len)
+        nbytes -= it->parts->items[it->index++].iov_len;
     it->at = nbytes;
 }
 
-/* Copies between them and `own`, at most `nbytes`. By a system call, as the memory of others may not be
- * mapped: the kernel reaches what is local to this call as it does for a socket, and what is remote, which is
- * of this process as well, by its pages. */
-static ssize_t copy_on(walk *it, pid_t pid, copy *by, uint8_t *own, size_t nbytes)
+/* By a system call, as memory that is not this library's may not be mapped: the kernel reaches what is local to
+ * this call as it does for a socket, and what is remote, which is of this process as well, by its pages. */
+static ssize_t copy_host(const walk *it, pid_t pid, bool is_send, uint8_t *own, size_t nbytes)
 {
     struct iovec parts[KVN_TCP_MAX_PARTS];
     const struct iovec mine = {own, nbytes};
     unsigned count = 0;
 
-    for (size_t has = 0; count < it->count && has < nbytes; count++) {
-        parts[count] = it->parts[count];
+    for (size_t has = 0; it->index + count < it->parts->count && has < nbytes; count++) {
+        parts[count] = it->parts->items[it->index + count];
         if (count == 0) {
             parts[0].iov_base = (uint8_t *)parts[0].iov_base + it->at;
             parts[0].iov_len -= it->at;
         }
         has += parts[count].iov_len;
     }
-    const ssize_t copied = by(pid, parts, count, &mine, 1, 0);
-    if (copied < 0)
-        return -errno;
-    skip(it, (size_t)copied);
-    return copied;
+    const ssize_t copied = (is_send ? process_vm_writev : process_vm_readv)(pid, parts, count, &mine, 1, 0);
+    return copied < 0 ? -errno : copied;
 }
+
+/* One part: on the device, or this library's own. */
+static ssize_t copy_part(const walk *it, bool is_send, uint8_t *own, size_t nbytes, kvn_failure *failure)
+{
+    const kvn_tcp_parts *parts = it->parts;
+    uint8_t *at = (uint8_t *)parts->items[it->index].iov_base + it->at;
+    const size_t left = parts->items[it->index].iov_len - it->at;
+    const size_t some = left < nbytes ? left : nbytes;
+    uint8_t *dst = is_send ? own : at, *src = is_send ? at : own;
+
+    if (it->index < parts->first || it->index >= parts->last)
+        memcpy(dst, src, some);
+    else if (kvn_device_copy(parts->device, (uintptr_t)dst, (uintptr_t)src, some,
+                             is_send ? KVN_ACL_DEVICE_TO_HOST : KVN_ACL_HOST_TO_DEVICE,
+                             failure) != KVN_OK)
+        return -EIO;
+    return (ssize_t)some;
+}
+
+/* Copies to `own`, to be sent, or from it, at most `nbytes`. */
+static ssize_t copy_on(kvn_tcp_buffers *self, walk *it, bool is_send, uint8_t *own, size_t nbytes)
+{
+    size_t copied = 0;
+    ssize_t some = 1;
+
+    if (self->is_encrypted && !it->parts->device) {
+        some = copy_host(it, self->pid, is_send, own, nbytes);
+        skip(it, some > 0 ? (size_t)some : 0);
+        return some;
+    }
+    while (!is_through(it) && copied < nbytes && some > 0) {
+        some = copy_part(it, is_send, own + copied, nbytes - copied, &self->device_failure);
+        copied += some > 0 ? (size_t)some : 0;
+        skip(it, some > 0 ? (size_t)some : 0);
+    }
+    return copied > 0 ? (ssize_t)copied : some; /* an error comes again */
+}
+
+/* ---- what is sent by way of the buffer ---- */
 
 /* 1: all was sent, 0: there is no room, or -errno. */
 static int flush(kvn_tcp_stream *self)
 {
-    kvn_tcp_records *it = self->records;
+    kvn_tcp_buffers *it = self->buffers;
 
     while (it->out_at < it->out_end) {
         const struct iovec rest = {it->out + it->out_at, it->out_end - it->out_at};
@@ -111,51 +145,75 @@ static int flush(kvn_tcp_stream *self)
     return 1;
 }
 
-/* A record that the socket has not taken all of counts as one byte less. So whoever sends comes again, with
- * that byte: it is not looked at any more, and the rest of the record goes out first. */
-static ssize_t send_records(kvn_tcp_stream *self, const struct iovec *parts, unsigned count)
+/* What is sent next. Bytes of the parts in it, or -errno. */
+static ssize_t prepare(kvn_tcp_buffers *it, walk *from)
 {
-    kvn_tcp_records *it = self->records;
+    uint8_t *bytes = it->out + FRONT + HEADER_NBYTES;
+    const ssize_t nbytes = copy_on(it, from, true, bytes, it->most);
+    const uint32_t header = (uint32_t)nbytes;
+    int error;
+
+    if (nbytes <= 0)
+        return nbytes;
+    it->out_at = FRONT + HEADER_NBYTES;
+    it->out_end = it->out_at + header;
+    if (!it->is_encrypted)
+        return nbytes;
+    memcpy(it->out + FRONT, &header, sizeof header);
+    error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes, header,
+                                bytes + header);
+    it->out_at = FRONT;
+    it->out_end += KVN_TCP_TAG_NBYTES;
+    return error != 0 ? error : nbytes;
+}
+
+/* What the socket has not taken all of counts as one byte less. So whoever sends comes again, with that byte: it
+ * is not looked at any more, and the rest of the buffer goes out first. */
+static ssize_t send_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
+{
+    kvn_tcp_buffers *it = self->buffers;
     const bool comes_again = it->out_at < it->out_end;
-    walk from = {parts, count, 0};
-    ssize_t total = comes_again;
+    walk from = {parts, 0, 0};
+    ssize_t total = comes_again, nbytes;
     int flushed = flush(self);
 
     if (flushed <= 0)
         return flushed;
     skip(&from, comes_again);
-    while (flushed == 1 && from.count > 0) {
-        uint8_t *bytes = it->out + FRONT + HEADER_NBYTES;
-        const ssize_t nbytes =
-            copy_on(&from, it->pid, process_vm_writev, bytes, RECORD_NBYTES);
+    if (!it->is_encrypted && !parts->device) { /* from where they lie, which may not be mapped */
+        parts->items[0].iov_base = (uint8_t *)parts->items[0].iov_base + comes_again;
+        parts->items[0].iov_len -= comes_again;
+        nbytes = send_plain(self->fd, parts->items, parts->count);
+        return nbytes < 0 && !comes_again ? nbytes : total + (nbytes > 0 ? nbytes : 0);
+    }
+    while (flushed == 1 && !is_through(&from)) {
+        nbytes = prepare(it, &from);
         if (nbytes <= 0)
             return total > 0 ? total : nbytes;
-        const uint32_t header = (uint32_t)nbytes;
-        memcpy(it->out + FRONT, &header, sizeof header);
-        const int error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes,
-                                              header, bytes + header);
-        if (error != 0)
-            return error;
-        it->out_at = FRONT;
-        it->out_end = (uint32_t)(FRONT + sizeof header + header + KVN_TCP_TAG_NBYTES);
         total += nbytes;
         flushed = flush(self);
     }
     return flushed < 0 ? flushed : total - (flushed == 0);
 }
 
-/* Opens the next record if all of it has come. 1, 0: it has not, or -errno. */
-static int open_record(kvn_tcp_records *it)
+/* ---- what is received by way of the buffer ---- */
+
+/* Opens what has come, if it is a whole record. 1, 0: it is not, or -errno. */
+static int open_record(kvn_tcp_buffers *it)
 {
     uint8_t *record = it->in + it->in_at;
     const uint32_t has = it->in_end - it->in_at;
     uint32_t header;
     int error;
 
+    if (!it->is_encrypted) {
+        it->opened = has;
+        return has > 0;
+    }
     if (has < sizeof header)
         return 0;
     memcpy(&header, record, sizeof header);
-    if (header == 0 || header > RECORD_NBYTES)
+    if (header == 0 || header > it->most)
         return -EBADMSG;
     if (has < sizeof header + header + KVN_TCP_TAG_NBYTES)
         return 0;
@@ -168,62 +226,87 @@ static int open_record(kvn_tcp_records *it)
     return 1;
 }
 
-/* > 0: more has come; 0, -EAGAIN, -errno: as kvn_tcp_receive. */
-static ssize_t fill(kvn_tcp_stream *self)
+/* Reads more, and where it is not encrypted at most what the parts have room for. > 0: more has come; 0, -EAGAIN,
+ * -errno: as kvn_tcp_receive. */
+static ssize_t fill(kvn_tcp_stream *self, uint64_t left)
 {
-    kvn_tcp_records *it = self->records;
+    kvn_tcp_buffers *it = self->buffers;
 
     memmove(it->in + FRONT, it->in + it->in_at, it->in_end - it->in_at);
     it->in_end = FRONT + (it->in_end - it->in_at);
     it->in_at = FRONT;
-    const struct iovec room = {it->in + it->in_end, sizeof it->in - it->in_end};
-    const ssize_t got = receive_plain(self->fd, &room, 1);
+    uint64_t room = AROUND + it->most - it->in_end;
+    if (!it->is_encrypted && left < room)
+        room = left;
+    const struct iovec part = {it->in + it->in_end, room};
+    const ssize_t got = receive_plain(self->fd, &part, 1);
     if (got > 0)
         it->in_end += (uint32_t)got;
     return got;
 }
 
-static ssize_t receive_records(kvn_tcp_stream *self, const struct iovec *parts, unsigned count)
+static ssize_t receive_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
-    kvn_tcp_records *it = self->records;
-    walk to = {parts, count, 0};
-    ssize_t total = 0, got = 1;
+    kvn_tcp_buffers *it = self->buffers;
+    walk to = {parts, 0, 0};
+    uint64_t total = 0;
+    ssize_t got = 1;
 
-    while (to.count > 0 && got > 0) {
+    while (!is_through(&to) && got > 0) {
         if (it->opened > 0) {
-            got = copy_on(&to, it->pid, process_vm_readv, it->in + it->in_at, it->opened);
+            got = copy_on(it, &to, false, it->in + it->in_at, it->opened);
             if (got <= 0)
                 break;
-            total += got;
+            total += (uint64_t)got;
             it->in_at += (uint32_t)got;
             it->opened -= (uint32_t)got;
-            it->in_at += it->opened == 0 ? KVN_TCP_TAG_NBYTES : 0;
+            it->in_at += it->opened == 0 && it->is_encrypted ? KVN_TCP_TAG_NBYTES : 0;
         } else {
             got = open_record(it);
             if (got == 0)
-                got = fill(self);
+                got = fill(self, parts->nbytes - total);
         }
     }
-    return total > 0 ? total : got; /* an error comes again */
+    return total > 0 ? (ssize_t)total : got; /* an error comes again */
 }
 
 /* ---- the stream ---- */
+
+static int take_buffers(kvn_tcp_stream *self, uint32_t most, kvn_failure *failure)
+{
+    const size_t room = (AROUND + most + 15) / 16 * 16;
+    const size_t front = (sizeof(kvn_tcp_buffers) + 15) / 16 * 16;
+    uint8_t *memory = malloc(front + 2 * room);
+    kvn_tcp_buffers *it = (kvn_tcp_buffers *)memory;
+
+    if (!memory)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the buffers of a connection");
+    memset(it, 0, sizeof *it);
+    it->pid = getpid();
+    it->most = most;
+    it->out = memory + front;
+    it->in = it->out + room;
+    it->out_at = it->out_end = it->in_at = it->in_end = FRONT;
+    self->buffers = it;
+    return KVN_OK;
+}
+
+int kvn_tcp_stage(kvn_tcp_stream *self, kvn_failure *failure)
+{
+    return self->buffers ? KVN_OK : take_buffers(self, STAGE_NBYTES, failure);
+}
 
 int kvn_tcp_encrypt(kvn_tcp_stream *self, const kvn_tcp_crypto *calls, const uint8_t *secret,
                     unsigned connection, bool answers, kvn_failure *failure)
 {
     const kvn_tcp_direction ours = {(uint8_t)connection, answers};
     const kvn_tcp_direction theirs = {(uint8_t)connection, !answers};
-    kvn_tcp_records *it = malloc(sizeof *it);
 
-    if (!it)
-        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to encrypt a connection");
-    memset(it, 0, offsetof(kvn_tcp_records, out)); /* pages of the buffers are taken as they are used */
-    self->records = it;
-    it->pid = getpid();
-    it->out_at = it->out_end = it->in_at = it->in_end = FRONT;
-    if (!kvn_tcp_cipher_init(&it->seals, calls, secret, ours, true) ||
-        !kvn_tcp_cipher_init(&it->opens, calls, secret, theirs, false))
+    if (take_buffers(self, RECORD_NBYTES, failure) != KVN_OK)
+        return failure->status;
+    self->buffers->is_encrypted = true;
+    if (!kvn_tcp_cipher_init(&self->buffers->seals, calls, secret, ours, true) ||
+        !kvn_tcp_cipher_init(&self->buffers->opens, calls, secret, theirs, false))
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to encrypt a connection");
     return KVN_OK;
 }
@@ -232,28 +315,40 @@ void kvn_tcp_close(kvn_tcp_stream *self)
 {
     close(self->fd);
     self->fd = -1;
-    if (!self->records)
+    if (!self->buffers)
         return;
-    kvn_tcp_cipher_fini(&self->records->seals);
-    kvn_tcp_cipher_fini(&self->records->opens);
-    free(self->records);
-    self->records = NULL;
+    kvn_tcp_cipher_fini(&self->buffers->seals);
+    kvn_tcp_cipher_fini(&self->buffers->opens);
+    free(self->buffers);
+    self->buffers = NULL;
 }
 
-ssize_t kvn_tcp_send(kvn_tcp_stream *self, const struct iovec *parts, unsigned count)
+ssize_t kvn_tcp_send(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
-    return self->records ? send_records(self, parts, count) : send_plain(self->fd, parts, count);
+    const kvn_tcp_buffers *it = self->buffers;
+
+    if (it && (it->is_encrypted || parts->device || it->out_at < it->out_end))
+        return send_buffered(self, parts);
+    return send_plain(self->fd, parts->items, parts->count);
 }
 
-ssize_t kvn_tcp_receive(kvn_tcp_stream *self, const struct iovec *parts, unsigned count)
+ssize_t kvn_tcp_receive(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
-    return self->records ? receive_records(self, parts, count)
-                         : receive_plain(self->fd, parts, count);
+    const kvn_tcp_buffers *it = self->buffers;
+
+    if (it && (it->is_encrypted || parts->device || it->in_at < it->in_end))
+        return receive_buffered(self, parts);
+    return receive_plain(self->fd, parts->items, parts->count);
+}
+
+const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self)
+{
+    return &self->buffers->device_failure;
 }
 
 bool kvn_tcp_has_received(const kvn_tcp_stream *self)
 {
-    return self->records && self->records->in_at < self->records->in_end;
+    return self->buffers && self->buffers->in_at < self->buffers->in_end;
 }
 
 const char *kvn_tcp_explain(int error)

@@ -9,7 +9,8 @@
 #define SPINS 1000 /* a call lasts some 10 us */
 #define PAUSE_NS 50000
 
-int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, kvn_failure *failure)
+int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, const kvn_device *device,
+                       kvn_failure *failure)
 {
     /* Of its own, so that rows that nobody takes cost nothing and malloc's heap stays small. */
     self->rows = mmap(NULL, num_rows * sizeof *self->rows, PROT_READ | PROT_WRITE,
@@ -17,6 +18,7 @@ int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, kvn_failure *fail
     if (self->rows == MAP_FAILED)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %" PRIu32 " ranges", num_rows);
     self->num_rows = num_rows;
+    self->device = device;
     pthread_mutex_init(&self->mutex, NULL);
     atomic_init(&self->removals, 0);
     for (unsigned i = 0; i < KVN_TCP_MAX_THREADS; i++)

@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "acl_device.h"
 #include "failure.h"
 #include "tcp/wire.h"
 
@@ -17,19 +18,22 @@ typedef struct kvn_tcp_row {
     uint64_t nbytes; /* 0: free */
     uint64_t generation;
     bool writable;
+    bool is_on_device; /* the table's */
 } kvn_tcp_row;
 
 typedef struct kvn_tcp_table {
     pthread_mutex_t mutex;
     kvn_tcp_row *rows;
     uint32_t num_rows;
+    const kvn_device *device; /* NULL: all rows are of the host */
     atomic_uint_fast64_t removals; /* rises before rows go */
     /* Of each thread that moves bytes: odd while it is in a system call on registered memory. */
     atomic_uint_fast64_t turns[KVN_TCP_MAX_THREADS];
 } kvn_tcp_table;
 
-/* KVN_OK or KVN_NO_MEMORY. */
-int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, kvn_failure *failure);
+/* KVN_OK or KVN_NO_MEMORY. The device outlives it. */
+int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, const kvn_device *device,
+                       kvn_failure *failure);
 void kvn_tcp_table_fini(kvn_tcp_table *self);
 /* KVN_INVALID: the slot is out of range or taken, or the range is empty or wraps around. */
 int kvn_tcp_table_add(kvn_tcp_table *self, uint64_t slot, const kvn_tcp_row *row,
@@ -56,6 +60,12 @@ static inline void kvn_tcp_table_leave(kvn_tcp_table *self, unsigned thread)
 static inline bool kvn_tcp_table_is_same(kvn_tcp_table *self, uint64_t removals)
 {
     return atomic_load(&self->removals) == removals;
+}
+/* Where it lies; NULL: in the memory of the host. */
+static inline const kvn_device *kvn_tcp_table_device(const kvn_tcp_table *self,
+                                                     const kvn_tcp_range *range)
+{
+    return self->rows[range->slot].is_on_device ? self->device : NULL;
 }
 
 #endif

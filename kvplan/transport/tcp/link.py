@@ -9,6 +9,7 @@ import numpy as np
 
 from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
+from kvplan.ascend.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.columns import sized_tensors
 from kvplan.transport.identity import link_failed
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._tcp import TcpNativeLink
+    from kvplan.ascend.device import AscendDevice
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.transport.tcp.metadata import Range
 
@@ -37,7 +39,9 @@ class TcpLink:
     finds_freed: Literal["before"] = "before"
     renewable = None
 
-    def __init__(self, native: TcpNativeLink, metadata: Metadata, way: str) -> None:
+    def __init__(
+        self, native: TcpNativeLink, metadata: Metadata, way: str, device: AscendDevice | None
+    ) -> None:
         self._pid = os.getpid()
         self.native = native
         self._instance = metadata.instance
@@ -45,6 +49,7 @@ class TcpLink:
         self._why: LLMException | None = None  # it was closed
         self.peer = str(metadata)  # for messages
         self.way = way
+        self.device = device
 
     @property
     def death_fd(self) -> int | None:
@@ -126,18 +131,13 @@ class TcpPeerMemory:
         self.writable = writable
         self._link = link
         self._ranges = ranges
-        self._backends: dict[Direction, Backend] = {}
+        self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
-        """See `TensorMemory.backend`; LLM_FEATURE_NOT_ENABLED: `other` is on a device."""
-        if other.on_device:
-            raise LLMException(
-                f"the local side is in device memory; over tcp {self._link.peer} and host memory "
-                "are the sides of a transfer: pull to, or push from, a cache with Placement.HOST, "
-                "and copy between that and the device",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
-        if (known := self._backends.get(direction)) is not None:
+        """See `TensorMemory.backend`; LLM_FEATURE_NOT_ENABLED: `other` is on another device."""
+        if isinstance(other, DeviceMemory):
+            self._check_device(other.device)
+        if (known := self._backends.get((direction, other.on_device))) is not None:
             return known
         self.check()
         slots, generations, addresses, nbytes = (
@@ -147,14 +147,17 @@ class TcpPeerMemory:
         native = self._link.native
         try:
             each = [
-                tcp_backend(native, it, direction, slots, generations, addresses, nbytes)
+                tcp_backend(
+                    *(native, it, direction, slots, generations, addresses, nbytes),
+                    on_device=other.on_device,
+                )
                 for it in range(native.connections)
             ]
         except NativeError as error:
             self.check()  # it may have ended just now: then that is the reason
             raise link_failed(f"{self._link.peer} cannot be reached: {error}") from error
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
-        return self._backends.setdefault(direction, made)
+        return self._backends.setdefault((direction, other.on_device), made)
 
     def check(self) -> None:
         """As `TcpLink.check`: whether the ranges are still registered each transfer finds."""
@@ -163,3 +166,13 @@ class TcpPeerMemory:
     def check_tensors(self, tensors: range) -> None:
         """As `check`."""
         self._link.check()
+
+    def _check_device(self, local: AscendDevice) -> None:
+        ours = self._link.device
+        if ours is None or ours.native is not local.native:
+            which = "no device" if ours is None else f"device {ours.id}"
+            raise LLMException(
+                f"the local side is on device {local.id}; the link to {self._link.peer} is of an "
+                f"engine with {which}: use the engine of that device",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )

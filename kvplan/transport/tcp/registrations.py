@@ -19,8 +19,10 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvnative._acl import DeviceBuffer
     from kvnative._host import Pin
     from kvnative._tcp import TcpService
+    from kvplan.ascend.device import AscendDevice
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Registrable
 
@@ -31,6 +33,8 @@ class Registration(RegisteredMemory[Range]):
 
     range: Range
     pin: Pin | None  # keeps the memory where it is; None: the caller does
+    on_device: bool
+    buffer: DeviceBuffer | None  # the same, of a device
     # Held while it ends, taken before the table's. Re-entrant: a signal handler may end it as well.
     ending: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -42,12 +46,17 @@ class Registrations:
     """Those of one transport; may be used from several threads.
 
     Until there is a native service, and a link that peers could ask by, they are kept here alone.
+
+    Args:
+        num_slots: how many there can be at once.
+        device: whose memory can be registered, besides that of the host; None: none.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, device: AscendDevice | None) -> None:
         if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
             raise invalid(f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]")
         self.num_slots = num_slots
+        self.device = device
         # Re-entrant: the end of a pin may run finalizers, which may deregister more.
         self._mutex = threading.RLock()
         self._by_slot: dict[int, Registration] = {}
@@ -63,17 +72,11 @@ class Registrations:
             self._service = service  # first: a finalizer may deregister some meanwhile
             for it in tuple(self._by_slot.values()):
                 if self._by_slot.get(it.range.slot) is it:
-                    _serve(service, it.range)
+                    _serve(service, it)
 
     def add(self, memory: Registrable, *, writable: bool) -> Registration:
         """See `TcpTransport.register`."""
-        if isinstance(memory, DeviceRange):
-            raise LLMException(
-                f"memory at {memory.address:#x} is of a device; over tcp peers reach host memory "
-                "alone: have that cache on the host (Placement.HOST), or link over hccl",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
-        address, nbytes, pin, _ = host_range(memory, writable=writable)
+        address, nbytes, pin, buffer = self._find(memory, writable)
         with self._mutex:
             with released_if_refused(pin):
                 if self._closed:
@@ -82,9 +85,10 @@ class Registrations:
             self._generation += 1
             known = Range(address, nbytes, slot, self._generation, writable)
             # Before it is served: an interrupt in between must not leave memory that is not held.
-            it = self._by_slot[slot] = Registration(known, pin)
+            on_device = isinstance(memory, DeviceRange)
+            it = self._by_slot[slot] = Registration(known, pin, on_device, buffer)
             if self._service is not None:
-                _serve(self._service, known)
+                _serve(self._service, it)
             return it
 
     def remove(self, registration: protocol.Registration) -> None:
@@ -122,6 +126,23 @@ class Registrations:
             if it.pin is not None:
                 it.pin.release()
 
+    def _find(
+        self, memory: Registrable, writable: bool
+    ) -> tuple[int, int, Pin | None, DeviceBuffer | None]:
+        """Where it is, and what holds it."""
+        if not isinstance(memory, DeviceRange):
+            address, nbytes, pin, _ = host_range(memory, writable=writable)
+            return address, nbytes, pin, None
+        if self.device is None:
+            raise LLMException(
+                f"memory at {memory.address:#x} is of a device, which this transport was made "
+                "without: have that cache on the host (Placement.HOST)",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        if memory.buffer is None:
+            self.device.check_range("memory", memory.address, memory.nbytes)
+        return memory.address, memory.nbytes, None, memory.buffer
+
     def _forget(self, it: Registration) -> None:
         del self._by_slot[it.range.slot]
         self._free.append(it.range.slot)
@@ -136,6 +157,10 @@ class Registrations:
         return slot
 
 
-def _serve(service: TcpService, it: Range) -> None:
+def _serve(service: TcpService, registration: Registration) -> None:
+    it = registration.range
     with suppress(NativeError):  # it is closed, as the registration will be
-        service.add_range(it.slot, it.address, it.nbytes, it.writable, it.generation)
+        service.add_range(
+            *(it.slot, it.address, it.nbytes, it.writable, it.generation),
+            on_device=registration.on_device,
+        )

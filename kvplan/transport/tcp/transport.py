@@ -24,6 +24,7 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvplan.ascend.device import AscendDevice
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable, Streams
 
@@ -41,11 +42,11 @@ class TcpTransport:
     """
 
     name = "tcp"
-    reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(
         self,
         *,
+        device: AscendDevice | None = None,
         connections: int | None = None,
         encrypt: bool = False,
         congestion: str = "",
@@ -55,6 +56,8 @@ class TcpTransport:
         """Show this process to its peers.
 
         Args:
+            device: of this process, whose memory is moved as well, by way of buffers of the host;
+                it outlives the transport. None: host memory alone.
             connections: 1 to 16: how many move what is large at once, each with a thread here; a
                 link has as many as the end with fewer. None: 1 below 4 cores, 2 from 4 on, 4 from
                 8 on, 8 from 16 on.
@@ -77,7 +80,9 @@ class TcpTransport:
         if encrypt:
             _check_encryption("encrypt=True")
         self._congestion = _checked_congestion(congestion)
-        self._registrations = Registrations(max_registrations)
+        self._registrations = Registrations(max_registrations, device)
+        self.reaches: frozenset[Kind] = frozenset({"host"} if device is None else {"host", "device"})
+        self._device = device
         self._label = label
         self._pid = os.getpid()
         self._instance = secrets.token_hex(16)
@@ -170,7 +175,7 @@ class TcpTransport:
                 self._connecting.discard(streams)
         encrypted = ", encrypted" if secret else ""
         way = f"{streams.way}, {plural(count, 'connection')}{encrypted}"
-        return TcpLink(native, peer, way)
+        return TcpLink(native, peer, way, self._device)
 
     def close(self) -> None:
         """Close the links, deregister everything, and end the threads; idempotent.
@@ -205,6 +210,7 @@ class TcpTransport:
                     service = TcpService(
                         threads=self._connections,
                         max_ranges=self._registrations.num_slots,
+                        device=None if self._device is None else self._device.native,
                         name=self._label,
                     )
                 except NativeError as error:
