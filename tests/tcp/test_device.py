@@ -1,0 +1,245 @@
+"""Memory of a (simulated) device at either end, alone and beside memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ctypes import c_uint8
+
+import numpy as np
+import pytest
+
+from kvnative._acl import Device, DeviceBuffer
+from kvnative._executor import KVN_CANCELLED, KVN_FAILED, KVN_OK, Executor, Report
+from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
+from tests.ascend.fixtures import device, sim_folder, simulator
+from tests.ascend.simulator import Controls
+from tests.tcp.peer import (
+    DIRECTIONS,
+    SECRET,
+    TIMEOUT_MS,
+    Bytes,
+    Span,
+    backend_of,
+    both,
+    descriptors,
+    link_within,
+    u64,
+)
+
+__all__ = ["device", "sim_folder", "simulator"]  # fixtures
+
+NBYTES = 8 << 20  # more than sockets hold
+PLACES = ["host", "device"]
+SPANS = [(i * 9000, (i * 7919 % 900) * 9000, 9000) for i in range(900)]
+
+directions = pytest.mark.parametrize("direction", DIRECTIONS)
+remotes = pytest.mark.parametrize("remote", PLACES)
+locals_ = pytest.mark.parametrize("local", PLACES)
+
+
+class Memory:
+    """NBYTES of the host or of a device; `bytes` is what is in it."""
+
+    def __init__(self, place: str, device: Device, seed: int) -> None:
+        self.on_device = place == "device"
+        self.bytes: Bytes = np.random.default_rng(seed).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.address = self.bytes.ctypes.data
+        if self.on_device:
+            self._buffer: DeviceBuffer = device.allocate(NBYTES)
+            self.address = self._buffer.address
+            device.write(self.address, self.bytes)
+
+    def see(self, simulator: Controls) -> Memory:
+        """From now on `bytes` is the device's own memory."""
+        if self.on_device:
+            view = (c_uint8 * NBYTES).from_address(simulator.host_view(self.address))
+            self.bytes = np.frombuffer(view, np.uint8)
+        return self
+
+
+def memories(device: Device, simulator: Controls, places: Sequence[str]) -> Iterator[Memory]:
+    return (Memory(it, device, seed).see(simulator) for seed, it in enumerate(places))
+
+
+class Ends:
+    """Two services with a device, linked; the far one lets its peer reach `remote`."""
+
+    def __init__(self, device: Device, secret: bytes | None) -> None:
+        self.near, self.far = (TcpService(1, max_ranges=4, device=device) for _ in range(2))
+        self.links = link_within(self.near, self.far, secret=secret)
+
+    def run(self, direction: str, local: Memory, remote: Memory, spans: list[Span]) -> Report:
+        link = self.links[0]
+        column = map(u64, (0, 1, remote.address, NBYTES))
+        backend = tcp_backend(link, 0, direction, *column, on_device=local.on_device)
+        with Executor(backend) as executor:
+            moved = descriptors(direction, local.address, remote.address, spans)
+            return executor.run(moved, TIMEOUT_MS)
+
+    def register(self, remote: Memory) -> None:
+        at = (remote.address, NBYTES, True, 1)
+        self.far.add_range(0, *at, on_device=remote.on_device)
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture(params=[None, SECRET], ids=["plain", "encrypted"])
+def ends(device: Device, request: pytest.FixtureRequest) -> Iterator[Ends]:
+    ends = Ends(device, request.param)
+    yield ends
+    ends.close()
+
+
+@directions
+@locals_
+@remotes
+def test_bytes_arrive(
+    ends: Ends, device: Device, simulator: Controls, direction: str, local: str, remote: str
+) -> None:
+    here, there = memories(device, simulator, (local, remote))
+    ends.register(there)
+    expected = both(there.bytes, direction, here.bytes, SPANS)
+    report = ends.run(direction, here, there, SPANS)
+    assert (report.status, report.bytes_done) == (KVN_OK, 900 * 9000), report.message
+    assert np.array_equal(here.bytes, expected[0])
+    assert np.array_equal(there.bytes, expected[1])
+
+
+@directions
+def test_host_and_device_in_one_request(
+    ends: Ends, device: Device, simulator: Controls, direction: str
+) -> None:
+    """Ranges of a peer that lie in both, in turns; also while the socket takes only some of it."""
+    sides = [Memory(place, device, 5).see(simulator) for place in PLACES]
+    for slot, it in enumerate(sides):
+        ends.far.add_range(slot, it.address, NBYTES, True, 1, on_device=it.on_device)
+    local = np.random.default_rng(6).integers(0, 256, NBYTES, dtype=np.uint8)
+    sizes = np.resize([1, 30_000, 70, 5_000], 800).astype(np.uint64)
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64)
+    addresses = np.array([sides[i // 3 % 2].address for i in range(800)], np.uint64) + starts
+    mine = np.uint64(local.ctypes.data) + starts
+    expected = [it.copy() for it in (*(side.bytes for side in sides), local)]
+    for i, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+        part = slice(start, start + size)
+        if direction == "get":
+            expected[2][part] = expected[i // 3 % 2][part]
+        else:
+            expected[i // 3 % 2][part] = local[part]
+    ranges = u64(0, 1), u64(1, 1), u64(*(it.address for it in sides)), u64(NBYTES, NBYTES)
+    with Executor(tcp_backend(ends.links[0], 0, direction, *ranges)) as executor:
+        dst, src = (mine, addresses) if direction == "get" else (addresses, mine)
+        moved = type(descriptors("get", 0, 0, [])).from_columns(dst, src, sizes)
+        report = executor.run(moved, TIMEOUT_MS)
+    assert report.status == KVN_OK, report.message
+    for it, wanted in zip((*(side.bytes for side in sides), local), expected, strict=True):
+        assert np.array_equal(it, wanted)
+
+
+@directions
+@pytest.mark.parametrize("end", ["local", "remote"])
+def test_a_device_that_fails_costs_the_transfer_and_not_the_link(
+    ends: Ends, device: Device, simulator: Controls, direction: str, end: str
+) -> None:
+    places = PLACES if end == "remote" else PLACES[::-1]
+    here, there = memories(device, simulator, places)
+    ends.register(there)
+    expected = both(there.bytes, direction, here.bytes, SPANS)
+    for call in range(70, 80):  # it is tried again behind what was copied before it
+        simulator.add_fault(f"aclrtMemcpy:{call}=507899")
+    report = ends.run(direction, here, there, SPANS)
+    simulator.clear_faults()
+    assert report.status == KVN_FAILED
+    assert report.failed is not None
+    if end == "local":
+        assert 50 <= report.failed < 70  # a call or two for each
+        assert "aclrtMemcpy: 507899" in report.message
+    else:
+        assert "has it on a device, which did not copy it" in report.message
+    report = ends.run(direction, here, there, SPANS)
+    assert report.status == KVN_OK, report.message
+    assert np.array_equal(here.bytes, expected[0])
+    assert np.array_equal(there.bytes, expected[1])
+
+
+@directions
+@remotes
+def test_what_is_given_up_is_not_touched_any_more(
+    ends: Ends, device: Device, simulator: Controls, direction: str, remote: str
+) -> None:
+    here, there = memories(device, simulator, ("device", remote))
+    ends.register(there)
+    column = map(u64, (0, 1, there.address, NBYTES))
+    backend = tcp_backend(ends.links[0], 0, direction, *column, on_device=True)
+    given_up, spans = 0, SPANS * 5  # more than is on the wire at once
+    with Executor(backend) as executor:
+        for _ in range(100):
+            if given_up == 3:
+                break
+            task = executor.submit(descriptors(direction, here.address, there.address, spans))
+            while not task.done and not task.report.bytes_done:
+                pass
+            report = task.cancel()
+            after = here.bytes.copy(), there.bytes.copy()
+            given_up += report.status == KVN_CANCELLED
+            small = ends.run("get", Memory("host", device, 9), there, [(0, 0, 4096)])
+            assert small.status == KVN_OK  # behind what is left of it on the connection
+            assert np.array_equal(here.bytes, after[0])
+            assert np.array_equal(there.bytes, after[1])
+    assert given_up == 3  # the others were through before
+
+
+@directions
+def test_a_range_that_is_removed_is_not_touched_any_more(
+    ends: Ends, device: Device, simulator: Controls, direction: str
+) -> None:
+    here, there = memories(device, simulator, PLACES)
+    ends.register(there)
+    backend = backend_of(ends.links[0], direction, there.address, NBYTES)
+    with Executor(backend) as executor:
+        many = descriptors(direction, here.address, there.address, SPANS * 20)
+        task = executor.submit(many)
+        while not task.done and not task.report.bytes_done:
+            pass
+        ends.far.remove_range(0)
+        there.bytes[:] = 0xEE
+        report = task.wait(TIMEOUT_MS)
+    assert "has deregistered it" in report.message
+    assert (there.bytes == 0xEE).all()
+
+
+def test_host_memory_beside_it_may_be_unmapped(ends: Ends, device: Device) -> None:
+    """What a socket took a part of goes out first, whatever memory comes then."""
+    there, here = Memory("device", device, 1), Memory("host", device, 2)
+    ends.register(there)
+    ends.far.add_range(1, 4096, 4096, True, 1)  # never mapped
+    ranges = u64(0, 1), u64(1, 1), u64(there.address, 4096), u64(NBYTES, 4096)
+    count = 200
+    sizes = np.full(2 * count, 4096, np.uint64)
+    sizes[::2] = 20_000
+    theirs = np.full(2 * count, 4096, np.uint64)
+    theirs[::2] = there.address + np.arange(count, dtype=np.uint64) * np.uint64(20_000)
+    mine = here.address + np.arange(2 * count, dtype=np.uint64) * np.uint64(20_000)
+    moved = type(descriptors("get", 0, 0, [])).from_columns(mine, theirs, sizes)
+    with Executor(tcp_backend(ends.links[0], 0, "get", *ranges)) as executor:
+        report = executor.run(moved, TIMEOUT_MS)
+    assert report.failed == 1
+    assert "has it registered, but not mapped" in report.message
+    assert ends.run("get", here, there, SPANS[:1]).status == KVN_OK
+
+
+def test_a_service_without_a_device_takes_none() -> None:
+    service = TcpService(1, max_ranges=4)
+    link: TcpNativeLink = link_within(service, service)[0]
+    with pytest.raises(ValueError, match="on_device is True; the service has no device"):
+        service.add_range(0, 4096, 4096, True, 1, on_device=True)
+    with pytest.raises(ValueError, match="on_device is True; the service has no device"):
+        tcp_backend(link, 0, "get", *map(u64, (0, 1, 4096, 4096)), on_device=True)
+    service.close()
+
+
+def test_a_device_that_is_closed(device: Device) -> None:
+    device.close()
+    with pytest.raises(Exception, match="device 3 is closed"):
+        TcpService(1, max_ranges=4, device=device)
