@@ -332,8 +332,8 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
         on_device: the local side is memory of the service's device, else of the host.
 
     Raises:
-        ValueError: another direction or index; the service has no device; columns of several lengths; an empty range, or one
-            that ends beyond 2**64, or a slot of 2**32 or more.
+        ValueError: another direction or index; the service has no device; columns of several
+            lengths; an empty range, or one that ends beyond 2**64, or a slot of 2**32 or more.
         TypeError: what is no column of uint64.
         NativeError: the service is closed.
     """

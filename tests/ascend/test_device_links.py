@@ -123,6 +123,40 @@ class TestHostPeer:
         )
 
 
+class TestHostPeerOverTcp:
+    """As on another host: what it has registered itself is reached as well, and it reaches back."""
+
+    @pytest.fixture
+    def datadist(self, simulator: Controls) -> Iterator[LlmDataDist]:
+        with engine_on(simulator, transport="tcp", listen_ip_info="127.0.0.1:0") as made:
+            yield made
+            del made
+
+    def test_both_pull_and_push(self, peer: Peer, datadist: LlmDataDist) -> None:
+        peer.run(f"""
+            held = [rows + number for number in range(3)]
+            cache = other.register_blocks_cache({OF_PEER}, held, BlocksCacheKey(5))
+        """)
+        cache = datadist.allocate_blocks_cache(DEVICE, BlocksCacheKey(2))
+        datadist.pull_blocks(BlocksCacheKey(5), cache, ALL, ALL[::-1])
+        pulled = [THEIR_ROWS[::-1] + number for number in range(NUM_TENSORS)]
+        assert same(datadist.read_cache(cache), pulled)
+        datadist.write_cache(cache, contents(1))
+        datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [2, 3])
+        assert peer.run("result = [it[2:4].tolist() for it in held]") == [
+            it[:2].tolist() for it in contents(1)
+        ]
+        peer.run("other.pull_blocks(BlocksCacheKey(2), cache, [7, 4], [0, 1])")
+        assert peer.run("result = [it[:2].tolist() for it in held]") == [
+            it[[7, 4]].tolist() for it in contents(1)
+        ]
+        peer.run("other.push_blocks(cache, BlocksCacheKey(2), [6], [5])")
+        assert all(
+            np.array_equal(it[5], THEIR_ROWS[6] + number)
+            for number, it in enumerate(datadist.read_cache(cache))
+        )
+
+
 class TestDevicePeer:
     """Over a transport that does not reach its device it is told why, and all else works."""
 

@@ -22,8 +22,8 @@ class Way(NamedTuple):
     Attributes:
         local: kind of memory of this process.
         remote: kind of memory of the peer; in one process, of the other side.
-        how: "direct": one batch from where the bytes are to where they go; "staged": through device
-            memory at this end; "refused".
+        how: "direct": one batch from where the bytes are to where they go; "staged": through other
+            memory, which `note` tells; "refused".
         note: by what means; where refused, what to do instead.
     """
 
@@ -141,10 +141,9 @@ def _over_tcp(
     device: AscendDevice | None,
     options: TransportOptions,
 ) -> Way:
-    if {local, remote} <= reaches:
-        return Way(local, remote, "direct", "from and to the blocks themselves, over sockets")
-    how = "sockets take host memory alone: copy it to a HOST cache, or link over hccl"
-    return Way(local, remote, "refused", how)
+    if "device" in (local, remote):
+        return Way(local, remote, "staged", "over sockets, through buffers of the connection")
+    return Way(local, remote, "direct", "from and to the blocks themselves, over sockets")
 
 
 def _over_any(

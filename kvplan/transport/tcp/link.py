@@ -135,8 +135,8 @@ class TcpPeerMemory:
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
         """See `TensorMemory.backend`; LLM_FEATURE_NOT_ENABLED: `other` is on another device."""
-        if isinstance(other, DeviceMemory):
-            self._check_device(other.device)
+        if other.on_device:
+            self._check_device(other)
         if (known := self._backends.get((direction, other.on_device))) is not None:
             return known
         self.check()
@@ -167,12 +167,15 @@ class TcpPeerMemory:
         """As `check`."""
         self._link.check()
 
-    def _check_device(self, local: AscendDevice) -> None:
+    def _check_device(self, local: TensorMemory) -> None:
+        """Refuse memory of another device than the link moves."""
         ours = self._link.device
-        if ours is None or ours.native is not local.native:
-            which = "no device" if ours is None else f"device {ours.id}"
-            raise LLMException(
-                f"the local side is on device {local.id}; the link to {self._link.peer} is of an "
-                f"engine with {which}: use the engine of that device",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
+        theirs = local.device.native if isinstance(local, DeviceMemory) else None
+        if ours is not None and ours.native is theirs:
+            return
+        which = "no device" if ours is None else f"device {ours.id}"
+        raise LLMException(
+            f"the local side is {local!r}; the link to {self._link.peer} is of an engine with "
+            f"{which}: use the engine of that device, or a cache with Placement.HOST",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )

@@ -81,7 +81,8 @@ class TcpTransport:
             _check_encryption("encrypt=True")
         self._congestion = _checked_congestion(congestion)
         self._registrations = Registrations(max_registrations, device)
-        self.reaches: frozenset[Kind] = frozenset({"host"} | ({"device"} if device else set()))
+        kinds: tuple[Kind, ...] = ("host",) if device is None else ("host", "device")
+        self.reaches = frozenset(kinds)
         self._device = device
         self._label = label
         self._pid = os.getpid()

@@ -281,9 +281,9 @@ def test_memory_that_must_not_be_written(transport: TcpTransport) -> None:
         assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
 
-def test_memory_of_a_device_is_no_side(link: TcpLink, owner: Owner) -> None:
+def test_a_device_that_the_transport_was_not_made_with(link: TcpLink, owner: Owner) -> None:
     device = SimpleNamespace(on_device=True)
-    with pytest.raises(LLMException, match=r"device memory.*Placement\.HOST") as refused:
+    with pytest.raises(LLMException, match=r"an engine with no device.*Placement\.HOST") as refused:
         whole(link, owner).backend(ThreadPool(1), "get", device)
     assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
