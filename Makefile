@@ -51,7 +51,7 @@ sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and th
 sanitize-addresses:
 	tools/sanitize address,undefined -k 'not forked' tests/native tests/execution tests/transport \
 	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
-	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,endings,deregistering,unmapped}.py
+	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,endings,deregistering,unmapped,device}.py
 
 sanitize-threads:
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,staged}{,_concurrency}.py \
