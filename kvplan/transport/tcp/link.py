@@ -126,6 +126,8 @@ class TcpPeerMemory:
         self.writable = writable
         self._link = link
         self._ranges = ranges
+        # As `TcpLink.check`: whether the ranges are still registered each transfer finds.
+        self.check = link.check
         self._backends: dict[Direction, Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
@@ -155,10 +157,6 @@ class TcpPeerMemory:
             raise link_failed(f"{self._link.peer} cannot be reached: {error}") from error
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
         return self._backends.setdefault(direction, made)
-
-    def check(self) -> None:
-        """As `TcpLink.check`: whether the ranges are still registered each transfer finds."""
-        self._link.check()
 
     def check_tensors(self, tensors: range) -> None:
         """As `check`."""
