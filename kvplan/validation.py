@@ -90,6 +90,8 @@ def check_index(name: str, value: object, size: int) -> int:
         TypeError: not an int.
         LLMException: LLM_PARAM_INVALID, out of range.
     """
+    if type(value) is int and 0 <= value < size:  # almost always
+        return value
     number = check_type(name, value, int)
     if not 0 <= number < size:
         raise invalid(f"{name}={number} is out of range [0, {size})")

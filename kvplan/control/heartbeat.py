@@ -11,8 +11,8 @@ from kvplan.control.messages import Ping
 if TYPE_CHECKING:
     from kvplan.control.channel import Channel
 
-_CHECKS: Final = 4
-"""Looks at the clock within the shorter one of interval and timeout."""
+_CHECKS: Final = 2
+"""Looks at the clock within the shorter one of interval and timeout, beside those when they end."""
 
 
 class Heartbeat:
@@ -35,7 +35,7 @@ class Heartbeat:
         self._heard = channel.heard
         self._silent_s = 0.0
         self._looked = time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(self._step_s, self._look)
+        self._plan_look(self._looked)
 
     def stop(self) -> None:
         """Look no more."""
@@ -43,18 +43,25 @@ class Heartbeat:
 
     def _look(self) -> None:
         channel = self._channel
-        drained = channel.connection.drain()
+        # Who was heard meanwhile is not silent, whatever else has arrived.
+        drained = channel.heard == self._heard and channel.connection.drain()
         if channel.closed:
             return
         now = time.monotonic()
         if channel.heard != self._heard:
             self._heard, self._silent_s = channel.heard, 0.0
         elif drained:
-            self._silent_s += min(now - self._looked, 2 * self._step_s)
+            self._silent_s += min(now - self._looked, self._step_s)
         self._looked = now
         if self._silent_s >= self._timeout_s:
             channel.lose(f"nothing heard for {self._silent_s:.3g} s")
             return
         if now - channel.sent >= self._interval_s:
             channel.post(Ping())
-        self._timer = asyncio.get_running_loop().call_later(self._step_s, self._look)
+        self._plan_look(now)
+
+    def _plan_look(self, now: float) -> None:
+        """When a Ping is due or the time is up, but not at once where that cannot be done."""
+        due_s = min(self._channel.sent + self._interval_s - now, self._timeout_s - self._silent_s)
+        delay_s = min(max(due_s, self._step_s / 2), self._step_s)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)

@@ -189,7 +189,7 @@ class Call:
             if link is not None:
                 pulls = self._operation.startswith("pull")
                 link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
-        if logger.isEnabledFor(level_of(error)):
+        if logger.logger.isEnabledFor(level_of(error)):
             log_operation(
                 self._operation,
                 seconds,

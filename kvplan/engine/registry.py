@@ -258,7 +258,8 @@ class CacheRegistry:
             LLMException: LLM_KV_CACHE_NOT_EXIST: no such id; LLM_PARAM_INVALID: neither id nor
                 addresses, or addresses that are not mapped.
         """
-        check_type(argument, cache, Cache)
+        if type(cache) is not Cache:
+            check_type(argument, cache, Cache)
         if cache.cache_id != -1:
             return self.get(cache.cache_id)
         return ad_hoc(cache, self._device)

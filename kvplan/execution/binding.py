@@ -9,7 +9,6 @@ from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
 from kvplan.execution.memory import Addresses, TensorMemory
 from kvplan.planning.invariants import first_overlap
-from kvplan.planning.layout import Side
 from kvplan.planning.plan import Plan
 from kvplan.status import invalid
 
@@ -26,8 +25,9 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
         LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
             ranges of it overlap so that the result would depend on the order of the copies.
     """
-    _check_fits("src", plan.src, src)
-    _check_fits("dst", plan.dst, dst)
+    src_nbytes, dst_nbytes = plan.src.tensor_nbytes, plan.dst.tensor_nbytes
+    _check_fits("src", plan.src.num_tensors, src_nbytes, src)
+    _check_fits("dst", plan.dst.num_tensors, dst_nbytes, dst)
     if not dst.writable:
         raise invalid("dst is read-only")
     src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
@@ -38,17 +38,14 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
     )
     # Whether whole tensors overlap: cheap, and almost always the end of it.
     read = src_bases if one_space else _NONE
-    if extents_clash(dst_bases, plan.dst.tensor_nbytes, read, plan.src.tensor_nbytes):
+    if extents_clash(dst_bases, dst_nbytes, read, src_nbytes):
         _check_order_free(plan, descriptors, one_space)
     return descriptors
 
 
-def _check_fits(name: str, side: Side, memory: TensorMemory) -> None:
-    if len(memory.addresses) != side.num_tensors:
-        raise invalid(
-            f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
-        )
-    needed = side.tensor_nbytes
+def _check_fits(name: str, tensors: int, needed: int, memory: TensorMemory) -> None:
+    if len(memory.addresses) != tensors:
+        raise invalid(f"{name} has {len(memory.addresses)} tensors; the plan needs {tensors}")
     if (short := first_below(memory.nbytes, needed)) >= 0:
         raise invalid(
             f"{name} tensor {short} has {int(memory.nbytes[short])} bytes; the plan needs {needed}"

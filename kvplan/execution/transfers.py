@@ -158,8 +158,12 @@ class Transfers:
         check_type("plan", plan, Plan)
         source, target = as_memory("src", src), as_memory("dst", dst)
         try:
-            getter = self._backend(source, "get", target)
-            putter = self._backend(target, "put", source)
+            # Plain memory takes any backend that the other side needs.
+            getter = putter = None
+            if not isinstance(source, HostMemory):
+                getter = self._backend(source, "get", target)
+            if not isinstance(target, HostMemory):
+                putter = self._backend(target, "put", source)
         except NativeError as error:
             raise self._unusable(error) from error
         if getter is not None and putter is not None:
@@ -176,8 +180,6 @@ class Transfers:
         self, memory: TensorMemory, direction: Direction, other: TensorMemory
     ) -> Backend | None:
         """The backend that `memory` needs for this transfer; None: any that `other` needs."""
-        if isinstance(memory, HostMemory):
-            return None
         backend = memory.backend(self._pool, direction, other)
         if backend is None or self._wrap is None:
             return backend

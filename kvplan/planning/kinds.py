@@ -167,6 +167,8 @@ def _plan(
 
 
 def _coalesce(how: Coalesce | bool) -> Coalesce:
+    if type(how) is Coalesce:  # almost always
+        return how
     if isinstance(how, bool):
         return DEFAULT_COALESCE if how else Coalesce.NONE
     return check_type("coalesce", how, Coalesce)

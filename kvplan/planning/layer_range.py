@@ -28,11 +28,13 @@ def tensor_ranges(src: Side, dst: Side, ext_param: KvCacheExtParam) -> tuple[ran
     """
     check_type("ext_param", ext_param, KvCacheExtParam)
     per_layer = check_type("tensor_num_per_layer", ext_param.tensor_num_per_layer, int)
-    src_layers = _layers("src_layer_range", ext_param.src_layer_range)
-    dst_layers = _layers("dst_layer_range", ext_param.dst_layer_range)
+    src_given, dst_given = ext_param.src_layer_range, ext_param.dst_layer_range
+    src_layers = None if src_given is None else _layers("src_layer_range", src_given)
+    dst_layers = None if dst_given is None else _layers("dst_layer_range", dst_given)
     ranged = src_layers is not None or dst_layers is not None
     _check_per_layer("src", src, per_layer, ranged)
-    _check_per_layer("dst", dst, per_layer, ranged)
+    if dst.num_tensors != src.num_tensors:
+        _check_per_layer("dst", dst, per_layer, ranged)
     if not ranged:
         if src.num_tensors != dst.num_tensors:
             raise invalid(
@@ -75,8 +77,6 @@ def _check_per_layer(name: str, cache: Side, per_layer: int, ranged: bool) -> No
 def _layers(name: str, given: LayerRange) -> range | None:
     """The half-open range that `given` means, or None for all layers."""
     match given:
-        case None:
-            return None
         case range():
             if given.step != 1:
                 raise invalid(f"{name}={given} has step {given.step}; the step must be 1")

@@ -128,7 +128,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes copied in all."""
-        return self.num_tensor_pairs * self.nbytes_per_tensor
+        return len(self.src_tensors) * self.nbytes_per_tensor
 
     @property
     def src_layers(self) -> range:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvnative._executor import KVN_PEER_GONE
 from kvnative._tcp import TcpNativeLink, TcpService
 from tests.tcp.peer import TIMEOUT_MS, listen
+from tests.tcp.records import MOST, TAG, Records
 
 PULL, PUSH = 1, 2
 MOVED, DEREGISTERED, OUTSIDE, READ_ONLY, UNMAPPED = range(5)
@@ -122,6 +123,41 @@ class Raw:
         self.socket.close()
 
 
+class Sealed(Raw):
+    """The same, of a link that is encrypted: of a peer that has its secret, and lies."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, index: int, *, answers: bool):
+        super().__init__(connection)
+        self._out = Records(secret, index, answers=answers)
+        self._in = Records(secret, index, answers=not answers)
+        self._opened = bytearray()
+
+    def send(self, data: bytes) -> None:
+        for at in range(0, len(data), MOST):
+            super().send(self._out.seal(data[at : at + MOST]))
+
+    def read(self, nbytes: int) -> bytes:
+        while len(self._opened) < nbytes and (some := self._read_record()):
+            self._opened += some
+        got = bytes(self._opened[:nbytes])
+        del self._opened[:nbytes]
+        return got
+
+    def drain(self) -> bytes:
+        got, self._opened = self._opened, bytearray()
+        with contextlib.suppress(ConnectionResetError):
+            while some := self._read_record():
+                got += some
+        return bytes(got)
+
+    def _read_record(self) -> bytes:
+        """What is in the next one; nothing: it is the end."""
+        if not (header := super().read(4)):
+            return b""
+        (nbytes,) = struct.unpack("<I", header)
+        return self._in.open(header, super().read(nbytes + TAG))
+
+
 class Attacked(NamedTuple):
     """A link of a service, and the other ends of its two connections."""
 
@@ -143,8 +179,11 @@ class Attacked(NamedTuple):
         self.answers.socket.close()
 
 
-def attack(service: TcpService, room: int = 0) -> Attacked:
-    """`room`: bytes that the sockets may hold, or as many as the system likes."""
+def attack(service: TcpService, room: int = 0, secret: bytes | None = None) -> Attacked:
+    """A link, encrypted if there is a `secret`.
+
+    `room`: bytes that the sockets may hold, or as many as the system likes.
+    """
     with listen() as listener:
         if room:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
@@ -157,9 +196,16 @@ def attack(service: TcpService, room: int = 0) -> Attacked:
         if room:
             it.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
     try:
-        link = service.link([near[0].detach()], [near[1].detach()], peer="hostile")
+        asks, answers = near[0].detach(), near[1].detach()
+        link = service.link([asks], [answers], peer="hostile", secret=secret, dials=True)
     except BaseException:
         for it in far:
             it.close()
         raise
-    return Attacked(link, Raw(far[1]), Raw(far[0]))
+    if secret is None:
+        return Attacked(link, Raw(far[1]), Raw(far[0]))
+    return Attacked(
+        link,
+        Sealed(far[1], secret, 1, answers=False),
+        Sealed(far[0], secret, 0, answers=True),
+    )

@@ -22,7 +22,7 @@ from tests.tcp.frames import (
     answer,
     attack,
 )
-from tests.tcp.peer import TIMEOUT_MS, Bytes, Span, backend_of, descriptors
+from tests.tcp.peer import SECRET, TIMEOUT_MS, Bytes, Span, backend_of, descriptors
 
 THERE, THERE_NBYTES = 1 << 30, 64 << 20  # of the peer; nobody looks there
 SIZE = 4096
@@ -37,9 +37,9 @@ def asker() -> Iterator[TcpService]:
     service.close()
 
 
-@pytest.fixture
-def attacked(asker: TcpService) -> Iterator[Attacked]:
-    it = attack(asker)
+@pytest.fixture(params=[None, SECRET], ids=["plain", "encrypted"])
+def attacked(asker: TcpService, request: pytest.FixtureRequest) -> Iterator[Attacked]:
+    it = attack(asker, secret=request.param)
     yield it
     it.close()
 
@@ -112,7 +112,7 @@ class TestToAPull:
         if how == "byte by byte" and len(data) < 100:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has failed by now
                 for byte in data:
-                    attacked.answers.socket.send(bytes([byte]))
+                    attacked.answers.send(bytes([byte]))
         else:
             attacked.answers.send(data)
         attacked.answers.finish()
@@ -147,7 +147,7 @@ class TestToAPull:
         number, _, _ = attacked.answers.read_request()
         content = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
         for byte in answer(number) + content.tobytes() + answer(number):
-            attacked.answers.socket.send(bytes([byte]))
+            attacked.answers.send(bytes([byte]))
         assert task.wait(TIMEOUT_MS).status == KVN_OK
         came = [local[mine:][:nbytes] for mine, _, nbytes in SPANS]
         assert np.array_equal(np.concatenate(came), content)

@@ -32,7 +32,15 @@ from tests.tcp.frames import (
     attack,
     request,
 )
-from tests.tcp.peer import TIMEOUT_MS, Bytes, allocated, backend_of, descriptors, link_within
+from tests.tcp.peer import (
+    SECRET,
+    TIMEOUT_MS,
+    Bytes,
+    allocated,
+    backend_of,
+    descriptors,
+    link_within,
+)
 
 SLOT, GENERATION, READABLE = 4, 77, 5
 NBYTES = 1 << 20
@@ -57,9 +65,9 @@ def memory(victim: TcpService) -> Bytes:
     return memory
 
 
-@pytest.fixture
-def attacked(victim: TcpService) -> Iterator[Attacked]:
-    it = attack(victim)
+@pytest.fixture(params=[None, SECRET], ids=["plain", "encrypted"])
+def attacked(victim: TcpService, request: pytest.FixtureRequest) -> Iterator[Attacked]:
+    it = attack(victim, secret=request.param)
     yield it
     it.close()
 
@@ -353,11 +361,9 @@ class TestSlow:
         check_served(attacked, memory)
         check_other.close()
 
-    def test_who_reads_no_answers(
-        self, victim: TcpService, attacked: Attacked, memory: Bytes
-    ) -> None:
+    def test_who_reads_no_answers(self, victim: TcpService, memory: Bytes) -> None:
         """Requests wait in the socket: none of this process's memory is spent on them."""
-        before = allocated()
+        attacked, before = attack(victim), allocated()
         one = request(PULL, [OWN] * MAX_RANGES, [Run(start(memory), 1)] * MAX_RUNS)
         attacked.asks.socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -369,6 +375,7 @@ class TestSlow:
         assert allocated() - before < 1 << 20
         other.close()
         assert attacked.link.failure is None
+        attacked.close()
 
 
 @pytest.mark.parametrize("kind", ["refused", "a byte"])

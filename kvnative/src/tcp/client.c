@@ -331,11 +331,11 @@ static ssize_t send_out(kvn_tcp_client *self)
                 left -= some;
             }
         sent = kvn_tcp_send(&self->watched.stream, &parts);
-        if ((sent != -EFAULT && sent != -EIO) || !it || newest(self)->sends_zeros)
+        if ((sent != -EFAULT && sent != -EREMOTEIO) || !it || newest(self)->sends_zeros)
             return sent;
-        if (limit == 1 || sent == -EIO) {
+        if (limit == 1 || sent == -EREMOTEIO) {
             newest(self)->sends_zeros = true;
-            (sent == -EIO ? end_by_device : end_unmapped)(it, self->out_at.index);
+            (sent == -EREMOTEIO ? end_by_device : end_unmapped)(it, self->out_at.index);
             limit = self->out_left < CALL_NBYTES ? self->out_left : CALL_NBYTES;
         } else {
             limit /= 2;
@@ -515,11 +515,11 @@ static ssize_t receive_once(kvn_tcp_client *self)
         kvn_tcp_parts_begin(&parts);
         expect(self, limit, &parts, &ahead, dropped, sizeof dropped);
         got = kvn_tcp_receive(&self->watched.stream, &parts);
-        if (got != -EFAULT && got != -EIO)
+        if (got != -EFAULT && got != -EREMOTEIO)
             break;
-        if (limit == 1 || got == -EIO) {
+        if (limit == 1 || got == -EREMOTEIO) {
             const uint64_t index = began_with_answer ? self->window[self->first].from.index : self->in_at.index;
-            (got == -EIO ? end_by_device : end_unmapped)(self->window[self->first].transfer, index);
+            (got == -EREMOTEIO ? end_by_device : end_unmapped)(self->window[self->first].transfer, index);
             return 1; /* what is left of it is dropped */
         }
         limit /= 2;

@@ -121,11 +121,11 @@ static ssize_t move(kvn_tcp_server *self, bool is_send)
         moved = is_send ? kvn_tcp_send(&self->watched.stream, &parts)
                         : kvn_tcp_receive(&self->watched.stream, &parts);
         kvn_tcp_table_leave(self->table, thread);
-        if (moved != -EFAULT && moved != -EIO)
+        if (moved != -EFAULT && moved != -EREMOTEIO)
             return moved;
         limit /= 2;
     } while (limit > 0 && moved == -EFAULT);
-    refuse(self, moved == -EIO ? KVN_TCP_DEVICE : KVN_TCP_UNMAPPED, self->moved);
+    refuse(self, moved == -EREMOTEIO ? KVN_TCP_DEVICE : KVN_TCP_UNMAPPED, self->moved);
     return 0;
 }
 

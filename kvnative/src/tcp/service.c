@@ -13,7 +13,7 @@
 
 #define MAX_EVENTS 64
 #define WAKE_KEY UINT64_MAX
-#define SPIN_NS 50000       /* longer than a wake-up takes, and what a peer needs to ask again */
+#define SPIN_NS 100000      /* longer than a wake-up takes, and what a peer needs to ask again */
 #define LOOK_EVERY 8        /* spins: then all connections are looked at */
 #define MOST_MISSES 4       /* spins in a row that nothing came of: then the thread sleeps at once */
 #define TRY_AGAIN_EVERY 64u /* sleeps: whether it is worth it by now */

@@ -105,7 +105,7 @@ static ssize_t copy_part(const walk *it, bool is_send, uint8_t *own, size_t nbyt
     else if (kvn_device_copy(parts->device, (uintptr_t)dst, (uintptr_t)src, some,
                              is_send ? KVN_ACL_DEVICE_TO_HOST : KVN_ACL_HOST_TO_DEVICE,
                              failure) != KVN_OK)
-        return -EIO;
+        return -EREMOTEIO;
     return (ssize_t)some;
 }
 

@@ -71,12 +71,12 @@ int kvn_tcp_encrypt(kvn_tcp_stream *self, const kvn_tcp_crypto *calls, const uin
 void kvn_tcp_close(kvn_tcp_stream *self);
 
 /* Bytes that were taken, 0 where there was no room, or -errno. Memory that is not mapped is -EFAULT, a device
- * that fails -EIO: the first part is then what cannot be read. Whoever has sent less than all is to come again
+ * that fails -EREMOTEIO: the first part is then what cannot be read. Whoever has sent less than all is to come again
  * with the rest, when there is room. */
 ssize_t kvn_tcp_send(kvn_tcp_stream *self, kvn_tcp_parts *parts);
 /* Bytes that came; -EAGAIN: none have; 0: none will, the peer has closed its end; -errno. */
 ssize_t kvn_tcp_receive(kvn_tcp_stream *self, kvn_tcp_parts *parts);
-/* Why the latest -EIO. */
+/* Why the latest -EREMOTEIO. */
 const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self);
 /* Whether bytes have come that the socket does not know of any more: no event tells of them. */
 bool kvn_tcp_has_received(const kvn_tcp_stream *self);

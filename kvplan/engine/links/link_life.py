@@ -121,7 +121,8 @@ class LinkLife:
             self._in_flight.discard(begun)
             self.bytes_pulled += nbytes_pulled
             self.bytes_pushed += nbytes_pushed
-        self._wake()
+        if self._waiting:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:
