@@ -34,8 +34,8 @@ class Streaming(LocalTransport):
     def connect(self, metadata: bytes, **given: Any) -> Any:
         streams = given["streams"]
         self.streams.append(streams)
-        for index in range(COUNT):
-            with streams.open(index, given["timeout_ms"] / 1000) as stream:
+        for index, it in enumerate(streams.open(range(COUNT), given["timeout_ms"] / 1000)):
+            with it as stream:
                 stream.settimeout(DEADLINE_S)
                 stream.sendall(bytes((index,)))
                 assert stream.recv(1) == bytes((index,))
@@ -77,7 +77,7 @@ def test_each_link_has_a_secret_of_its_own_and_connections_while_it_is_made(
     assert of(one)[0].secret != of(one)[1].secret
     for streams in (*of(one), *of(other)):
         with pytest.raises(LLMException, match="the link is not being made any more"):
-            streams.open(COUNT, DEADLINE_S)
+            streams.open([COUNT], DEADLINE_S)
 
 
 def test_an_end_links_from_the_address_that_its_option_says(make_end: MakeEnd) -> None:
@@ -133,8 +133,7 @@ class Waiting(Streaming):
     def connect(self, metadata: bytes, **given: Any) -> Any:
         self.begun.set()
         try:
-            with given["streams"].open(0, 6 * DEADLINE_S):
-                pass
+            given["streams"].open([0], 6 * DEADLINE_S)
         except LLMException as error:
             self.ended.append(str(error.args[0]))
             raise

@@ -7,9 +7,8 @@ import os
 import re
 import select
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -170,49 +169,18 @@ def test_who_cannot_be_reached(ends: Ends) -> None:
         one.connect(one.metadata(()), timeout_ms=1000, streams=Dialled(1))
 
 
-class Far(Dialled):
-    """Its first connection takes a while; the others come to be if they are dialled together."""
-
-    def __init__(self, port: int, others: int) -> None:
-        super().__init__(port)
-        self._others = threading.Barrier(others)
-
-    def open(self, index: int, timeout_s: float) -> socket.socket:
-        began = time.monotonic()
-        if index > 0:
-            self._others.wait(10)
-        while time.monotonic() - began < 0.003:
-            pass
-        return super().open(index, timeout_s)
-
-
-def test_connections_to_a_peer_that_is_far_are_dialled_together(ends: Ends) -> None:
-    for link in linked(*ends, lambda port: Far(port, others=3)):
-        link.check()
-
-
 class Failing(Dialled):
-    """Its last connection fails, when all others are there."""
+    """Opens none."""
 
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
-        self._others = threading.Semaphore(0)
-
-    def open(self, index: int, timeout_s: float) -> socket.socket:
-        if index == 3:
-            for _ in range(3):
-                assert self._others.acquire(timeout=10)
-            raise link_failed("no route")
-        it = super().open(index, timeout_s)
-        self._others.release()
-        return it
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        raise link_failed("no route")
 
 
-def test_one_connection_that_fails_closes_the_others(ends: Ends) -> None:
+def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
     ends[0].ready()
     before = Held.now()
-    with closing(Accepted()) as listening, pytest.raises(LLMException, match="no route") as refused:
-        ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(listening.port))
+    with pytest.raises(LLMException, match="no route") as refused:
+        ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(1))
     assert refused.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     before.check_nothing_new()
 
@@ -221,7 +189,7 @@ def test_a_peer_that_never_comes(ends: Ends) -> None:
     ends[0].ready()
     before, began = Held.now(), time.monotonic()
     with closing(Accepted()) as listening:
-        Dialled(listening.port).open(2, 1).close()  # one of four
+        Dialled(listening.port).open_one(2, 1).close()  # one of four
         with pytest.raises(LLMException, match="has not come: timed out") as late:
             ends[0].connect(PEER, timeout_ms=100, streams=listening)
     assert 0.1 <= time.monotonic() - began < 10
@@ -233,7 +201,7 @@ def test_a_transport_that_is_closed_ends_what_connects() -> None:
     transport, listening = TcpTransport(connections=2), Accepted()
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(transport.connect, PEER, timeout_ms=60_000, streams=listening)
-        Dialled(listening.port).open(0, 10).close()  # somebody accepts
+        Dialled(listening.port).open_one(0, 10).close()  # somebody accepts
         while listening.accepted < 1:
             pass
         transport.close()
