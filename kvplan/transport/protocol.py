@@ -143,16 +143,6 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
         """
 
-    def ready(self) -> None:
-        """Have all that links need, such as a library that is loaded when it is first used.
-
-        It may block for as long as that takes. Of two ends that link, one at least must have done
-        so before it makes the metadata that the other connects with.
-
-        Raises:
-            LLMException: it cannot be had, and why; `refusal` gives that reason from then on.
-        """
-
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 

@@ -13,7 +13,7 @@ from kvplan.engine.links.asking import ask
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.state import LOST, LinkState
-from kvplan.engine.links.telling import tell
+from kvplan.engine.links.telling import tell, tell_later
 from kvplan.engine.links.transitions import Transitions, link_error
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
@@ -187,11 +187,12 @@ class Caller:
         link.instance, link.role = welcome.instance, welcome.role
         link.phase = "transport"
         self._steps.connect(link, welcome.transport, welcome.metadata, welcome.challenge, timeout_s)
+        await tell(link, end.registry)
         await self._steps.connected(link)
         link.phase = "confirm"
-        await tell(link, end.registry)
         await ask(channel, Confirm(welcome.challenge), Linked, timeout_s)
         self._steps.linked(link)
+        self._steps.spawn(tell_later(link, end.registry))  # of what has come meanwhile
 
     def _refuse_linked(self, cluster_id: int) -> None:
         link = self._steps.links.get(cluster_id)

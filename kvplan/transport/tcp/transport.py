@@ -108,11 +108,6 @@ class TcpTransport:
             self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
         ).to_bytes()
 
-    def ready(self) -> None:
-        """Have the threads that serve peers (LLM_LINK_FAILED: none can be had now)."""
-        self._check_process()
-        self._serving()
-
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it may be."""
         self._check_process()

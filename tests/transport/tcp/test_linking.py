@@ -110,9 +110,9 @@ def test_threads_begin_with_the_first_link_and_end_with_the_transport() -> None:
     with TcpTransport(connections=2) as one, TcpTransport(connections=3) as two:
         one.register(np.zeros(8, np.uint8))
         before.check_nothing_new()
-        one.ready()
+        links = linked(one, two)
         assert {name for _, name in before.new().threads} == {"kvplan"}
-        linked(one, two)
+        assert len(links) == 2  # they are held until here
     before.check_nothing_new()
 
 
@@ -177,7 +177,8 @@ class Failing(Dialled):
 
 
 def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
-    ends[0].ready()
+    for it in linked(*ends):  # the threads, and what they sleep on
+        it.close()
     before = Held.now()
     with pytest.raises(LLMException, match="no route") as refused:
         ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(1))
@@ -186,7 +187,8 @@ def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
 
 
 def test_a_peer_that_never_comes(ends: Ends) -> None:
-    ends[0].ready()
+    for it in linked(*ends):  # the threads, and what they sleep on
+        it.close()
     before, began = Held.now(), time.monotonic()
     with closing(Accepted()) as listening:
         Dialled(listening.port).open_one(2, 1).close()  # one of four
@@ -232,9 +234,9 @@ def test_no_more_than_there_are_slots() -> None:
 def test_memory_is_held_as_long_as_it_is_registered(linked_before: bool) -> None:
     """Deregistered, refused, or with a transport that is closed, its owner may resize it."""
     memory, other = bytearray(8), bytearray(8)
-    with TcpTransport(max_registrations=1) as transport:
+    with TcpTransport(max_registrations=1) as transport, TcpTransport() as peer:
         if linked_before:
-            transport.ready()
+            linked(transport, peer)
         kept = [transport.register(memory)]
         with pytest.raises(BufferError):
             memory.append(1)
@@ -269,7 +271,7 @@ def test_a_forked_child_leaves_all_to_its_parent(ends: Ends) -> None:
     if (child := os.fork()) == 0:
         status = 1
         try:
-            for use in (link.check, one.metadata, one.ready, lambda: one.refusal(PEER)):
+            for use in (link.check, one.metadata, lambda: one.refusal(PEER)):
                 with pytest.raises(LLMException, match="forked child"):
                     use()
             link.close()
