@@ -94,11 +94,10 @@ class Connection:
         self._early += greeting
         if greeting:
             self._vetting.check(greeting)
-            self.stream.pause()  # until there is a socket to read it
+            self._open_soon()
         else:
             # The rest follows when it is known what the peer wants to see there.
             self.stream.write(greet(encrypted=self._key is not None)[:UNUSED_AT])
-        self._opening = self._loop.create_task(self._open())
 
     @property
     def greeted(self) -> bool:
@@ -189,6 +188,10 @@ class Connection:
             await asyncio.wait([self._opening])
         await self._gone.wait()
 
+    def _open_soon(self) -> None:
+        self.stream.pause()  # until there is a socket to read it
+        self._opening = self._loop.create_task(self._open())
+
     async def _open(self) -> None:
         try:
             with socket.socket(socket.AF_UNIX) as meeting:
@@ -260,9 +263,8 @@ class Connection:
             self._is_cookie_due = False
             nonce = self._vetting.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
-            if not self._inner.connected:
-                # Not before: the peer begins its part of the work when it has the cookie.
-                self.stream.pause()
+            # Not before: the peer begins its part of the work when it has the cookie.
+            self._open_soon()
         if not self._inner.connected:
             self._early += chunk
         else:
