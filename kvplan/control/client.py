@@ -71,7 +71,7 @@ async def connect(
             except BaseException:
                 stream.close()
                 raise
-            await _attach(channel, stream)
+            channel.connection.stream.attach(stream)
             channel.connection.open()
             await channel.connection.ready()
     except BaseException as error:
@@ -116,7 +116,6 @@ async def _connect_any(addresses: list[tuple[int, int, Any]], source: str) -> so
     running = asyncio.get_running_loop()
     refused: dict[str, None] = {}
     for family, protocol, address in addresses:
-        # asyncio sends small writes at once (TCP_NODELAY) only where it sees the protocol.
         stream = socket.socket(family, socket.SOCK_STREAM, protocol)
         try:
             stream.setblocking(False)
@@ -131,13 +130,3 @@ async def _connect_any(addresses: list[tuple[int, int, Any]], source: str) -> so
         else:
             return stream
     raise OSError("; ".join(refused))
-
-
-async def _attach(channel: Channel, stream: socket.socket) -> None:
-    running = asyncio.get_running_loop()
-    connect = (
-        running.create_unix_connection
-        if stream.family == socket.AF_UNIX
-        else running.create_connection
-    )
-    await connect(lambda: channel.connection.stream, sock=stream)

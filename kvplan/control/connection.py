@@ -94,11 +94,10 @@ class Connection:
         self._early += greeting
         if greeting:
             self._vetting.check(greeting)
-            self.stream.pause()  # until there is a socket to read it
+            self._open_soon()
         else:
             # The rest follows when it is known what the peer wants to see there.
             self.stream.write(greet(encrypted=self._key is not None)[:UNUSED_AT])
-        self._opening = self._loop.create_task(self._open())
 
     @property
     def greeted(self) -> bool:
@@ -176,9 +175,9 @@ class Connection:
             self._loop.remove_reader(self._descriptor)
             self._socket.close()  # its last frames arrive at the stream, then the end
             self._socket = None
-        if self._inner.transport is None:
+        if not self._inner.connected:
             self.stream.close()
-        if self.stream.transport is None:
+        if not self.stream.connected:
             self._inner.abort()
         self._cutting = self._loop.call_later(CLOSING_S, self._cut)
         self._settle()
@@ -189,6 +188,10 @@ class Connection:
             await asyncio.wait([self._opening])
         await self._gone.wait()
 
+    def _open_soon(self) -> None:
+        self.stream.pause()  # until there is a socket to read it
+        self._opening = self._loop.create_task(self._open())
+
     async def _open(self) -> None:
         try:
             with socket.socket(socket.AF_UNIX) as meeting:
@@ -197,7 +200,7 @@ class Connection:
                 meeting.listen(1)
                 self._connect_socket(meeting.getsockname()[1:].decode())
                 near = await self._accept_ourselves(meeting)
-            await self._loop.create_unix_connection(lambda: self._inner, sock=near)
+            self._inner.attach(near)
         except OSError as error:  # ZMQError is one of them
             self._fail(f"no socket: {os.strerror(error.errno or 0)}")
             return
@@ -232,6 +235,7 @@ class Connection:
                     continue
                 credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
                 if _UCRED.unpack(credentials)[0] == os.getpid():
+                    near.setblocking(False)
                     return near
                 near.close()
         finally:
@@ -259,10 +263,9 @@ class Connection:
             self._is_cookie_due = False
             nonce = self._vetting.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
-            if self._inner.transport is None:
-                # Not before: the peer begins its part of the work when it has the cookie.
-                self.stream.pause()
-        if self._inner.transport is None:
+            # Not before: the peer begins its part of the work when it has the cookie.
+            self._open_soon()
+        if not self._inner.connected:
             self._early += chunk
         else:
             self._inner.write(chunk)
@@ -283,7 +286,7 @@ class Connection:
         )
         if self._ended:
             self._inner.abort()
-        elif self._inner.transport is None:
+        elif not self._inner.connected:
             self._fail(self._reason)
         else:
             self._inner.end()  # what arrived before the end is still read
@@ -306,7 +309,7 @@ class Connection:
         self._inner.abort()
 
     def _settle(self) -> None:
-        if not self._ended or self.stream.transport or self._inner.transport:
+        if not self._ended or self.stream.connected or self._inner.connected:
             return
         if self._cutting is not None:
             self._cutting.cancel()

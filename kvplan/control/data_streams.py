@@ -16,13 +16,16 @@ index. No key is used for two connections, as each end has an index once: the on
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
+import os
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -106,24 +109,34 @@ class DialledStreams(_Streams):
         self._closed = False
         self._dialling: set[socket.socket] = set()
 
-    def open(self, index: int, timeout_s: float) -> socket.socket:
-        """Dial a connection; see `Streams.open`."""
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        """Dial connections; see `Streams.open`.
+
+        Each step is taken on all of them before the next: they take as many round trips as one.
+        """
         deadline = time.monotonic() + timeout_s
-        phase = "connect"
-        stream = socket.socket(self._family, socket.SOCK_STREAM)
+        streams: list[socket.socket] = []
+        hellos: list[tuple[bytes, bytes]] = []
+        index, phase = indices[0], "connect"
         try:
-            self._begin(stream)
-            bind_source(stream, self._source)
-            _limit(stream, deadline)
-            stream.connect(self._address)
-            phase = "greet"
-            greeting = _receive(stream, GREETING_NBYTES, deadline)
-            phase = "authenticate"
-            self._authenticate(stream, greeting, index, deadline)
-            _prepare(stream)
+            for index in indices:  # noqa: B007 - which fails is told
+                streams.append(stream := socket.socket(self._family, socket.SOCK_STREAM))
+                bind_source(stream, self._source)
+                self._begin(stream)
+            for index, stream in zip(indices, streams, strict=True):
+                phase = "connect"
+                _await_connected(stream, deadline)
+                phase = "greet"
+                greeting = _receive(stream, GREETING_NBYTES, deadline)
+                phase = "authenticate"
+                hellos.append((greeting, self._say_hello(stream, greeting, index)))
+            for index, stream, said in zip(indices, streams, hellos, strict=True):  # noqa: B007
+                self._check_answer(_receive(stream, _MAC_NBYTES, deadline), *said)
+                _prepare(stream)
         except BaseException as error:
-            self._forget(stream)
-            stream.close()
+            self._forget(streams)
+            for stream in streams:
+                stream.close()
             if not isinstance(error, OSError):
                 raise
             reason = error.strerror or str(error)
@@ -134,8 +147,8 @@ class DialledStreams(_Streams):
             elif isinstance(error, ConnectionError) and phase == "authenticate":
                 reason += "; the peer's log says why"
             raise self._failed(index, phase, reason) from None
-        self._forget(stream)
-        return stream
+        self._forget(streams)
+        return streams
 
     def close(self) -> None:
         """End the calls of `open` that wait, and refuse others; idempotent, for any thread."""
@@ -149,29 +162,29 @@ class DialledStreams(_Streams):
         with self._mutex:
             if self._closed:
                 raise ConnectionError(_ENDED)
+            _begin_connect(stream, self._address)  # within: one that `close` shuts is connecting
             self._dialling.add(stream)
 
-    def _authenticate(
-        self, stream: socket.socket, greeting: bytes, index: int, deadline: float
-    ) -> None:
-        """Prove that this end knows the secret, and have the peer prove it."""
+    def _say_hello(self, stream: socket.socket, greeting: bytes, index: int) -> bytes:
+        """Prove that this end knows the secret; returns what it has said."""
         fields = _FIELDS.pack(_BEGINNING, index, self.link_id, secrets.token_bytes(16))
         hello = fields + self._mac(b"client", greeting, fields)
-        _limit(stream, deadline)
-        stream.sendall(hello)
-        answer = _receive(stream, _MAC_NBYTES, deadline)
+        stream.send(hello)  # a connection this young has room
+        return hello
+
+    def _check_answer(self, answer: bytes, greeting: bytes, hello: bytes) -> None:
         if not hmac.compare_digest(answer, self._mac(b"server", greeting, hello)):
             raise OSError("it does not know the secret of this link")
 
-    def _forget(self, stream: socket.socket) -> None:
+    def _forget(self, streams: list[socket.socket]) -> None:
         with self._mutex:
-            self._dialling.discard(stream)
+            self._dialling.difference_update(streams)
 
 
 class AcceptedStreams(_Streams):
     """Connections that come to this end's listener; made on the loop's thread.
 
-    Until it is taken by `open`, a connection is one visitor among others.
+    Until `open` waits for it, a connection is one visitor among others.
 
     Args:
         challenge: of the handshake.
@@ -191,11 +204,12 @@ class AcceptedStreams(_Streams):
         self._visitors = visitors
         self._closed = False
         self._places: dict[int, asyncio.Future[Visitor]] = {}
+        self._wanted: set[int] = set()
         visitors.expect_link(self)
 
-    def open(self, index: int, timeout_s: float) -> socket.socket:
-        """Wait for a connection; see `Streams.open`."""
-        return self._loop.run(self._take(index, timeout_s))
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        """Wait for connections; see `Streams.open`."""
+        return self._loop.run(self._take(indices, timeout_s))
 
     def close(self) -> None:
         """End the calls of `open` that wait, and connections not taken; idempotent."""
@@ -209,6 +223,7 @@ class AcceptedStreams(_Streams):
         for place in self._places.values():
             if not place.done():
                 place.set_exception(ConnectionError(_ENDED))
+                place.exception()  # so that it is no complaint where nobody waits
             elif not place.cancelled() and place.exception() is None:
                 self._visitors.drop(place.result())
 
@@ -222,7 +237,8 @@ class AcceptedStreams(_Streams):
         fields, mac = hello[: _FIELDS.size], hello[_FIELDS.size :]
         if not hmac.compare_digest(mac, self._mac(b"client", visitor.greeting, fields)):
             raise Unacceptable("it does not know the secret of the link that it names")
-        place = self._place(_FIELDS.unpack(fields)[1])
+        index = _FIELDS.unpack(fields)[1]
+        place = self._place(index)
         if place.done():
             raise Unacceptable("its index is in use, or not waited for any more")
         answer = self._mac(b"server", visitor.greeting, hello)
@@ -232,25 +248,35 @@ class AcceptedStreams(_Streams):
         except OSError as error:
             raise Unacceptable(f"it cannot be answered: {error.strerror}") from None
         place.set_result(visitor)
+        if index in self._wanted:
+            self._visitors.leave(visitor)
 
-    async def _take(self, index: int, timeout_s: float) -> socket.socket:
+    async def _take(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        came: list[Visitor] = []
         if self._closed:
-            raise self._failed(index, "accept", _ENDED)
+            raise self._failed(indices[0], "accept", _ENDED)
+        # All of them now: `close` ends the wait for those that there are.
+        places = [self._place(it) for it in indices]
+        self._wanted.update(indices)
         try:
             async with asyncio.timeout(timeout_s):
-                visitor = await self._place(index)
+                for place in places:
+                    came.append(await place)
         except TimeoutError:
             reason = f"it has not come within {timeout_s * 1000:.0f} ms"
-            raise self._failed(index, "accept", reason) from None
+            raise self._failed(indices[len(came)], "accept", reason) from None
         except ConnectionError as error:
-            raise self._failed(index, "accept", str(error)) from None
-        if visitor.socket.fileno() < 0:
-            reason = "it was opened before, or dropped: too many visitors"
-            raise self._failed(index, "accept", reason)
-        self._visitors.leave(visitor)
-        stream = socket.socket(fileno=visitor.socket.detach())
-        stream.setblocking(False)
-        return stream
+            raise self._failed(indices[len(came)], "accept", str(error)) from None
+        for index, visitor in zip(indices, came, strict=True):
+            if visitor.socket.fileno() < 0:
+                reason = "it was opened before, or dropped: too many visitors"
+                raise self._failed(index, "accept", reason)
+        streams = []
+        for visitor in came:
+            self._visitors.leave(visitor)
+            streams.append(socket.socket(fileno=visitor.socket.detach()))
+            streams[-1].setblocking(False)
+        return streams
 
     def _place(self, index: int) -> asyncio.Future[Visitor]:
         if index not in self._places:
@@ -311,18 +337,33 @@ def _prepare(stream: socket.socket) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _limit(stream: socket.socket, deadline: float) -> None:
-    """Let the next call take until the deadline."""
-    if (left_s := deadline - time.monotonic()) <= 0:
+def _begin_connect(stream: socket.socket, address: Any) -> None:
+    stream.setblocking(False)
+    try:
+        stream.connect(address)
+    except BlockingIOError as error:
+        if error.errno != errno.EINPROGRESS:  # the queue of a Unix socket is full
+            raise
+
+
+def _await_connected(stream: socket.socket, deadline: float) -> None:
+    _await(stream, select.POLLOUT, deadline)
+    if error := stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(error, os.strerror(error))
+
+
+def _await(stream: socket.socket, events: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(stream, events)
+    if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
         raise TimeoutError
-    stream.settimeout(left_s)
 
 
 def _receive(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
     """Exactly `nbytes`, and nothing behind them."""
     received = b""
     while len(received) < nbytes:
-        _limit(stream, deadline)
+        _await(stream, select.POLLIN, deadline)
         chunk = stream.recv(nbytes - len(received))
         if not chunk:
             raise ConnectionError("the peer has disconnected")

@@ -50,7 +50,6 @@ class Server:
         self._key: ClusterKey | None = None
         self._key_inside: ClusterKey | None = None  # of who comes from inside this host
         self._channels: dict[Channel, float] = {}  # in order of arrival
-        self._attaching: set[asyncio.Task[Any]] = set()
         self._listening: socket.socket | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._inode = 0
@@ -199,11 +198,7 @@ class Server:
         )
         self._channels[channel] = time.monotonic()
         channel.connection.open(bytes(visitor.said))
-        stream = channel.connection.stream
-        attaching = self._loop.connect_accepted_socket(lambda: stream, visitor.socket)
-        task = self._loop.create_task(attaching)
-        self._attaching.add(task)
-        task.add_done_callback(self._attaching.discard)
+        channel.connection.stream.attach(visitor.socket)
         return channel
 
     def _forget(self, visitor: Visitor, channel: Channel) -> None:

@@ -175,9 +175,6 @@ class LocalTransport:
         writers = WritersRef(table.fd, table.inode, table.num_entries, table.address)
         return Metadata(self._identity, ref, writers, ranges).to_bytes()
 
-    def ready(self) -> None:
-        """Do nothing: links need nothing."""
-
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it can.
 

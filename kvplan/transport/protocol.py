@@ -143,16 +143,6 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
         """
 
-    def ready(self) -> None:
-        """Have all that links need, such as a library that is loaded when it is first used.
-
-        It may block for as long as that takes. Of two ends that link, one at least must have done
-        so before it makes the metadata that the other connects with.
-
-        Raises:
-            LLMException: it cannot be had, and why; `refusal` gives that reason from then on.
-        """
-
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 
@@ -209,16 +199,17 @@ class Streams(Protocol):
     def way(self) -> str:
         """See above."""
 
-    def open(self, index: int, timeout_s: float) -> socket:
-        """Have the connection of this index: the end that dials makes it, the other waits for it.
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket]:
+        """Have the connections of these indices: the end that dials makes them, the other waits.
 
         Args:
-            index: in [0, 255], the same at both ends; each can be had once.
-            timeout_s: seconds that this may take.
+            indices: in [0, 255], the same at both ends; each can be had once.
+            timeout_s: seconds that all of this may take.
 
         Returns:
-            A non-blocking socket (TCP with TCP_NODELAY and keep-alive, or Unix), which is the
-            caller's from here on. Nothing has been read of what the peer sends over it.
+            Non-blocking sockets (TCP with TCP_NODELAY and keep-alive, or Unix), in the order of
+            `indices`; they are the caller's from here on. Nothing has been read of what the peer
+            sends over them.
 
         Raises:
             LLMException: LLM_LINK_FAILED, with the address, the phase that failed, and why.

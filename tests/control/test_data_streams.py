@@ -48,8 +48,8 @@ class Link:
         assert isinstance(self.far, AcceptedStreams)
 
     def open(self, index: int) -> tuple[socket.socket, socket.socket]:
-        near = self.near.open(index, DEADLINE_S)
-        far = self.far.open(index, DEADLINE_S)
+        near = open_one(self.near, index)
+        far = open_one(self.far, index)
         for stream in (near, far):
             assert stream.gettimeout() == 0
             stream.settimeout(DEADLINE_S)
@@ -60,6 +60,12 @@ class Link:
         near, far = self.open(index)
         with near, far:
             assert say(near, far) == say(far, near) == b"data"
+
+
+def open_one(streams: Any, index: int) -> socket.socket:
+    (stream,) = streams.open([index], DEADLINE_S)
+    assert isinstance(stream, socket.socket)
+    return stream
 
 
 def say(sender: socket.socket, receiver: socket.socket) -> bytes:
@@ -148,9 +154,9 @@ def new_link(conversation: Conversation) -> Link:
     return Link(conversation, next(_links).to_bytes(16))
 
 
-def refusal(streams: Any, index: int = 0, timeout_s: float = DEADLINE_S) -> str:
+def refusal(streams: Any, *indices: int, timeout_s: float = DEADLINE_S) -> str:
     with pytest.raises(LLMException) as error:
-        streams.open(index, timeout_s)
+        streams.open(indices or [0], timeout_s)
     assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
@@ -172,12 +178,43 @@ def test_connections_of_all_kinds_of_address(
 
 def test_ends_may_come_in_any_order_and_at_once(link: Link) -> None:
     with ThreadPoolExecutor(16) as threads:
-        accepted = [threads.submit(link.far.open, index, DEADLINE_S) for index in range(8)]
-        dialled = [threads.submit(link.near.open, index, DEADLINE_S) for index in range(8)]
+        accepted = [threads.submit(open_one, link.far, index) for index in range(8)]
+        dialled = [threads.submit(open_one, link.near, index) for index in range(8)]
         for near, far in zip(dialled, accepted, strict=True):
             with near.result() as one, far.result() as other:
                 other.settimeout(DEADLINE_S)
                 assert say(one, other) == b"data"
+
+
+def test_all_connections_of_a_link_take_as_many_round_trips_as_one() -> None:
+    """A peer that takes each step with all of them at once, and not before."""
+    count, challenge = 5, b"c" * 16
+    secret = derived(challenge, b"kvplan data secret")
+    with listening() as server, ExitStack() as held, ThreadPoolExecutor(1) as threads:
+        streams = DialledStreams(challenge, socket.AF_INET, server.getsockname(), "there")
+        dialling = threads.submit(streams.open, range(count), DEADLINE_S)
+        accepted = [held.enter_context(server.accept()[0]) for _ in range(count)]
+        for stream in accepted:
+            stream.sendall(b"g" * GREETING_NBYTES)
+        said = [stream.recv(64, socket.MSG_WAITALL) for stream in accepted]
+        assert [it[7] for it in said] == list(range(count))
+        for stream, hello_of_it in zip(accepted, said, strict=True):
+            proof = b"server" + b"g" * GREETING_NBYTES + hello_of_it
+            stream.sendall(hmac.digest(secret, proof, "sha256"))
+        for near, far in zip(dialling.result(), accepted, strict=True):
+            with near:
+                near.settimeout(DEADLINE_S)
+                assert say(near, far) == b"data"
+
+
+def test_where_one_connection_fails_none_is_left(link: Link) -> None:
+    near, far = link.open(2)
+    with near, far:
+        assert "data connection 2: authenticate" in refusal(link.near, *range(3))
+        for stream in link.far.open(range(2), DEADLINE_S):
+            with stream:
+                stream.settimeout(DEADLINE_S)
+                assert stream.recv(1) == b""
 
 
 def test_both_ends_show_the_same_addresses(link: Link, conversation: Conversation) -> None:
@@ -199,7 +236,7 @@ def test_small_messages_leave_at_once_and_dead_peers_are_noticed(link: Link) -> 
 def test_nothing_behind_the_handshake_is_read(link: Link, conversation: Conversation) -> None:
     with Stranger(conversation.server.endpoint) as stranger:
         stranger.socket.sendall(hello(link.challenge, stranger.greeting) + b"what follows")
-        with link.far.open(0, DEADLINE_S) as stream:
+        with open_one(link.far, 0) as stream:
             stream.setblocking(True)
             assert stream.recv(64) == b"what follows"
 
@@ -208,7 +245,7 @@ def test_the_answer_proves_the_secret_by_the_letter(link: Link, conversation: Co
     with Stranger(conversation.server.endpoint) as stranger:
         said = hello(link.challenge, stranger.greeting, index=7)
         stranger.socket.sendall(said)
-        link.far.open(7, DEADLINE_S).close()
+        open_one(link.far, 7).close()
         secret = derived(link.challenge, b"kvplan data secret")
         assert stranger.heard() == hmac.digest(
             secret, b"server" + stranger.greeting + said, "sha256"
@@ -235,7 +272,7 @@ def flipped(said: bytes, bit: int) -> bytes:
         lambda link, greeting: hello(link.challenge, greeting)[:32] + bytes(32),
         lambda link, greeting: flipped(hello(link.challenge, greeting), 0),
         lambda link, greeting: flipped(hello(link.challenge, greeting), 8 * 56),
-        lambda link, greeting: hello(link.challenge, greeting)[:-1] + b"\0\0",
+        lambda link, greeting: hello(link.challenge, greeting).replace(b"\1", b"\1\0", 1),
         lambda link, greeting: (
             hello(link.challenge, greeting)[:32] + hello(b"other" + bytes(11), greeting)[32:]
         ),
@@ -279,7 +316,7 @@ def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link)
     way = DialledStreams(
         link.challenge, socket.AF_INET, (tape.endpoint.host, tape.endpoint.port), "tape"
     )
-    near, far = way.open(0, DEADLINE_S), link.far.open(0, DEADLINE_S)
+    near, far = open_one(way, 0), open_one(link.far, 0)
     far.settimeout(DEADLINE_S)
     assert say(near, far) == b"data"
     near.close()
@@ -291,7 +328,7 @@ def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link)
         with Stranger(conversation.server.endpoint) as replay:
             replay.socket.sendall(recorded)
             assert replay.heard() == b""
-        assert refusal(there.far, 1, 0.0).endswith("it has not come within 0 ms")
+        assert refusal(there.far, 1, timeout_s=0.0).endswith("it has not come within 0 ms")
     again.check(0)
     # And the other way round: a server that says again what the real one has said.
     with listening() as server, ThreadPoolExecutor(1) as threads:
@@ -337,7 +374,9 @@ def test_a_server_that_does_not_know_the_secret_is_refused(said: bytes, reason: 
         threads.submit(play, server, said)
         timeout_s = DEADLINE_S if len(said) == 96 else 0.05
         streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there")
-        assert refusal(streams, 1, timeout_s).startswith(f"there: data connection 1: {reason}")
+        assert refusal(streams, 1, timeout_s=timeout_s).startswith(
+            f"there: data connection 1: {reason}"
+        )
 
 
 def test_who_does_not_listen_is_named(link: Link) -> None:
@@ -350,7 +389,7 @@ def test_who_does_not_listen_is_named(link: Link) -> None:
 
 
 def test_who_waits_is_told_what_did_not_come(link: Link) -> None:
-    assert refusal(link.far, 4, 0.01) == (
+    assert refusal(link.far, 4, timeout_s=0.01) == (
         f"{link.far.way}: data connection 4: accept: it has not come within 10 ms"
     )
     assert "authenticate" in refusal(link.near, 4), "one that is not waited for any more"
@@ -369,7 +408,7 @@ class TestSource:
         dialled = call(loop, channel.streams, b"from" * 4)
         accepted = call(conversation.far_loop, conversation.far.channels[-1].streams, b"from" * 4)
         assert dialled.way.startswith("127.0.0.5:")
-        with dialled.open(0, DEADLINE_S), accepted.open(0, DEADLINE_S) as stream:
+        with open_one(dialled, 0), open_one(accepted, 0) as stream:
             assert stream.getpeername()[0] == "127.0.0.5"
         call(loop, channel.close)
         assert conversation.far.next()[0] == "lost"
@@ -413,8 +452,8 @@ class TestClose:
             assert refusal(streams).endswith("connect: the link is not being made any more")
 
     def test_ends_connections_that_were_not_taken(self, link: Link) -> None:
-        with link.near.open(0, DEADLINE_S) as near, link.near.open(1, DEADLINE_S) as taken:
-            far = link.far.open(1, DEADLINE_S)
+        with open_one(link.near, 0) as near, open_one(link.near, 1) as taken:
+            far = open_one(link.far, 1)
             for _ in range(2):
                 link.far.close()
             near.settimeout(DEADLINE_S)
@@ -525,11 +564,11 @@ def test_of_connections_that_are_not_taken_there_are_few(
     link = new_link(with_room_for_32_visitors(loop, far_loop, has_key=True))
     with ExitStack() as held:
         for index in range(40):
-            held.enter_context(link.near.open(index, DEADLINE_S))
+            held.enter_context(open_one(link.near, index))
         dropped = 0
         for index in range(40):
             try:
-                held.enter_context(link.far.open(index, DEADLINE_S))
+                held.enter_context(open_one(link.far, index))
             except LLMException as error:
                 dropped += "dropped: too many visitors" in str(error)
     assert dropped == 8
@@ -570,7 +609,7 @@ def test_threads_may_open_and_close_at_any_time(conversation: Conversation) -> N
 
     def open_all(streams: Any) -> None:
         try:
-            opened.extend(streams.open(index, DEADLINE_S) for index in range(4))
+            opened.extend(streams.open(range(4), DEADLINE_S))
         except LLMException as error:
             statuses.add(error.status_code)
 

@@ -87,14 +87,6 @@ class Answerer:
         steps.connect(link, transport.name, metadata, challenge, timeout_s)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, link)
         steps.spawn(self._forget(link, timer))
-        try:
-            # In a worker: it may load a library. Not before the link is known here: a peer that
-            # calls again meanwhile must find it.
-            await end.control.in_worker(transport.ready)
-        except LLMException as raised:
-            error = link_error(f"{transport.name}: cluster {end.cluster_id}", raised)
-            steps.failed(link, error)
-            raise error from raised
         return Welcome(
             cluster_id=end.cluster_id,
             instance=end.instance,

@@ -13,7 +13,7 @@ from kvplan.engine.links.asking import ask
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink
 from kvplan.engine.links.state import LOST, LinkState
-from kvplan.engine.links.telling import tell
+from kvplan.engine.links.telling import tell, tell_later
 from kvplan.engine.links.transitions import Transitions, link_error
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
@@ -105,11 +105,13 @@ class Caller:
                 link = PeerLink(cluster_id, str(endpoint), comm, self._end.control, wait_ms)
                 failure = await self._attempt(link, endpoint, handler, deadline, timeout_s)
                 attempts = attempts - 1 if link.phase == _UNREACHED else 0
-            elif attempts > 0 and running.time() + _PAUSE_S < deadline:
-                await asyncio.sleep(_PAUSE_S)
-                failure = None
             else:
-                raise failure
+                if attempts > 0:
+                    await asyncio.sleep(min(_PAUSE_S, max(0.0, deadline - running.time())))
+                # With no time for another attempt, why this one failed says more.
+                if attempts == 0 or running.time() + _PAUSE_S > deadline:
+                    raise failure
+                failure = None
 
     async def _attempt(
         self,
@@ -187,11 +189,12 @@ class Caller:
         link.instance, link.role = welcome.instance, welcome.role
         link.phase = "transport"
         self._steps.connect(link, welcome.transport, welcome.metadata, welcome.challenge, timeout_s)
+        await tell(link, end.registry)
         await self._steps.connected(link)
         link.phase = "confirm"
-        await tell(link, end.registry)
         await ask(channel, Confirm(welcome.challenge), Linked, timeout_s)
         self._steps.linked(link)
+        self._steps.spawn(tell_later(link, end.registry))  # of what has come meanwhile
 
     def _refuse_linked(self, cluster_id: int) -> None:
         link = self._steps.links.get(cluster_id)

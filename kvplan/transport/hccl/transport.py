@@ -175,9 +175,6 @@ class HcclTransport:
         self._check_process()
         return self._metadata(self._registrations.ranges(registrations)).to_bytes()
 
-    def ready(self) -> None:
-        """Do nothing: what links need is there from the beginning."""
-
     def refusal(self, metadata: bytes) -> str | None:
         """Why the device of `metadata` cannot be reached from here; None: it may be."""
         self._check_process()

@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable, Streams
 
-_FAR_S: Final = 0.002  # to dial: from there on threads take less time than the others' round trips
 _ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
@@ -115,11 +113,6 @@ class TcpTransport:
         return Metadata(
             self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
         ).to_bytes()
-
-    def ready(self) -> None:
-        """Have the threads that serve peers (LLM_LINK_FAILED: none can be had now)."""
-        self._check_process()
-        self._serving()
 
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it may be."""
@@ -231,27 +224,16 @@ class TcpTransport:
 
     def _open(self, streams: Streams, count: int, deadline: float) -> list[int]:
         """The connections of all indices, as file descriptors."""
-        opened: dict[int, socket.socket] = {}
-
-        def open_one(index: int) -> None:
-            it = opened[index] = streams.open(index, max(deadline - time.monotonic(), 0.001))
-            if self._congestion and it.family != socket.AF_UNIX:
-                it.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion)
-
+        opened = streams.open(range(count), max(deadline - time.monotonic(), 0.001))
         try:
-            began, others = time.monotonic(), range(1, count)
-            open_one(0)
-            if streams.dials and time.monotonic() - began > _FAR_S:
-                with ThreadPoolExecutor(len(others)) as threads:
-                    list(threads.map(open_one, others))
-            else:
-                for index in others:
-                    open_one(index)
+            for it in opened:
+                if self._congestion and it.family != socket.AF_UNIX:
+                    it.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion)
         except BaseException:
-            for it in opened.values():
+            for it in opened:
                 it.close()
             raise
-        return [opened[index].detach() for index in range(count)]
+        return [it.detach() for it in opened]
 
     def _check_process(self) -> None:
         if self._closed:

@@ -185,9 +185,6 @@ class UcxTransport:
             *shown,
         ).to_bytes()
 
-    def ready(self) -> None:
-        """Do nothing: UCX is loaded."""
-
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it may be.
 

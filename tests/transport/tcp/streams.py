@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from kvplan.transport.identity import link_failed
@@ -24,7 +25,10 @@ class Dialled:
         self.way = f"{HOST} -> {HOST}:{port}"
         self._port = port
 
-    def open(self, index: int, timeout_s: float) -> socket.socket:
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        return [self.open_one(index, timeout_s) for index in indices]
+
+    def open_one(self, index: int, timeout_s: float) -> socket.socket:
         it = socket.create_connection((HOST, self._port), timeout_s)
         it.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         it.sendall(bytes([index]))
@@ -42,8 +46,8 @@ class Recorded(Dialled):
         super().__init__(port)
         self.passed: dict[int, bytearray] = {}  # by index
 
-    def open(self, index: int, timeout_s: float) -> socket.socket:
-        far, (near, ours) = super().open(index, timeout_s), socket.socketpair()
+    def open_one(self, index: int, timeout_s: float) -> socket.socket:
+        far, (near, ours) = super().open_one(index, timeout_s), socket.socketpair()
         ours.setblocking(False)
         far.setblocking(True)
         passed = self.passed[index] = bytearray()
@@ -75,21 +79,21 @@ class Accepted:
         self.accepted = 0
         self._closed = False
 
-    def open(self, index: int, timeout_s: float) -> socket.socket:
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
         deadline = time.monotonic() + timeout_s
-        with self._accepting:  # one accepts for all
-            while index not in self._came:
+        with self._accepting:
+            while missing := set(indices) - set(self._came):
                 try:
                     self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
                     it, _ = self._listener.accept()
                 except OSError as error:
                     why = "it was closed" if self._closed else error
-                    raise link_failed(f"connection {index} has not come: {why}") from error
+                    raise link_failed(f"connection {min(missing)} has not come: {why}") from error
                 it.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._came[it.recv(1)[0]] = it
                 self.accepted += 1
                 it.setblocking(False)
-            return self._came.pop(index)
+            return [self._came.pop(index) for index in indices]
 
     def close(self) -> None:
         self._closed = True

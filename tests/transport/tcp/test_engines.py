@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,6 +80,32 @@ def test_the_end_that_listens_is_dialled(
         assert link.transport == "tcp"
         assert str(there.listen_address) in link.way
     check_that_blocks_move(owner, user)
+
+
+@pytest.mark.parametrize("who_links", ["one", "many"])
+def test_many_links_of_many_connections_come_up_at_once(
+    make_engine: MakeEngine, who_links: str
+) -> None:
+    count, connections, here = 16, 8, "127.0.0.1:0"
+    one = make_engine(1, here if who_links == "many" else "", tcp_connections=connections)
+    many = [
+        make_engine(number, here if who_links == "one" else "", tcp_connections=connections)
+        for number in range(2, 2 + count)
+    ]
+
+    def link(engine: LlmDataDist, *peers: LlmDataDist) -> None:
+        clusters = [ClusterInfo(it.cluster_id, str(it.listen_address)) for it in peers]
+        engine.link_clusters(clusters, timeout_ms=60_000).raise_for_status()
+
+    if who_links == "one":
+        link(one, *many)
+    else:
+        with ThreadPoolExecutor(count) as threads:
+            for done in [threads.submit(link, it, one) for it in many]:
+                done.result()
+    ways = [it.way for it in one.links()]
+    assert len(ways) == count
+    assert all(f"{connections} connections" in it for it in ways)
 
 
 def test_over_unix_sockets_where_no_engine_listens(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import os
 import re
 import select
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -111,9 +110,9 @@ def test_threads_begin_with_the_first_link_and_end_with_the_transport() -> None:
     with TcpTransport(connections=2) as one, TcpTransport(connections=3) as two:
         one.register(np.zeros(8, np.uint8))
         before.check_nothing_new()
-        one.ready()
+        links = linked(one, two)
         assert {name for _, name in before.new().threads} == {"kvplan"}
-        linked(one, two)
+        assert len(links) == 2  # they are held until here
     before.check_nothing_new()
 
 
@@ -170,58 +169,29 @@ def test_who_cannot_be_reached(ends: Ends) -> None:
         one.connect(one.metadata(()), timeout_ms=1000, streams=Dialled(1))
 
 
-class Far(Dialled):
-    """Its first connection takes a while; the others come to be if they are dialled together."""
-
-    def __init__(self, port: int, others: int) -> None:
-        super().__init__(port)
-        self._others = threading.Barrier(others)
-
-    def open(self, index: int, timeout_s: float) -> socket.socket:
-        began = time.monotonic()
-        if index > 0:
-            self._others.wait(10)
-        while time.monotonic() - began < 0.003:
-            pass
-        return super().open(index, timeout_s)
-
-
-def test_connections_to_a_peer_that_is_far_are_dialled_together(ends: Ends) -> None:
-    for link in linked(*ends, lambda port: Far(port, others=3)):
-        link.check()
-
-
 class Failing(Dialled):
-    """Its last connection fails, when all others are there."""
+    """Opens none."""
 
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
-        self._others = threading.Semaphore(0)
-
-    def open(self, index: int, timeout_s: float) -> socket.socket:
-        if index == 3:
-            for _ in range(3):
-                assert self._others.acquire(timeout=10)
-            raise link_failed("no route")
-        it = super().open(index, timeout_s)
-        self._others.release()
-        return it
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        raise link_failed("no route")
 
 
-def test_one_connection_that_fails_closes_the_others(ends: Ends) -> None:
-    ends[0].ready()
+def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
+    for it in linked(*ends):  # the threads, and what they sleep on
+        it.close()
     before = Held.now()
-    with closing(Accepted()) as listening, pytest.raises(LLMException, match="no route") as refused:
-        ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(listening.port))
+    with pytest.raises(LLMException, match="no route") as refused:
+        ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(1))
     assert refused.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     before.check_nothing_new()
 
 
 def test_a_peer_that_never_comes(ends: Ends) -> None:
-    ends[0].ready()
+    for it in linked(*ends):  # the threads, and what they sleep on
+        it.close()
     before, began = Held.now(), time.monotonic()
     with closing(Accepted()) as listening:
-        Dialled(listening.port).open(2, 1).close()  # one of four
+        Dialled(listening.port).open_one(2, 1).close()  # one of four
         with pytest.raises(LLMException, match="has not come: timed out") as late:
             ends[0].connect(PEER, timeout_ms=100, streams=listening)
     assert 0.1 <= time.monotonic() - began < 10
@@ -233,7 +203,7 @@ def test_a_transport_that_is_closed_ends_what_connects() -> None:
     transport, listening = TcpTransport(connections=2), Accepted()
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(transport.connect, PEER, timeout_ms=60_000, streams=listening)
-        Dialled(listening.port).open(0, 10).close()  # somebody accepts
+        Dialled(listening.port).open_one(0, 10).close()  # somebody accepts
         while listening.accepted < 1:
             pass
         transport.close()
@@ -264,9 +234,9 @@ def test_no_more_than_there_are_slots() -> None:
 def test_memory_is_held_as_long_as_it_is_registered(linked_before: bool) -> None:
     """Deregistered, refused, or with a transport that is closed, its owner may resize it."""
     memory, other = bytearray(8), bytearray(8)
-    with TcpTransport(max_registrations=1) as transport:
+    with TcpTransport(max_registrations=1) as transport, TcpTransport() as peer:
         if linked_before:
-            transport.ready()
+            linked(transport, peer)
         kept = [transport.register(memory)]
         with pytest.raises(BufferError):
             memory.append(1)
@@ -301,7 +271,7 @@ def test_a_forked_child_leaves_all_to_its_parent(ends: Ends) -> None:
     if (child := os.fork()) == 0:
         status = 1
         try:
-            for use in (link.check, one.metadata, one.ready, lambda: one.refusal(PEER)):
+            for use in (link.check, one.metadata, lambda: one.refusal(PEER)):
                 with pytest.raises(LLMException, match="forked child"):
                     use()
             link.close()

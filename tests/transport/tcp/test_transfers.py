@@ -255,7 +255,7 @@ def test_what_was_registered_before_the_threads_began_and_after() -> None:
         memories = [pattern(it, BLOCK) for it in range(4)]
         early, gone = two.register(memories[0]), two.register(memories[1])
         two.deregister(gone)
-        two.ready()
+        linked(one, two)
         late = two.register(memories[2])
         link, _ = linked(one, two)
         latest = two.register(memories[3])
