@@ -261,7 +261,7 @@ class AcceptedStreams(_Streams):
         try:
             async with asyncio.timeout(timeout_s):
                 for place in places:
-                    came.append(await place)
+                    came.append(await place)  # noqa: PERF401 - one that fails is the next
         except TimeoutError:
             reason = f"it has not come within {timeout_s * 1000:.0f} ms"
             raise self._failed(indices[len(came)], "accept", reason) from None
