@@ -146,6 +146,9 @@ class Stream:
         """End now; what was written and has not left is lost."""
         self._unwanted = True
         self._waiting.clear()
+        if self._is_full:  # the source is to see its own end
+            self._is_full = False
+            self.other.resume()
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -16,6 +17,7 @@ from kvplan.control.channel import (
     Channel,
     ChannelClosed,
 )
+from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
     MAX_NBYTES,
     Body,
@@ -32,6 +34,7 @@ from kvplan.control.messages import (
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import LlmRole
 from tests.control.conversation import DEADLINE_S, Conversation, call
+from tests.control.zmtp import Peer, frame
 
 
 def said(text: str) -> Failed:
@@ -244,6 +247,25 @@ def test_closing_tells_the_peer_why_after_all_that_was_said(conversation: Conver
     with pytest.raises(ChannelClosed, match="finalized"):
         conversation.request(Sync())
     assert conversation.near.heard.empty()
+
+
+def test_the_end_of_a_peer_that_does_not_read_is_seen_at_once(
+    loop: ControlLoop, far_loop: ControlLoop
+) -> None:
+    async def fill(channel: Channel) -> None:
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.2):
+                    await channel.notify(said("x" * 50_000))
+
+    conversation = Conversation(loop, far_loop, None)
+    peer = Peer((conversation.server.endpoint.host, conversation.server.endpoint.port))
+    peer.shake_hands()
+    peer.send(frame(encode(Sync(), seq=1)))
+    conversation.far.next()
+    far_loop.run(fill(conversation.far.channels[0]))
+    peer.close()
+    assert conversation.far.next() == ("lost", "connection lost: Connection reset by peer")
 
 
 def test_requests_that_wait_learn_of_the_end(conversation: Conversation) -> None:
