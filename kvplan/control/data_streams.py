@@ -258,6 +258,9 @@ class AcceptedStreams(_Streams):
         # All of them now: `close` ends the wait for those that there are.
         places = [self._place(it) for it in indices]
         self._wanted.update(indices)
+        for place in places:
+            if place.done() and not place.cancelled():
+                self._visitors.leave(place.result())
         try:
             async with asyncio.timeout(timeout_s):
                 for place in places:
@@ -273,7 +276,6 @@ class AcceptedStreams(_Streams):
                 raise self._failed(index, "accept", reason)
         streams = []
         for visitor in came:
-            self._visitors.leave(visitor)
             streams.append(socket.socket(fileno=visitor.socket.detach()))
             streams[-1].setblocking(False)
         return streams

@@ -574,6 +574,24 @@ def test_of_connections_that_are_not_taken_there_are_few(
     assert dropped == 8
 
 
+def test_a_connection_that_is_waited_for_is_no_visitor_any_more(
+    loop: ControlLoop, far_loop: ControlLoop
+) -> None:
+    """While the others of its link are on their way, too."""
+    conversation = with_room_for_32_visitors(loop, far_loop, has_key=True)
+    endpoint = conversation.server.endpoint
+    link = new_link(conversation)
+    with ExitStack() as held, ThreadPoolExecutor(1) as threads:
+        held.enter_context(open_one(link.near, 0))
+        accepted = threads.submit(link.far.open, [0, 1], DEADLINE_S)
+        conversation.request(Sync())  # so it has been seen, as what comes later is
+        for _ in range(300):
+            held.enter_context(Stranger(endpoint))
+        held.enter_context(open_one(link.near, 1))
+        for stream in accepted.result():
+            held.enter_context(stream)
+
+
 @pytest.mark.parametrize("has_key", [False, True], ids=["open", "encrypted"])
 def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
     loop: ControlLoop, far_loop: ControlLoop, has_key: bool
