@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import shutil
 import socket
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -315,3 +317,38 @@ def test_without_libcrypto() -> None:
     assert found.returncode == 1
     assert "LLM_FEATURE_NOT_ENABLED" in found.stderr.splitlines()[-1], found.stderr
     assert "encrypt=True: encryption needs OpenSSL's libcrypto.so.3" in found.stderr
+
+
+REFUSED = """
+import socket, sys
+import numpy as np
+from kvnative._executor import Executor
+from kvnative._lower import Descriptors
+from kvnative._tcp import TcpService, tcp_backend
+
+near, far = socket.socketpair()
+other, _ = socket.socketpair()
+for it in (near, other):
+    it.setblocking(False)
+service = TcpService(1, max_ranges=1)
+link = service.link([near.detach()], [other.detach()], peer="it", secret=bytes(32), dials=True)
+local = np.full(100_000, ord("x"), np.uint8)
+one, base, size = (np.array([it], np.uint64) for it in (1, 4096, local.size))
+here = np.array([local.ctypes.data], np.uint64)
+with Executor(tcp_backend(link, 0, "put", one, one, base, size)) as executor:
+    print(executor.run(Descriptors.from_columns(base, here, size), 10_000).message)
+service.close()
+while chunk := far.recv(1 << 20):
+    assert b"xxxx" not in chunk, "it was sent as it is"
+"""
+
+
+def test_what_libcrypto_does_not_seal_is_not_sent(tmp_path: Path) -> None:
+    source, made = Path(__file__).with_name("refusing_libcrypto.c"), tmp_path / "libcrypto.so.3"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, source], check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", REFUSED], env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (found.stderr, found.returncode) == ("", 0)
+    assert found.stdout.strip()  # why it has failed

@@ -151,20 +151,19 @@ static ssize_t prepare(kvn_tcp_buffers *it, walk *from)
     uint8_t *bytes = it->out + FRONT + HEADER_NBYTES;
     const ssize_t nbytes = copy_on(it, from, true, bytes, it->most);
     const uint32_t header = (uint32_t)nbytes;
-    int error;
 
     if (nbytes <= 0)
         return nbytes;
-    it->out_at = FRONT + HEADER_NBYTES;
-    it->out_end = it->out_at + header;
-    if (!it->is_encrypted)
-        return nbytes;
-    memcpy(it->out + FRONT, &header, sizeof header);
-    error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes, header,
-                                bytes + header);
-    it->out_at = FRONT;
-    it->out_end += KVN_TCP_TAG_NBYTES;
-    return error != 0 ? error : nbytes;
+    if (it->is_encrypted) {
+        memcpy(it->out + FRONT, &header, sizeof header);
+        const int error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes,
+                                              header, bytes + header);
+        if (error != 0)
+            return error; /* what is not sealed never leaves */
+    }
+    it->out_at = it->is_encrypted ? FRONT : FRONT + HEADER_NBYTES;
+    it->out_end = FRONT + HEADER_NBYTES + header + (it->is_encrypted ? KVN_TCP_TAG_NBYTES : 0);
+    return nbytes;
 }
 
 /* What the socket has not taken all of counts as one byte less. So whoever sends comes again, with that byte: it
