@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from ctypes import c_uint8
 
@@ -13,8 +14,10 @@ from kvnative._executor import KVN_CANCELLED, KVN_FAILED, KVN_OK, Executor, Repo
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.ascend.fixtures import device, sim_folder, simulator
 from tests.ascend.simulator import Controls
+from tests.tcp.frames import DEREGISTERED, answer, attack
 from tests.tcp.peer import (
     DIRECTIONS,
+    PAGE,
     SECRET,
     TIMEOUT_MS,
     Bytes,
@@ -23,6 +26,7 @@ from tests.tcp.peer import (
     both,
     descriptors,
     link_within,
+    protect,
     u64,
 )
 
@@ -227,6 +231,26 @@ def test_host_memory_beside_it_may_be_unmapped(ends: Ends, device: Device) -> No
     assert report.failed == 1
     assert "has it registered, but not mapped" in report.message
     assert ends.run("get", here, there, SPANS[:1]).status == KVN_OK
+
+
+def test_a_liar_has_nothing_written_where_no_memory_is(device: Device, simulator: Controls) -> None:
+    """Of what came behind a refusal, while the device failed, to whatever is asked for then."""
+    service = TcpService(1, max_ranges=1, device=device)
+    liar, on_device = attack(service), device.allocate(PAGE)
+    memory = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    protect(memory.ctypes.data, PAGE)
+    simulator.add_fault("aclrtMemcpy:1=507899", "aclrtMemcpy:2=507899")  # it is tried again
+    for at, words in ((on_device.address, "deregistered"), (memory.ctypes.data, "are not mapped")):
+        column = map(u64, (0, 1, 4096, PAGE))
+        backend = tcp_backend(liar.link, 0, "get", *column, on_device=at == on_device.address)
+        with Executor(backend) as executor:
+            task = executor.submit(descriptors("get", at, 4096, [(0, 0, PAGE)]))
+            number, _, _ = liar.answers.read_request()
+            if at == on_device.address:
+                liar.answers.send(answer(number, DEREGISTERED) + answer(number + 1) + bytes(PAGE))
+            assert words in task.wait(TIMEOUT_MS).message
+    service.close()
+    liar.close()
 
 
 def test_a_service_without_a_device_takes_none() -> None:

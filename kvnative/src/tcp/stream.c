@@ -115,7 +115,7 @@ static ssize_t copy_on(kvn_tcp_buffers *self, walk *it, bool is_send, uint8_t *o
     size_t copied = 0;
     ssize_t some = 1;
 
-    if (self->is_encrypted && !it->parts->device) {
+    if (!it->parts->device) {
         some = copy_host(it, self->pid, is_send, own, nbytes);
         skip(it, some > 0 ? (size_t)some : 0);
         return some;
