@@ -279,7 +279,7 @@ class Connection:
 
     def _peer_ended(self, error: Exception | None) -> None:
         number = getattr(error, "errno", None)
-        if number == errno.ECONNRESET and not self._ready.is_set():
+        if number in (errno.ECONNRESET, errno.EPIPE) and not self._ready.is_set():
             number = None  # it hung up before it had read all of our handshake
         self._reason = self._reason or (
             f"connection lost: {os.strerror(number)}" if number else DISCONNECTED
