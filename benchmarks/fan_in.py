@@ -27,7 +27,7 @@ from tools.namespaces import Namespace, namespaces
 KIB: Final = 1 << 10
 FAIR: Final = 0.5
 """The least bytes of a peer, in units of the most of one, in the sustained part."""
-MAX_LINK_KIB: Final = 4096
+MAX_LINK_KIB: Final = 1024
 """Memory that a link may take at either end, from before it was made to the end."""
 
 

@@ -28,8 +28,8 @@ def test_what_is_not_as_it_must_be_is_told() -> None:
     result = Result(run, Outcome(pulled=pulled, anonymous_kib=kib), peer_kib=[0, 5000])
     assert result.faults() == [
         "shares of 0.33, at least 0.5 was expected",
-        "10000 KiB for each link, at most 4096 may be",
-        "a peer gained 5000 KiB, at most 4096 may be",
+        "10000 KiB for each link, at most 1024 may be",
+        "a peer gained 5000 KiB, at most 1024 may be",
     ]
 
 
