@@ -23,6 +23,25 @@ class Held:
         """After what is garbage has gone, and what only that held."""
         gc.collect()
         gc.collect()
+        return cls._listed()
+
+    def new(self) -> Held:
+        """Return what came after this was taken."""
+        now = Held._listed()
+        return Held(now.descriptors - self.descriptors, now.threads - self.threads)
+
+    def check_nothing_new(self) -> None:
+        """Fail if anything new is held; a thread that was joined is listed a moment longer."""
+        gc.collect()
+        gc.collect()
+        new, deadline = self.new(), time.monotonic() + DEADLINE_S
+        assert not new.descriptors, new
+        while new.threads:
+            assert time.monotonic() < deadline, new
+            new = self.new()
+
+    @classmethod
+    def _listed(cls) -> Held:
         descriptors, threads = set(), set()
         for file in Path("/proc/self/fd").iterdir():
             with suppress(FileNotFoundError):  # the one that the folder is read from
@@ -31,16 +50,3 @@ class Held:
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
                 threads.add((task.name, (task / "comm").read_text().strip()))
         return cls(frozenset(descriptors), frozenset(threads))
-
-    def new(self) -> Held:
-        """Return what came after this was taken."""
-        now = Held.now()
-        return Held(now.descriptors - self.descriptors, now.threads - self.threads)
-
-    def check_nothing_new(self) -> None:
-        """Fail if anything new is held; a thread that was joined is listed a moment longer."""
-        new, deadline = self.new(), time.monotonic() + DEADLINE_S
-        assert not new.descriptors, new
-        while new.threads:
-            assert time.monotonic() < deadline, new
-            new = self.new()

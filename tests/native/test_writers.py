@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from mmap import PAGESIZE, mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,10 +232,14 @@ class TestLies:
     def test_cost_whoever_frees_little_more_than_its_deadline(
         self, here: Here, ticket: int
     ) -> None:
+        """Of its processor time, beside a look at each entry: to look at each ticket is 62."""
         self.fill(here, ticket, range(4096))
-        begun = time.thread_time()  # however many others the machine runs
+        begun = time.thread_time()
+        for _ in range(4096):
+            Path("/proc/self/stat").read_text()
+        looked = time.thread_time()
         here.table.drain(0.1)
-        assert time.thread_time() - begun < 1.5  # a look at each ticket would take several seconds
+        assert time.thread_time() - looked < 20 * (looked - begun)
 
     @pytest.mark.timeout(30)
     def test_cost_whoever_writes_the_transfer_and_no_more(self, here: Here) -> None:
