@@ -31,12 +31,17 @@ class Held:
         return Held(now.descriptors - self.descriptors, now.threads - self.threads)
 
     def check_nothing_new(self) -> None:
-        """Fail if anything new is held; a thread that was joined is listed a moment longer."""
+        """Fail if anything new is held."""
         gc.collect()
         gc.collect()
-        new, deadline = self.new(), time.monotonic() + DEADLINE_S
+        new = self.new()
         assert not new.descriptors, new
-        while new.threads:
+        self.check_new_threads(set())
+
+    def check_new_threads(self, names: set[str]) -> None:
+        """Fail if new threads have other names; one that was joined is listed a moment longer."""
+        new, deadline = self.new(), time.monotonic() + DEADLINE_S
+        while {name for _, name in new.threads} != names:
             assert time.monotonic() < deadline, new
             new = self.new()
 

@@ -107,7 +107,7 @@ static void settle(bandwidth_request *request, const kvn_report *slice)
         kvn_report_add_span(outcome, end, request->batch.count);
     kvn_report_merge_spans(outcome);
     if (outcome->failed == KVN_NO_DESCRIPTOR &&
-        (outcome->status == KVN_TIMEOUT || outcome->status == KVN_CANCELLED))
+        kvn_is_given_up(outcome->status))
         kvn_report_abandoned(outcome, outcome->status, request->batch.count, request->total);
     request->settled = true;
 }

@@ -30,7 +30,7 @@ static void settle(kvn_task *task, const kvn_report *batch)
     kvn_report_merge_spans(outcome);
     /* Of several batches, the message tells of all; of one, the backend's own says more. */
     if (outcome->failed == KVN_NO_DESCRIPTOR && task->batch_count != task->columns.count &&
-        (outcome->status == KVN_TIMEOUT || outcome->status == KVN_CANCELLED)) {
+        kvn_is_given_up(outcome->status)) {
         uint64_t total;
         kvn_columns_total(&task->columns, &total);
         kvn_report_abandoned(outcome, outcome->status, task->columns.count, total);

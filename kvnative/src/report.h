@@ -2,9 +2,16 @@
 #ifndef KVNATIVE_REPORT_H
 #define KVNATIVE_REPORT_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "kvnative/backend.h"
+
+/* Somebody ended it, or its deadline did: it has not failed. */
+static inline bool kvn_is_given_up(int status)
+{
+    return status == KVN_TIMEOUT || status == KVN_CANCELLED;
+}
 
 /* Nothing is known yet: KVN_PENDING, no failure, no span. */
 void kvn_report_begin(kvn_report *report);

@@ -87,7 +87,7 @@ static void note_failure(kvn_staged *staged, uint64_t stage, const kvn_report *r
 {
     kvn_report *outcome = &staged->outcome;
     bool given_up = staged->give_up != KVN_OK && report->failed == KVN_NO_DESCRIPTOR &&
-                    (report->status == KVN_TIMEOUT || report->status == KVN_CANCELLED);
+                    kvn_is_given_up(report->status);
 
     staged->sealed = true;
     if (given_up || outcome->status != KVN_PENDING)

@@ -50,12 +50,10 @@ static void capabilities(const kvn_backend *base, kvn_capabilities *out)
 
 /* ---- the outcome: what the stripes say, together ---- */
 
-static bool is_given_up(int status) { return status == KVN_TIMEOUT || status == KVN_CANCELLED; }
-
 /* A reason goes before that others were given up. */
 static bool says_more(const kvn_report *one, const kvn_report *all)
 {
-    return one->status < 0 && (all->status >= 0 || (is_given_up(all->status) && !is_given_up(one->status)));
+    return one->status < 0 && (all->status >= 0 || (kvn_is_given_up(all->status) && !kvn_is_given_up(one->status)));
 }
 
 static void add(kvn_report *all, kvn_report *one, const stripe *it)
@@ -95,7 +93,7 @@ static int tell(striped *self, const kvn_report *report)
 static int settle(const kvn_request *request, kvn_report *all)
 {
     kvn_report_merge_spans(all);
-    if (is_given_up(all->status))
+    if (kvn_is_given_up(all->status))
         kvn_report_abandoned(all, all->status, request->count, request->total);
     return all->status;
 }

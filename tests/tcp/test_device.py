@@ -11,6 +11,7 @@ import pytest
 
 from kvnative._acl import Device, DeviceBuffer
 from kvnative._executor import KVN_CANCELLED, KVN_FAILED, KVN_OK, Executor, Report
+from kvnative._lower import Descriptors
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.ascend.fixtures import device, sim_folder, simulator
 from tests.ascend.simulator import Controls
@@ -134,7 +135,7 @@ def test_host_and_device_in_one_request(
     ranges = u64(0, 1), u64(1, 1), u64(*(it.address for it in sides)), u64(NBYTES, NBYTES)
     with Executor(tcp_backend(ends.links[0], 0, direction, *ranges)) as executor:
         dst, src = (mine, addresses) if direction == "get" else (addresses, mine)
-        moved = type(descriptors("get", 0, 0, [])).from_columns(dst, src, sizes)
+        moved = Descriptors.from_columns(dst, src, sizes)
         report = executor.run(moved, TIMEOUT_MS)
     assert report.status == KVN_OK, report.message
     for it, wanted in zip((*(side.bytes for side in sides), local), expected, strict=True):
@@ -225,7 +226,7 @@ def test_host_memory_beside_it_may_be_unmapped(ends: Ends, device: Device) -> No
     theirs = np.full(2 * count, 4096, np.uint64)
     theirs[::2] = there.address + np.arange(count, dtype=np.uint64) * np.uint64(20_000)
     mine = here.address + np.arange(2 * count, dtype=np.uint64) * np.uint64(20_000)
-    moved = type(descriptors("get", 0, 0, [])).from_columns(mine, theirs, sizes)
+    moved = Descriptors.from_columns(mine, theirs, sizes)
     with Executor(tcp_backend(ends.links[0], 0, "get", *ranges)) as executor:
         report = executor.run(moved, TIMEOUT_MS)
     assert report.failed == 1

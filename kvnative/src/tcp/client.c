@@ -58,8 +58,6 @@ static void put_in(kvn_tcp_client *self, kvn_request *it)
     it->previous->next = it->next->previous = it;
 }
 
-static bool is_given_up(int status) { return status == KVN_TIMEOUT || status == KVN_CANCELLED; }
-
 /* Nothing of its memory is touched from here on. */
 static void finish(kvn_request *it)
 {
@@ -72,11 +70,11 @@ static void finish(kvn_request *it)
             asked->transfer = NULL;
     }
     report->bytes_done = atomic_load_explicit(&it->moved, memory_order_relaxed);
-    if (is_given_up(report->status) && it->confirmed.index == it->batch.count)
+    if (kvn_is_given_up(report->status) && it->confirmed.index == it->batch.count)
         report->status = KVN_OK; /* what was on the wire when it was given up was all of it */
     if (report->status != KVN_OK)
         kvn_report_add_span(report, it->confirmed.index, it->batch.count);
-    if (is_given_up(report->status))
+    if (kvn_is_given_up(report->status))
         kvn_report_abandoned(report, report->status, it->batch.count, it->total);
     kvn_report_copy(&it->report, report);
     take_out(it);

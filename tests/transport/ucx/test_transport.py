@@ -23,6 +23,7 @@ from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
 from kvplan.transport.ucx.registrations import Registration
 from kvplan.transport.ucx.transport import UcxTransport
+from tests.held import Held
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
 from tests.ucx_library import found
@@ -338,17 +339,17 @@ class TestMaking:
 
     def test_what_is_closed_has_no_files_any_more(self) -> None:
         """Not even for as long as something refers to it."""
-        files, before, kept = Path("/proc/self/fd"), 0, []
+        before, kept = Held.now(), []
         for _ in range(2):  # UCX has some of its own from the first time on
-            before = len(list(files.iterdir()))
+            before = Held.now()
             ends = [UcxTransport(settings=SHARED_MEMORY) for _ in range(2)]
             link = ends[0].connect(ends[1].metadata(), timeout_ms=TIMEOUT_MS)
-            assert len(list(files.iterdir())) > before
+            assert before.new().descriptors
             for it in (link, *ends):
                 it.close()
                 kept.append(it)
             del link, it
-        assert len(list(files.iterdir())) == before
+        before.check_nothing_new()
 
     def test_a_forked_child_of_who_uses_it_is_told_what_to_do(self) -> None:
         with UcxTransport(settings=SHARED_MEMORY) as parents:
