@@ -1,9 +1,8 @@
 """Builds the native modules; everything that is only metadata stands in pyproject.toml.
 
-Every ``kvnative/*.pyx`` becomes an extension module. The C sources in ``kvnative/src`` are compiled
-once, into a static archive, and each module links the members that it calls: a new source file or
-module needs no change here. A member that two modules link exists twice at run time, so such a
-source keeps no writable file-scope state (tests/project holds that).
+Every ``kvnative/*.pyx`` becomes an extension module. The C sources in ``kvnative/src`` become one
+shared library beside them, which each module finds by its own place (``$ORIGIN``): a new source
+file or module needs no change here.
 
 Switches, as environment variables; each combination has its own build directory:
 
@@ -16,13 +15,14 @@ KVPLAN_WERROR=1         warnings of the C compiler in our own sources are errors
 
 import os
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from Cython.Build import cythonize
 from Cython.Compiler import Options
 from setuptools import Extension, find_packages, setup
-from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 
 def switch(name: str, default: str = "0") -> bool:
@@ -56,7 +56,6 @@ common_flags = [
     "-g1" if SANITIZE else "-g" if DEBUG else "-g0",
     *(["-UNDEBUG", "-U_FORTIFY_SOURCE", "-fno-omit-frame-pointer"] if CHECKED else []),
     "-std=c11",
-    "-fvisibility=hidden",
     "-pthread",
     *sanitizer,
     *(["-fno-sanitize-recover=all"] if SANITIZE else []),
@@ -68,8 +67,8 @@ cython_flags = ["-O0" if CHECKED else "-O3"]
 strict_flags = ["-fPIC", "-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
 
 include_dirs = ["include", "kvnative/src"]
-c_sources = sorted(map(str, Path("kvnative/src").rglob("*.c")))
-headers = sorted(map(str, [*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")]))
+c_sources = sorted(Path("kvnative/src").rglob("*.c"))
+headers = sorted([*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")])
 macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)]
 abi_macros = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
 
@@ -79,9 +78,10 @@ modules = [
         [str(source)],
         include_dirs=include_dirs,
         define_macros=[*macros, *abi_macros],
-        depends=[*c_sources, *headers, "setup.py"],  # relinks when the archive changes
-        extra_compile_args=[*common_flags, *cython_flags],
-        extra_link_args=["-pthread", *sanitizer],
+        depends=[*map(str, headers), "setup.py"],
+        extra_compile_args=["-fvisibility=hidden", *common_flags, *cython_flags],
+        libraries=["kvn"],
+        extra_link_args=["-pthread", "-Wl,-rpath,$ORIGIN", *sanitizer],
         py_limited_api=LIMITED_API,
     )
     for source in sorted(Path("kvnative").glob("*.pyx"))
@@ -90,20 +90,51 @@ modules = [
 Options.warning_errors = True
 
 
-class BuildArchive(build_clib):
-    """build_clib whose archive keeps nothing of a source that is gone."""
-
-    def run(self) -> None:
-        Path(self.build_clib, "libkvn.a").unlink(missing_ok=True)
-        super().run()
-
-
 class BuildNative(build_ext):
-    """build_ext that makes the archive first, also when it is called alone (--inplace)."""
+    """build_ext that makes libkvn.so first, in the same folder."""
 
-    def run(self) -> None:
-        self.run_command("build_clib")
-        super().run()
+    library = "kvnative/libkvn.so"
+
+    def build_extensions(self) -> None:
+        library = Path(self.build_lib, self.library)
+        with ThreadPoolExecutor() as threads:
+            objects = list(threads.map(self.compiled, c_sources))
+        if self.force or newer_group([*objects, "setup.py"], str(library)):
+            self.compiler.link_shared_object(
+                objects,
+                str(library),
+                # It calls itself by the shortest way, and shows its own names alone.
+                extra_postargs=["-pthread", "-Wl,-soname,libkvn.so,-Bsymbolic,-z,defs", *sanitizer],
+                libraries=["dl"],
+            )
+        self.compiler.add_library_dir(str(library.parent))
+        super().build_extensions()
+
+    def compiled(self, source: Path) -> str:
+        """Return the object file of `source`: compiled again if what it may include is newer."""
+        (name,) = self.compiler.object_filenames([str(source)], output_dir=self.build_temp)
+        if self.force or newer_group([str(source), *map(str, headers), "setup.py"], name):
+            self.compiler.compile(
+                [str(source)],
+                output_dir=self.build_temp,
+                macros=macros,
+                include_dirs=include_dirs,
+                extra_postargs=[*common_flags, *own_flags, *strict_flags],
+            )
+        return name
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        self.copy_file(str(Path(self.build_lib, self.library)), self.library)
+
+    def get_outputs(self) -> list[str]:
+        return [*super().get_outputs(), str(Path(self.build_lib, self.library))]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        mapping = super().get_output_mapping()
+        if self.inplace:
+            mapping[str(Path(self.build_lib, self.library))] = self.library
+        return mapping
 
 
 setup(
@@ -114,20 +145,6 @@ setup(
         "kvnative.include.kvnative",
     ],
     package_dir={"kvnative.include": "include"},
-    libraries=[
-        (
-            "kvn",
-            {
-                "sources": c_sources,
-                "obj_deps": {"": [*headers, "setup.py"]},
-                "include_dirs": include_dirs,
-                "macros": macros,
-                "cflags": [*common_flags, *own_flags, *strict_flags],
-            },
-        )
-    ]
-    if c_sources
-    else [],
     ext_modules=cythonize(
         modules,
         build_dir=f"{BUILD}/cython",
@@ -142,7 +159,7 @@ setup(
     )
     if modules
     else [],
-    cmdclass={"build_clib": BuildArchive, "build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative},
     options={
         "build": {"build_base": BUILD},
         "build_ext": {"parallel": os.cpu_count()},

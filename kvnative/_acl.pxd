@@ -26,7 +26,7 @@ cdef extern from "kvnative/acl.h" nogil:
         uint32_t page_size
 
 
-cdef extern from "acl_device.h" nogil:
+cdef extern from "acl/device.h" nogil:
     ctypedef struct kvn_device:
         const kvn_acl *acl
         int32_t id
@@ -59,7 +59,7 @@ cdef extern from "acl_device.h" nogil:
     void kvn_device_fallback(kvn_device *device, char *out, size_t room)
 
 
-cdef extern from "channel.h" nogil:
+cdef extern from "device/channel.h" nogil:
     ctypedef struct kvn_channel:
         pass
 
@@ -67,12 +67,12 @@ cdef extern from "channel.h" nogil:
     void kvn_channel_destroy(kvn_channel *channel)
 
 
-cdef extern from "streamed.h" nogil:
+cdef extern from "device/streamed.h" nogil:
     enum:
         KVN_MAX_CHANNELS
 
 
-cdef extern from "acl_copy.h" nogil:
+cdef extern from "acl/copy.h" nogil:
     kvn_backend *kvn_acl_copy_create(
         kvn_device *device, kvn_channel **channels, unsigned num_channels, int direction
     )

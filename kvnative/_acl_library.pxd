@@ -10,7 +10,7 @@ cdef extern from "kvnative/acl.h" nogil:
         pass
 
 
-cdef extern from "acl_library.h" nogil:
+cdef extern from "acl/library.h" nogil:
     ctypedef struct kvn_acl_library:
         kvn_acl calls
         pid_t pid

@@ -11,7 +11,7 @@ cdef extern from "kvnative/hccl.h" nogil:
     const uint32_t KVN_HCCL_NOT_SET
 
 
-cdef extern from "hccl_communicator.h" nogil:
+cdef extern from "hccl/communicator.h" nogil:
     enum:
         KVN_COMM_CLOSED
     ctypedef struct kvn_communicator:
@@ -40,12 +40,12 @@ cdef extern from "hccl_communicator.h" nogil:
     int32_t kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room)
 
 
-cdef extern from "hccl_passage.h" nogil:
+cdef extern from "hccl/passage.h" nogil:
     enum:
         KVN_HCCL_MAX_BATCH
 
 
-cdef extern from "hccl_transfer.h" nogil:
+cdef extern from "hccl/transfer.h" nogil:
     ctypedef struct kvn_transfer_options:
         int direction
         const uint64_t *guard_addresses

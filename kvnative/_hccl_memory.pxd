@@ -5,7 +5,7 @@ from kvnative._acl cimport AclLibrary, Device, kvn_acl, kvn_device
 from kvnative._host cimport kvn_failure
 
 
-cdef extern from "hccl_library.h" nogil:
+cdef extern from "hccl/library.h" nogil:
     ctypedef struct kvn_hccl:
         bint is_per_comm
 
@@ -17,7 +17,7 @@ cdef extern from "hccl_library.h" nogil:
     const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
 
 
-cdef extern from "hccl_region.h" nogil:
+cdef extern from "hccl/region.h" nogil:
     ctypedef struct kvn_region:
         uint64_t address
         uint64_t nbytes
@@ -32,7 +32,7 @@ cdef extern from "hccl_region.h" nogil:
     int kvn_region_close(kvn_region *region, kvn_failure *failure)
 
 
-cdef extern from "hccl_staging.h" nogil:
+cdef extern from "hccl/staging.h" nogil:
     ctypedef struct kvn_staging:
         uint64_t slot_nbytes
         uint32_t slots
@@ -50,7 +50,7 @@ cdef extern from "hccl_staging.h" nogil:
     void kvn_staging_free(kvn_staging *staging)
 
 
-cdef extern from "hccl_communicator.h" nogil:
+cdef extern from "hccl/communicator.h" nogil:
     enum:
         KVN_MAX_GUARDS
 

@@ -1,14 +1,14 @@
 from libc.stdint cimport uint64_t
 
 
-cdef extern from "failure.h" nogil:
+cdef extern from "core/failure.h" nogil:
     ctypedef struct kvn_failure:
         int status
         int code
         const char *message
 
 
-cdef extern from "mapping.h" nogil:
+cdef extern from "process/mapping.h" nogil:
     ctypedef enum kvn_maps_source:
         KVN_MAPS_AUTO
         KVN_MAPS_QUERY
@@ -24,7 +24,7 @@ cdef extern from "mapping.h" nogil:
     )
 
 
-cdef extern from "arena.h" nogil:
+cdef extern from "host/arena.h" nogil:
     ctypedef struct kvn_arena:
         void *address
         uint64_t nbytes
@@ -43,7 +43,7 @@ cdef extern from "arena.h" nogil:
     void kvn_arena_close(kvn_arena *arena)
 
 
-cdef extern from "board.h" nogil:
+cdef extern from "host/board.h" nogil:
     ctypedef struct kvn_board:
         kvn_arena memory
         uint64_t num_slots

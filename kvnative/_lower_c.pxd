@@ -1,4 +1,4 @@
-# Declarations of kvnative/src/lower.h and lease.h, as C has them.
+# Declarations of kvnative/src/core/lower.h and lease.h, as C has them.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stddef cimport size_t
 
@@ -12,7 +12,7 @@ cdef extern from "kvnative/descriptor.h" nogil:
         uint32_t beside
         uint32_t waits
 
-cdef extern from "lower.h" nogil:
+cdef extern from "core/lower.h" nogil:
     enum:
         KVN_MAX_WORDS
     ctypedef enum kvn_word:
@@ -65,7 +65,7 @@ cdef extern from "lower.h" nogil:
     void *kvn_descriptors_alloc(size_t nbytes)
     void kvn_descriptors_free(void *buffer)
 
-cdef extern from "lease.h" nogil:
+cdef extern from "core/lease.h" nogil:
     enum:
         KVN_BEING_WRITTEN
     int kvn_lease_read(int64_t *leases)

@@ -56,7 +56,7 @@ cdef extern from "kvnative/backend.h" nogil:
         const char *(*last_error)(const kvn_backend *self) noexcept
         void (*destroy)(kvn_backend *self) noexcept nogil
 
-cdef extern from "pool.h" nogil:
+cdef extern from "host/pool.h" nogil:
     enum:
         KVN_MAX_THREADS
     ctypedef struct kvn_pool:
@@ -66,13 +66,13 @@ cdef extern from "pool.h" nogil:
     bint kvn_pool_is_ours(const kvn_pool *pool)
     void kvn_pool_destroy(kvn_pool *pool)
 
-cdef extern from "host.h" nogil:
+cdef extern from "host/host.h" nogil:
     ctypedef enum kvn_strategy:
         KVN_NUM_STRATEGIES
     const char *kvn_strategy_name(kvn_strategy strategy)
     kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
 
-cdef extern from "wrappers.h" nogil:
+cdef extern from "core/wrappers.h" nogil:
     kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
                                     bint at_submit)
     kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
@@ -80,12 +80,12 @@ cdef extern from "wrappers.h" nogil:
     kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch, uint64_t max_nbytes)
     kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
 
-cdef extern from "striped.h" nogil:
+cdef extern from "core/striped.h" nogil:
     enum:
         KVN_MAX_STRIPES
     kvn_backend *kvn_striped_create(kvn_backend **inner, size_t count, uint64_t min_nbytes)
 
-cdef extern from "executor.h" nogil:
+cdef extern from "core/executor.h" nogil:
     ctypedef struct kvn_task:
         pass
     void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns)
@@ -96,7 +96,7 @@ cdef extern from "executor.h" nogil:
     int kvn_task_report(kvn_task *task, kvn_report *report)
     void kvn_task_release(kvn_task *task)
 
-cdef extern from "staged.h" nogil:
+cdef extern from "core/staged.h" nogil:
     enum:
         KVN_STAGE_WAITING
         KVN_STAGE_MOVING
@@ -116,8 +116,8 @@ cdef extern from "staged.h" nogil:
     uint32_t kvn_staged_spans(const kvn_staged *staged, uint64_t stage, kvn_span *spans)
     void kvn_staged_release(kvn_staged *staged)
 
-cdef extern from "clock.h" nogil:
+cdef extern from "core/clock.h" nogil:
     int64_t kvn_now_ns()
 
-cdef extern from "report.h" nogil:
+cdef extern from "core/report.h" nogil:
     uint64_t kvn_report_unconfirmed(const kvn_report *report)

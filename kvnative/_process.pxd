@@ -4,13 +4,13 @@ from kvnative._host cimport kvn_board, kvn_failure
 from kvnative._native cimport kvn_backend, kvn_pool
 
 
-cdef extern from "board.h" nogil:
+cdef extern from "host/board.h" nogil:
     uint64_t kvn_board_first_stale(
         const kvn_board *board, const uint64_t *slots, const uint64_t *generations, uint64_t count
     )
 
 
-cdef extern from "peer.h" nogil:
+cdef extern from "process/peer.h" nogil:
     ctypedef struct kvn_peer:
         int pid
         int pidfd
@@ -26,5 +26,5 @@ cdef extern from "peer.h" nogil:
     void kvn_peer_close(kvn_peer *peer)
 
 
-cdef extern from "process.h" nogil:
+cdef extern from "process/process.h" nogil:
     kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)

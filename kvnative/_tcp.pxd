@@ -5,7 +5,7 @@ from kvnative._acl cimport kvn_device
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
-cdef extern from "intervals.h" nogil:
+cdef extern from "core/intervals.h" nogil:
     ctypedef struct kvn_interval:
         uint64_t first
         uint64_t last

@@ -5,7 +5,7 @@ from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
 
-cdef extern from "clock.h" nogil:
+cdef extern from "core/clock.h" nogil:
     int64_t kvn_now_ns()
 
 
@@ -16,7 +16,7 @@ cdef extern from "kvnative/ucx.h" nogil:
         KVN_UCS_MEMORY_ROCM
 
 
-cdef extern from "ucx_library.h" nogil:
+cdef extern from "ucx/library.h" nogil:
     ctypedef struct kvn_ucx_library:
         unsigned version[3]
         const char *path
@@ -24,7 +24,7 @@ cdef extern from "ucx_library.h" nogil:
     int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure)
 
 
-cdef extern from "ucx_worker.h" nogil:
+cdef extern from "ucx/worker.h" nogil:
     ctypedef struct kvn_ucx_setting:
         const char *name
         const char *value
@@ -45,7 +45,7 @@ cdef extern from "ucx_worker.h" nogil:
     bint kvn_ucx_worker_is_forked(const kvn_ucx_worker *self)
 
 
-cdef extern from "ucx_endpoint.h" nogil:
+cdef extern from "ucx/endpoint.h" nogil:
     enum:
         KVN_UCX_CONNECTED
     ctypedef struct kvn_ucx_remote:
@@ -81,7 +81,7 @@ cdef extern from "ucx_endpoint.h" nogil:
     void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self)
 
 
-cdef extern from "ucx_region.h" nogil:
+cdef extern from "ucx/region.h" nogil:
     ctypedef struct kvn_ucx_region:
         const char *key
         size_t key_nbytes
@@ -97,7 +97,7 @@ cdef extern from "ucx_region.h" nogil:
     void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region)
 
 
-cdef extern from "ucx_backend.h" nogil:
+cdef extern from "ucx/backend.h" nogil:
     ctypedef struct kvn_ucx_peer_range:
         uint64_t address
         uint64_t nbytes

@@ -17,21 +17,21 @@ cdef extern from "kvnative/backend.h" nogil:
     enum:
         KVN_PEER_PUT
 
-cdef extern from "host.h" nogil:
+cdef extern from "host/host.h" nogil:
     ctypedef enum kvn_strategy:
         KVN_COPY_AUTO
     kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
 
-cdef extern from "process.h" nogil:
+cdef extern from "process/process.h" nogil:
     kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)
 
-cdef extern from "pooled.h" nogil:
+cdef extern from "host/pooled.h" nogil:
     void kvn_pooled_set_guard(kvn_backend *self, kvn_guard *guard)
 
-cdef extern from "guarded.h" nogil:
+cdef extern from "process/guarded.h" nogil:
     kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard)
 
-cdef extern from "writers.h" nogil:
+cdef extern from "host/writers.h" nogil:
     ctypedef struct kvn_writers:
         kvn_arena memory
         uint64_t num_entries

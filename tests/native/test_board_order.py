@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "kvnative/src/board.c"
+SOURCE = Path(__file__).parents[2] / "kvnative/src/host/board.c"
 OLD, NEW = 1, 2  # generations, and bytes that were written under them
 
 _STEP = re.compile(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "kvnative/src/lower.c"
+SOURCE = ROOT / "kvnative/src/core/lower.c"
 TABLE = "static const kvn_layout layouts[] = {\n"
 # The two ranges of a process_vm_readv call as pairs of struct iovec.
 IOVEC_ROW = """    {"iovec", "T{Q:local:Q:local_nbytes:Q:remote:Q:remote_nbytes:}", KVN_ROWS, 4,
@@ -45,7 +45,7 @@ def with_iovec(tmp_path: Path) -> ctypes.CDLL:
     (tmp_path / "lower.c").write_text(before.replace(TABLE, TABLE + IOVEC_ROW))
     library = tmp_path / "lower.so"
     flags = ["-std=c11", "-D_GNU_SOURCE", "-shared", "-fPIC"]
-    includes = [f"-I{ROOT / 'include'}", f"-I{SOURCE.parent}"]
+    includes = [f"-I{ROOT / 'include'}", f"-I{SOURCE.parents[1]}"]
     files = [str(tmp_path / "lower.c"), "-o", str(library)]
     subprocess.run([compiler, *flags, *includes, *files], check=True)
     return ctypes.CDLL(str(library))

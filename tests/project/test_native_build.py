@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ import kvnative
 
 SANITIZERS = {"address": "__asan_", "undefined": "__ubsan_", "thread": "__tsan_"}
 LIBRARIES = sorted(Path(kvnative.__file__).parent.glob("*.so"))
+CORE = Path(kvnative.__file__).with_name("libkvn.so")
+MODULES = [library for library in LIBRARIES if library != CORE]
 
 
 def symbols(library: Path, *options: str) -> str:
@@ -23,10 +24,11 @@ def symbols(library: Path, *options: str) -> str:
 
 
 def test_there_is_something_to_look_at() -> None:
-    assert {library.name.split(".")[0] for library in LIBRARIES} >= {"_lower", "_executor", "_host"}
+    assert {library.name.split(".")[0] for library in MODULES} >= {"_lower", "_executor", "_host"}
+    assert CORE in LIBRARIES
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+@pytest.mark.parametrize("library", MODULES, ids=lambda path: path.name)
 def test_a_module_shows_nothing_but_its_init_function(library: Path) -> None:
     name = library.name.split(".")[0]
     shown = [
@@ -38,10 +40,26 @@ def test_a_module_shows_nothing_but_its_init_function(library: Path) -> None:
     assert [symbol for symbol in shown if "asan" not in symbol] == [f"PyInit_{name}"]
 
 
-def test_no_writable_state_exists_twice() -> None:
-    """A C source that two modules link has two copies of its statics: only constants may be."""
-    copies = Counter(state for library in LIBRARIES for state in writable_state(library))
-    assert [state for state, count in copies.items() if count > 1] == []
+def test_the_core_library_shows_only_its_own_names() -> None:
+    lines = [line.split() for line in symbols(CORE, "-T").splitlines() if " g " in line]
+    shown = {line[-1] for line in lines if "*UND*" not in line and "asan" not in line[-1]}
+    assert "kvn_lower" in shown
+    assert {name for name in shown if not name.startswith("kvn_")} == set()
+
+
+@pytest.mark.parametrize("library", MODULES, ids=lambda path: path.name)
+def test_a_module_finds_the_core_library_beside_it(library: Path) -> None:
+    lines = [line.split() for line in symbols(library, "-p").splitlines()]
+    (folders,) = [line[1].split(":") for line in lines if line[:1] == ["RUNPATH"]]
+    assert "$ORIGIN" in folders  # beside what the interpreter itself was linked with
+
+
+def test_one_core_library_is_loaded() -> None:
+    """Its state is that of the process: two of them would have two."""
+    for library in MODULES:
+        importlib.import_module(f"kvnative.{library.name.split('.')[0]}")
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert {line.split()[-1] for line in maps if "libkvn" in line} == {str(CORE)}
 
 
 def test_no_struct_is_defined_by_two_headers() -> None:
@@ -54,23 +72,11 @@ def test_no_struct_is_defined_by_two_headers() -> None:
     assert {name for name, count in found.items() if count > 1} == {"kvn_request"}
 
 
-def writable_state(library: Path) -> Iterator[tuple[str, str]]:
-    """(C source, name) of each writable file-scope object from kvnative/src."""
-    source = ""
-    for line in symbols(library, "-t").splitlines():
-        match line.split():
-            case [_, "l", "df", "*ABS*", _, *name]:
-                source = "".join(name)  # its static symbols follow; no name: the hidden ones of all
-            case [_, "l", "O", ".data" | ".bss", _, *_, name]:
-                # Cython's and the C runtime's own begin with an underscore.
-                if not source.startswith(("_", "crt")) and not name.startswith("__"):
-                    yield source, name
-
-
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
 def test_the_modules_under_test_are_of_the_build_asked_for(library: Path) -> None:
-    module = importlib.import_module(f"kvnative.{library.name.split('.')[0]}")
-    assert Path(str(module.__file__)) == library
+    if library != CORE:
+        module = importlib.import_module(f"kvnative.{library.name.split('.')[0]}")
+        assert Path(str(module.__file__)) == library
     imported = symbols(library, "-T")
     checks = {name for name, mark in SANITIZERS.items() if mark in imported}
     assert checks == set(filter(None, os.environ.get("KVPLAN_SANITIZE", "").split(",")))

@@ -3,8 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "job.h"
-#include "report.h"
+#include "core/job.h"
+#include "core/report.h"
 #include "tcp/link.h"
 
 typedef struct backend {

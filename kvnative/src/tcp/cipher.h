@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "failure.h"
+#include "core/failure.h"
 
 #define KVN_TCP_SECRET_NBYTES 32u
 #define KVN_TCP_TAG_NBYTES 16u

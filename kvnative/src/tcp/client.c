@@ -6,8 +6,8 @@
 #include <string.h>
 #include <sys/epoll.h>
 
-#include "clock.h"
-#include "report.h"
+#include "core/clock.h"
+#include "core/report.h"
 
 #define REQUEST_NBYTES (1u << 20) /* the smaller, the sooner others have their turn */
 #define FLIGHT_NBYTES (8u << 20)  /* asked for ahead: what a network may hold */

@@ -4,7 +4,7 @@
 #ifndef KVN_TCP_CLIENT_H
 #define KVN_TCP_CLIENT_H
 
-#include "intervals.h"
+#include "core/intervals.h"
 #include "kvnative/backend.h"
 #include "tcp/service.h"
 

@@ -9,7 +9,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "clock.h"
+#include "core/clock.h"
 
 #define MAX_EVENTS 64
 #define WAKE_KEY UINT64_MAX

@@ -1,0 +1,65 @@
+/* The ACL library of this process: opened, its calls looked up, and its errors in words. It is never
+ * closed: its threads and exit handlers outlive whoever used it last. */
+#ifndef KVN_ACL_LIBRARY_H
+#define KVN_ACL_LIBRARY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <sys/types.h>
+
+#include "core/failure.h"
+#include "kvnative/acl.h"
+
+#define KVN_ACL_MAX_FILES 2 /* libacl_rt.so, and libascendcl.so which had it all before 8.5 */
+
+typedef struct kvn_acl_library {
+    kvn_acl calls;
+    void *files[KVN_ACL_MAX_FILES]; /* dlopen handles; NULL where not opened */
+    pid_t pid;                      /* of the process that opened it: no other may use it */
+} kvn_acl_library;
+
+/* Opens those of `paths` (of files; 1 or 2) that can be opened, and takes each symbol from the first
+ * that has it. `failure` names the call that is missing, or says what the loader said. */
+int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_library *out,
+                         kvn_failure *failure);
+/* The file that the copies come from, as the loader knows it. */
+void kvn_acl_library_path(const kvn_acl_library *library, char *out, size_t room);
+/* Name of the n-th optional call that the library lacks; NULL when there are no more. */
+const char *kvn_acl_missing(const kvn_acl *acl, size_t n);
+/* aclInit; that somebody did it before is fine, *first then says so. */
+int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure);
+/* aclFinalize: only for who made the first aclInit, and nothing of the library is in use. */
+int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failure);
+/* KVN_INVALID in a process forked from the one that opened it. */
+int kvn_acl_library_check(const kvn_acl_library *library, kvn_failure *failure);
+
+/* ---- what it says of devices; after init, no context is needed ---- */
+
+int kvn_acl_library_devices(const kvn_acl_library *library, uint32_t *count, kvn_failure *failure);
+/* "Ascend910B1", say; "" where it does not tell. */
+const char *kvn_acl_library_soc(const kvn_acl_library *library);
+/* Version of the interface: three numbers. False where the library does not tell. */
+bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3]);
+/* Number of the device on its server. False where the library cannot tell. */
+bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, int32_t *physical);
+/* KVN_UNSUPPORTED where this version does not know it. */
+int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, int attribute,
+                              int64_t *value, kvn_failure *failure);
+
+/* ---- errors ---- */
+
+/* The KVN_ status of an aclError. */
+int kvn_acl_status(int code);
+/* A few words for it; "" for codes that kvplan knows nothing of. */
+const char *kvn_acl_words(int code);
+/* Makes one line of a text of several, without blanks at its end. */
+void kvn_acl_put_on_one_line(char *text);
+/* Writes "call: code (words): the vendor's text", which it takes from this thread; so call it on the
+ * thread of the failed call, and before the next. Returns kvn_acl_status(code). */
+int kvn_acl_explain(const kvn_acl *acl, const char *call, int code, char *message, size_t room);
+/* The same into a failure. */
+int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure);
+/* The text of an error that was expected: dropped, so that it is not told with the next one. */
+void kvn_acl_forget(const kvn_acl *acl);
+
+#endif

@@ -1,0 +1,161 @@
+/* fail_at: the inner backend gets the batch up to the descriptor that is to fail, then it fails; or
+ * gets nothing of it, since it is refused. */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "core/report.h"
+#include "core/wrappers.h"
+
+typedef struct fail_at {
+    kvn_wrapper wrapper;
+    uint64_t descriptor;
+    int status;
+    int code;
+    bool at_submit;
+} fail_at;
+
+typedef struct fault_request {
+    kvn_request *inner; /* NULL: nothing comes before the fault */
+    uint64_t fault;     /* index in the batch; its count if the fault is not in it */
+    uint64_t count;
+} fault_request;
+
+static int refuse(const fail_at *self, uint64_t fault, uint64_t count, kvn_report *report)
+{
+    kvn_report_refuse(report, count, self->status, self->code,
+                      "descriptor %" PRIu64 " was made to be refused with status %d, code %d",
+                      self->descriptor, self->status, self->code);
+    report->failed = fault;
+    return self->status;
+}
+
+static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
+                        kvn_report *report)
+{
+    const fail_at *self = (const fail_at *)base;
+    kvn_columns before = *batch;
+    fault_request *request;
+    int status;
+
+    *out = NULL;
+    if (self->descriptor >= batch->first && self->descriptor - batch->first < batch->count)
+        before.count = self->descriptor - batch->first;
+    if (self->at_submit && before.count < batch->count)
+        return refuse(self, before.count, batch->count, report);
+    request = calloc(1, sizeof *request);
+    if (!request)
+        return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
+    request->fault = before.count;
+    request->count = batch->count;
+    if (before.count > 0 || batch->count == 0) {
+        status = kvn_inner(base)->vtable->submit(kvn_inner(base), &before, &request->inner, report);
+        if (status != KVN_OK) {
+            kvn_report_add_span(report, before.count, batch->count);
+            kvn_report_merge_spans(report);
+            free(request);
+            return status;
+        }
+    }
+    *out = (kvn_request *)request;
+    return KVN_OK;
+}
+
+/* Adds the fault to what the descriptors before it came to. */
+static int with_fault(const fail_at *self, const fault_request *request, kvn_report *report)
+{
+    if (report->status == KVN_PENDING || request->fault == request->count)
+        return report->status;
+    kvn_report_add_span(report, request->fault, request->count);
+    kvn_report_merge_spans(report);
+    if (report->status == KVN_OK) {
+        report->status = self->status;
+        report->code = self->code;
+        report->failed = request->fault;
+        snprintf(report->message, sizeof report->message,
+                 "descriptor %" PRIu64 " was made to fail with status %d, code %d",
+                 self->descriptor, self->status, self->code);
+    }
+    return report->status;
+}
+
+static int nothing_before(kvn_report *report)
+{
+    kvn_report_begin(report);
+    return report->status = KVN_OK;
+}
+
+static int fault_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
+{
+    fault_request *request = (fault_request *)handle;
+
+    if (request->inner)
+        kvn_inner(base)->vtable->poll(kvn_inner(base), request->inner, report);
+    else
+        nothing_before(report);
+    return with_fault((fail_at *)base, request, report);
+}
+
+static int fault_wait(kvn_backend *base, kvn_request *handle, int64_t deadline_ns,
+                      kvn_report *report)
+{
+    fault_request *request = (fault_request *)handle;
+
+    if (request->inner)
+        kvn_inner(base)->vtable->wait(kvn_inner(base), request->inner, deadline_ns, report);
+    else
+        nothing_before(report);
+    return with_fault((fail_at *)base, request, report);
+}
+
+static int fault_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
+{
+    fault_request *request = (fault_request *)handle;
+
+    if (request->inner)
+        kvn_inner(base)->vtable->abort(kvn_inner(base), request->inner, why, report);
+    else
+        nothing_before(report);
+    return with_fault((fail_at *)base, request, report);
+}
+
+static void fault_release(kvn_backend *base, kvn_request *handle)
+{
+    fault_request *request = (fault_request *)handle;
+
+    if (request->inner)
+        kvn_inner(base)->vtable->release(kvn_inner(base), request->inner);
+    free(request);
+}
+
+static const kvn_backend_vtable FAIL_AT_VTABLE = {
+    .name = "fail_at",
+    .capabilities = kvn_wrapper_capabilities,
+    .submit = fault_submit,
+    .poll = fault_poll,
+    .wait = fault_wait,
+    .abort = fault_abort,
+    .release = fault_release,
+    .last_error = kvn_wrapper_last_error,
+    .destroy = kvn_wrapper_destroy,
+};
+
+kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
+                                bool at_submit)
+{
+    fail_at *self;
+
+    if (status >= KVN_OK) {
+        errno = EINVAL;
+        return NULL;
+    }
+    self = kvn_wrapper_alloc(sizeof *self, &FAIL_AT_VTABLE, inner);
+    if (!self)
+        return NULL;
+    self->descriptor = descriptor;
+    self->status = status;
+    self->code = code;
+    self->at_submit = at_submit;
+    return &self->wrapper.base;
+}

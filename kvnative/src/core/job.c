@@ -1,0 +1,156 @@
+#include "core/job.h"
+
+#include <string.h>
+
+#include "core/report.h"
+
+bool kvn_columns_total(const kvn_columns *batch, uint64_t *total)
+{
+    uint64_t sum = 0;
+    bool overflow = false;
+
+    for (size_t i = 0; i < batch->count; i++)
+        overflow |= __builtin_add_overflow(sum, batch->nbytes[i], &sum);
+    *total = sum;
+    return !overflow;
+}
+
+void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
+                  kvn_piece_limits limits)
+{
+    memset(job, 0, offsetof(kvn_job, report));
+    job->batch = *batch;
+    job->move = move;
+    job->context = context;
+    job->limits = limits;
+    kvn_report_begin(&job->report);
+}
+
+void kvn_job_start(kvn_job *job, uint64_t total)
+{
+    job->total = job->unclaimed = total;
+    job->report.status = KVN_OK;
+}
+
+/* Half of a fair share of what is left: large at first, small at the end. */
+static uint64_t piece_target(const kvn_job *job, unsigned threads)
+{
+    uint64_t target = job->unclaimed / (2 * (uint64_t)threads);
+
+    if (target < KVN_PIECE_MIN)
+        return KVN_PIECE_MIN;
+    return target < job->limits.nbytes ? target : job->limits.nbytes;
+}
+
+/* Bytes to take of a descriptor too large for the rest of the piece: up to a page boundary of the
+ * destination, so that no page is written by two threads. 0: begin no piece with a sliver. */
+static uint64_t cut(const kvn_job *job, uint64_t index, uint64_t skip, uint64_t room)
+{
+    uint64_t end = job->batch.dst[index] + skip + room;
+    uint64_t over = end & 4095;
+
+    return room > over ? room - over : 0;
+}
+
+static void claim(kvn_job *job, uint64_t target, kvn_piece *piece)
+{
+    const uint64_t *nbytes = job->batch.nbytes;
+    uint64_t index = job->cursor, skip = job->cursor_skip, taken = 0;
+    uint64_t limit = job->batch.count - index > job->limits.descriptors ? index + job->limits.descriptors
+                                                                     : job->batch.count;
+
+    piece->first = index;
+    piece->skip = skip;
+    while (index < limit && taken < target) {
+        uint64_t left = nbytes[index] - skip, room = target - taken;
+        if (left > room && left > KVN_PIECE_MIN) {
+            uint64_t part = cut(job, index, skip, room);
+            taken += part;
+            skip += part;
+            if (part > 0 || taken > 0)
+                break;
+        }
+        taken += left;
+        skip = 0;
+        index++;
+    }
+    piece->last = skip > (index == piece->first ? piece->skip : 0) ? index + 1 : index;
+    piece->nbytes = taken;
+    piece->batch_nbytes = job->total;
+    job->cursor = index;
+    job->cursor_skip = skip;
+    job->unclaimed -= taken;
+}
+
+void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece)
+{
+    claim(job, piece_target(job, threads), piece);
+}
+
+/* What nobody has claimed stays unconfirmed; a descriptor that is cut there, wholly so. */
+void kvn_job_abandon(kvn_job *job)
+{
+    kvn_report_add_span(&job->report, job->cursor, job->batch.count);
+    job->cursor = job->batch.count;
+    job->cursor_skip = 0;
+}
+
+void kvn_job_fail(kvn_job *job, const kvn_piece *piece, int status, kvn_fault *fault)
+{
+    kvn_report *report = &job->report;
+
+    if (fault->failed < piece->first || fault->failed >= piece->last)
+        fault->failed = piece->first;
+    kvn_report_add_span(report, fault->failed, piece->last);
+    if (fault->failed < report->failed) {
+        report->failed = fault->failed;
+        report->status = status;
+        report->code = fault->code;
+        memcpy(report->message, fault->message, sizeof report->message);
+    }
+    kvn_job_abandon(job);
+}
+
+int kvn_job_move(kvn_job *job, const kvn_piece *piece, kvn_fault *fault)
+{
+    int status;
+
+    fault->code = 0;
+    fault->failed = piece->first;
+    fault->bytes_done = 0;
+    fault->message[0] = '\0';
+    status = job->move(job->context, &job->batch, piece, fault);
+    atomic_fetch_add_explicit(&job->moved, status == KVN_OK ? piece->nbytes : fault->bytes_done,
+                              memory_order_relaxed);
+    return status;
+}
+
+void kvn_job_finish(kvn_job *job)
+{
+    kvn_report *report = &job->report;
+
+    kvn_report_merge_spans(report);
+    report->bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);
+    if (report->num_unconfirmed == 0)
+        report->status = KVN_OK; /* an abort that came when all was claimed abandoned nothing */
+    else if (report->failed == KVN_NO_DESCRIPTOR)
+        kvn_report_abandoned(report, report->status, job->batch.count, job->total);
+    atomic_store_explicit(&job->finished, true, memory_order_release);
+}
+
+void kvn_job_run(kvn_job *job, uint64_t total)
+{
+    kvn_job_start(job, total);
+    while (kvn_job_has_unclaimed(job)) {
+        kvn_piece piece;
+        kvn_fault fault;
+        int status;
+
+        claim(job, UINT64_MAX, &piece);
+        status = kvn_job_move(job, &piece, &fault);
+        if (status != KVN_OK)
+            kvn_job_fail(job, &piece, status, &fault);
+    }
+    kvn_job_finish(job);
+}
+

@@ -1,0 +1,333 @@
+#include "core/striped.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/job.h"
+#include "core/report.h"
+
+typedef struct striped {
+    kvn_backend base;
+    uint64_t min_nbytes;
+    size_t count;
+    kvn_backend *inner[KVN_MAX_STRIPES];
+    pthread_mutex_t error_mutex;
+    char error[sizeof((kvn_report *)0)->message];
+    char error_shown[sizeof((kvn_report *)0)->message];
+} striped;
+
+typedef struct stripe {
+    kvn_backend *inner;
+    kvn_request *request; /* NULL: not submitted */
+    uint64_t first, last; /* in the batch */
+    atomic_int why; /* KVN_OK, or what it was given up for while it was open */
+} stripe;
+
+struct kvn_request {
+    uint64_t count;
+    uint64_t total;
+    size_t num_stripes;
+    stripe stripes[KVN_MAX_STRIPES];
+};
+
+static void capabilities(const kvn_backend *base, kvn_capabilities *out)
+{
+    const striped *self = (const striped *)base;
+
+    self->inner[0]->vtable->capabilities(self->inner[0], out);
+    for (size_t i = 1; i < self->count; i++) {
+        kvn_capabilities other;
+        self->inner[i]->vtable->capabilities(self->inner[i], &other);
+        out->max_batch = other.max_batch < out->max_batch ? other.max_batch : out->max_batch;
+        out->max_nbytes = other.max_nbytes < out->max_nbytes ? other.max_nbytes : out->max_nbytes;
+        out->directions &= other.directions;
+        out->asynchronous &= other.asynchronous;
+    }
+}
+
+/* ---- the outcome: what the stripes say, together ---- */
+
+/* A reason goes before that others were given up. */
+static bool says_more(const kvn_report *one, const kvn_report *all)
+{
+    return one->status < 0 && (all->status >= 0 || (kvn_is_given_up(all->status) && !kvn_is_given_up(one->status)));
+}
+
+static void add(kvn_report *all, kvn_report *one, const stripe *it)
+{
+    const uint64_t first = it->first;
+    const int why = atomic_load(&it->why);
+
+    all->bytes_done += one->bytes_done;
+    if (one->status == KVN_PENDING)
+        return;
+    /* To give up one may cost the way that all of them use. */
+    if (one->status == KVN_PEER_GONE && why != KVN_OK) {
+        one->status = why;
+        one->code = 0;
+        one->failed = KVN_NO_DESCRIPTOR;
+    }
+    for (uint32_t i = 0; i < one->num_unconfirmed; i++)
+        kvn_report_add_span(all, first + one->unconfirmed[i].first, first + one->unconfirmed[i].last);
+    if (!says_more(one, all))
+        return;
+    all->status = one->status;
+    all->code = one->code;
+    all->failed = one->failed == KVN_NO_DESCRIPTOR ? KVN_NO_DESCRIPTOR : first + one->failed;
+    memcpy(all->message, one->message, sizeof all->message);
+}
+
+static int tell(striped *self, const kvn_report *report)
+{
+    if (report->status < 0) {
+        pthread_mutex_lock(&self->error_mutex);
+        memcpy(self->error, report->message, sizeof self->error);
+        pthread_mutex_unlock(&self->error_mutex);
+    }
+    return report->status;
+}
+
+static int settle(const kvn_request *request, kvn_report *all)
+{
+    kvn_report_merge_spans(all);
+    if (kvn_is_given_up(all->status))
+        kvn_report_abandoned(all, all->status, request->count, request->total);
+    return all->status;
+}
+
+/* KVN_PENDING until all have an outcome. */
+static int ask_all(striped *self, kvn_request *request, kvn_report *report)
+{
+    bool is_pending = false;
+    kvn_report one;
+
+    kvn_report_begin(report);
+    report->status = KVN_OK;
+    for (size_t i = 0; i < request->num_stripes; i++) {
+        const stripe *it = &request->stripes[i];
+        is_pending |= it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING;
+        add(report, &one, it);
+    }
+    if (!is_pending) {
+        settle(request, report);
+        return tell(self, report);
+    }
+    const uint64_t bytes_done = report->bytes_done;
+    kvn_report_begin(report);
+    report->bytes_done = bytes_done;
+    return KVN_PENDING;
+}
+
+/* ---- submit ---- */
+
+/* A stripe for each lane, up to the descriptor that brings the bytes before it to the lanes' share of all; none for
+ * a lane of whose share nothing is left, as a descriptor before it was larger than its own. */
+static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *request)
+{
+    const uint64_t most = request->total / self->min_nbytes;
+    const size_t count = most < 1 ? 1 : most < self->count ? most : self->count;
+    const uint64_t share = request->total / count;
+    uint64_t first = 0, last = 0, cut = 0;
+
+    request->num_stripes = 0;
+    for (size_t n = 0; n < count; n++, first = last) {
+        stripe *it = &request->stripes[request->num_stripes];
+
+        while (n + 1 < count && last < batch->count && cut < share * (n + 1))
+            cut += batch->nbytes[last++];
+        if (n + 1 == count)
+            last = batch->count;
+        if (first == last && count > 1)
+            continue;
+        *it = (stripe){.inner = self->inner[n], .first = first, .last = last};
+        atomic_init(&it->why, KVN_OK);
+        request->num_stripes++;
+    }
+}
+
+static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
+{
+    kvn_columns part = *batch;
+
+    part.dst += it->first;
+    part.src += it->first;
+    part.nbytes += it->first;
+    part.first += it->first;
+    part.count = it->last - it->first;
+    part.waits = batch->waits && it->first == 0; /* for the first stripe; the others move meanwhile */
+    return it->inner->vtable->submit(it->inner, &part, &it->request, report);
+}
+
+static void let_go(kvn_request *request)
+{
+    for (size_t i = 0; i < request->num_stripes; i++) {
+        const stripe *it = &request->stripes[i];
+        if (it->request)
+            it->inner->vtable->release(it->inner, it->request);
+    }
+    free(request);
+}
+
+typedef struct giving_up {
+    stripe *it;
+    int why;
+    pthread_t thread;
+    bool has_thread;
+} giving_up;
+
+static void *give_up_one(void *argument)
+{
+    const giving_up *self = argument;
+    kvn_report one;
+
+    self->it->inner->vtable->abort(self->it->inner, self->it->request, self->why, &one);
+    return NULL;
+}
+
+/* Of all at once: what one takes to stop may be half a second. */
+static void give_up(kvn_request *request, int why)
+{
+    giving_up all[KVN_MAX_STRIPES];
+    size_t count = 0;
+    kvn_report one;
+
+    for (size_t i = 0; i < request->num_stripes; i++) {
+        stripe *it = &request->stripes[i];
+        int open = KVN_OK;
+        if (!it->request)
+            continue;
+        if (it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING)
+            atomic_compare_exchange_strong(&it->why, &open, why);
+        all[count++] = (giving_up){.it = it, .why = why};
+    }
+    for (size_t i = 1; i < count; i++)
+        all[i].has_thread = pthread_create(&all[i].thread, NULL, give_up_one, &all[i]) == 0;
+    for (size_t i = 0; i < count; i++)
+        if (all[i].has_thread)
+            pthread_join(all[i].thread, NULL);
+        else
+            give_up_one(&all[i]);
+}
+
+/* One stripe was: nothing of the others goes on, of which some bytes may have moved. */
+static int refuse(striped *self, kvn_request *request, uint64_t first, kvn_report *report)
+{
+    const uint64_t count = request->count;
+
+    give_up(request, KVN_CANCELLED);
+    let_go(request);
+    if (report->failed != KVN_NO_DESCRIPTOR)
+        report->failed += first;
+    report->num_unconfirmed = 0;
+    kvn_report_add_span(report, 0, count);
+    return tell(self, report);
+}
+
+static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    striped *self = (striped *)base;
+    kvn_request *request;
+    uint64_t total;
+
+    *out = NULL;
+    if (!kvn_columns_total(batch, &total))
+        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
+                                 "the descriptors have 2**64 bytes or more together");
+    request = malloc(sizeof *request);
+    if (!request)
+        return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
+                                 "no memory for a request (%zu bytes)", sizeof *request);
+    request->count = batch->count;
+    request->total = total;
+    cut_up(self, batch, request);
+    /* The first one last: this thread may have to begin it, which takes a while. */
+    for (size_t n = 1; n <= request->num_stripes; n++) {
+        stripe *it = &request->stripes[n % request->num_stripes];
+
+        if (submit_one(it, batch, report) != KVN_OK) {
+            it->request = NULL;
+            return refuse(self, request, it->first, report);
+        }
+    }
+    *out = request;
+    return KVN_OK;
+}
+
+/* ---- poll, wait, abort, release ---- */
+
+static int poll(kvn_backend *base, kvn_request *request, kvn_report *report)
+{
+    return ask_all((striped *)base, request, report);
+}
+
+static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+{
+    kvn_report one;
+    int status = KVN_OK;
+
+    for (size_t i = 0; i < request->num_stripes && status != KVN_PENDING; i++) {
+        const stripe *it = &request->stripes[i];
+        status = it->inner->vtable->wait(it->inner, it->request, deadline_ns, &one);
+    }
+    return ask_all((striped *)base, request, report);
+}
+
+static int abort_all(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
+{
+    give_up(request, why);
+    return ask_all((striped *)base, request, report);
+}
+
+static void release(kvn_backend *base, kvn_request *request)
+{
+    (void)base;
+    let_go(request);
+}
+
+static const char *last_error(const kvn_backend *base)
+{
+    striped *self = (striped *)base;
+
+    pthread_mutex_lock(&self->error_mutex);
+    memcpy(self->error_shown, self->error, sizeof self->error);
+    pthread_mutex_unlock(&self->error_mutex);
+    return self->error_shown;
+}
+
+static void destroy(kvn_backend *base)
+{
+    pthread_mutex_destroy(&((striped *)base)->error_mutex);
+    free(base);
+}
+
+static const kvn_backend_vtable vtable = {
+    .name = "striped",
+    .capabilities = capabilities,
+    .submit = submit,
+    .poll = poll,
+    .wait = wait,
+    .abort = abort_all,
+    .release = release,
+    .last_error = last_error,
+    .destroy = destroy,
+};
+
+kvn_backend *kvn_striped_create(kvn_backend *const *inner, size_t count, uint64_t min_nbytes)
+{
+    if (count < 1 || count > KVN_MAX_STRIPES || min_nbytes < 1) {
+        errno = EINVAL;
+        return NULL;
+    }
+    striped *self = calloc(1, sizeof *self);
+    if (!self)
+        return NULL;
+    self->base.vtable = &vtable;
+    self->min_nbytes = min_nbytes;
+    self->count = count;
+    memcpy(self->inner, inner, count * sizeof *inner);
+    pthread_mutex_init(&self->error_mutex, NULL);
+    return &self->base;
+}

@@ -1,0 +1,350 @@
+#include "device/channel.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* What an abort waits for at most, before it stops the stream. */
+#define SLICE_MS 10
+
+struct kvn_channel {
+    kvn_device *device;
+    pthread_t thread;
+    pid_t pid;
+    pthread_mutex_t mutex; /* guards what follows, and the jobs' links */
+    pthread_cond_t changed;
+    aclrtStream stream; /* written by the thread alone; NULL where it has to be made again */
+    kvn_channel_job *running;
+    bool interrupted;    /* the running job, by another thread */
+    aclrtStream beside;  /* another stream that the running job waits for; NULL for none */
+    kvn_channel_job *head;
+    kvn_channel_job *tail;
+    unsigned load; /* jobs queued and running */
+    bool started;  /* the thread has a stream, or `refused` says why not */
+    bool stopping;
+    kvn_channel_fault refused;
+    int refused_status;
+};
+
+/* ---- faults ---- */
+
+void kvn_channel_fault_begin(kvn_channel_fault *fault)
+{
+    *fault = (kvn_channel_fault){.failed = KVN_NO_DESCRIPTOR};
+}
+
+int kvn_channel_fail(kvn_channel *channel, const char *call, int code, kvn_channel_fault *fault)
+{
+    fault->code = code;
+    return kvn_acl_explain(channel->device->acl, call, code, fault->message,
+                           sizeof fault->message);
+}
+
+/* ---- the stream; on the channel's thread ---- */
+
+int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
+{
+    aclrtStream stream = NULL;
+    char reason[200];
+    int code, status;
+
+    if (channel->stream)
+        return KVN_OK;
+    code = channel->device->acl->aclrtCreateStream(&stream);
+    if (code == KVN_ACL_OK) {
+        pthread_mutex_lock(&channel->mutex);
+        channel->stream = stream;
+        pthread_mutex_unlock(&channel->mutex);
+        return KVN_OK;
+    }
+    fault->code = code;
+    status = kvn_acl_explain(channel->device->acl, "aclrtCreateStream", code, reason,
+                             sizeof reason);
+    snprintf(fault->message, sizeof fault->message, "no stream on device %d: %s",
+             (int)channel->device->id, reason);
+    return status;
+}
+
+aclrtStream kvn_channel_stream(const kvn_channel *channel) { return channel->stream; }
+
+/* Stops what the stream does and gives it up; another thread may interrupt it until then. A stream
+ * that cannot be destroyed is empty when it was aborted, and used on. False where the system does
+ * neither, and the work goes on; unless that `has_ended`: then only the handle is lost. */
+static bool drop_stream(kvn_channel *channel, bool has_ended)
+{
+    const kvn_acl *acl = channel->device->acl;
+    bool aborted, destroyed;
+
+    pthread_mutex_lock(&channel->mutex);
+    aborted = acl->aclrtStreamAbort(channel->stream) == KVN_ACL_OK;
+    destroyed = acl->aclrtDestroyStreamForce(channel->stream) == KVN_ACL_OK;
+    if (destroyed || (has_ended && !aborted))
+        channel->stream = NULL;
+    pthread_mutex_unlock(&channel->mutex);
+    if (!aborted || !destroyed)
+        kvn_acl_forget(acl); /* what led here is the error to tell */
+    return aborted || !channel->stream;
+}
+
+int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault)
+{
+    const kvn_acl *acl = channel->device->acl;
+    int code, status;
+
+    if (!channel->stream)
+        return KVN_OK; /* nothing was issued since it was given up */
+    code = acl->aclrtSynchronizeStreamWithTimeout(channel->stream, ms);
+    if (code == KVN_ACL_OK)
+        return KVN_OK;
+    if (code == KVN_ACL_STREAM_TIMEOUT) {
+        kvn_acl_forget(acl);
+        return KVN_PENDING;
+    }
+    status = kvn_channel_fail(channel, "aclrtSynchronizeStreamWithTimeout", code, fault);
+    drop_stream(channel, true); /* whatever it did has ended, with an error */
+    return status;
+}
+
+int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop, kvn_channel_fault *fault)
+{
+    int status = KVN_PENDING;
+
+    while (status == KVN_PENDING) {
+        if (atomic_load(stop) && channel->stream && drop_stream(channel, false))
+            return KVN_CANCELLED;
+        status = kvn_channel_glance(channel, SLICE_MS, fault);
+    }
+    return status;
+}
+
+/* ---- the thread ---- */
+
+static kvn_channel_job *take(kvn_channel *channel)
+{
+    kvn_channel_job *job = channel->head;
+
+    channel->head = job->next;
+    if (!channel->head)
+        channel->tail = NULL;
+    job->queued = false;
+    return job;
+}
+
+/* The device of this thread, and the first stream. */
+static int start(kvn_channel *channel)
+{
+    const int code = channel->device->acl->aclrtSetDevice(channel->device->id);
+
+    kvn_channel_fault_begin(&channel->refused);
+    if (code != KVN_ACL_OK)
+        return kvn_channel_fail(channel, "aclrtSetDevice", code, &channel->refused);
+    return kvn_channel_ready(channel, &channel->refused);
+}
+
+static void *channel_main(void *argument)
+{
+    kvn_channel *channel = argument;
+    const int status = start(channel);
+
+    pthread_mutex_lock(&channel->mutex);
+    channel->refused_status = status;
+    channel->started = true;
+    pthread_cond_broadcast(&channel->changed);
+    for (;;) {
+        while (!channel->head && !channel->stopping)
+            pthread_cond_wait(&channel->changed, &channel->mutex);
+        if (!channel->head)
+            break;
+        kvn_channel_job *job = take(channel);
+        channel->running = job;
+        channel->interrupted = false;
+        channel->beside = NULL;
+        pthread_mutex_unlock(&channel->mutex);
+        job->run(job, channel);
+        pthread_mutex_lock(&channel->mutex);
+        channel->running = NULL;
+        channel->load--;
+    }
+    pthread_mutex_unlock(&channel->mutex);
+    if (channel->stream && channel->device->acl->aclrtDestroyStream(channel->stream) != KVN_ACL_OK)
+        channel->device->acl->aclrtDestroyStreamForce(channel->stream);
+    return NULL;
+}
+
+/* Signals are for the threads of the program, not for ours. */
+static int start_thread(kvn_channel *channel)
+{
+    sigset_t all, before;
+    char name[16];
+    int error;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&channel->thread, NULL, channel_main, channel);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error)
+        return error;
+    snprintf(name, sizeof name, "kvn-acl-%d", (int)channel->device->id % 1000);
+    pthread_setname_np(channel->thread, name);
+    return 0;
+}
+
+/* ---- the channel ---- */
+
+static void release(kvn_channel *channel)
+{
+    pthread_cond_destroy(&channel->changed);
+    pthread_mutex_destroy(&channel->mutex);
+    free(channel);
+}
+
+int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure)
+{
+    kvn_channel *channel;
+    int error;
+
+    *out = NULL;
+    if (kvn_acl_library_check(device->library, failure) != KVN_OK)
+        return failure->status;
+    channel = calloc(1, sizeof *channel);
+    if (!channel)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a channel of device %d",
+                        (int)device->id);
+    channel->device = device;
+    channel->pid = getpid();
+    pthread_mutex_init(&channel->mutex, NULL);
+    pthread_cond_init(&channel->changed, NULL);
+    error = start_thread(channel);
+    if (error) {
+        release(channel);
+        return kvn_fail(failure, KVN_NO_MEMORY, error, "no thread for a channel of device %d: %s",
+                        (int)device->id, strerror(error));
+    }
+    pthread_mutex_lock(&channel->mutex);
+    while (!channel->started)
+        pthread_cond_wait(&channel->changed, &channel->mutex);
+    pthread_mutex_unlock(&channel->mutex);
+    if (channel->refused_status != KVN_OK) {
+        kvn_fail(failure, channel->refused_status, channel->refused.code, "%s",
+                 channel->refused.message);
+        kvn_channel_destroy(channel);
+        return failure->status;
+    }
+    *out = channel;
+    return KVN_OK;
+}
+
+void kvn_channel_destroy(kvn_channel *channel)
+{
+    if (!channel || !kvn_channel_is_ours(channel))
+        return; /* a forked child has no such thread, and may have inherited a locked mutex */
+    pthread_mutex_lock(&channel->mutex);
+    channel->stopping = true;
+    pthread_cond_broadcast(&channel->changed);
+    pthread_mutex_unlock(&channel->mutex);
+    pthread_join(channel->thread, NULL);
+    release(channel);
+}
+
+kvn_device *kvn_channel_device(const kvn_channel *channel) { return channel->device; }
+
+bool kvn_channel_is_ours(const kvn_channel *channel) { return channel->pid == getpid(); }
+
+/* ---- jobs ---- */
+
+void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job)
+{
+    pthread_mutex_lock(&channel->mutex);
+    job->next = NULL;
+    job->queued = true;
+    if (channel->tail)
+        channel->tail->next = job;
+    else
+        channel->head = job;
+    channel->tail = job;
+    channel->load++;
+    pthread_cond_signal(&channel->changed);
+    pthread_mutex_unlock(&channel->mutex);
+}
+
+bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job)
+{
+    kvn_channel_job *before = NULL;
+    bool queued;
+
+    pthread_mutex_lock(&channel->mutex);
+    queued = job->queued;
+    if (queued) {
+        for (kvn_channel_job *at = channel->head; at != job; at = at->next)
+            before = at;
+        if (before)
+            before->next = job->next;
+        else
+            channel->head = job->next;
+        if (channel->tail == job)
+            channel->tail = before;
+        job->queued = false;
+        channel->load--;
+    }
+    pthread_mutex_unlock(&channel->mutex);
+    return queued;
+}
+
+static void abort_stream(const kvn_acl *acl, aclrtStream stream)
+{
+    if (stream && acl->aclrtStreamAbort(stream) != KVN_ACL_OK)
+        kvn_acl_forget(acl);
+}
+
+void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job)
+{
+    const kvn_acl *acl = channel->device->acl;
+    aclrtContext previous = NULL;
+    kvn_failure ignored;
+
+    if (kvn_device_enter(channel->device, &previous, &ignored) != KVN_OK)
+        return;
+    pthread_mutex_lock(&channel->mutex);
+    if (channel->running == job) {
+        channel->interrupted = true;
+        abort_stream(acl, channel->stream);
+        abort_stream(acl, channel->beside);
+    }
+    pthread_mutex_unlock(&channel->mutex);
+    kvn_device_leave(channel->device, previous);
+}
+
+bool kvn_channel_work_beside(kvn_channel *channel, aclrtStream stream)
+{
+    bool interrupted;
+
+    pthread_mutex_lock(&channel->mutex);
+    channel->beside = stream;
+    interrupted = channel->interrupted;
+    pthread_mutex_unlock(&channel->mutex);
+    return interrupted;
+}
+
+bool kvn_channel_settle(kvn_channel *channel)
+{
+    bool interrupted;
+
+    pthread_mutex_lock(&channel->mutex);
+    interrupted = channel->interrupted;
+    channel->running = NULL;
+    pthread_mutex_unlock(&channel->mutex);
+    return interrupted;
+}
+
+unsigned kvn_channel_load(kvn_channel *channel)
+{
+    unsigned load;
+
+    pthread_mutex_lock(&channel->mutex);
+    load = channel->load;
+    pthread_mutex_unlock(&channel->mutex);
+    return load;
+}

@@ -1,0 +1,80 @@
+/* A channel: one stream of a device and one thread of ours, which has the device set and alone
+ * touches the stream; and a queue of jobs that the thread runs one after another. So nobody has to
+ * poll for a transfer to advance, and a stream that hangs holds up no thread of the caller's.
+ *
+ * A stream that was aborted or that reported an error is replaced by a new one. While none can be
+ * made, jobs fail and say why; each tries again. */
+#ifndef KVN_CHANNEL_H
+#define KVN_CHANNEL_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "acl/device.h"
+#include "kvnative/backend.h"
+
+typedef struct kvn_channel kvn_channel;
+
+/* Why work on a channel stopped. */
+typedef struct kvn_channel_fault {
+    int32_t code;       /* aclError, HcclResult: as the system gave it; 0 when there is none */
+    uint64_t failed;    /* index in the part of the descriptor at fault; KVN_NO_DESCRIPTOR: unknown */
+    uint64_t confirmed; /* leading descriptors of the part that arrived for certain */
+    char message[256];
+} kvn_channel_fault;
+
+/* Preset: no code, no culprit, nothing confirmed, "". */
+void kvn_channel_fault_begin(kvn_channel_fault *fault);
+/* The failed call of ACL into a fault; returns its KVN_ status. On the thread of the call. */
+int kvn_channel_fail(kvn_channel *channel, const char *call, int code, kvn_channel_fault *fault);
+
+/* Embed it in what the thread is to do; it must stay in place until it ran or was withdrawn. */
+typedef struct kvn_channel_job {
+    struct kvn_channel_job *next; /* channel.c's, as `queued` */
+    bool queued;
+    /* On the channel's thread, which looks at the job no more once this was called. */
+    void (*run)(struct kvn_channel_job *job, kvn_channel *channel);
+} kvn_channel_job;
+
+/* Starts the thread, sets the device there and makes the stream. The device outlives the channel. */
+int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure);
+/* No job is left. Ends the thread and destroys the stream; in a forked child it only forgets. */
+void kvn_channel_destroy(kvn_channel *channel);
+kvn_device *kvn_channel_device(const kvn_channel *channel);
+/* False in a forked child of the process that made it. */
+bool kvn_channel_is_ours(const kvn_channel *channel);
+
+/* Queues the job behind the others. */
+void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job);
+/* Takes a job back that has not begun. False: it runs, or has run. */
+bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job);
+/* Aborts what the job has streams for, if it runs: for a thread that is blocked in a call (copies of
+ * pageable memory wait, full streams do) and so cannot look whether it is to stop. It may enter such
+ * a call after this: then another interrupt is due. */
+void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job);
+/* Jobs queued and running: a hint of where the next is served first. */
+unsigned kvn_channel_load(kvn_channel *channel);
+
+/* ---- on its thread ---- */
+
+/* Makes sure that there is a stream: call it before the job's first use of kvn_channel_stream. */
+int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault);
+aclrtStream kvn_channel_stream(const kvn_channel *channel);
+/* The job uses this stream too, from here on: an interrupt aborts both. NULL before it is destroyed or
+ * given to others. Whether the job was interrupted. */
+bool kvn_channel_work_beside(kvn_channel *channel, aclrtStream stream);
+/* Waits for all that was issued, and looks every 10 ms whether *stop is set: then the stream is
+ * aborted and replaced, and KVN_CANCELLED returned. An error of the stream, or one that only shows
+ * here: its status, with `fault` filled in and the stream replaced. On return nothing that was
+ * issued touches memory any more, whatever it returns. */
+int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop,
+                            kvn_channel_fault *fault);
+/* From here on nobody can interrupt the job. Whether somebody has: then what was issued may be dropped
+ * in spite of any success. */
+bool kvn_channel_settle(kvn_channel *channel);
+/* Waits at most `ms` for all that was issued: KVN_PENDING when it is not through, else KVN_OK or the
+ * failure as of kvn_channel_synchronize. */
+int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault);
+
+#endif

@@ -1,0 +1,368 @@
+#include "hccl/communicator.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "hccl/connection.h"
+
+struct kvn_communicator {
+    kvn_connection connection;
+    kvn_channel *channel;
+    uint32_t max_batch;
+    atomic_bool disturbed;
+    atomic_bool cancelled;
+    aclrtEvent events[2];
+    pthread_mutex_t farewell_mutex; /* of its own: who cancels does not wait for a call of HCCL */
+    char farewell[256]; /* why it was cancelled */
+    pthread_mutex_t mutex; /* guards what follows, and HCCL's calls for the connection */
+    pthread_cond_t changed; /* the state, or `transfers` */
+    kvn_communicator_state state;
+    bool closing;       /* no transfer begins any more */
+    uint32_t transfers; /* running: 0 or 1, as the channel has one thread */
+    /* Guards' words; the region is bound like any other. */
+    void *device_words;
+    void *host_words;
+    kvn_region words;
+};
+
+#define WORDS_NBYTES (KVN_MAX_GUARDS * sizeof(uint64_t))
+/* Of their region: what HCCS can share, a huge page. */
+#define WORDS_PAGE (UINT64_C(2) << 20)
+_Static_assert(WORDS_NBYTES <= WORDS_PAGE, "the words fit in a page");
+
+/* ---- its parts ---- */
+
+static int make_words(kvn_communicator *self, kvn_failure *failure)
+{
+    kvn_connection *connection = &self->connection;
+    if (kvn_device_allocate(connection->device, WORDS_PAGE, &self->device_words, failure) !=
+            KVN_OK ||
+        kvn_device_allocate_host(connection->device, WORDS_NBYTES, &self->host_words, failure) !=
+            KVN_OK ||
+        kvn_region_open(connection->hccl, connection->device, (uintptr_t)self->device_words,
+                        WORDS_PAGE, true, &self->words, failure) != KVN_OK)
+        return failure->status;
+    return KVN_OK;
+}
+
+/* They pace long transfers; without them these are issued in one go. */
+static int make_events(kvn_communicator *self, kvn_failure *failure)
+{
+    const kvn_device *device = self->connection.device;
+    const kvn_acl *acl = device->acl;
+    aclrtContext previous;
+    aclError code = KVN_ACL_OK;
+    if (!acl->aclrtCreateEventExWithFlag || !acl->aclrtSynchronizeEventWithTimeout)
+        return KVN_OK;
+    if (kvn_device_enter(device, &previous, failure) != KVN_OK)
+        return failure->status;
+    for (int i = 0; i < 2 && code == KVN_ACL_OK; i++) {
+        code = acl->aclrtCreateEventExWithFlag(&self->events[i], KVN_ACL_EVENT_SYNC);
+        if (code != KVN_ACL_OK)
+            self->events[i] = NULL; /* whatever it holds now */
+    }
+    if (code != KVN_ACL_OK)
+        kvn_acl_fail(acl, "aclrtCreateEventExWithFlag", code, failure);
+    kvn_device_leave(device, previous);
+    return code == KVN_ACL_OK ? KVN_OK : failure->status;
+}
+
+static void drop_events(kvn_communicator *self)
+{
+    const kvn_device *device = self->connection.device;
+    aclrtContext previous;
+    kvn_failure ignored;
+    if (!self->events[0] || kvn_device_enter(device, &previous, &ignored) != KVN_OK)
+        return;
+    for (int i = 0; i < 2; i++)
+        if (self->events[i])
+            device->acl->aclrtDestroyEvent(self->events[i]);
+    self->events[0] = self->events[1] = NULL;
+    kvn_device_leave(device, previous);
+}
+
+static void note(int status, const kvn_failure *later, kvn_failure *first)
+{
+    if (status != KVN_OK && first->status == KVN_OK)
+        *first = *later;
+}
+
+/* The first failure of these goes to `failure`; all is tried. */
+static void drop_words(kvn_communicator *self, kvn_failure *failure)
+{
+    const kvn_device *device = self->connection.device;
+    kvn_failure later;
+    if (self->words.hccl)
+        note(kvn_region_close(&self->words, &later), &later, failure);
+    if (self->host_words)
+        note(kvn_device_free_host(device, self->host_words, &later), &later, failure);
+    if (self->device_words)
+        note(kvn_device_free(device, self->device_words, &later), &later, failure);
+    self->device_words = self->host_words = NULL;
+    self->words.hccl = NULL;
+    drop_events(self);
+}
+
+static void release(kvn_communicator *self)
+{
+    if (self->channel)
+        kvn_channel_destroy(self->channel);
+    kvn_connection_free(&self->connection);
+    pthread_cond_destroy(&self->changed);
+    pthread_mutex_destroy(&self->mutex);
+    pthread_mutex_destroy(&self->farewell_mutex);
+    free(self);
+}
+
+int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
+                            const kvn_communicator_options *options, kvn_communicator **out,
+                            kvn_failure *failure)
+{
+    kvn_communicator *self = calloc(1, sizeof *self);
+    kvn_failure ignored = {.status = KVN_OK};
+    *out = NULL;
+    if (!self)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a communicator");
+    pthread_mutex_init(&self->mutex, NULL);
+    pthread_mutex_init(&self->farewell_mutex, NULL);
+    pthread_cond_init(&self->changed, NULL);
+    self->max_batch = options->max_batch;
+    self->state = KVN_COMM_OPEN;
+    if (kvn_connection_init(&self->connection, hccl, device, options->remote_rank, options->name,
+                            failure) != KVN_OK ||
+        kvn_channel_create(device, &self->channel, failure) != KVN_OK ||
+        make_words(self, failure) != KVN_OK || make_events(self, failure) != KVN_OK ||
+        kvn_connection_open(&self->connection, options, failure) != KVN_OK ||
+        kvn_connection_bind(&self->connection, &self->words, failure) != KVN_OK) {
+        kvn_connection_close(&self->connection, &ignored);
+        drop_words(self, &ignored);
+        release(self);
+        return failure->status;
+    }
+    *out = self;
+    return KVN_OK;
+}
+
+void kvn_communicator_destroy(kvn_communicator *self)
+{
+    /* The child has neither the thread nor the connection, and maybe a locked mutex. */
+    if (kvn_channel_is_ours(self->channel))
+        release(self);
+}
+
+/* ---- the life of a connection; with the mutex held ---- */
+
+static const char *say(kvn_communicator_state state)
+{
+    static const char *const words[] = {"not prepared", "being prepared", "ready",
+                                        "not connected: its prepare failed", "closed"};
+    return words[state];
+}
+
+static int refuse(const kvn_communicator *self, const char *what, kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_INVALID, 0, "communicator %s is %s: %s", self->connection.name,
+                    self->closing ? "closed" : say(self->state), what);
+}
+
+static int close_now(kvn_communicator *self, kvn_failure *failure)
+{
+    kvn_failure first = {.status = KVN_OK};
+    kvn_connection_close(&self->connection, &first);
+    drop_words(self, &first);
+    self->state = KVN_COMM_CLOSED;
+    pthread_cond_broadcast(&self->changed);
+    if (first.status != KVN_OK)
+        *failure = first;
+    return first.status;
+}
+
+static void wait_for_prepare(kvn_communicator *self)
+{
+    while (self->state == KVN_COMM_PREPARING)
+        pthread_cond_wait(&self->changed, &self->mutex);
+}
+
+/* ---- the calls ---- */
+
+int kvn_communicator_bind(kvn_communicator *self, kvn_region *region, kvn_failure *failure)
+{
+    int status;
+    pthread_mutex_lock(&self->mutex);
+    status = self->state == KVN_COMM_OPEN && !self->closing
+                 ? kvn_connection_bind(&self->connection, region, failure)
+                 : refuse(self, "memory is bound before prepare", failure);
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+int kvn_communicator_unbind(kvn_communicator *self, kvn_region *region, kvn_failure *failure)
+{
+    int status;
+    pthread_mutex_lock(&self->mutex);
+    wait_for_prepare(self);
+    status = kvn_connection_unbind(&self->connection, region, failure);
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure *failure)
+{
+    kvn_failure ignored;
+    int status;
+    pthread_mutex_lock(&self->mutex);
+    if (self->state != KVN_COMM_OPEN || self->closing) {
+        status = refuse(self, "it is prepared once", failure);
+        pthread_mutex_unlock(&self->mutex);
+        return status;
+    }
+    self->state = KVN_COMM_PREPARING; /* nobody else calls HCCL for it meanwhile */
+    pthread_mutex_unlock(&self->mutex);
+    status = kvn_connection_prepare(&self->connection, timeout_s, failure);
+    pthread_mutex_lock(&self->mutex);
+    self->state = status == KVN_OK ? KVN_COMM_READY : KVN_COMM_FAILED;
+    if (self->closing) {
+        close_now(self, &ignored);
+        if (status == KVN_OK)
+            status = kvn_fail(failure, KVN_CANCELLED, 0, "communicator %s was closed meanwhile",
+                              self->connection.name);
+    }
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure)
+{
+    int status = KVN_OK;
+    pthread_mutex_lock(&self->mutex);
+    self->closing = true;
+    if (self->state == KVN_COMM_PREPARING) {
+        status = KVN_PENDING;
+    } else {
+        while (self->transfers > 0)
+            pthread_cond_wait(&self->changed, &self->mutex);
+        if (self->state != KVN_COMM_CLOSED)
+            status = close_now(self, failure);
+    }
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+void kvn_communicator_cancel(kvn_communicator *self, const char *message)
+{
+    pthread_mutex_lock(&self->farewell_mutex);
+    if (!atomic_load(&self->cancelled)) {
+        snprintf(self->farewell, sizeof self->farewell, "%s", message);
+        atomic_store(&self->cancelled, true);
+    }
+    pthread_mutex_unlock(&self->farewell_mutex);
+}
+
+kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self)
+{
+    kvn_communicator_state state;
+    pthread_mutex_lock(&self->mutex);
+    state = self->state;
+    pthread_mutex_unlock(&self->mutex);
+    return state;
+}
+
+bool kvn_communicator_is_disturbed(const kvn_communicator *self)
+{
+    return atomic_load(&self->disturbed);
+}
+
+kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room)
+{
+    kvn_hccl_result result = KVN_HCCL_SUCCESS;
+    *text = '\0';
+    pthread_mutex_lock(&self->mutex);
+    if (self->state == KVN_COMM_READY)
+        result = kvn_connection_async_error(&self->connection, text, room);
+    pthread_mutex_unlock(&self->mutex);
+    return result;
+}
+
+/* ---- for transfers ---- */
+
+kvn_channel **kvn_communicator_channels(kvn_communicator *self) { return &self->channel; }
+
+uint32_t kvn_communicator_max_batch(const kvn_communicator *self) { return self->max_batch; }
+
+kvn_halt kvn_communicator_halt(const kvn_communicator *self, const atomic_int *stop)
+{
+    return (kvn_halt){.stop = stop, .cancelled = &self->cancelled};
+}
+
+int kvn_communicator_halted(kvn_communicator *self, kvn_channel_fault *fault)
+{
+    if (!atomic_load(&self->cancelled))
+        return KVN_CANCELLED;
+    pthread_mutex_lock(&self->farewell_mutex);
+    memcpy(fault->message, self->farewell, sizeof fault->message);
+    pthread_mutex_unlock(&self->farewell_mutex);
+    return KVN_PEER_GONE;
+}
+
+int kvn_communicator_begin(kvn_communicator *self, kvn_channel_fault *fault)
+{
+    if (atomic_load(&self->cancelled))
+        return kvn_communicator_halted(self, fault);
+    kvn_failure failure;
+    int status = KVN_OK;
+    pthread_mutex_lock(&self->mutex);
+    if (self->state != KVN_COMM_READY || self->closing) {
+        refuse(self, "nothing can be transferred", &failure);
+        memcpy(fault->message, failure.message, sizeof fault->message);
+        status = KVN_FAILED;
+    } else {
+        self->transfers++;
+    }
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+void kvn_communicator_end(kvn_communicator *self)
+{
+    pthread_mutex_lock(&self->mutex);
+    self->transfers--;
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->mutex);
+}
+
+void kvn_communicator_disturb(kvn_communicator *self) { atomic_store(&self->disturbed, true); }
+
+int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
+                           uint32_t count, kvn_channel_fault *fault)
+{
+    int status;
+    pthread_mutex_lock(&self->mutex);
+    status = kvn_connection_issue(&self->connection, is_put, descriptors, count,
+                                  kvn_channel_stream(self->channel), fault);
+    pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes)
+{
+    bool covers;
+    pthread_mutex_lock(&self->mutex);
+    covers = kvn_connection_covers(&self->connection, address, nbytes);
+    pthread_mutex_unlock(&self->mutex);
+    return covers;
+}
+
+aclrtEvent *kvn_communicator_events(kvn_communicator *self)
+{
+    return self->events[0] ? self->events : NULL;
+}
+
+uint64_t kvn_communicator_device_words(const kvn_communicator *self)
+{
+    return (uintptr_t)self->device_words;
+}
+
+uint64_t *kvn_communicator_host_words(const kvn_communicator *self) { return self->host_words; }

@@ -1,0 +1,85 @@
+/* A communicator: HCCL's connection between this process's device and one of a peer. Two ranks, one
+ * channel of its own, and the regions that it may read and write.
+ *
+ * Any thread may call what follows; a communicator's calls of HCCL are made one after another. */
+#ifndef KVN_HCCL_COMMUNICATOR_H
+#define KVN_HCCL_COMMUNICATOR_H
+
+#include "device/channel.h"
+#include "hccl/halt.h"
+#include "hccl/region.h"
+
+/* Words that a transfer's guards may have (see hccl_transfer.h). */
+#define KVN_MAX_GUARDS 4096
+
+typedef enum kvn_communicator_state {
+    KVN_COMM_OPEN,      /* regions may be bound */
+    KVN_COMM_PREPARING, /* a thread is in prepare */
+    KVN_COMM_READY,
+    KVN_COMM_FAILED, /* prepare failed */
+    KVN_COMM_CLOSED
+} kvn_communicator_state;
+
+typedef struct kvn_communicator_options {
+    const char *rank_table; /* JSON */
+    uint32_t rank;
+    uint32_t remote_rank;
+    const char *name;       /* the same at both ends; 1 to 127 bytes */
+    uint32_t traffic_class; /* KVN_HCCL_NOT_SET: HCCL's own */
+    uint32_t service_level;
+    uint32_t max_batch; /* descriptors of one HcclBatchPut or Get */
+} kvn_communicator_options;
+
+typedef struct kvn_communicator kvn_communicator;
+
+/* Makes the channel and initializes the communicator, one at a time in the process. */
+int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
+                            const kvn_communicator_options *options, kvn_communicator **out,
+                            kvn_failure *failure);
+/* Once, after close, when no backend is left. In a forked child it only forgets. */
+void kvn_communicator_destroy(kvn_communicator *self);
+
+/* Before prepare. The region stays in place until it is unbound or the communicator is closed. */
+int kvn_communicator_bind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
+/* Any time; waits for a prepare. The region is not bound on return, whatever that is. */
+int kvn_communicator_unbind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
+/* Blocks until the peer prepares too, at most `timeout_s` >= 1 for each step that HCCL takes. */
+int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure *failure);
+/* Unbinds all and destroys the connection; waits for the transfer that runs. KVN_PENDING when
+ * another thread is in prepare: that one closes as soon as HCCL lets it. Idempotent. */
+int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure);
+
+/* The peer is given up: what is queued and running ends at once with KVN_PEER_GONE and `message`, and
+ * so does whatever is submitted later. Does not wait. */
+void kvn_communicator_cancel(kvn_communicator *self, const char *message);
+
+kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
+/* Whether an operation failed in HCCL or was stopped. */
+bool kvn_communicator_is_disturbed(const kvn_communicator *self);
+/* HCCL's own opinion: its result, 0 when all is well or nobody can tell; `text` as in messages. */
+kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room);
+
+/* ---- for transfers, on the channel's thread ---- */
+
+kvn_channel **kvn_communicator_channels(kvn_communicator *self); /* an array of one */
+uint32_t kvn_communicator_max_batch(const kvn_communicator *self);
+/* What a transfer with this `stop` looks at. */
+kvn_halt kvn_communicator_halt(const kvn_communicator *self, const atomic_int *stop);
+/* KVN_PEER_GONE and the message when it was cancelled, else KVN_CANCELLED. */
+int kvn_communicator_halted(kvn_communicator *self, kvn_channel_fault *fault);
+/* A transfer begins: the connection stays until it ends. KVN_FAILED when it is not ready. */
+int kvn_communicator_begin(kvn_communicator *self, kvn_channel_fault *fault);
+void kvn_communicator_end(kvn_communicator *self);
+void kvn_communicator_disturb(kvn_communicator *self);
+/* One HcclBatchPut or Get of 1 to max_batch descriptors on the channel's stream. */
+int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
+                           uint32_t count, kvn_channel_fault *fault);
+/* Whether [address, address + nbytes) lies inside one bound region of this side. */
+bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes);
+/* Two events for the transfer that runs; NULL where the library has none that can be used again. */
+aclrtEvent *kvn_communicator_events(kvn_communicator *self);
+/* KVN_MAX_GUARDS words for the transfer that runs: on the device, bound; and pinned in the host. */
+uint64_t kvn_communicator_device_words(const kvn_communicator *self);
+uint64_t *kvn_communicator_host_words(const kvn_communicator *self);
+
+#endif

@@ -1,0 +1,302 @@
+#include "hccl/connection.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+int kvn_connection_init(kvn_connection *self, kvn_hccl *hccl, const kvn_device *device,
+                        uint32_t remote_rank, const char *name, kvn_failure *failure)
+{
+    *self = (kvn_connection){.hccl = hccl, .device = device, .remote_rank = remote_rank};
+    if (!*name || strlen(name) >= sizeof self->name)
+        return kvn_fail(failure, KVN_INVALID, 0, "name is %zu bytes long; it must be 1 to %zu",
+                        strlen(name), sizeof self->name - 1);
+    memcpy(self->name, name, strlen(name) + 1);
+    /* Untouched pages cost nothing. */
+    self->bound = calloc(KVN_HCCL_MAX_REGIONS, sizeof *self->bound);
+    if (hccl->is_per_comm)
+        self->remote = calloc(KVN_HCCL_MAX_REGIONS, sizeof *self->remote);
+    if (!self->bound || (hccl->is_per_comm && !self->remote))
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a communicator's regions");
+    return KVN_OK;
+}
+
+void kvn_connection_free(kvn_connection *self)
+{
+    free(self->bound);
+    free(self->remote);
+}
+
+int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *options,
+                        kvn_failure *failure)
+{
+    kvn_hccl_config config = {
+        .size = sizeof config,
+        .magic = KVN_HCCL_CONFIG_MAGIC,
+        .version = KVN_HCCL_CONFIG_VERSION,
+        .buffer_mb = 200, /* the vendor's default; one-sided operations do not use it */
+        .traffic_class = options->traffic_class,
+        .service_level = options->service_level,
+    };
+    aclrtContext previous;
+    kvn_hccl_result result;
+    memcpy(config.name, self->name, sizeof config.name);
+    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    pthread_mutex_lock(&self->hccl->init);
+    result = self->hccl->calls.init(options->rank_table, options->rank, &config, &self->comm);
+    pthread_mutex_unlock(&self->hccl->init);
+    if (result != KVN_HCCL_SUCCESS) {
+        self->comm = NULL;
+        kvn_hccl_fail(self->hccl, "HcclCommInitClusterInfoMemConfig", result, failure);
+    }
+    kvn_device_leave(self->device, previous);
+    return kvn_hccl_status(result);
+}
+
+/* ---- regions of this side ---- */
+
+static kvn_bound *find(kvn_connection *self, const kvn_region *region)
+{
+    for (size_t i = 0; i < self->num_bound; i++)
+        if (self->bound[i].region == region)
+            return &self->bound[i];
+    return NULL;
+}
+
+static const char *bind_call(const kvn_connection *self)
+{
+    return self->hccl->is_per_comm ? "HcclRegisterMem" : "HcclCommBindMem";
+}
+
+static kvn_hccl_result bind_one(kvn_connection *self, kvn_bound *bound)
+{
+    const kvn_hccl_calls *calls = &self->hccl->calls;
+    const kvn_region *region = bound->region;
+    if (!self->hccl->is_per_comm)
+        return calls->bind(self->comm, region->handle);
+    return calls->register_memory(self->comm, self->remote_rank,
+                                  region->on_device ? KVN_HCCL_MEM_DEVICE : KVN_HCCL_MEM_HOST,
+                                  (void *)(uintptr_t)region->address, region->nbytes, &bound->desc);
+}
+
+int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *failure)
+{
+    aclrtContext previous;
+    kvn_hccl_result result;
+    if (find(self, region))
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "the region [0x%" PRIx64 ", 0x%" PRIx64 ") is bound already",
+                        region->address, region->address + region->nbytes);
+    if (region->device->id != self->device->id)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "the region is of device %d, the communicator of device %d",
+                        region->device->id, self->device->id);
+    if (self->num_bound == KVN_HCCL_MAX_REGIONS)
+        return kvn_fail(failure, KVN_INVALID, 0, "%d regions are bound already, which is the most",
+                        KVN_HCCL_MAX_REGIONS);
+    if (kvn_region_hold(region, failure) != KVN_OK)
+        return failure->status;
+    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK) {
+        kvn_region_let_go(region);
+        return failure->status;
+    }
+    self->bound[self->num_bound].region = region;
+    result = bind_one(self, &self->bound[self->num_bound]);
+    if (result == KVN_HCCL_SUCCESS) {
+        self->num_bound++;
+    } else {
+        kvn_hccl_fail(self->hccl, bind_call(self), result, failure);
+        kvn_region_let_go(region);
+    }
+    kvn_device_leave(self->device, previous);
+    return kvn_hccl_status(result);
+}
+
+/* With the device's context current. Whatever HCCL says, the region is not bound afterwards. */
+static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failure)
+{
+    const bool is_per_comm = self->hccl->is_per_comm;
+    const kvn_hccl_calls *calls = &self->hccl->calls;
+    const kvn_hccl_result result = is_per_comm
+                                       ? calls->deregister_memory(self->comm, &bound->desc)
+                                       : calls->unbind(self->comm, bound->region->handle);
+    kvn_region_let_go(bound->region);
+    *bound = self->bound[--self->num_bound];
+    self->last_hit = 0;
+    if (result == KVN_HCCL_SUCCESS)
+        return KVN_OK;
+    return kvn_hccl_fail(self->hccl, is_per_comm ? "HcclDeregisterMem" : "HcclCommUnbindMem",
+                         result, failure);
+}
+
+int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure *failure)
+{
+    kvn_bound *bound = find(self, region);
+    aclrtContext previous;
+    int status;
+    if (!bound)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "the region [0x%" PRIx64 ", 0x%" PRIx64 ") is not bound to communicator %s",
+                        region->address, region->address + region->nbytes, self->name);
+    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    status = unbind_one(self, bound, failure);
+    kvn_device_leave(self->device, previous);
+    return status;
+}
+
+bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes)
+{
+    for (size_t i = 0; i < self->num_bound; i++) {
+        const size_t at = (self->last_hit + i) % self->num_bound;
+        const kvn_region *region = self->bound[at].region;
+        if (address >= region->address && address - region->address < region->nbytes &&
+            nbytes <= region->nbytes - (address - region->address)) {
+            self->last_hit = at;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ---- connecting ---- */
+
+static int exchange(kvn_connection *self, int timeout_s, uint32_t *num_remote,
+                    kvn_failure *failure)
+{
+    kvn_hccl_mem_descs remote = {.array = self->remote, .count = KVN_HCCL_MAX_REGIONS};
+    kvn_hccl_mem_descs local = {.count = (uint32_t)self->num_bound};
+    kvn_hccl_result result;
+    local.array = malloc(self->num_bound * sizeof *local.array);
+    if (!local.array)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %zu descriptions of regions",
+                        self->num_bound);
+    for (size_t i = 0; i < self->num_bound; i++)
+        local.array[i] = self->bound[i].desc;
+    result = self->hccl->calls.exchange(self->comm, self->remote_rank, &local, timeout_s, &remote,
+                                        num_remote);
+    free(local.array);
+    if (result != KVN_HCCL_SUCCESS)
+        return kvn_hccl_fail(self->hccl, "HcclExchangeMemDesc", result, failure);
+    if (*num_remote > KVN_HCCL_MAX_REGIONS)
+        return kvn_fail(failure, KVN_INVALID, 0, "the peer has %" PRIu32 " regions; at most %d",
+                        *num_remote, KVN_HCCL_MAX_REGIONS);
+    return KVN_OK;
+}
+
+static int import(kvn_connection *self, int timeout_s, kvn_failure *failure)
+{
+    uint32_t num_remote = 0;
+    if (exchange(self, timeout_s, &num_remote, failure) != KVN_OK)
+        return failure->status;
+    for (uint32_t i = 0; i < num_remote; i++) {
+        kvn_hccl_mem ignored = {.type = KVN_HCCL_MEM_DEVICE};
+        const kvn_hccl_result result =
+            self->hccl->calls.enable(self->comm, &self->remote[i], &ignored);
+        if (result != KVN_HCCL_SUCCESS)
+            return kvn_hccl_fail(self->hccl, "HcclEnableMemAccess", result, failure);
+        self->num_remote = i + 1;
+    }
+    return KVN_OK;
+}
+
+int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *failure)
+{
+    const kvn_hccl_prepare_config config = {.topology = 0};
+    aclrtContext previous;
+    kvn_hccl_result result;
+    int status = KVN_OK;
+    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    if (self->hccl->is_per_comm) {
+        status = import(self, timeout_s, failure);
+    } else {
+        result = self->hccl->calls.prepare(self->comm, &config, timeout_s);
+        if (result != KVN_HCCL_SUCCESS)
+            status = kvn_hccl_fail(self->hccl, "HcclCommPrepare", result, failure);
+    }
+    kvn_device_leave(self->device, previous);
+    return status;
+}
+
+/* ---- the end ---- */
+
+static void keep_first(kvn_failure *first, const kvn_failure *later)
+{
+    if (first->status == KVN_OK)
+        *first = *later;
+}
+
+static void take_down(kvn_connection *self, kvn_failure *first)
+{
+    const kvn_hccl_calls *calls = &self->hccl->calls;
+    kvn_failure later;
+    kvn_hccl_result result;
+    while (self->num_remote > 0) {
+        result = calls->disable(self->comm, &self->remote[--self->num_remote]);
+        if (result != KVN_HCCL_SUCCESS) {
+            kvn_hccl_fail(self->hccl, "HcclDisableMemAccess", result, &later);
+            keep_first(first, &later);
+        }
+    }
+    while (self->num_bound > 0)
+        if (unbind_one(self, &self->bound[self->num_bound - 1], &later) != KVN_OK)
+            keep_first(first, &later);
+    result = calls->destroy(self->comm);
+    if (result != KVN_HCCL_SUCCESS) {
+        kvn_hccl_fail(self->hccl, "HcclCommDestroy", result, &later);
+        keep_first(first, &later);
+    }
+    self->comm = NULL;
+}
+
+void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
+{
+    aclrtContext previous;
+    kvn_failure later;
+    if (!self->comm)
+        return;
+    if (kvn_device_enter(self->device, &previous, &later) == KVN_OK) {
+        take_down(self, failure);
+        kvn_device_leave(self->device, previous);
+        return;
+    }
+    /* Without a context HCCL cannot be called: the connection is lost, the regions are not. */
+    keep_first(failure, &later);
+    while (self->num_bound > 0)
+        kvn_region_let_go(self->bound[--self->num_bound].region);
+    self->comm = NULL;
+}
+
+/* ---- for transfers ---- */
+
+kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room)
+{
+    kvn_hccl_result result = KVN_HCCL_SUCCESS;
+    aclrtContext previous;
+    kvn_failure failure;
+    if (!self->hccl->calls.async_error ||
+        kvn_device_enter(self->device, &previous, &failure) != KVN_OK)
+        return KVN_HCCL_SUCCESS;
+    if (self->hccl->calls.async_error(self->comm, &result) != KVN_HCCL_SUCCESS)
+        result = KVN_HCCL_SUCCESS;
+    if (result != KVN_HCCL_SUCCESS)
+        kvn_hccl_explain(self->hccl, "HcclGetCommAsyncError", result, text, room);
+    kvn_device_leave(self->device, previous);
+    return result;
+}
+
+int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
+                         uint32_t count, aclrtStream stream, kvn_channel_fault *fault)
+{
+    const kvn_hccl_calls *calls = &self->hccl->calls;
+    const kvn_hccl_result result = (is_put ? calls->put : calls->get)(
+        self->comm, self->remote_rank, descriptors, count, stream);
+    if (result == KVN_HCCL_SUCCESS)
+        return KVN_OK;
+    fault->code = result;
+    return kvn_hccl_explain(self->hccl, is_put ? "HcclBatchPut" : "HcclBatchGet", result,
+                            fault->message, sizeof fault->message);
+}

@@ -1,0 +1,45 @@
+/* What of a communicator is HCCL's: the handle, the regions bound to it, the peer's regions that it
+ * may reach. No locks: hccl_communicator.c lets one thread at a time in. */
+#ifndef KVN_HCCL_CONNECTION_H
+#define KVN_HCCL_CONNECTION_H
+
+#include "hccl/communicator.h"
+
+/* A region of this side, and its description for the peer where the communicator registers it. */
+typedef struct kvn_bound {
+    kvn_region *region;
+    kvn_hccl_mem_desc desc;
+} kvn_bound;
+
+typedef struct kvn_connection {
+    kvn_hccl *hccl;
+    const kvn_device *device;
+    kvn_hccl_comm comm; /* NULL when there is none */
+    uint32_t remote_rank;
+    char name[128];
+    kvn_bound *bound; /* KVN_HCCL_MAX_REGIONS have room */
+    size_t num_bound;
+    size_t last_hit; /* the region that held the latest address looked up */
+    /* The peer's regions, where they are exchanged by hand; those that are enabled. */
+    kvn_hccl_mem_desc *remote;
+    uint32_t num_remote;
+} kvn_connection;
+
+int kvn_connection_init(kvn_connection *self, kvn_hccl *hccl, const kvn_device *device,
+                        uint32_t remote_rank, const char *name, kvn_failure *failure);
+void kvn_connection_free(kvn_connection *self);
+/* Initializes the communicator: waits until no other thread does. */
+int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *options,
+                        kvn_failure *failure);
+int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *failure);
+int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure *failure);
+int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *failure);
+/* Unbinds and destroys what there is; the first failure is kept if `failure` holds none (KVN_OK). */
+void kvn_connection_close(kvn_connection *self, kvn_failure *failure);
+kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room);
+/* On a thread that has the device set. */
+int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
+                         uint32_t count, aclrtStream stream, kvn_channel_fault *fault);
+bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes);
+
+#endif

@@ -1,0 +1,71 @@
+/* The HCCL library of this process: found beside ACL's, opened, its calls looked up, its errors in
+ * words. It is never closed: its threads outlive whoever used it last. */
+#ifndef KVN_HCCL_LIBRARY_H
+#define KVN_HCCL_LIBRARY_H
+
+#include <pthread.h>
+#include <stdbool.h>
+
+#include "acl/library.h"
+#include "kvnative/hccl.h"
+
+/* Most ranges that a process registers, and that are bound to a communicator: HCCL's own limits. */
+#define KVN_HCCL_MAX_REGIONS 256
+
+typedef struct kvn_hccl_calls {
+    kvn_hccl_init_fn init;
+    kvn_hccl_destroy_fn destroy;
+    kvn_hccl_batch_fn put;
+    kvn_hccl_batch_fn get;
+    /* Optional from here: NULL where the library lacks it. */
+    kvn_hccl_async_error_fn async_error;
+    kvn_hccl_error_string_fn error_string;
+    /* Memory that is registered once. */
+    kvn_hccl_register_global_fn register_global;
+    kvn_hccl_deregister_global_fn deregister_global;
+    kvn_hccl_bind_fn bind;
+    kvn_hccl_bind_fn unbind;
+    kvn_hccl_prepare_fn prepare;
+    /* Memory that is registered with each communicator. */
+    kvn_hccl_register_fn register_memory;
+    kvn_hccl_forget_fn deregister_memory;
+    kvn_hccl_exchange_fn exchange;
+    kvn_hccl_enable_fn enable;
+    kvn_hccl_forget_fn disable;
+} kvn_hccl_calls;
+
+typedef struct kvn_region kvn_region;
+
+/* One per process and path; it must stay in place. */
+typedef struct kvn_hccl {
+    kvn_hccl_calls calls;
+    const kvn_acl *acl;   /* for the vendor's texts, which HCCL leaves there */
+    void *file;           /* dlopen's handle */
+    bool is_per_comm;     /* memory is registered with each communicator */
+    pthread_mutex_t init; /* HCCL cannot make two communicators at the same time */
+    pthread_mutex_t registry; /* guards the list below and how often each region is bound */
+    kvn_region *regions;  /* those that are not closed */
+} kvn_hccl;
+
+/* Opens the file at `path` (a bare name: where the loader finds it). KVN_UNSUPPORTED when it cannot be
+ * opened or lacks what every use needs. `soc_name` (NULL: unknown) decides between the two ways to
+ * register memory. */
+int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
+                  kvn_failure *failure);
+/* The file that it was found in. */
+void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room);
+/* Name of the n-th optional call that the library lacks; NULL when there are no more. */
+const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n);
+
+/* The KVN_ status of a HcclResult. */
+int kvn_hccl_status(kvn_hccl_result result);
+/* "TIMEOUT" for 9; "" for codes that kvplan knows nothing of. */
+const char *kvn_hccl_words(kvn_hccl_result result);
+/* Writes "call: code (words): the vendor's text". On the thread of the failed call, and before the
+ * next. Returns kvn_hccl_status(result). */
+int kvn_hccl_explain(const kvn_hccl *hccl, const char *call, kvn_hccl_result result, char *message,
+                     size_t room);
+int kvn_hccl_fail(const kvn_hccl *hccl, const char *call, kvn_hccl_result result,
+                  kvn_failure *failure);
+
+#endif

@@ -1,0 +1,168 @@
+#include "hccl/region.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+/* What HCCL takes in one registration. */
+#define MAX_DEVICE_NBYTES (UINT64_C(64) << 30)
+#define MAX_HOST_NBYTES (UINT64_C(1) << 40)
+
+static const char *kind(const kvn_region *region) { return region->on_device ? "device" : "host"; }
+
+static int check_size(const kvn_region *region, kvn_failure *failure)
+{
+    const uint64_t most = region->on_device ? MAX_DEVICE_NBYTES : MAX_HOST_NBYTES;
+    uint64_t end;
+    if (region->nbytes < 1 || region->nbytes > most)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "nbytes is %" PRIu64 "; of %s memory HCCL registers 1 to %" PRIu64
+                        " bytes at a time", region->nbytes, kind(region), most);
+    if (region->address == 0 ||
+        __builtin_add_overflow(region->address, region->nbytes, &end))
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "address is 0x%" PRIx64 ", nbytes is %" PRIu64
+                        ": no range of memory", region->address, region->nbytes);
+    return KVN_OK;
+}
+
+/* Under the registry's mutex. Host memory is registered for each device of its own. */
+static int check_overlap(const kvn_region *region, kvn_failure *failure)
+{
+    for (const kvn_region *it = region->hccl->regions; it; it = it->next)
+        if (it->device->id == region->device->id && it->on_device == region->on_device &&
+            it->address < region->address + region->nbytes &&
+            region->address < it->address + it->nbytes)
+            return kvn_fail(failure, KVN_INVALID, 0,
+                            "[0x%" PRIx64 ", 0x%" PRIx64 ") overlaps the %s region [0x%" PRIx64
+                            ", 0x%" PRIx64 ") of device %d",
+                            region->address, region->address + region->nbytes, kind(it),
+                            it->address, it->address + it->nbytes, it->device->id);
+    return KVN_OK;
+}
+
+/* Under the registry's mutex. */
+static int check_number(const kvn_region *region, kvn_failure *failure)
+{
+    unsigned count = 0;
+    for (const kvn_region *it = region->hccl->regions; it; it = it->next)
+        count++;
+    if (count < KVN_HCCL_MAX_REGIONS)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_NO_MEMORY, 0,
+                    "%u ranges are registered with HCCL, which is the most (each connection takes "
+                    "one, too): use pools, or register larger ranges", count);
+}
+
+static int enroll(kvn_region *region, kvn_failure *failure)
+{
+    int status;
+    pthread_mutex_lock(&region->hccl->registry);
+    status = check_overlap(region, failure);
+    if (status == KVN_OK)
+        status = check_number(region, failure);
+    if (status == KVN_OK) {
+        region->next = region->hccl->regions;
+        region->hccl->regions = region;
+        region->is_open = true;
+    }
+    pthread_mutex_unlock(&region->hccl->registry);
+    return status;
+}
+
+/* Under the registry's mutex. */
+static void strike_out(kvn_region *region)
+{
+    kvn_region **at = &region->hccl->regions;
+    while (*at && *at != region)
+        at = &(*at)->next;
+    if (*at)
+        *at = region->next;
+    region->is_open = false;
+}
+
+static int register_once(kvn_region *region, kvn_failure *failure)
+{
+    const kvn_hccl_mem mem = {
+        .type = region->on_device ? KVN_HCCL_MEM_DEVICE : KVN_HCCL_MEM_HOST,
+        .address = region->address,
+        .nbytes = region->nbytes,
+    };
+    aclrtContext previous;
+    kvn_hccl_result result;
+    if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    result = region->hccl->calls.register_global(&mem, &region->handle);
+    if (result != KVN_HCCL_SUCCESS)
+        kvn_hccl_fail(region->hccl, "HcclRegisterGlobalMem", result, failure);
+    kvn_device_leave(region->device, previous);
+    return kvn_hccl_status(result);
+}
+
+int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, uint64_t nbytes,
+                    bool on_device, kvn_region *out, kvn_failure *failure)
+{
+    *out = (kvn_region){.hccl = hccl, .device = device, .address = address, .nbytes = nbytes,
+                        .on_device = on_device};
+    if (check_size(out, failure) != KVN_OK || enroll(out, failure) != KVN_OK)
+        return failure->status;
+    if (!hccl->is_per_comm && register_once(out, failure) != KVN_OK) {
+        pthread_mutex_lock(&hccl->registry);
+        strike_out(out);
+        pthread_mutex_unlock(&hccl->registry);
+        return failure->status;
+    }
+    return KVN_OK;
+}
+
+static int deregister(kvn_region *region, kvn_failure *failure)
+{
+    aclrtContext previous;
+    kvn_hccl_result result;
+    if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    result = region->hccl->calls.deregister_global(region->handle);
+    if (result != KVN_HCCL_SUCCESS)
+        kvn_hccl_fail(region->hccl, "HcclDeregisterGlobalMem", result, failure);
+    kvn_device_leave(region->device, previous);
+    return kvn_hccl_status(result);
+}
+
+int kvn_region_close(kvn_region *region, kvn_failure *failure)
+{
+    int status = KVN_OK;
+    pthread_mutex_lock(&region->hccl->registry);
+    if (region->is_open && region->num_bound > 0) {
+        status = kvn_fail(failure, KVN_INVALID, 0,
+                          "the region [0x%" PRIx64 ", 0x%" PRIx64 ") is bound to %" PRIu32
+                          " communicator(s)",
+                          region->address, region->address + region->nbytes, region->num_bound);
+    } else if (region->is_open) {
+        /* With the mutex held: whoever registers the range anew finds it deregistered. */
+        if (region->handle)
+            status = deregister(region, failure);
+        strike_out(region);
+    }
+    pthread_mutex_unlock(&region->hccl->registry);
+    return status;
+}
+
+int kvn_region_hold(kvn_region *region, kvn_failure *failure)
+{
+    int status = KVN_OK;
+    pthread_mutex_lock(&region->hccl->registry);
+    if (region->is_open)
+        region->num_bound++;
+    else
+        status = kvn_fail(failure, KVN_INVALID, 0,
+                          "the region [0x%" PRIx64 ", 0x%" PRIx64 ") is closed", region->address,
+                          region->address + region->nbytes);
+    pthread_mutex_unlock(&region->hccl->registry);
+    return status;
+}
+
+void kvn_region_let_go(kvn_region *region)
+{
+    pthread_mutex_lock(&region->hccl->registry);
+    region->num_bound--;
+    pthread_mutex_unlock(&region->hccl->registry);
+}

@@ -1,0 +1,220 @@
+#include "hccl/staging.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/clock.h"
+
+/* How often who waits looks whether to stop. */
+#define MS_PER_SLICE 10
+#define NS_PER_SLICE (MS_PER_SLICE * INT64_C(1000000))
+
+/* ---- lanes; with the device's context current ---- */
+
+/* Stops its copies. While the system does neither, they go on, and touch memory that is others' as soon
+ * as this returns: then it waits for them to end. */
+static void stop(const kvn_acl *acl, aclrtStream stream)
+{
+    bool aborted, destroyed;
+    do {
+        aborted = acl->aclrtStreamAbort(stream) == KVN_ACL_OK;
+        destroyed = acl->aclrtDestroyStreamForce(stream) == KVN_ACL_OK;
+    } while (!aborted && !destroyed &&
+             acl->aclrtSynchronizeStreamWithTimeout(stream, MS_PER_SLICE) == KVN_ACL_STREAM_TIMEOUT);
+    if (!aborted || !destroyed)
+        kvn_acl_forget(acl); /* what led here is the error to tell */
+}
+
+static void take_down(const kvn_staging *staging, kvn_lane *lane)
+{
+    const kvn_acl *acl = staging->device->acl;
+    if (lane->stream)
+        stop(acl, lane->stream);
+    for (uint32_t i = 0; i < staging->slots; i++) {
+        if (lane->filled[i])
+            acl->aclrtDestroyEvent(lane->filled[i]);
+        if (lane->emptied[i])
+            acl->aclrtDestroyEvent(lane->emptied[i]);
+        lane->filled[i] = lane->emptied[i] = NULL;
+    }
+    lane->stream = NULL;
+}
+
+/* An event that may be recorded again and again: a wait means the record before it. */
+static int make_event(const kvn_acl *acl, aclrtEvent *out, kvn_failure *failure)
+{
+    const aclError code = acl->aclrtCreateEventExWithFlag(out, KVN_ACL_EVENT_SYNC);
+    if (code == KVN_ACL_OK)
+        return KVN_OK;
+    *out = NULL;
+    return kvn_acl_fail(acl, "aclrtCreateEventExWithFlag", code, failure);
+}
+
+static int set_up(const kvn_staging *staging, kvn_lane *lane, kvn_failure *failure)
+{
+    const kvn_acl *acl = staging->device->acl;
+    const aclError code = acl->aclrtCreateStream(&lane->stream);
+    if (code != KVN_ACL_OK) {
+        lane->stream = NULL;
+        return kvn_acl_fail(acl, "aclrtCreateStream", code, failure);
+    }
+    for (uint32_t i = 0; i < staging->slots; i++)
+        if (make_event(acl, &lane->filled[i], failure) != KVN_OK ||
+            make_event(acl, &lane->emptied[i], failure) != KVN_OK) {
+            take_down(staging, lane);
+            return failure->status;
+        }
+    return KVN_OK;
+}
+
+/* ---- open, close ---- */
+
+/* Without a context there is nothing to take down: the device is gone. */
+static int drop(const kvn_staging *staging, kvn_failure *failure)
+{
+    aclrtContext previous;
+    if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    for (uint32_t i = 0; i < staging->num_lanes; i++)
+        take_down(staging, &staging->lanes[i]);
+    kvn_device_leave(staging->device, previous);
+    return KVN_OK;
+}
+
+static int set_up_all(const kvn_staging *staging, kvn_failure *failure)
+{
+    kvn_failure ignored;
+    aclrtContext previous;
+    int status = KVN_OK;
+    if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
+        return failure->status;
+    for (uint32_t i = 0; i < staging->num_lanes && status == KVN_OK; i++)
+        status = set_up(staging, &staging->lanes[i], failure);
+    kvn_device_leave(staging->device, previous);
+    if (status != KVN_OK)
+        drop(staging, &ignored);
+    return status;
+}
+
+int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_failure *failure)
+{
+    if (slot_nbytes < 4096 || slot_nbytes > UINT64_C(1) << 30)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "slot_nbytes is %" PRIu64 "; it must be in [4096, 2**30]", slot_nbytes);
+    /* One slot would make copies and operations take turns. */
+    if (slots < 2 || slots > KVN_STAGING_MAX_SLOTS)
+        return kvn_fail(failure, KVN_INVALID, 0, "slots is %" PRIu64 "; it must be in [2, %d]",
+                        slots, KVN_STAGING_MAX_SLOTS);
+    if (lanes < 1 || lanes > KVN_STAGING_MAX_LANES)
+        return kvn_fail(failure, KVN_INVALID, 0, "lanes is %" PRIu64 "; it must be in [1, %d]",
+                        lanes, KVN_STAGING_MAX_LANES);
+    return KVN_OK;
+}
+
+int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
+                     uint32_t num_lanes, kvn_staging *out, kvn_failure *failure)
+{
+    *out = (kvn_staging){.device = device, .slot_nbytes = slot_nbytes, .slots = slots,
+                         .num_lanes = num_lanes};
+    if (!device->acl->aclrtCreateEventExWithFlag || !device->acl->aclrtSynchronizeEventWithTimeout)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "this ACL library lacks aclrtCreateEventExWithFlag or "
+                        "aclrtSynchronizeEventWithTimeout, which staging needs");
+    out->lanes = calloc(num_lanes, sizeof *out->lanes);
+    if (!out->lanes)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %" PRIu32 " lanes",
+                        num_lanes);
+    if (set_up_all(out, failure) != KVN_OK) {
+        kvn_staging_free(out);
+        return failure->status;
+    }
+    for (uint32_t i = 0; i < num_lanes; i++)
+        out->lanes[i].address = address + i * slot_nbytes * slots;
+    pthread_mutex_init(&out->mutex, NULL);
+    kvn_cond_init(&out->freed);
+    out->is_open = true;
+    return KVN_OK;
+}
+
+int kvn_staging_close(kvn_staging *staging, kvn_failure *failure)
+{
+    int status = KVN_OK;
+    pthread_mutex_lock(&staging->mutex);
+    if (staging->is_open && staging->num_busy > 0) {
+        status = kvn_fail(failure, KVN_INVALID, 0, "%" PRIu32 " transfer(s) use the staging memory",
+                          staging->num_busy);
+    } else if (staging->is_open) {
+        staging->is_open = false;
+        status = drop(staging, failure);
+    }
+    pthread_mutex_unlock(&staging->mutex);
+    return status;
+}
+
+void kvn_staging_free(kvn_staging *staging)
+{
+    free(staging->lanes);
+    staging->lanes = NULL;
+}
+
+/* ---- for transfers ---- */
+
+static kvn_lane *find_free(kvn_staging *staging)
+{
+    for (uint32_t i = 0; i < staging->num_lanes; i++)
+        if (!staging->lanes[i].busy)
+            return &staging->lanes[i];
+    return NULL;
+}
+
+/* With the mutex held. */
+static int wait_for_lane(kvn_staging *staging, const kvn_halt *halt, kvn_lane **out,
+                         kvn_channel_fault *fault)
+{
+    while (staging->is_open && !kvn_is_halted(halt)) {
+        *out = find_free(staging);
+        if (*out) {
+            (*out)->busy = true;
+            staging->num_busy++;
+            return KVN_OK;
+        }
+        kvn_cond_wait(&staging->freed, &staging->mutex, kvn_now_ns() + NS_PER_SLICE);
+    }
+    snprintf(fault->message, sizeof fault->message,
+             staging->is_open ? "all %" PRIu32 " lanes of the staging memory are in use"
+                              : "the staging memory is closed (%" PRIu32 " lanes)",
+             staging->num_lanes);
+    return staging->is_open ? KVN_CANCELLED : KVN_FAILED;
+}
+
+int kvn_staging_claim(kvn_staging *staging, const kvn_halt *halt, kvn_lane **out,
+                      kvn_channel_fault *fault)
+{
+    kvn_failure failure;
+    int status;
+    pthread_mutex_lock(&staging->mutex);
+    status = wait_for_lane(staging, halt, out, fault);
+    pthread_mutex_unlock(&staging->mutex);
+    if (status != KVN_OK || (*out)->stream || set_up(staging, *out, &failure) == KVN_OK)
+        return status;
+    kvn_staging_release(staging, *out, true);
+    fault->code = failure.code;
+    memcpy(fault->message, failure.message, sizeof fault->message);
+    return failure.status;
+}
+
+void kvn_staging_release(kvn_staging *staging, kvn_lane *lane, bool is_clean)
+{
+    kvn_failure ignored;
+    if (!is_clean) {
+        take_down(staging, lane);
+        set_up(staging, lane, &ignored); /* else the next to claim it tries again, and says why */
+    }
+    pthread_mutex_lock(&staging->mutex);
+    lane->busy = false;
+    staging->num_busy--;
+    pthread_cond_broadcast(&staging->freed);
+    pthread_mutex_unlock(&staging->mutex);
+}

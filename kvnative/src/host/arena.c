@@ -1,0 +1,183 @@
+#include "host/arena.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <linux/magic.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+#ifndef MADV_POPULATE_READ /* Linux 5.14 */
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+#define FIXED_SIZE (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+static int status_of(int error)
+{
+    switch (error) {
+    case EFBIG:
+    case ENOMEM:
+    case ENOSPC: return KVN_NO_MEMORY;
+    case EPERM:
+    case EACCES: return KVN_DENIED;
+    case ESRCH: return KVN_PEER_GONE;
+    default: return KVN_FAILED;
+    }
+}
+
+static int map(kvn_arena *arena, kvn_failure *failure)
+{
+    const int protection = PROT_READ | (arena->writable ? PROT_WRITE : 0);
+    arena->address =
+        mmap(NULL, arena->nbytes, protection, MAP_SHARED | MAP_NORESERVE, arena->fd, 0);
+    if (arena->address == MAP_FAILED) {
+        arena->address = NULL;
+        return kvn_fail(failure, status_of(errno), errno,
+                        "mapping an arena of %" PRIu64 " bytes: %s", arena->nbytes,
+                        strerror(errno));
+    }
+    /* Only a hint; it counts where the administrator set shmem_enabled to advise. */
+    (void)madvise(arena->address, arena->nbytes, MADV_HUGEPAGE);
+    return KVN_OK;
+}
+
+/* Newer kernels warn without that flag, or insist on it (vm.memfd_noexec); older ones refuse it. */
+static int create_memfd(const char *name)
+{
+    const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+    return fd < 0 && errno == EINVAL ? memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING) : fd;
+}
+
+int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena *out,
+                     kvn_failure *failure)
+{
+    struct stat facts;
+    *out = (kvn_arena){.nbytes = nbytes, .fd = -1, .writable = 1};
+    if (nbytes == 0 || nbytes > INT64_MAX)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "nbytes is %" PRIu64 "; it must be in [1, %" PRId64 "]", nbytes, INT64_MAX);
+    out->fd = create_memfd(name);
+    int failed =
+        out->fd < 0 || ftruncate(out->fd, (off_t)nbytes) != 0 || fstat(out->fd, &facts) != 0;
+    if (failed) {
+        kvn_fail(failure, status_of(errno), errno, "creating an arena of %" PRIu64 " bytes: %s",
+                 nbytes, strerror(errno));
+    } else {
+        out->inode = facts.st_ino;
+        out->device = facts.st_dev;
+        failed = map(out, failure) != KVN_OK;
+    }
+    /* After the mapping, since this seal refuses later ones. Kernels before 5.1 lack it; there the
+     * peers' good manners must do, as they map what they only read read-only. */
+    if (!failed && exclusive)
+        (void)fcntl(out->fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
+    if (!failed && fcntl(out->fd, F_ADD_SEALS, FIXED_SIZE) != 0) {
+        failed = 1;
+        kvn_fail(failure, KVN_FAILED, errno, "sealing an arena of %" PRIu64 " bytes: %s", nbytes,
+                 strerror(errno));
+    }
+    if (!failed)
+        return KVN_OK;
+    kvn_arena_close(out);
+    return failure->status;
+}
+
+/* NULL, or what about this file is not as the peer said. */
+static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes, uint64_t *device)
+{
+    struct stat facts;
+    struct statfs filesystem;
+    if (fstat(fd, &facts) != 0 || fstatfs(fd, &filesystem) != 0)
+        return "its facts cannot be read";
+    /* Not hugetlbfs either: its pages are not reserved for us, and a missing one is a SIGBUS. */
+    if (!S_ISREG(facts.st_mode) || filesystem.f_type != TMPFS_MAGIC)
+        return "it is not a memfd";
+    if ((uint64_t)facts.st_ino != inode)
+        return "it is another file now (the inode differs)";
+    if ((uint64_t)facts.st_size != nbytes)
+        return "its size differs";
+    *device = facts.st_dev;
+    return NULL;
+}
+
+int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
+                     kvn_failure *failure)
+{
+    char path[64];
+    *out = (kvn_arena){.nbytes = nbytes, .inode = inode, .fd = -1, .writable = writable};
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
+    /* Looked at before it is opened: what the number names may be a pipe or a device by now. */
+    const int looked_at = open(path, O_PATH | O_CLOEXEC);
+    if (looked_at < 0)
+        return kvn_fail(failure, status_of(errno), errno, "%s cannot be opened: %s", path,
+                        strerror(errno));
+    const char *flaw = mismatch(looked_at, inode, nbytes, &out->device);
+    if (flaw) {
+        close(looked_at);
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "%s is not the memfd of inode %" PRIu64 ", %" PRIu64 " bytes: %s", path,
+                        inode, nbytes, flaw);
+    }
+    char again[64];
+    snprintf(again, sizeof again, "/proc/self/fd/%d", looked_at);
+    out->fd = open(again, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
+    const int error = errno;
+    close(looked_at);
+    if (out->fd < 0)
+        return kvn_fail(failure, status_of(error), error, "%s cannot be opened: %s", path,
+                        strerror(error));
+    const int seals = fcntl(out->fd, F_GET_SEALS);
+    if (seals < 0 || (seals & FIXED_SIZE) != FIXED_SIZE)
+        kvn_fail(failure, KVN_INVALID, 0,
+                 "%s is not sealed: its seals are 0x%x, and 0x%x (no shrinking, no growing, no "
+                 "more seals) is needed",
+                 path, (unsigned)(seals < 0 ? 0 : seals), (unsigned)FIXED_SIZE);
+    /* The size is looked at once more: before the seals were known it could still change. */
+    else if ((flaw = mismatch(out->fd, inode, nbytes, &out->device)))
+        kvn_fail(failure, KVN_INVALID, 0, "%s: %s", path, flaw);
+    else
+        map(out, failure);
+    close(out->fd); /* the mapping alone keeps the memory */
+    out->fd = -1;
+    return out->address ? KVN_OK : failure->status;
+}
+
+int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
+{
+    const int advice = arena->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
+    if (madvise(arena->address, arena->nbytes, advice) == 0)
+        return KVN_OK;
+    int error = errno;
+    /* Before Linux 5.14 fallocate takes the pages, without mapping them; a peer's are its owner's. */
+    if (error == EINVAL) {
+        if (arena->fd < 0)
+            return KVN_OK;
+        do
+            error = fallocate(arena->fd, 0, 0, (off_t)arena->nbytes) == 0 ? 0 : errno;
+        while (error == EINTR);
+        if (error == 0)
+            return KVN_OK;
+    }
+    /* EFAULT: touching a page would raise SIGBUS: no page is left, under vm.overcommit_memory 2. */
+    return kvn_fail(failure, error == EFAULT ? KVN_NO_MEMORY : status_of(error), error,
+                    "making %" PRIu64 " bytes of an arena present: %s", arena->nbytes,
+                    strerror(error == EFAULT ? ENOMEM : error));
+}
+
+void kvn_arena_close(kvn_arena *arena)
+{
+    if (arena->address)
+        munmap(arena->address, arena->nbytes);
+    if (arena->fd >= 0)
+        close(arena->fd);
+    arena->address = NULL;
+    arena->fd = -1;
+}

@@ -1,0 +1,379 @@
+#include "host/pool.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "host/queue.h"
+#include "core/clock.h"
+#include "core/report.h"
+
+/* To sleep and be woken costs some 30 us (measured: docs/adr/0002-copy-strategies.md). So a waiter
+ * looks for the last pieces of its job, about a small piece long, before it sleeps; and a worker that
+ * has just moved something looks for the next job. Who has slept does not look again. */
+#define SPIN_NS 20000
+#define LOOK_NS 50000
+
+struct kvn_pool {
+    pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
+    pthread_cond_t work;
+    kvn_queue queue; /* jobs with unclaimed descriptors */
+    unsigned threads;
+    unsigned started;
+    unsigned moving; /* pieces in motion; never more than `threads` */
+    unsigned helping; /* of them, those that waiters move */
+    unsigned idle;   /* workers asleep that nobody has woken */
+    unsigned waking; /* workers woken that have not arrived */
+    unsigned looking; /* workers awake that look for the next job */
+    atomic_uint calls; /* to those who look, who read it without the mutex */
+    bool stopping;
+    pid_t pid;
+    pthread_t workers[];
+};
+
+static void pause_cpu(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* How many more pieces of the next job workers may take; with the mutex held. Of a job that moves
+ * beside a computation they leave one place, if there are several: that core computes, and its thread
+ * has a place at once when it comes to wait. */
+static unsigned free_places(const kvn_pool *pool)
+{
+    const kvn_job *next = pool->queue.head;
+    unsigned workers = pool->moving - pool->helping, most = pool->threads;
+
+    if (!next || pool->moving >= pool->threads)
+        return 0;
+    if (next->batch.beside && most > 1)
+        most--;
+    if (workers >= most)
+        return 0;
+    most -= workers;
+    return most < pool->threads - pool->moving ? most : pool->threads - pool->moving;
+}
+
+/* One at a time: who is woken wakes the next, so submitting costs one wake-up however many threads. */
+static void wake_worker(kvn_pool *pool)
+{
+    unsigned places = free_places(pool);
+
+    if (places == 0)
+        return;
+    if (pool->looking > 0)
+        atomic_fetch_add_explicit(&pool->calls, 1, memory_order_relaxed);
+    if (pool->idle > 0 && pool->waking + pool->looking < places) {
+        pool->idle--;
+        pool->waking++;
+        pthread_cond_signal(&pool->work);
+    }
+}
+
+/* ---- pieces ---- */
+
+static void finish(kvn_job *job)
+{
+    kvn_job_finish(job);
+    if (job->waiters > 0)
+        pthread_cond_broadcast(&job->changed);
+}
+
+/* Claims and moves one piece on this thread; with the mutex held, which it gives up meanwhile. */
+static void work_on(kvn_pool *pool, kvn_job *job)
+{
+    kvn_piece piece;
+    kvn_fault fault;
+    int status;
+
+    kvn_job_claim(job, pool->threads, &piece);
+    if (!kvn_job_has_unclaimed(job))
+        kvn_queue_remove(&pool->queue, job);
+    job->in_motion++;
+    pool->moving++;
+    wake_worker(pool);
+    pthread_mutex_unlock(&pool->mutex);
+
+    status = kvn_job_move(job, &piece, &fault);
+
+    pthread_mutex_lock(&pool->mutex);
+    pool->moving--;
+    job->in_motion--;
+    if (status != KVN_OK) {
+        kvn_job_fail(job, &piece, status, &fault);
+        kvn_queue_remove(&pool->queue, job);
+    }
+    if (job->in_motion == 0 && !kvn_job_has_unclaimed(job))
+        finish(job);
+}
+
+/* Waits for the next job without sleeping, for a moment; with the mutex held. */
+static void look_for_work(kvn_pool *pool)
+{
+    unsigned seen = atomic_load_explicit(&pool->calls, memory_order_relaxed);
+    int64_t until = kvn_now_ns() + LOOK_NS;
+
+    pool->looking++;
+    pthread_mutex_unlock(&pool->mutex);
+    while (atomic_load_explicit(&pool->calls, memory_order_relaxed) == seen &&
+           kvn_now_ns() < until)
+        pause_cpu();
+    pthread_mutex_lock(&pool->mutex);
+    pool->looking--;
+}
+
+static void *worker_main(void *argument)
+{
+    kvn_pool *pool = argument;
+    bool looked = true; /* since it last moved something */
+
+    pthread_mutex_lock(&pool->mutex);
+    while (!pool->stopping) {
+        if (free_places(pool) > 0) {
+            work_on(pool, pool->queue.head);
+            looked = false;
+            continue;
+        }
+        if (!looked) {
+            looked = true;
+            look_for_work(pool);
+            continue;
+        }
+        pool->idle++;
+        pthread_cond_wait(&pool->work, &pool->mutex);
+        if (pool->waking > 0)
+            pool->waking--;
+        else
+            pool->idle--; /* woken by nobody */
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return NULL;
+}
+
+/* ---- the pool ---- */
+
+/* Signals are for the threads of the program, not for the workers. */
+static int start_workers(kvn_pool *pool)
+{
+    sigset_t all, before;
+    int error = 0;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool->started < pool->threads && error == 0) {
+        error = pthread_create(&pool->workers[pool->started], NULL, worker_main, pool);
+        if (error == 0) {
+            char name[16];
+            snprintf(name, sizeof name, "kvn-pool-%u", pool->started % 1000);
+            pthread_setname_np(pool->workers[pool->started++], name);
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* Held for a fraction of a microsecond between pieces: to look again beats to sleep. */
+static void init_mutex(pthread_mutex_t *mutex)
+{
+    pthread_mutexattr_t attributes;
+
+    pthread_mutexattr_init(&attributes);
+#if defined(__GLIBC__)
+    pthread_mutexattr_settype(&attributes, PTHREAD_MUTEX_ADAPTIVE_NP);
+#endif
+    pthread_mutex_init(mutex, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+}
+
+kvn_pool *kvn_pool_create(unsigned threads)
+{
+    kvn_pool *pool;
+    int error;
+
+    if (threads < 1 || threads > KVN_MAX_THREADS) {
+        errno = EINVAL;
+        return NULL;
+    }
+    pool = calloc(1, sizeof *pool + threads * sizeof(pthread_t));
+    if (!pool)
+        return NULL;
+    init_mutex(&pool->mutex);
+    pthread_cond_init(&pool->work, NULL);
+    pool->threads = threads;
+    pool->pid = getpid();
+    error = start_workers(pool);
+    if (error) {
+        kvn_pool_destroy(pool);
+        errno = error;
+        return NULL;
+    }
+    return pool;
+}
+
+unsigned kvn_pool_threads(const kvn_pool *pool) { return pool->threads; }
+
+bool kvn_pool_is_ours(const kvn_pool *pool) { return pool->pid == getpid(); }
+
+void kvn_pool_destroy(kvn_pool *pool)
+{
+    if (!pool || !kvn_pool_is_ours(pool))
+        return; /* a forked child has no workers, and may have inherited a locked mutex */
+    pthread_mutex_lock(&pool->mutex);
+    pool->stopping = true;
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+    for (unsigned i = 0; i < pool->started; i++)
+        pthread_join(pool->workers[i], NULL);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->mutex);
+    free(pool);
+}
+
+/* ---- jobs ---- */
+
+static int refuse_foreign(const kvn_job *job, const kvn_pool *pool, kvn_report *report)
+{
+    return kvn_report_refuse(report, job->batch.count, KVN_INVALID, 0,
+                             "the thread pool belongs to process %d and its threads do not exist "
+                             "in process %d, forked from it: make a new pool and executor there",
+                             (int)pool->pid, (int)getpid());
+}
+
+int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *report)
+{
+    if (!kvn_pool_is_ours(pool))
+        return refuse_foreign(job, pool, report);
+    if (job->batch.count == 0) {
+        kvn_job_run(job, 0);
+        return KVN_OK;
+    }
+    kvn_cond_init(&job->changed);
+    job->pool = pool;
+    kvn_job_start(job, total);
+    pthread_mutex_lock(&pool->mutex);
+    kvn_queue_last(&pool->queue, job);
+    wake_worker(pool);
+    pthread_mutex_unlock(&pool->mutex);
+    return KVN_OK;
+}
+
+static int pending(const kvn_job *job, kvn_report *report)
+{
+    kvn_report_begin(report);
+    report->bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);
+    return KVN_PENDING;
+}
+
+static int outcome(const kvn_job *job, kvn_report *report)
+{
+    kvn_report_copy(report, &job->report);
+    return report->status;
+}
+
+int kvn_job_poll(kvn_job *job, kvn_report *report)
+{
+    return kvn_job_is_finished(job) ? outcome(job, report) : pending(job, report);
+}
+
+/* The job is all claimed: the last pieces are a few microseconds from done. */
+static void spin_until_finished(const kvn_job *job)
+{
+    int64_t until = kvn_now_ns() + SPIN_NS;
+
+    while (!kvn_job_is_finished(job) && kvn_now_ns() < until)
+        pause_cpu();
+}
+
+/* False when the deadline has passed. */
+static bool sleep_until(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
+{
+    bool in_time;
+
+    job->waiters++;
+    in_time = kvn_cond_wait(&job->changed, &pool->mutex, deadline_ns);
+    job->waiters--;
+    return in_time;
+}
+
+/* Works on the job while there is a place; then sleeps. With the mutex held. */
+static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
+{
+    bool spun = false;
+
+    while (!kvn_job_is_finished(job)) {
+        if (deadline_ns != KVN_FOREVER && kvn_now_ns() >= deadline_ns)
+            break;
+        if (kvn_job_has_unclaimed(job) && pool->moving < pool->threads) {
+            pool->helping++;
+            work_on(pool, job);
+            pool->helping--;
+        } else if (!kvn_job_has_unclaimed(job) && !spun) {
+            spun = true;
+            wake_worker(pool); /* for other jobs: this thread's place is free */
+            pthread_mutex_unlock(&pool->mutex);
+            spin_until_finished(job);
+            pthread_mutex_lock(&pool->mutex);
+        } else {
+            if (job->queued)
+                kvn_queue_first(&pool->queue, job);
+            wake_worker(pool);
+            if (!sleep_until(pool, job, deadline_ns))
+                break;
+        }
+    }
+    wake_worker(pool);
+}
+
+int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report)
+{
+    kvn_pool *pool = job->pool;
+
+    if (kvn_job_is_finished(job))
+        return outcome(job, report);
+    if (!kvn_pool_is_ours(pool))
+        return refuse_foreign(job, pool, report);
+    pthread_mutex_lock(&pool->mutex);
+    help(pool, job, deadline_ns);
+    pthread_mutex_unlock(&pool->mutex);
+    return kvn_job_poll(job, report);
+}
+
+int kvn_job_abort(kvn_job *job, int why, kvn_report *report)
+{
+    kvn_pool *pool = job->pool;
+
+    if (kvn_job_is_finished(job))
+        return outcome(job, report);
+    if (!kvn_pool_is_ours(pool))
+        return refuse_foreign(job, pool, report);
+    pthread_mutex_lock(&pool->mutex);
+    if (kvn_job_has_unclaimed(job)) {
+        job->report.status = why;
+        kvn_job_abandon(job);
+        kvn_queue_remove(&pool->queue, job);
+        if (job->in_motion == 0)
+            finish(job);
+    }
+    while (!kvn_job_is_finished(job))
+        sleep_until(pool, job, KVN_FOREVER);
+    pthread_mutex_unlock(&pool->mutex);
+    return outcome(job, report);
+}
+
+void kvn_job_release(kvn_job *job)
+{
+    kvn_pool *pool = job->pool;
+
+    if (!pool || !kvn_pool_is_ours(pool))
+        return;
+    /* Who finished the job may still hold the mutex; after this nobody looks at the job. */
+    pthread_mutex_lock(&pool->mutex);
+    pthread_mutex_unlock(&pool->mutex);
+    pthread_cond_destroy(&job->changed);
+}

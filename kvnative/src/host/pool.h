@@ -1,0 +1,40 @@
+/* A fixed pool of threads that move batches of descriptors, piece by piece.
+ *
+ * A job is a batch (columns) and a `move` callback. Pieces are claimed from the job's cursor by
+ * bytes, not by count: large descriptors are cut, small ones grouped, and pieces shrink towards the
+ * end so that all threads finish together. Nothing is allocated per descriptor or per piece.
+ *
+ * - At most `threads` pieces of a pool are in motion at any moment. A thread in kvn_job_wait helps
+ *   with its own job when a place is free, instead of a worker.
+ * - Of a job that moves beside a computation (`beside` of its batch) the workers take a place less, if
+ *   there are two or more: the last one is a waiter's.
+ * - Jobs start in the order of submission; one that somebody waits for comes first.
+ * - A piece is short (its backend says how long at most): aborting means claiming no more, and
+ *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
+ * - A pool belongs to the process that made it: in a forked child every call is refused
+ *   (KVN_INVALID) and destroying it only forgets it. */
+#ifndef KVNATIVE_HOST_POOL_H
+#define KVNATIVE_HOST_POOL_H
+
+#include "core/job.h"
+
+#define KVN_MAX_THREADS 64 /* one span per thread, one tail here and one in the executor */
+
+/* `threads` in [1, KVN_MAX_THREADS]. NULL with errno set (EINVAL, ENOMEM, EAGAIN) on failure. */
+kvn_pool *kvn_pool_create(unsigned threads);
+unsigned kvn_pool_threads(const kvn_pool *pool);
+/* No job may be left. Joins the workers (in the process that made the pool). */
+void kvn_pool_destroy(kvn_pool *pool);
+/* False in a forked child of the process that made the pool. */
+bool kvn_pool_is_ours(const kvn_pool *pool);
+
+/* Queues the job and wakes a worker. KVN_OK, or KVN_INVALID in a forked child. */
+int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *report);
+/* As in the backend vtable. wait and abort may be called by several threads at once. */
+int kvn_job_poll(kvn_job *job, kvn_report *report);
+int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report);
+int kvn_job_abort(kvn_job *job, int why, kvn_report *report);
+/* After an outcome, once, when no other thread is in a call on the job. */
+void kvn_job_release(kvn_job *job);
+
+#endif

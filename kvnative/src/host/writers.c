@@ -1,0 +1,450 @@
+#include "host/writers.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/clock.h"
+
+#define MAX_ENTRIES (UINT64_C(1) << 16)
+#define PID_BITS 22 /* the kernel's limit of a pid */
+#define BY_PROCESS 1u /* lowest bit of a ticket's number */
+#define SPIN_NS 20000       /* a piece is some 50 us long: most waits end within two */
+#define NAP_NS 50000
+#define SEEN_NS 200000     /* no other program has memory at the same addresses as soon as that */
+#define DEATH_LOOK_NS 2000000 /* a look takes some 20 us */
+#define YIELDS 1000u /* for a place; then it is waited for with naps, some second */
+#define NAPS 10000u
+
+/* The first bytes of an entry's page. */
+typedef struct entry {
+    _Atomic uint64_t process; /* start time << PID_BITS | pid; 0: free */
+    _Atomic uint64_t closed;  /* the gate is, for good: nobody has the entry any more */
+    _Atomic uint64_t tickets[KVN_WRITER_TICKETS]; /* 0: none */
+    _Atomic uint64_t passed[KVN_WRITER_TICKETS];  /* written through the gate, for each ticket */
+} entry;
+
+/* The page before the first entry. */
+typedef struct header {
+    _Atomic uint64_t used; /* no entry from here on was ever taken */
+} header;
+
+static uint64_t page_size(void) { return (uint64_t)sysconf(_SC_PAGESIZE); }
+
+static header *header_of(const kvn_arena *memory) { return memory->address; }
+
+static entry *entry_at(const kvn_arena *memory, uint64_t page_nbytes, uint64_t index)
+{
+    return (entry *)((char *)memory->address + (index + 1) * page_nbytes);
+}
+
+static uint64_t table_nbytes(uint64_t num_entries) { return (num_entries + 1) * page_size(); }
+
+static int check_num_entries(uint64_t num_entries, kvn_failure *failure)
+{
+    if (num_entries >= 1 && num_entries <= MAX_ENTRIES)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_INVALID, 0,
+                    "num_entries is %" PRIu64 "; it must be in [1, %" PRIu64 "]", num_entries,
+                    MAX_ENTRIES);
+}
+
+/* ---- processes ---- */
+
+/* When process `pid` started, in clock ticks since boot; 0 if that cannot be read. */
+static uint64_t start_time(int pid)
+{
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return 0;
+    const size_t length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    text[length] = '\0';
+    /* The second field, a name in parentheses, may itself hold spaces and parentheses. */
+    char *at = strrchr(text, ')');
+    for (int field = 2; at && field < 22; field++)
+        at = strchr(at + 1, ' ');
+    return at ? strtoull(at, NULL, 10) : 0;
+}
+
+static uint64_t identity_of(int pid) { return start_time(pid) << PID_BITS | (uint64_t)pid; }
+
+static int pid_of(uint64_t process) { return (int)(process & ((1u << PID_BITS) - 1)); }
+
+/* Where that cannot be found out, it lives. */
+static bool lives(uint64_t process)
+{
+    const int pid = pid_of(process);
+    const int pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+    if (pidfd < 0)
+        return errno != ESRCH && errno != EINVAL;
+    const uint64_t started = start_time(pid);
+    struct pollfd exit = {.fd = pidfd, .events = POLLIN};
+    const bool dead = poll(&exit, 1, 0) > 0 || (started && started != process >> PID_BITS);
+    close(pidfd);
+    return !dead;
+}
+
+/* Whether the process has the file mapped: of one that executes another program nothing is. Where that
+ * cannot be found out, it has; the first thread of a process may have ended, and shows nothing. */
+static bool has_mapped(int pid, uint64_t inode)
+{
+    char path[32], line[512];
+    uint64_t number;
+    bool found = false, is_empty = true;
+    snprintf(path, sizeof path, "/proc/%d/maps", pid);
+    FILE *file = fopen(path, "re");
+    while (file && !found && fgets(line, sizeof line, file)) {
+        is_empty = false;
+        found = sscanf(line, "%*s %*s %*s %*s %" SCNu64, &number) == 1 && number == inode;
+    }
+    if (file)
+        fclose(file);
+    return found || is_empty;
+}
+
+/* ---- the owner ---- */
+
+int kvn_writers_create(uint64_t num_entries, kvn_writers *out, kvn_failure *failure)
+{
+    *out = (kvn_writers){.memory.fd = -1, .num_entries = num_entries, .page_nbytes = page_size()};
+    int status = check_num_entries(num_entries, failure);
+    if (status != KVN_OK)
+        return status;
+    status = kvn_arena_create("kvplan-writers", table_nbytes(num_entries), 0, &out->memory, failure);
+    if (status != KVN_OK)
+        return status;
+    out->gates = mmap(NULL, out->memory.nbytes, PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_NORESERVE, out->memory.fd, 0);
+    out->stopped = calloc(num_entries, sizeof *out->stopped);
+    if (out->gates != MAP_FAILED && out->stopped)
+        return KVN_OK;
+    if (out->gates == MAP_FAILED)
+        out->gates = NULL;
+    kvn_writers_close(out);
+    return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM,
+                    "no memory for a writer table of %" PRIu64 " entries", num_entries);
+}
+
+void kvn_writers_hide(kvn_writers *writers)
+{
+    if (writers->memory.fd >= 0)
+        close(writers->memory.fd);
+    writers->memory.fd = -1;
+}
+
+void kvn_writers_close(kvn_writers *writers)
+{
+    if (writers->gates)
+        munmap(writers->gates, writers->memory.nbytes);
+    free(writers->stopped);
+    writers->gates = NULL;
+    writers->stopped = NULL;
+    kvn_arena_close(&writers->memory);
+}
+
+static entry *owned_entry(const kvn_writers *writers, uint64_t index)
+{
+    return entry_at(&writers->memory, writers->page_nbytes, index);
+}
+
+static void rest(int64_t waited_ns)
+{
+    const struct timespec nap = {.tv_nsec = NAP_NS};
+    if (waited_ns < SPIN_NS)
+        sched_yield();
+    else
+        nanosleep(&nap, NULL);
+}
+
+/* An entry whose tickets are waited for. */
+typedef struct waiting {
+    entry *it;
+    int64_t deadline_ns;
+    int64_t look_ns; /* when it is looked next whether the peer lives */
+    uint64_t dead;   /* its process was found to be this one, which has died */
+    bool is_cut;     /* its gate was closed */
+} waiting;
+
+/* False: it stands after the deadline. The ticket of one that died is taken out. */
+static bool wait_for(waiting *on, uint64_t place, uint64_t number)
+{
+    _Atomic uint64_t *ticket = &on->it->tickets[place];
+    const int64_t began_ns = kvn_now_ns();
+    while (atomic_load_explicit(ticket, memory_order_acquire) == number) {
+        const int64_t now_ns = kvn_now_ns();
+        const uint64_t process = atomic_load(&on->it->process);
+        if (now_ns >= on->look_ns && process != on->dead) {
+            on->look_ns = now_ns + DEATH_LOOK_NS;
+            if (!lives(process))
+                on->dead = process;
+        }
+        if (process == on->dead) {
+            atomic_compare_exchange_strong(ticket, &number, 0);
+            return true;
+        }
+        if (now_ns >= on->deadline_ns)
+            return false;
+        rest(now_ns - began_ns);
+    }
+    return true;
+}
+
+/* From here on its calls of process_vm_writev write nothing: the page is gone for them alone. */
+static void close_gate(kvn_writers *writers, uint64_t index, waiting *on)
+{
+    if (on->is_cut)
+        return;
+    on->is_cut = true;
+    atomic_store(&on->it->closed, 1);
+    mprotect(writers->gates + (index + 1) * writers->page_nbytes, writers->page_nbytes, PROT_NONE);
+}
+
+/* Returns how many tickets of peers that have mapped what they write to are in `left`. */
+static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadline_ns,
+                            kvn_ticket *left)
+{
+    entry *it = owned_entry(writers, index);
+    const int pid = pid_of(atomic_load(&it->process));
+    /* Who did not move on before is not waited for again, until it does. */
+    const bool stopped = atomic_load(&writers->stopped[index]);
+    const int64_t look_ns = kvn_now_ns() + DEATH_LOOK_NS;
+    waiting on = {it, stopped ? 0 : deadline_ns, look_ns, UINT64_MAX, false};
+    uint64_t count = 0;
+    bool stands = false;
+    if (on.look_ns > on.deadline_ns)
+        on.look_ns = on.deadline_ns;
+    for (uint64_t place = 0; place < KVN_WRITER_TICKETS; place++) {
+        uint64_t number = atomic_load_explicit(&it->tickets[place], memory_order_acquire);
+        if (number == 0 || wait_for(&on, place, number))
+            continue;
+        stands = true;
+        if (number & BY_PROCESS) {
+            close_gate(writers, index, &on);
+            atomic_compare_exchange_strong(&it->tickets[place], &number, 0);
+        } else {
+            left[count++] = (kvn_ticket){index, place, number, pid};
+        }
+    }
+    atomic_store(&writers->stopped[index], stands);
+    return count;
+}
+
+uint64_t kvn_writers_drain(kvn_writers *writers, int64_t deadline_ns, uint64_t *next,
+                           kvn_ticket left[KVN_WRITER_TICKETS])
+{
+    uint64_t count = 0, used = atomic_load(&header_of(&writers->memory)->used);
+    if (used > writers->num_entries)
+        used = writers->num_entries; /* peers write there too */
+    while (count == 0 && *next < used)
+        count = drain_entry(writers, (*next)++, deadline_ns, left);
+    return count;
+}
+
+bool kvn_writers_has(const kvn_writers *writers, const kvn_ticket *ticket)
+{
+    entry *it = owned_entry(writers, ticket->entry);
+    uint64_t number = ticket->number;
+    if (atomic_load_explicit(&it->tickets[ticket->place], memory_order_acquire) != number)
+        return false;
+    if (lives(atomic_load(&it->process)) && has_mapped(ticket->pid, writers->memory.inode))
+        return true;
+    atomic_compare_exchange_strong(&it->tickets[ticket->place], &number, 0);
+    return false;
+}
+
+/* ---- a peer ---- */
+
+static entry *taken_entry(const kvn_writer *writer)
+{
+    return entry_at(&writer->table, writer->page_nbytes, writer->entry);
+}
+
+/* Takes the entry if it is free, or, `from_dead`, if its process is dead. */
+static bool take(kvn_writer *writer, uint64_t index, bool from_dead)
+{
+    entry *it = entry_at(&writer->table, writer->page_nbytes, index);
+    uint64_t seen = atomic_load(&it->process);
+    if (atomic_load(&it->closed) || (seen != 0 && (!from_dead || lives(seen))))
+        return false;
+    if (!atomic_compare_exchange_strong(&it->process, &seen, writer->process))
+        return false;
+    for (uint64_t place = 0; place < KVN_WRITER_TICKETS; place++)
+        atomic_store(&it->tickets[place], 0);
+    writer->entry = index;
+    return true;
+}
+
+static int take_entry(kvn_writer *writer, uint64_t num_entries, kvn_failure *failure)
+{
+    for (int from_dead = 0; from_dead < 2; from_dead++)
+        for (uint64_t i = 0; i < num_entries; i++) {
+            if (!take(writer, i, from_dead))
+                continue;
+            _Atomic uint64_t *used = &header_of(&writer->table)->used;
+            uint64_t seen = atomic_load(used);
+            while (seen < i + 1 && !atomic_compare_exchange_weak(used, &seen, i + 1))
+                ;
+            return KVN_OK;
+        }
+    return kvn_fail(failure, KVN_NO_MEMORY, ENOSPC,
+                    "all %" PRIu64 " entries of the writer table of process %d are taken",
+                    num_entries, writer->pid);
+}
+
+int kvn_writer_open(int pid, int board_fd, uint64_t board_inode, uint64_t num_slots, int table_fd,
+                    uint64_t table_inode, uint64_t num_entries, uint64_t gates, kvn_writer *out,
+                    kvn_failure *failure)
+{
+    *out = (kvn_writer){
+        .pid = pid,
+        .self = getpid(),
+        .board.memory.fd = -1,
+        .table.fd = -1,
+        .page_nbytes = page_size(),
+        .process = identity_of(getpid()),
+        /* So that no ticket has the number of one that a former user of the entry has left. */
+        .last = (uint64_t)kvn_now_ns(),
+    };
+    int status = check_num_entries(num_entries, failure);
+    if (status == KVN_OK)
+        status = kvn_board_import(pid, board_fd, board_inode, num_slots, &out->board, failure);
+    if (status == KVN_OK)
+        status = kvn_arena_import(pid, table_fd, table_inode, table_nbytes(num_entries), 1,
+                                  &out->table, failure);
+    if (status == KVN_OK)
+        status = take_entry(out, num_entries, failure);
+    if (status != KVN_OK) {
+        out->self = 0; /* no entry to give back */
+        kvn_writer_close(out);
+        return status;
+    }
+    out->gate = gates + (out->entry + 1) * out->page_nbytes;
+    return KVN_OK;
+}
+
+void kvn_writer_close(kvn_writer *writer)
+{
+    if (writer->table.address && writer->self == getpid()) {
+        uint64_t process = writer->process;
+        atomic_compare_exchange_strong(&taken_entry(writer)->process, &process, 0);
+    }
+    kvn_arena_close(&writer->table);
+    kvn_board_close(&writer->board);
+}
+
+/* ---- guards ---- */
+
+kvn_guard *kvn_guard_create(kvn_writer *writer, const uint64_t *slots, const uint64_t *generations,
+                            uint64_t count)
+{
+    const size_t nbytes = count * sizeof(uint64_t);
+    kvn_guard *guard = malloc(sizeof *guard + 2 * nbytes);
+    if (!guard)
+        return NULL;
+    uint64_t *columns = (uint64_t *)(guard + 1);
+    *guard = (kvn_guard){writer, count, columns, columns + count};
+    memcpy(guard->slots, slots, nbytes);
+    memcpy(guard->generations, generations, nbytes);
+    return guard;
+}
+
+void kvn_guard_destroy(kvn_guard *guard) { free(guard); }
+
+static int refuse(kvn_fault *fault, int status, uint64_t descriptor, int pid, const char *why)
+{
+    snprintf(fault->message, sizeof fault->message, "descriptor %" PRIu64 ": process %d %s",
+             descriptor, pid, why);
+    return status;
+}
+
+/* Puts a ticket into the entry. False: there is no place, and none becomes free. */
+static bool take_place(kvn_writer *writer, entry *it, bool by_process, kvn_announcement *out)
+{
+    const uint64_t turn = atomic_fetch_add_explicit(&writer->last, 1, memory_order_relaxed) + 1;
+    out->number = turn << 1 | (by_process ? BY_PROCESS : 0);
+    /* No clock: it goes on while this process is stopped. */
+    for (uint64_t tries = 0; tries < (YIELDS + NAPS) * KVN_WRITER_TICKETS; tries++) {
+        uint64_t none = 0;
+        out->place = (turn + tries) % KVN_WRITER_TICKETS;
+        if (atomic_load_explicit(&it->tickets[out->place], memory_order_relaxed) == 0 &&
+            atomic_compare_exchange_strong(&it->tickets[out->place], &none, out->number))
+            return true;
+        if ((tries + 1) % KVN_WRITER_TICKETS == 0) /* as many pieces are being written */
+            rest(tries < YIELDS * KVN_WRITER_TICKETS ? 0 : SPIN_NS);
+    }
+    return false;
+}
+
+int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
+                    kvn_announcement *out, kvn_fault *fault)
+{
+    if (!guard)
+        return KVN_OK;
+    kvn_writer *writer = guard->writer;
+    entry *it = taken_entry(writer);
+    if (!take_place(writer, it, by_process, out))
+        return refuse(fault, KVN_FAILED, descriptor, writer->pid,
+                      "is being written to by as many pieces of this link as can be announced, and "
+                      "none of them ends: wait for transfers before more are begun");
+    /* With the fence in there: the ticket is seen by whoever has not yet released. */
+    const bool stale = kvn_board_first_stale(&writer->board, guard->slots, guard->generations,
+                                             guard->count) < guard->count;
+    if (!stale && !atomic_load(&it->closed))
+        return KVN_OK;
+    kvn_guard_leave(guard, out);
+    return stale ? refuse(fault, KVN_UNMAPPED, descriptor, writer->pid,
+                          "has deregistered the memory that it was to be written to")
+                 : refuse(fault, KVN_PEER_GONE, descriptor, writer->pid,
+                          "did not wait for this one any more when that did not run, and takes no "
+                          "more of its writes: link again");
+}
+
+void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement)
+{
+    if (!guard)
+        return;
+    entry *it = taken_entry(guard->writer);
+    uint64_t number = announcement->number; /* gone if the owner has closed the gate */
+    atomic_compare_exchange_strong_explicit(&it->tickets[announcement->place], &number, 0,
+                                            memory_order_release, memory_order_relaxed);
+}
+
+int kvn_guard_look_for_owner(const kvn_guard *guard)
+{
+    kvn_writer *writer = guard->writer;
+    const int64_t now_ns = kvn_now_ns();
+    uint64_t process = 0;
+    if (now_ns - atomic_load_explicit(&writer->seen_ns, memory_order_relaxed) < SEEN_NS)
+        return 0;
+    struct iovec local = {&process, sizeof process};
+    struct iovec remote = {(void *)(uintptr_t)writer->gate, sizeof process};
+    const ssize_t nbytes = process_vm_readv(writer->pid, &local, 1, &remote, 1, 0);
+    if (nbytes < 0 && errno != EFAULT)
+        return errno;
+    if (nbytes != sizeof process || process != writer->process)
+        return ESRCH;
+    atomic_store_explicit(&writer->seen_ns, now_ns, memory_order_relaxed);
+    return 0;
+}
+
+uint64_t kvn_guard_gate(const kvn_guard *guard, const kvn_announcement *announcement)
+{
+    return guard->writer->gate + offsetof(entry, passed) + announcement->place * sizeof(uint64_t);
+}
+
+bool kvn_guard_has_passed(const kvn_guard *guard, const kvn_announcement *announcement)
+{
+    return atomic_load(&taken_entry(guard->writer)->passed[announcement->place]) ==
+           announcement->number;
+}

@@ -1,0 +1,119 @@
+#include "process/peer.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static int gone(const kvn_peer *peer, kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_PEER_GONE, ESRCH, "process %d has exited", peer->pid);
+}
+
+static int has_exited(const kvn_peer *peer)
+{
+    struct pollfd exit = {.fd = peer->pidfd, .events = POLLIN};
+    int ready;
+    do /* a signal to this process says nothing of the peer */
+        ready = poll(&exit, 1, 0);
+    while (ready < 0 && errno == EINTR);
+    return ready != 0; /* readable once it is dead, reaped or not */
+}
+
+int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
+{
+    char path[32];
+    *out = (kvn_peer){.pid = pid, .pidfd = -1, .proc = -1, .board.memory.fd = -1};
+    if (pid < 1)
+        return kvn_fail(failure, KVN_INVALID, 0, "pid is %d; it must be at least 1", pid);
+    out->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+    if (out->pidfd < 0) {
+        if (errno == ESRCH)
+            return gone(out, failure);
+        return kvn_fail(failure, errno == ENOSYS ? KVN_UNSUPPORTED : KVN_FAILED, errno,
+                        "pidfd_open of process %d: %s", pid, strerror(errno));
+    }
+    snprintf(path, sizeof path, "/proc/%d", pid);
+    out->proc = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    const int error = errno;
+    /* Only now is it sure that the directory is that of the process that the pidfd holds. */
+    const int dead = has_exited(out);
+    if (!dead && out->proc >= 0)
+        return KVN_OK;
+    kvn_peer_close(out);
+    if (dead)
+        return gone(out, failure);
+    return kvn_fail(failure, KVN_DENIED, error, "%s of a living process cannot be opened: %s", path,
+                    strerror(error));
+}
+
+static int refuse_exec(const kvn_peer *peer, kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_PEER_GONE, ESRCH,
+                    "process %d has closed its transport, or executes another program by now",
+                    peer->pid);
+}
+
+int kvn_peer_attach(kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots,
+                    kvn_failure *failure)
+{
+    peer->board_fd = board_fd;
+    int status = kvn_board_import(peer->pid, board_fd, inode, num_slots, &peer->board, failure);
+    if (has_exited(peer))
+        status = gone(peer, failure);
+    /* No such descriptor, or another file under its number: the board was closed, or exec closed
+     * it. */
+    else if (status != KVN_OK && failure->code == ENOENT)
+        status = refuse_exec(peer, failure);
+    return status;
+}
+
+int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
+{
+    char name[32];
+    struct stat facts;
+    snprintf(name, sizeof name, "fd/%d", peer->board_fd);
+    const int error = fstatat(peer->proc, name, &facts, 0) ? errno : 0;
+    /* Asked last: a process that is alive now was so when its directory was read. */
+    if (has_exited(peer))
+        return gone(peer, failure);
+    if (error == EACCES || error == EPERM)
+        return kvn_fail(failure, KVN_DENIED, error, "/proc/%d/%s: %s", peer->pid, name,
+                        strerror(error));
+    if (error || facts.st_ino != peer->board.memory.inode ||
+        facts.st_dev != peer->board.memory.device)
+        return refuse_exec(peer, failure);
+    return KVN_OK;
+}
+
+int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
+{
+    char byte;
+    struct iovec local = {&byte, 1}, remote = {(void *)(uintptr_t)address, 1};
+    if (process_vm_readv(peer->pid, &local, 1, &remote, 1, 0) == 1)
+        return KVN_OK;
+    const int error = errno;
+    if (error == ESRCH)
+        return gone(peer, failure);
+    const int status = error == EPERM    ? KVN_DENIED
+                       : error == ENOSYS ? KVN_UNSUPPORTED
+                                         : KVN_UNMAPPED;
+    return kvn_fail(failure, status, error,
+                    "process_vm_readv of address 0x%" PRIx64 " in process %d: %s", address,
+                    peer->pid, strerror(error));
+}
+
+void kvn_peer_close(kvn_peer *peer)
+{
+    kvn_board_close(&peer->board);
+    if (peer->proc >= 0)
+        close(peer->proc);
+    if (peer->pidfd >= 0)
+        close(peer->pidfd);
+    peer->proc = peer->pidfd = -1;
+}

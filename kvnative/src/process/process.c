@@ -1,0 +1,213 @@
+#include "process/process.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+
+#include "process/mapping.h"
+#include "host/pooled.h"
+
+/* Smaller batches are moved by the caller at once: a worker wakes up later than that takes. */
+#define INLINE_NBYTES (128u << 10)
+/* Longer pieces than a plain copy has: a call pins pages and looks the process up. An abort waits for
+ * one of them, half a millisecond. */
+#define PIECE_NBYTES (4u << 20)
+#define MAX_RANGES (IOV_MAX - 1) /* of data: one more may begin a call */
+
+typedef struct process_backend {
+    kvn_pooled pooled;
+    int pid;
+    int is_put;
+} process_backend;
+
+/* Where a piece has got to. */
+typedef struct progress {
+    uint64_t index; /* descriptor */
+    uint64_t skip;  /* bytes of it that are done */
+    uint64_t left;  /* bytes of the piece */
+} progress;
+
+typedef struct ranges {
+    struct iovec local[IOV_MAX];
+    struct iovec remote[IOV_MAX];
+    unsigned long first; /* of the data: with a guard, 1 */
+    unsigned long count;
+} ranges;
+
+static void gather(const process_backend *self, const kvn_columns *batch, progress at,
+                   unsigned long limit, ranges *out)
+{
+    const uint64_t *locals = self->is_put ? batch->src : batch->dst;
+    const uint64_t *remotes = self->is_put ? batch->dst : batch->src;
+    for (out->count = out->first; at.left && out->count < out->first + limit; out->count++) {
+        uint64_t nbytes = batch->nbytes[at.index] - at.skip;
+        if (nbytes > at.left)
+            nbytes = at.left;
+        out->local[out->count] =
+            (struct iovec){(void *)(uintptr_t)(locals[at.index] + at.skip), nbytes};
+        out->remote[out->count] =
+            (struct iovec){(void *)(uintptr_t)(remotes[at.index] + at.skip), nbytes};
+        at = (progress){at.index + 1, 0, at.left - nbytes};
+    }
+}
+
+/* Bytes of data that were moved; < 0: -errno. */
+static int64_t transfer(const process_backend *self, const ranges *ranges)
+{
+    if (ranges->first > 0) {
+        const int error = kvn_guard_look_for_owner(self->pooled.guard);
+        if (error)
+            return -error;
+    }
+    const ssize_t moved = (self->is_put ? process_vm_writev : process_vm_readv)(
+        self->pid, ranges->local, ranges->count, ranges->remote, ranges->count, 0);
+    if (moved < 0)
+        return -errno;
+    return ranges->first == 0 ? moved : moved - (int64_t)ranges->local->iov_len;
+}
+
+/* With a guard each call begins with a word that arrives only in the process, and the program, that
+ * has shown its writer table: elsewhere it is a fault, and nothing behind it is written. */
+static void begin(const process_backend *self, kvn_announcement *announced, ranges *out)
+{
+    out->first = self->pooled.guard != NULL;
+    if (out->first == 0)
+        return;
+    out->local[0] = (struct iovec){&announced->number, sizeof announced->number};
+    out->remote[0] = (struct iovec){
+        (void *)(uintptr_t)kvn_guard_gate(self->pooled.guard, announced),
+        sizeof announced->number};
+}
+
+static void advance(const kvn_columns *batch, progress *at, uint64_t nbytes)
+{
+    at->left -= nbytes;
+    while (at->left && nbytes >= batch->nbytes[at->index] - at->skip) {
+        nbytes -= batch->nbytes[at->index] - at->skip;
+        at->index++;
+        at->skip = 0;
+    }
+    at->skip += nbytes;
+}
+
+/* The kernel does not say whose address was wrong. Ours can be looked up; else it was theirs. */
+static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
+{
+    const struct iovec *own = &ranges->local[ranges->first];
+    const uint64_t local = (uintptr_t)own->iov_base, nbytes = own->iov_len;
+    kvn_failure failure;
+    if (kvn_mapping_check(local, nbytes, !self->is_put, KVN_MAPS_AUTO, &failure) != KVN_OK)
+        snprintf(message, room, "local memory: %.*s", (int)room - 16, failure.message);
+    else
+        snprintf(message, room,
+                 "remote memory: address 0x%" PRIx64 " of process %d is not mapped or not %s",
+                 (uint64_t)(uintptr_t)ranges->remote[ranges->first].iov_base, self->pid,
+                 self->is_put ? "writable" : "readable");
+    return KVN_UNMAPPED;
+}
+
+/* Says why the single range of descriptor `index` failed at its very first byte. */
+static int diagnose(const process_backend *self, const ranges *ranges, int error, uint64_t index,
+                    kvn_fault *fault)
+{
+    const char *call = self->is_put ? "process_vm_writev" : "process_vm_readv";
+    char *message = fault->message;
+    size_t room = sizeof fault->message;
+    const int prefix = snprintf(message, room, "descriptor %" PRIu64 ": ", index);
+    message += prefix;
+    room -= (size_t)prefix;
+    fault->code = error;
+    switch (error) {
+    case ESRCH:
+        snprintf(message, room, "process %d has exited%s", self->pid,
+                 ranges->first ? ", executes another program, or takes no more writes of this one"
+                               : "");
+        return KVN_PEER_GONE;
+    case EPERM:
+        snprintf(message, room, "%s is refused for process %d", call, self->pid);
+        return KVN_DENIED;
+    case ENOSYS:
+        snprintf(message, room, "this system has no %s, or a sandbox hides it", call);
+        return KVN_UNSUPPORTED;
+    case EFAULT: return whose(self, ranges, message, room);
+    default:
+        snprintf(message, room, "%s of process %d: %s", call, self->pid, strerror(error));
+        return error == ENOMEM ? KVN_NO_MEMORY : KVN_FAILED;
+    }
+}
+
+static int move_announced(const process_backend *self, const kvn_columns *batch,
+                          const kvn_piece *piece, kvn_announcement *announced, kvn_fault *fault)
+{
+    progress at = {piece->first, piece->skip, piece->nbytes};
+    unsigned long limit = MAX_RANGES;
+    ranges ranges;
+    begin(self, announced, &ranges);
+    while (at.left) {
+        gather(self, batch, at, limit, &ranges);
+        const int64_t moved = transfer(self, &ranges);
+        int error = moved < 0 ? (int)-moved : EFAULT;
+        if (moved > 0 && ranges.first && !kvn_guard_has_passed(self->pooled.guard, announced)) {
+            error = ESRCH; /* another process has the pid since we looked */
+        } else if (moved > 0) {
+            /* If it was less: the next call starts at the byte in doubt, and gets its errno. */
+            advance(batch, &at, (uint64_t)moved);
+            continue;
+        } else if (ranges.count > ranges.first + 1 && (error == EFAULT || error == EINVAL)) {
+            limit = 1; /* the kernel refuses a whole call for one impossible address in it */
+            continue;
+        }
+        fault->failed = at.index;
+        fault->bytes_done = piece->nbytes - at.left;
+        return diagnose(self, &ranges, error, batch->first + at.index, fault);
+    }
+    return KVN_OK;
+}
+
+static int move(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
+{
+    const process_backend *self = context;
+    kvn_announcement announced;
+    int status = kvn_guard_enter(self->pooled.guard, true, batch->first + piece->first, &announced,
+                                 fault);
+    if (status == KVN_OK) {
+        status = move_announced(self, batch, piece, &announced, fault);
+        kvn_guard_leave(self->pooled.guard, &announced);
+    }
+    return status;
+}
+
+static void destroy(kvn_backend *base)
+{
+    process_backend *self = (process_backend *)base;
+    kvn_pooled_fini(&self->pooled);
+    free(self);
+}
+
+static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("process", destroy);
+
+kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction)
+{
+    if (pid < 1 || (direction != KVN_PEER_GET && direction != KVN_PEER_PUT)) {
+        errno = EINVAL;
+        return NULL;
+    }
+    process_backend *self = calloc(1, sizeof *self);
+    if (!self)
+        return NULL;
+    const int error = kvn_pooled_init(&self->pooled, &vtable, pool, move);
+    if (error) {
+        free(self);
+        errno = error;
+        return NULL;
+    }
+    self->pid = pid;
+    self->is_put = direction == KVN_PEER_PUT;
+    self->pooled.piece = (kvn_piece_limits){.descriptors = MAX_RANGES, .nbytes = PIECE_NBYTES};
+    self->pooled.inline_nbytes = INLINE_NBYTES;
+    self->pooled.capabilities.directions = direction;
+    return &self->pooled.base;
+}

@@ -1,0 +1,42 @@
+/* Reading and writing a peer's memory over UCX without its help: one get or put for each descriptor, many in
+ * flight.
+ *
+ * Before a transfer and after it the words of the ranges that it used are read from the peer's board: if one
+ * is not what this side was told, the owner has ended the registration, and the transfer is KVN_UNMAPPED.
+ * The look before keeps requests for memory that is gone off the wire, where they would end the endpoint. */
+#ifndef KVN_UCX_BACKEND_H
+#define KVN_UCX_BACKEND_H
+
+#include "ucx/endpoint.h"
+#include "ucx/region.h"
+
+/* A range of the peer's: what it holds on the board, and which of the keys opens it. */
+typedef struct kvn_ucx_peer_range {
+    uint64_t address;
+    uint64_t nbytes;
+    uint64_t slot;
+    uint64_t generation;
+    uint64_t key;
+} kvn_ucx_peer_range;
+
+/* As packed by the peer's UCX. */
+typedef struct kvn_ucx_packed_key {
+    const void *bytes;
+    size_t nbytes;
+} kvn_ucx_packed_key;
+
+typedef struct kvn_ucx_backend_options {
+    kvn_direction direction; /* KVN_PEER_GET or KVN_PEER_PUT */
+    const kvn_ucx_peer_range *ranges; /* copied, as what follows */
+    uint64_t num_ranges;
+    const kvn_ucx_packed_key *keys;
+    uint64_t num_keys;
+    int local_type; /* KVN_UCS_MEMORY_ of local memory that is in no region */
+} kvn_ucx_backend_options;
+
+/* The endpoint is connected. The regions, of its worker, outlive the backend. */
+int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
+                           const kvn_ucx_backend_options *options, kvn_backend **out,
+                           kvn_failure *failure);
+
+#endif

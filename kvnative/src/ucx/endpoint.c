@@ -1,0 +1,451 @@
+#include "ucx/endpoint.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "core/clock.h"
+#include "ucx/transfer.h"
+
+/* UCX is not told how long an address or a key is: what a wrong one makes it read is ours, too. */
+#define PADDING 4096
+
+/* Done for whoever waits for it. */
+typedef struct request {
+    kvn_ucx_work work;
+    kvn_ucx_endpoint *endpoint;
+    kvn_failure *failure;
+} request;
+
+/* ---- making and unmaking ---- */
+
+static void *padded(const void *bytes, size_t nbytes)
+{
+    char *copy = calloc(1, nbytes + PADDING);
+    if (copy)
+        memcpy(copy, bytes, nbytes);
+    return copy;
+}
+
+static void dispose(kvn_ucx_endpoint *self)
+{
+    kvn_ucx_worker *worker = self->worker;
+
+    if (self->death_fd >= 0)
+        close(self->death_fd);
+    free(self->address);
+    free(self->packed[0].bytes);
+    free(self->packed[1].bytes);
+    free(self);
+    kvn_ucx_worker_release(worker);
+}
+
+void kvn_ucx_endpoint_hold(kvn_ucx_endpoint *self) { atomic_fetch_add(&self->num_holders, 1); }
+
+void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self)
+{
+    if (atomic_fetch_sub(&self->num_holders, 1) == 1 && !kvn_ucx_worker_is_forked(self->worker))
+        dispose(self);
+}
+
+static void list_endpoint(kvn_ucx_work *work)
+{
+    const request *it = (request *)work;
+    kvn_ucx_worker *worker = it->endpoint->worker;
+
+    if (worker->is_closed) {
+        kvn_fail(it->failure, KVN_CANCELLED, 0, "this worker of UCX is closed");
+        return;
+    }
+    kvn_ucx_endpoint_hold(it->endpoint); /* the worker's, until it has failed */
+    it->endpoint->next = worker->endpoints;
+    worker->endpoints = it->endpoint;
+}
+
+int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote,
+                            kvn_ucx_endpoint **out, kvn_failure *failure)
+{
+    kvn_ucx_endpoint *self = calloc(1, sizeof *self);
+
+    if (!self)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for an endpoint");
+    failure->status = KVN_OK;
+    self->worker = worker;
+    kvn_ucx_worker_hold(worker);
+    atomic_init(&self->num_holders, 1);
+    self->board = remote->board;
+    self->board_slots = remote->board_slots;
+    self->tickets = remote->tickets;
+    self->tag = remote->tag;
+    self->address = padded(remote->address, remote->address_nbytes);
+    self->packed[0].bytes = padded(remote->board_key, remote->board_key_nbytes);
+    self->packed[0].nbytes = remote->board_key_nbytes;
+    self->packed[1].bytes = padded(remote->tickets_key, remote->tickets_key_nbytes);
+    self->packed[1].nbytes = remote->tickets_key_nbytes;
+    self->death_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (!self->address || !self->packed[0].bytes || !self->packed[1].bytes)
+        kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for an endpoint");
+    else if (self->death_fd < 0)
+        kvn_fail(failure, KVN_FAILED, errno, "no eventfd for an endpoint: %s", strerror(errno));
+    else {
+        request it = {.work = {.run = list_endpoint}, .endpoint = self, .failure = failure};
+        kvn_ucx_call(worker, &it.work);
+    }
+    if (failure->status != KVN_OK) {
+        dispose(self);
+        return failure->status;
+    }
+    *out = self;
+    return KVN_OK;
+}
+
+/* ---- failing; what follows is done with the progress lock, not within a callback of UCX ---- */
+
+static void on_closed(void *request, kvn_ucs_status status, void *argument)
+{
+    kvn_ucx_endpoint *self = argument;
+    kvn_ucx_worker *worker = self->worker;
+
+    (void)status; /* whatever it is, UCX has let go */
+    if (request)
+        worker->calls->ucp_request_free(request);
+    self->is_closed = true;
+    worker->has_completed = true;
+    atomic_fetch_sub(&worker->num_endpoints, 1);
+    kvn_ucx_notify(worker);
+    kvn_ucx_endpoint_release(self);
+}
+
+/* UCX refuses to use force with an endpoint that it does not watch. */
+static void close_handle(kvn_ucx_endpoint *self)
+{
+    const kvn_ucx *calls = self->worker->calls;
+    const kvn_ucp_request_param param = {
+        .op_attr_mask =
+            KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA | KVN_UCP_OP_ATTR_FLAGS,
+        .flags = self->is_watched ? KVN_UCP_EP_CLOSE_FLAG_FORCE : 0,
+        .send = on_closed,
+        .user_data = self,
+    };
+
+    if (self->board_key)
+        calls->ucp_rkey_destroy(self->board_key);
+    if (self->tickets_key)
+        calls->ucp_rkey_destroy(self->tickets_key);
+    self->board_key = self->tickets_key = NULL;
+    if (!self->handle)
+        return;
+    kvn_ucs_status_ptr request = calls->ucp_ep_close_nbx(self->handle, &param);
+    self->handle = NULL;
+    if (request == NULL || KVN_UCS_IS_ERROR(request))
+        on_closed(NULL, KVN_UCS_POINTER_STATUS(request), self);
+}
+
+static void end(kvn_ucx_work *work)
+{
+    kvn_ucx_endpoint *self =
+        (kvn_ucx_endpoint *)((char *)work - offsetof(kvn_ucx_endpoint, ending));
+    kvn_ucx_endpoint **at = &self->worker->endpoints;
+
+    while (*at && *at != self)
+        at = &(*at)->next;
+    if (*at)
+        *at = self->next;
+    kvn_ucx_fail_transfers(self);
+    close_handle(self);
+    kvn_ucx_notify(self->worker);
+    kvn_ucx_endpoint_release(self); /* the worker's */
+}
+
+void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const char *message)
+{
+    const uint64_t one = 1;
+
+    pthread_mutex_lock(&self->worker->mutex);
+    const bool is_first = atomic_load(&self->state) != KVN_UCX_FAILED;
+    if (is_first) {
+        kvn_fail(&self->why, status, code, "%s", message);
+        atomic_store(&self->state, KVN_UCX_FAILED);
+    }
+    pthread_mutex_unlock(&self->worker->mutex);
+    if (!is_first)
+        return;
+    while (write(self->death_fd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+    self->ending.run = end;
+    kvn_ucx_post(self->worker, &self->ending);
+}
+
+bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
+{
+    if (atomic_load(&self->state) != KVN_UCX_FAILED)
+        return false;
+    *why = self->why;
+    return true;
+}
+
+static void lose(kvn_ucx_endpoint *self, const char *what, kvn_ucs_status status)
+{
+    char text[200];
+
+    snprintf(text, sizeof text, "%s: %s", what, self->worker->calls->ucs_status_string(status));
+    kvn_ucx_endpoint_fail(self, KVN_PEER_GONE, status, text);
+}
+
+/* ---- connecting, with the progress lock ---- */
+
+static void on_error(void *argument, kvn_ucp_ep_h ep, kvn_ucs_status status)
+{
+    (void)ep;
+    lose(argument, "the connection to the peer's UCX is lost", status);
+}
+
+static kvn_ucs_status make_handle(kvn_ucx_endpoint *self, bool is_watched)
+{
+    const kvn_ucp_ep_params params = {
+        .field_mask = KVN_UCP_EP_PARAM_REMOTE_ADDRESS | KVN_UCP_EP_PARAM_ERR_HANDLING_MODE |
+                      KVN_UCP_EP_PARAM_ERR_HANDLER,
+        .address = self->address,
+        .err_mode = is_watched ? KVN_UCP_ERR_HANDLING_MODE_PEER : KVN_UCP_ERR_HANDLING_MODE_NONE,
+        .err_handler = {.cb = on_error, .arg = self},
+    };
+
+    self->is_watched = is_watched;
+    return self->worker->calls->ucp_ep_create(self->worker->handle, &params, &self->handle);
+}
+
+static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
+{
+    kvn_ucx_log_clear();
+    kvn_ucs_status status = make_handle(self, true);
+    /* Between processes of one host, what reads memory itself does not watch over the peer. */
+    if (status == KVN_UCS_ERR_UNREACHABLE)
+        status = make_handle(self, false);
+    if (status == KVN_UCS_OK) {
+        kvn_ucx_endpoint_hold(self); /* until UCX has closed it */
+        atomic_fetch_add(&self->worker->num_endpoints, 1);
+        return KVN_OK;
+    }
+    self->handle = NULL;
+    kvn_fail(failure, KVN_PEER_GONE, status,
+             "UCX cannot reach the peer (this side has %.60s): %s", self->worker->transports,
+             self->worker->calls->ucs_status_string(status));
+    kvn_ucx_log_append(failure->message, sizeof failure->message);
+    return failure->status;
+}
+
+/* Of the lanes in UCX's own description, "lane[0]:  2:cma/memory.0 md[1] ...", the first that reads and writes
+ * memory itself. */
+static bool find_transport(const char *text, char *out, size_t room)
+{
+    static const char *const direct[] = {"rc_", "dc_", "srd", "gga_", "cma/", "knem/", "xpmem/"};
+
+    while ((text = strstr(text, "lane[")) && (text = strchr(text, ':')) &&
+           (text = strchr(text + 1, ':'))) {
+        text++;
+        for (size_t i = 0; i < sizeof direct / sizeof *direct; i++)
+            if (strncmp(text, direct[i], strlen(direct[i])) == 0) {
+                snprintf(out, room, "%.*s", (int)strcspn(text, " .\n"), text);
+                return true;
+            }
+    }
+    return false;
+}
+
+static int check_transport(kvn_ucx_endpoint *self, kvn_failure *failure)
+{
+    char *text = NULL;
+    size_t nbytes;
+    FILE *file = open_memstream(&text, &nbytes);
+
+    if (!file)
+        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory to look at an endpoint");
+    self->worker->calls->ucp_ep_print_info(self->handle, file);
+    fclose(file);
+    const bool is_found = find_transport(text, self->transport, sizeof self->transport);
+    free(text);
+    if (is_found)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                    "UCX reads and writes a peer's memory over RDMA, or shared memory between "
+                    "processes of one host, and found neither on the way to the peer: use the "
+                    "transport tcp");
+}
+
+int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes,
+                       kvn_ucp_rkey_h *out, kvn_failure *failure)
+{
+    const kvn_ucx_worker *worker = self->worker;
+    void *copy = padded(packed, nbytes);
+
+    if (!copy)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a key");
+    const kvn_ucs_status status = worker->calls->ucp_ep_rkey_unpack(self->handle, copy, out);
+    free(copy);
+    return status == KVN_UCS_OK
+               ? KVN_OK
+               : kvn_ucx_fail(worker->library, "ucp_ep_rkey_unpack", status, failure);
+}
+
+/* The word that was asked for is here, or will never be. */
+static void note_answer(kvn_ucx_endpoint *self, kvn_ucs_status status)
+{
+    int open = KVN_UCX_OPEN;
+
+    if (status != KVN_UCS_OK)
+        lose(self, "the peer's memory cannot be read", status);
+    else if (atomic_compare_exchange_strong(&self->state, &open, KVN_UCX_CONNECTED))
+        kvn_ucx_notify(self->worker);
+    kvn_ucx_endpoint_release(self);
+}
+
+static void on_answer(void *request, kvn_ucs_status status, void *argument)
+{
+    kvn_ucx_endpoint *self = argument;
+
+    self->worker->calls->ucp_request_free(request);
+    note_answer(self, status);
+}
+
+static void read_word(kvn_ucx_endpoint *self)
+{
+    const kvn_ucp_request_param param = {
+        .op_attr_mask = KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA |
+                        KVN_UCP_OP_ATTR_MEMORY_TYPE,
+        .send = on_answer,
+        .memory_type = KVN_UCS_MEMORY_HOST,
+        .user_data = self,
+    };
+
+    kvn_ucx_endpoint_hold(self); /* UCX writes to it */
+    kvn_ucs_status_ptr request = self->worker->calls->ucp_get_nbx(
+        self->handle, &self->word, sizeof self->word, self->board, self->board_key, &param);
+    if (request == NULL || KVN_UCS_IS_ERROR(request))
+        note_answer(self, KVN_UCS_POINTER_STATUS(request));
+}
+
+static void begin(kvn_ucx_work *work)
+{
+    kvn_ucx_endpoint *self = ((request *)work)->endpoint;
+    kvn_failure failure;
+
+    if (self->handle || atomic_load(&self->state) != KVN_UCX_OPEN)
+        return;
+    if (open_handle(self, &failure) == KVN_OK && check_transport(self, &failure) == KVN_OK &&
+        kvn_ucx_unpack_key(self, self->packed[0].bytes, self->packed[0].nbytes, &self->board_key,
+                           &failure) == KVN_OK &&
+        kvn_ucx_unpack_key(self, self->packed[1].bytes, self->packed[1].nbytes,
+                           &self->tickets_key, &failure) == KVN_OK)
+        read_word(self);
+    else
+        kvn_ucx_endpoint_fail(self, failure.status, failure.code, failure.message);
+}
+
+static bool is_settled(const void *context)
+{
+    return atomic_load(&((const kvn_ucx_endpoint *)context)->state) != KVN_UCX_OPEN;
+}
+
+int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_failure *failure)
+{
+    request it = {.work = {.run = begin}, .endpoint = self};
+
+    if (!is_settled(self))
+        kvn_ucx_call(self->worker, &it.work);
+    if (!kvn_ucx_wait(self->worker, is_settled, self, deadline_ns))
+        return kvn_fail(failure, KVN_TIMEOUT, 0,
+                        "the peer's memory was not read over %s within the time allowed",
+                        self->transport);
+    return kvn_ucx_endpoint_has_failed(self, failure) ? failure->status : KVN_OK;
+}
+
+/* ---- the peer's tickets ---- */
+
+/* Of the caller and of UCX, which may write to it after the caller has left. */
+typedef struct reading {
+    kvn_ucx_work work;
+    kvn_ucx_endpoint *endpoint; /* held */
+    atomic_uint num_holders;
+    atomic_bool is_done;
+    kvn_failure failure;
+    uint64_t words[KVN_UCX_TICKETS];
+} reading;
+
+static void release_reading(reading *it)
+{
+    if (atomic_fetch_sub(&it->num_holders, 1) != 1)
+        return;
+    kvn_ucx_endpoint_release(it->endpoint);
+    free(it);
+}
+
+static void finish_reading(reading *it, kvn_ucs_status status)
+{
+    const kvn_ucx_worker *worker = it->endpoint->worker;
+
+    if (status != KVN_UCS_OK && !kvn_ucx_endpoint_has_failed(it->endpoint, &it->failure))
+        kvn_ucx_fail(worker->library, "ucp_get", status, &it->failure);
+    atomic_store(&it->is_done, true);
+    kvn_ucx_notify(it->endpoint->worker);
+    release_reading(it);
+}
+
+static void on_read(void *request, kvn_ucs_status status, void *argument)
+{
+    reading *it = argument;
+
+    it->endpoint->worker->calls->ucp_request_free(request);
+    finish_reading(it, status);
+}
+
+static void read_tickets(kvn_ucx_work *work)
+{
+    reading *it = (reading *)work;
+    kvn_ucx_endpoint *self = it->endpoint;
+    const kvn_ucp_request_param param = {
+        .op_attr_mask = KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA |
+                        KVN_UCP_OP_ATTR_MEMORY_TYPE,
+        .send = on_read,
+        .memory_type = KVN_UCS_MEMORY_HOST,
+        .user_data = it,
+    };
+
+    if (atomic_load(&self->state) != KVN_UCX_CONNECTED || !self->handle) {
+        finish_reading(it, KVN_UCS_ERR_NOT_CONNECTED);
+        return;
+    }
+    kvn_ucs_status_ptr request = self->worker->calls->ucp_get_nbx(
+        self->handle, it->words, sizeof it->words, self->tickets, self->tickets_key, &param);
+    if (request == NULL || KVN_UCS_IS_ERROR(request))
+        finish_reading(it, KVN_UCS_POINTER_STATUS(request));
+}
+
+static bool is_read(const void *context)
+{
+    return atomic_load(&((const reading *)context)->is_done);
+}
+
+int kvn_ucx_endpoint_read_tickets(kvn_ucx_endpoint *self, int64_t deadline_ns,
+                                  uint64_t out[KVN_UCX_TICKETS], kvn_failure *failure)
+{
+    reading *it = calloc(1, sizeof *it);
+
+    if (!it)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the tickets of a peer");
+    it->work.run = read_tickets;
+    it->endpoint = self;
+    kvn_ucx_endpoint_hold(self);
+    atomic_init(&it->num_holders, 2);
+    kvn_ucx_call(self->worker, &it->work);
+    if (!kvn_ucx_wait(self->worker, is_read, it, deadline_ns)) {
+        kvn_fail(failure, KVN_TIMEOUT, 0, "the peer's tickets were not read in time");
+    } else {
+        *failure = it->failure;
+        memcpy(out, it->words, sizeof it->words);
+    }
+    release_reading(it);
+    return failure->status;
+}

@@ -1,0 +1,62 @@
+/* Memory that UCX knows: mapped once for any number of users, with the key that peers need.
+ *
+ * What is mapped at one time is a snapshot: a value that never changes. A transfer holds the one that it began
+ * with, finds in it what it needs for its local memory, and so keeps that mapped until it is through. */
+#ifndef KVN_UCX_REGION_H
+#define KVN_UCX_REGION_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "core/intervals.h"
+#include "ucx/worker.h"
+
+typedef struct kvn_ucx_region kvn_ucx_region;
+
+struct kvn_ucx_region {
+    kvn_ucx_worker *worker; /* held */
+    uint64_t address;
+    uint64_t nbytes;
+    int memory_type;
+    kvn_ucp_mem_h memory;
+    void *key; /* for peers; UCX's */
+    size_t key_nbytes;
+    unsigned num_users;      /* under the mutex of the regions */
+    atomic_uint num_holders; /* by its users together, and by snapshots; unmapped with the last */
+    kvn_ucx_region *next;    /* of the regions */
+};
+
+typedef struct kvn_ucx_snapshot {
+    atomic_uint num_holders;
+    size_t count;
+    kvn_interval *items; /* `index`: of regions */
+    kvn_ucx_region **regions;
+} kvn_ucx_snapshot;
+
+typedef struct kvn_ucx_regions {
+    kvn_ucx_worker *worker; /* held */
+    pthread_mutex_t mutex;
+    kvn_ucx_region *first;
+    kvn_ucx_snapshot *snapshot; /* of now; NULL: it could not be made, and none is used */
+} kvn_ucx_regions;
+
+/* Stays in place until fini. */
+void kvn_ucx_regions_init(kvn_ucx_regions *self, kvn_ucx_worker *worker);
+/* What users still have stays mapped. */
+void kvn_ucx_regions_fini(kvn_ucx_regions *self);
+
+/* One more user of exactly that range; maps it if it has none. `memory_type`: KVN_UCS_MEMORY_. Blocks for
+ * long where a network card has to know gigabytes; not with the progress lock. */
+int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes, int memory_type,
+                       kvn_ucx_region **out, kvn_failure *failure);
+/* One user less: of the last, the range is unmapped as soon as no transfer uses it. Not with the progress lock. */
+void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region);
+
+/* What is mapped now; NULL: nothing that is known. Held until released, not with the progress lock. */
+kvn_ucx_snapshot *kvn_ucx_snapshot_take(kvn_ucx_regions *self);
+void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot);
+/* The region that holds the range; NULL: none does. `hint` is the caller's, for the next call. */
+kvn_ucx_region *kvn_ucx_snapshot_find(const kvn_ucx_snapshot *snapshot, uint64_t address,
+                                      uint64_t nbytes, size_t *hint);
+
+#endif

@@ -1,0 +1,100 @@
+/* A transfer on its way: made and ended by the backend (ucx_backend.c); its operations are posted with the
+ * progress lock (ucx_transfer.c). */
+#ifndef KVN_UCX_TRANSFER_H
+#define KVN_UCX_TRANSFER_H
+
+#include "ucx/backend.h"
+
+#define KVN_UCX_WINDOW 128 /* operations of one transfer in flight */
+
+typedef struct kvn_ucx_backend {
+    kvn_backend base;
+    kvn_ucx_regions *regions;
+    kvn_ucx_endpoint *endpoint; /* held */
+    kvn_direction direction;
+    int local_type;
+    kvn_ucx_peer_range *ranges;
+    kvn_interval *places; /* of the ranges, sorted */
+    uint64_t num_ranges;
+    kvn_ucp_rkey_h *keys;
+    uint64_t num_keys;
+    pthread_mutex_t error_mutex;
+    char error[256];       /* message of the latest failed transfer */
+    char error_shown[256]; /* the copy of it that last_error returns */
+} kvn_ucx_backend;
+
+/* What a transfer does, one after the other. What writes much does so in rounds, each with a look before it. */
+typedef enum kvn_ucx_phase {
+    KVN_UCX_LOOKING_BEFORE,
+    KVN_UCX_MOVING,
+    KVN_UCX_FLUSHING, /* puts; also those of a transfer that stops */
+    KVN_UCX_LOOKING_AFTER,
+    KVN_UCX_THROUGH
+} kvn_ucx_phase;
+
+/* A range that a transfer uses. */
+typedef struct kvn_ucx_use {
+    uint64_t range;
+    uint64_t first; /* descriptor that lies in it */
+    uint64_t word;  /* what its slot of the board held */
+} kvn_ucx_use;
+
+/* One in flight. */
+typedef struct kvn_ucx_operation {
+    kvn_request *request;
+    uint64_t descriptor; /* KVN_NO_DESCRIPTOR: a word of the board, or a flush */
+    uint64_t nbytes;
+    struct kvn_ucx_operation *next; /* among those that are free */
+} kvn_ucx_operation;
+
+struct kvn_request {
+    kvn_ucx_backend *self;
+    kvn_columns batch;
+    uint64_t total; /* bytes */
+    kvn_ucx_snapshot *snapshot;
+    kvn_ucx_use *uses;
+    uint64_t num_uses;
+    kvn_ucx_work beginning;
+    /* with the progress lock */
+    kvn_request *next; /* the worker's */
+    kvn_request *previous;
+    kvn_ucx_phase phase;
+    unsigned ticket; /* of a put: 1 + its place among the worker's; 0: not announced yet */
+    uint64_t cursor;     /* of the uses, or flushes: what is posted next in this phase */
+    uint64_t descriptor; /* that is posted next */
+    uint64_t skip;       /* bytes of it that are posted */
+    uint64_t round_left; /* bytes of puts until the next look */
+    size_t local_hint;
+    size_t remote_hint;
+    unsigned in_flight;
+    uint64_t bytes_in_flight;
+    int why;             /* KVN_OK, or for what it was given up */
+    kvn_failure failure; /* status KVN_OK: none */
+    uint64_t failed;
+    kvn_ucx_operation *free;
+    kvn_ucx_operation operations[KVN_UCX_WINDOW];
+    /* for all */
+    atomic_uint_fast64_t moved;
+    atomic_bool finished; /* set last: from then on its waiter may free it */
+    kvn_report report;
+};
+
+/* With the progress lock: begins it. */
+void kvn_ucx_begin_transfer(kvn_request *request);
+/* With the progress lock: nothing more is posted for it. */
+void kvn_ucx_give_up_transfer(kvn_request *request, int why);
+/* With the progress lock: those over an endpoint that has failed. */
+void kvn_ucx_fail_transfers(const kvn_ucx_endpoint *endpoint);
+
+/* Which of the backend's ranges holds a remote piece; KVN_NO_INTERVAL: none. */
+static inline size_t kvn_ucx_range_of(const kvn_ucx_backend *self, uint64_t address,
+                                      uint64_t nbytes, size_t *hint)
+{
+    const size_t found = kvn_intervals_find(self->places, self->num_ranges, address, nbytes, *hint);
+    if (found == KVN_NO_INTERVAL)
+        return found;
+    *hint = found;
+    return self->places[found].index;
+}
+
+#endif

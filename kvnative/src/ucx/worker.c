@@ -1,0 +1,453 @@
+#include "ucx/worker.h"
+
+#include <errno.h>
+#include <malloc.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "core/clock.h"
+#include "ucx/endpoint.h"
+#include "ucx/settings.h"
+
+#define SPIN_NS 50000 /* after the last event: what is under way mostly ends within */
+#define SETTLE_NS 20000 /* within which a small transfer ends before anybody is woken for it */
+#define CLOSE_NS 1000000000
+
+/* ---- the queue ---- */
+
+static kvn_ucx_work *take_work(kvn_ucx_worker *self)
+{
+    pthread_mutex_lock(&self->mutex);
+    kvn_ucx_work *work = self->first;
+    if (work)
+        self->first = work->next;
+    pthread_mutex_unlock(&self->mutex);
+    return work;
+}
+
+static bool has_work(kvn_ucx_worker *self)
+{
+    pthread_mutex_lock(&self->mutex);
+    const bool has_any = self->first != NULL;
+    pthread_mutex_unlock(&self->mutex);
+    return has_any;
+}
+
+static void queue_work(kvn_ucx_worker *self, kvn_ucx_work *work)
+{
+    pthread_mutex_lock(&self->mutex);
+    work->next = NULL;
+    if (self->first)
+        self->last->next = work;
+    else
+        self->first = work;
+    self->last = work;
+    pthread_mutex_unlock(&self->mutex);
+}
+
+/* ---- with the progress lock ---- */
+
+static unsigned run_work(kvn_ucx_worker *self)
+{
+    kvn_ucx_work *work;
+    unsigned count = 0;
+
+    for (; (work = take_work(self)) != NULL; count++) {
+        const bool is_awaited = work->is_awaited;
+        work->run(work);
+        if (!is_awaited)
+            continue;
+        atomic_store(&work->is_done, true);
+        kvn_ucx_notify(self);
+    }
+    return count;
+}
+
+static unsigned progress_once(kvn_ucx_worker *self)
+{
+    unsigned count = run_work(self);
+
+    count += kvn_ucx_progress_transfers(self);
+    count += self->calls->ucp_worker_progress(self->handle);
+    return count + self->has_completed; /* UCX may call back, and say that it did nothing */
+}
+
+/* Until it is done, late, or nothing has happened for a while. */
+static void progress_until(kvn_ucx_worker *self, bool (*is_done)(const void *context),
+                           const void *context, int64_t deadline_ns)
+{
+    int64_t now = kvn_now_ns(), busy_ns = now;
+
+    while (!is_done(context) && now < deadline_ns && now - busy_ns <= SPIN_NS) {
+        const bool is_busy = progress_once(self) > 0;
+        now = kvn_now_ns();
+        if (is_busy)
+            busy_ns = now;
+        else
+            sched_yield();
+    }
+}
+
+static void wake_thread(kvn_ucx_worker *self)
+{
+    const uint64_t one = 1;
+    while (write(self->wake_fd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+}
+
+static void take_wakeups(kvn_ucx_worker *self)
+{
+    uint64_t count;
+    while (read(self->wake_fd, &count, sizeof count) < 0 && errno == EINTR)
+        ;
+}
+
+static bool try_lock(kvn_ucx_worker *self) { return pthread_mutex_trylock(&self->progress) == 0; }
+
+/* True: the next event will wake the thread. */
+static bool arm(kvn_ucx_worker *self)
+{
+    const int64_t until_ns = kvn_now_ns() + SETTLE_NS;
+
+    do {
+        if (progress_once(self) == 0 && self->calls->ucp_worker_arm(self->handle) == KVN_UCS_OK)
+            return true;
+    } while (kvn_now_ns() < until_ns);
+    return false;
+}
+
+/* Whoever queued something meanwhile has found the lock taken: so it is looked for after that was released. */
+static void unlock(kvn_ucx_worker *self)
+{
+    do {
+        if (!arm(self))
+            wake_thread(self);
+        pthread_mutex_unlock(&self->progress);
+    } while (has_work(self) && try_lock(self));
+}
+
+/* ---- what others call ---- */
+
+void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work)
+{
+    work->is_awaited = false;
+    queue_work(self, work);
+    if (try_lock(self))
+        unlock(self);
+}
+
+static bool is_run(const void *context)
+{
+    return atomic_load(&((const kvn_ucx_work *)context)->is_done);
+}
+
+void kvn_ucx_call(kvn_ucx_worker *self, kvn_ucx_work *work)
+{
+    work->is_awaited = true;
+    atomic_init(&work->is_done, false);
+    queue_work(self, work);
+    kvn_ucx_wait(self, is_run, work, KVN_FOREVER);
+}
+
+bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
+                  int64_t deadline_ns)
+{
+    bool is_over;
+
+    if (is_done(context))
+        return true;
+    if (try_lock(self)) {
+        progress_until(self, is_done, context, deadline_ns);
+        unlock(self);
+    }
+    pthread_mutex_lock(&self->mutex);
+    while (!(is_over = is_done(context)) && kvn_now_ns() < deadline_ns)
+        kvn_cond_wait(&self->changed, &self->mutex, deadline_ns);
+    pthread_mutex_unlock(&self->mutex);
+    return is_over;
+}
+
+void kvn_ucx_notify(kvn_ucx_worker *self)
+{
+    pthread_mutex_lock(&self->mutex);
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->mutex);
+}
+
+/* ---- the thread ---- */
+
+/* It does not spin: that would keep callers, who wait in less time, from the lock. */
+static void *run_thread(void *argument)
+{
+    kvn_ucx_worker *self = argument;
+    struct pollfd files[] = {{.fd = self->events_fd, .events = POLLIN},
+                             {.fd = self->wake_fd, .events = POLLIN}};
+
+    while (!atomic_load(&self->is_stopping)) {
+        pthread_mutex_lock(&self->progress);
+        unlock(self);
+        if (poll(files, 2, -1) > 0 && files[1].revents & POLLIN)
+            take_wakeups(self);
+    }
+    return NULL;
+}
+
+static int start_thread(kvn_ucx_worker *self, kvn_failure *failure)
+{
+    const int error = pthread_create(&self->thread, NULL, run_thread, self);
+
+    if (error)
+        return kvn_fail(failure, error == EAGAIN ? KVN_NO_MEMORY : KVN_FAILED, error,
+                        "no thread for a UCX worker: %s", strerror(error));
+    pthread_setname_np(self->thread, "kvn-ucx");
+    self->has_thread = true;
+    return KVN_OK;
+}
+
+/* By whichever of several callers comes first; the others wait until it has ended. */
+static void stop_thread(kvn_ucx_worker *self)
+{
+    pthread_mutex_lock(&self->mutex);
+    const bool is_first = !atomic_exchange(&self->is_stopping, true);
+    while (!is_first && self->has_thread)
+        pthread_cond_wait(&self->changed, &self->mutex);
+    pthread_mutex_unlock(&self->mutex);
+    if (!is_first)
+        return;
+    wake_thread(self);
+    pthread_join(self->thread, NULL);
+    pthread_mutex_lock(&self->mutex);
+    self->has_thread = false;
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->mutex);
+}
+
+/* ---- making ---- */
+
+/* Notes what UCX may use: the lines of its description of a context that end in "-- rc_mlx5/mlx5_0:1". */
+static int list_transports(kvn_ucx_worker *self, kvn_failure *failure)
+{
+    char *text = NULL, *rest = NULL;
+    size_t nbytes, used = 0;
+    bool has_tcp = false;
+    FILE *file = open_memstream(&text, &nbytes);
+
+    if (!file)
+        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory for a list of UCX's transports");
+    self->calls->ucp_context_print_info(self->context, file);
+    fclose(file);
+    for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+        const char *found = strstr(line, " -- ");
+        if (!found || !strstr(line, "resource"))
+            continue;
+        has_tcp |= strncmp(found + 4, "tcp/", 4) == 0;
+        if (used < sizeof self->transports)
+            used += (size_t)snprintf(self->transports + used, sizeof self->transports - used, "%s%s",
+                                     used ? " " : "", found + 4);
+    }
+    free(text);
+    if (!has_tcp)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_INVALID, KVN_UCS_ERR_INVALID_PARAM,
+                    "UCX_TLS lets UCX use TCP, over which any host could read and write this "
+                    "process's memory: leave tcp (and all) out of it; kvplan's own transport tcp is "
+                    "for networks without RDMA");
+}
+
+static int open_context(kvn_ucx_worker *self, const kvn_ucx_settings *settings, const char *name,
+                        kvn_failure *failure)
+{
+    kvn_ucp_config *config;
+    const kvn_ucp_params params = {
+        .field_mask = KVN_UCP_PARAM_FEATURES | KVN_UCP_PARAM_MT_WORKERS_SHARED |
+                      (*name ? KVN_UCP_PARAM_NAME : 0),
+        .features = KVN_UCP_FEATURE_RMA | KVN_UCP_FEATURE_WAKEUP,
+        .mt_workers_shared = 1, /* memory is mapped without the progress lock */
+        .name = name,
+    };
+    kvn_ucs_status status = self->calls->ucp_config_read(NULL, NULL, &config);
+
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(self->library, "ucp_config_read", status, failure);
+    if (kvn_ucx_settings_apply(settings, config, failure) == KVN_OK) {
+        status = self->calls->ucp_init_version(KVN_UCP_API_MAJOR, KVN_UCP_API_MINOR, &params,
+                                               config, &self->context);
+        if (status != KVN_UCS_OK)
+            kvn_ucx_fail(self->library, "ucp_init", status, failure);
+    }
+    self->calls->ucp_config_release(config);
+    return failure->status == KVN_OK ? list_transports(self, failure) : failure->status;
+}
+
+/* Pages of its own: UCX makes pages known, and a network card reads them. */
+static int make_tickets(kvn_ucx_worker *self, kvn_failure *failure)
+{
+    void *pages = mmap(NULL, KVN_UCX_TICKETS * sizeof *self->tickets, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    if (pages == MAP_FAILED)
+        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory for the tickets of a UCX worker");
+    self->tickets = pages;
+    return KVN_OK;
+}
+
+static int open_worker(kvn_ucx_worker *self, kvn_failure *failure)
+{
+    /* One thread at a time has the progress lock, but not always the same. */
+    const kvn_ucp_worker_params params = {
+        .field_mask = KVN_UCP_WORKER_PARAM_THREAD_MODE | KVN_UCP_WORKER_PARAM_FLAGS,
+        .thread_mode = KVN_UCS_THREAD_MODE_SERIALIZED,
+        .flags = KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK,
+    };
+    const kvn_ucx *calls = self->calls;
+    kvn_ucs_status status = calls->ucp_worker_create(self->context, &params, &self->handle);
+
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(self->library, "ucp_worker_create", status, failure);
+    status = calls->ucp_worker_get_efd(self->handle, &self->events_fd);
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(self->library, "ucp_worker_get_efd", status, failure);
+    status = calls->ucp_worker_get_address(self->handle, &self->address, &self->address_nbytes);
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(self->library, "ucp_worker_get_address", status, failure);
+    self->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (self->wake_fd < 0)
+        return kvn_fail(failure, KVN_FAILED, errno, "no eventfd for a UCX worker: %s",
+                        strerror(errno));
+    return start_thread(self, failure);
+}
+
+/* UCX takes 13 MiB for a worker from malloc, by 4 and by 2. Once such a block was freed malloc takes them from
+ * its arenas, and those keep twice as much each: 69 MB after 300 engines. */
+static void give_back(void)
+{
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+}
+
+static void destroy(kvn_ucx_worker *self)
+{
+    if (self->address)
+        self->calls->ucp_worker_release_address(self->handle, self->address);
+    if (self->handle)
+        self->calls->ucp_worker_destroy(self->handle);
+    if (self->context)
+        self->calls->ucp_cleanup(self->context);
+    if (self->wake_fd >= 0)
+        close(self->wake_fd);
+    if (self->tickets)
+        munmap((void *)self->tickets, KVN_UCX_TICKETS * sizeof *self->tickets);
+    pthread_cond_destroy(&self->changed);
+    pthread_mutex_destroy(&self->mutex);
+    pthread_mutex_destroy(&self->progress);
+    atomic_fetch_sub(&self->library->num_workers, 1);
+    free(self);
+    give_back();
+}
+
+/* While a worker is there UCX has a thread of its own, and locks: a forked child has no such thread, and UCX
+ * does not start another one there, as it counts that of its parent. */
+static int count_worker(kvn_ucx_library *library, kvn_failure *failure)
+{
+    const pid_t self = getpid();
+
+    if (atomic_load(&library->num_workers) && library->pid != self)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "UCX was in use in process %d when this one, %d, was forked from it: start such "
+                        "processes with the method spawn, or fork before UCX is used, or after all that "
+                        "uses it is closed", (int)library->pid, (int)self);
+    library->pid = self;
+    atomic_fetch_add(&library->num_workers, 1);
+    return KVN_OK;
+}
+
+int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *settings,
+                          size_t num_settings, const char *name, kvn_ucx_worker **out,
+                          kvn_failure *failure)
+{
+    kvn_ucx_settings all = {.library = library, .given = settings, .num_given = num_settings};
+    kvn_ucx_worker *self = calloc(1, sizeof *self);
+    sigset_t all_signals, before;
+
+    if (!self)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a UCX worker");
+    failure->status = KVN_OK;
+    if (count_worker(library, failure) != KVN_OK) {
+        free(self);
+        return failure->status;
+    }
+    self->library = library;
+    self->calls = &library->calls;
+    self->pid = getpid();
+    self->wake_fd = -1;
+    atomic_init(&self->num_holders, 1);
+    pthread_mutex_init(&self->mutex, NULL);
+    pthread_mutex_init(&self->progress, NULL);
+    kvn_cond_init(&self->changed);
+    kvn_ucx_log_clear();
+    /* Signals are for the threads of the program: UCX's own thread inherits this, and the worker's. */
+    sigfillset(&all_signals);
+    pthread_sigmask(SIG_SETMASK, &all_signals, &before);
+    if (make_tickets(self, failure) == KVN_OK &&
+        kvn_ucx_settings_export(&all, failure) == KVN_OK &&
+        open_context(self, &all, name, failure) == KVN_OK)
+        open_worker(self, failure);
+    kvn_ucx_settings_restore(&all);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failure->status != KVN_OK) {
+        kvn_ucx_log_append(failure->message, sizeof failure->message);
+        destroy(self);
+        return failure->status;
+    }
+    *out = self;
+    return KVN_OK;
+}
+
+/* ---- closing ---- */
+
+typedef struct closing {
+    kvn_ucx_work work;
+    kvn_ucx_worker *worker;
+} closing;
+
+static void fail_endpoints(kvn_ucx_work *work)
+{
+    kvn_ucx_worker *self = ((closing *)work)->worker;
+
+    self->is_closed = true;
+    for (kvn_ucx_endpoint *it = self->endpoints; it; it = it->next)
+        kvn_ucx_endpoint_fail(it, KVN_CANCELLED, 0, "its engine was closed");
+}
+
+static bool has_no_endpoints(const void *context)
+{
+    return atomic_load(&((const kvn_ucx_worker *)context)->num_endpoints) == 0;
+}
+
+void kvn_ucx_worker_close(kvn_ucx_worker *self)
+{
+    closing it = {.work = {.run = fail_endpoints}, .worker = self};
+
+    if (kvn_ucx_worker_is_forked(self))
+        return;
+    kvn_ucx_call(self, &it.work);
+    kvn_ucx_wait(self, has_no_endpoints, self, kvn_now_ns() + CLOSE_NS);
+    stop_thread(self);
+}
+
+void kvn_ucx_worker_hold(kvn_ucx_worker *self) { atomic_fetch_add(&self->num_holders, 1); }
+
+void kvn_ucx_worker_release(kvn_ucx_worker *self)
+{
+    if (atomic_fetch_sub(&self->num_holders, 1) == 1 && !kvn_ucx_worker_is_forked(self))
+        destroy(self);
+}
+
+bool kvn_ucx_worker_is_forked(const kvn_ucx_worker *self) { return self->pid != getpid(); }
