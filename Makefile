@@ -25,7 +25,7 @@ HOSTS ?= 1
 demo: .venv/demo .venv/weights ## prefill in one process, generate in another; DEVICE=simulated: two simulated NPUs; HOSTS=2: two hosts
 	$(BIN)/python -m examples.disaggregated --device $(DEVICE) --hosts $(HOSTS)
 
-test: lint types unit sanitize ## every check
+test: lint types .venv/weights unit sanitize ## every check
 
 lint: .venv/dev ## style, and the layers that no import may cross
 	$(BIN)/ruff check .
@@ -37,8 +37,10 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 	$(BIN)/mypy --strict kvplan
 	$(BIN)/python -m mypy.stubtest kvnative
 
-unit: .venv/dev .venv/weights ## all tests; builds, installs and looks into the sdist and the wheel as well
-	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# The tests that need the weights of the demo's model skip with that reason where nothing fetched them.
+TESTS ?=
+unit: .venv/dev ## all tests, or those of TESTS, e.g. TESTS=tests/planning
+	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 across: .venv/dev ## the whole suites of transfers and faults between two hosts, made of network namespaces
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0
