@@ -318,7 +318,8 @@ def test_rounds_of_connecting_and_closing_leave_nothing_behind(footprint: None) 
     near.run(rounds())
     while conversation.far.next() != ("lost", str(ROUNDS - 1)):
         pass
-    assert len(conversation.server.channels) == 1
+    # The first, which has no link, is closed too where the rounds take as long as that may last.
+    assert len(conversation.server.channels) <= 1
     near.stop()
     far.stop()
 
