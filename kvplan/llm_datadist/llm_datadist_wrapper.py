@@ -14,9 +14,9 @@ from kvplan.llm_datadist import initialized, tensor_size
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.returning import as_pair, as_status
 from kvplan.llm_datadist.v2 import link_codes, tuples
-from kvplan.llm_datadist.v2.block_tables import each_once, last_wins
 from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, POOL, wait_time_ms
 from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
+from kvplan.llm_datadist.v2.move_arguments import each_once, last_wins
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
 
