@@ -13,6 +13,7 @@ from kvplan.engine.links import RegisterMemStatus
 from kvplan.engine.option_rows import LISTENING
 from kvplan.engine.options import unknown_key
 from kvplan.llm_datadist.configs import LLMRole
+from kvplan.llm_datadist.installation import SEVERAL_ENGINES
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import (
     check_dict,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMDataDist"]
 
-SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
-"""Environment variable: "1" permits several engines from the start."""
 
 _MAX_COMM_NAME = 127
 
