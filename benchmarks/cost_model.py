@@ -29,7 +29,7 @@ from kvplan import (
     LlmRole,
     TransportCost,
 )
-from kvplan.inspection.transport_cost import COEFFICIENTS
+from kvplan.inspection.cost import COEFFICIENTS
 from kvplan.inspection.units import nbytes_text
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def sweep(transport: str, quick: bool) -> Iterator[Sweep]:
 
 
 def line_text(line: CostLine) -> str:
-    """As it stands in kvplan/inspection/transport_costs.py."""
+    """As it stands in kvplan/inspection/cost.py."""
     given = [f"{name}={getattr(line, name):.4g}" for name in COEFFICIENTS if getattr(line, name)]
     if line.upto_nbytes is not None:
         given.append(f"upto_nbytes={line.upto_nbytes >> 10} << 10")

@@ -9,9 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvplan.inspection.estimate import Estimate
-from kvplan.inspection.transport_cost import CostLine, TransportCost
-from kvplan.inspection.transport_costs import TRANSPORT_COSTS
+from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
 from kvplan.planning import (
     Coalesce,
     Plan,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import kvplan
-from kvplan.cli import info, keygen
+from kvplan.cli import info
 from kvplan.status import LLMException
 
 OK: Final = 0
@@ -24,11 +24,35 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], None]
 
 
+def _add_keygen_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", help="the file to make; copy it to every host of the cluster, mode 0600"
+    )
+
+
+def _run_keygen(arguments: argparse.Namespace) -> None:
+    """Make a new cluster key in a new file, and say where it is.
+
+    Raises:
+        OSError: the file exists, or cannot be made.
+    """
+    from kvplan.control.cluster_key import ClusterKey  # no other command needs ZeroMQ
+
+    try:
+        ClusterKey.generate().save(arguments.path)
+    except FileExistsError:
+        raise FileExistsError(
+            f"{arguments.path} exists, and is left as it is: a new key would shut out every engine "
+            "that uses this one. Give another path, or remove the file first"
+        ) from None
+    sys.stdout.write(f"{arguments.path}: a new cluster key; whoever can read it can link\n")
+
+
 COMMANDS: Final = {
     "info": Command(
         "tell what this machine has, and what works on it", info.add_arguments, info.run
     ),
-    "keygen": Command("make the key of a cluster", keygen.add_arguments, keygen.run),
+    "keygen": Command("make the key of a cluster", _add_keygen_arguments, _run_keygen),
 }
 
 

@@ -19,7 +19,7 @@ from kvplan.planning import (
     plan_push_cache,
     plan_swap_blocks,
 )
-from kvplan.planning.layer_range import source_tensors
+from kvplan.planning.layout import source_tensors
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 from kvplan.validation import check_type, shown

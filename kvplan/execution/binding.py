@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
 from kvplan.execution.memory import Addresses, TensorMemory
-from kvplan.planning.invariants import first_overlap
 from kvplan.planning.plan import Plan
+from kvplan.planning.segments import first_overlap
 from kvplan.status import invalid
 
 _NONE = np.empty(0, dtype=np.uint64)

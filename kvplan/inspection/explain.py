@@ -10,7 +10,7 @@ from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from kvplan.inspection.transport_cost import TransportCost
+    from kvplan.inspection.cost import TransportCost
     from kvplan.planning.plan import Plan
 
 Format = Literal["tree", "table"]

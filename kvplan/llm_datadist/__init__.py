@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kvplan.llm_datadist.status import LLMException, LLMStatusCode, Status
     from kvplan.llm_datadist.v1 import KvCacheManager, Tensor, TensorDesc
     from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
+    from kvplan.llm_datadist.v2.llm_datadist import (
+        permit_several_engines as permit_several_engines,
+    )
     from kvplan.llm_datadist.v2.llm_types import (
         BlocksCacheKey,
         Cache,
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
         TransferConfig,
         TransferWithCacheKeyConfig,
     )
-    from kvplan.llm_datadist.v2.one_engine import permit_several_engines as permit_several_engines
 
 __all__ = [  # noqa: RUF022 the order of the official package
     "LLMClusterInfo",
@@ -81,11 +83,10 @@ _ROOMS = {
     "installation": "in_use install installed uninstall",
     "status": "LLMException LLMStatusCode Status",
     "v1": "KvCacheManager Tensor TensorDesc",
-    "v2.llm_datadist": "LLMDataDist",
+    "v2.llm_datadist": "LLMDataDist permit_several_engines",
     "v2.llm_types": "BlocksCacheKey Cache CacheDesc CacheKey CacheKeyByIdAndIndex CacheTask "
     "KvCache LayerSynchronizer MemInfo Memtype Placement RegisterMemStatus TransferConfig "
     "TransferWithCacheKeyConfig",
-    "v2.one_engine": "permit_several_engines",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
 _MODULES = {*_ROOMS, "llm_datadist_wrapper", "metadef_wrapper", "utils", "v2"}

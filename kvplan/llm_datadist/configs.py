@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from enum import IntEnum
+from typing import Any, TypeVar
 
 from kvplan.llm_datadist.fields import Checked, Field, checked_by
-from kvplan.llm_datadist.settings import (
-    Setting,
-    check_bool,
-    check_text,
-    checked_device_id,
-    checked_fraction,
-    checked_ge_options,
-    checked_int,
-    checked_timeout,
-    within,
-)
 from kvplan.llm_datadist.utils.utils import (
+    check_dict,
+    check_int32,
     check_isinstance,
     check_uint16,
     check_uint32,
@@ -26,6 +19,8 @@ from kvplan.llm_datadist.utils.utils import (
 )
 from kvplan.status import invalid
 from kvplan.validation import UINT32_MAX, shown
+
+_T = TypeVar("_T")
 
 
 class LLMRole(IntEnum):
@@ -109,73 +104,191 @@ def _address(ip: str | int, port: int) -> tuple[int, int]:
     return trans_str_ip(ip), port
 
 
+class _Setting(Checked[_T]):
+    """A property that becomes an option.
+
+    Args:
+        keys: of the option; of several the first gets all values, the others the first value.
+        check: as of `Checked`.
+        doc: what it is.
+        initial: what it is until it is set; if that is empty or False it is no option then.
+        none: what None is read as.
+    """
+
+    def __init__(
+        self,
+        keys: str | tuple[str, ...],
+        check: Callable[[str, _T], _T],
+        doc: str,
+        initial: Any = None,
+        none: Any = None,
+    ) -> None:
+        super().__init__(check, doc)
+        self._keys = (keys,) if isinstance(keys, str) else keys
+        self._initial = initial
+        self._none = none
+
+    def _held(self, config: Any) -> Any:
+        return vars(config).get(self._attribute, self._initial)
+
+    def _read(self, config: Any) -> Any:
+        held = self._held(config)
+        return self._none if held is None else held
+
+    def written(self, config: object) -> dict[str, str]:
+        """Return the options of `config` that it makes; none while it is unset.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: an empty list.
+        """
+        held = self._held(config)
+        if held is None or (held == self._initial and not held):
+            return {}
+        values = held if isinstance(held, list | tuple) else [held]
+        if not values:
+            raise invalid(f"{self.name}={held} is empty; at least one is needed")
+        texts = [str(int(it) if isinstance(it, bool) else it) for it in values]
+        return {
+            key: texts[0] if position else ";".join(texts)
+            for position, key in enumerate(self._keys)
+        }
+
+
+def _check_text(name: str, text: _T) -> _T:
+    """Return a text, or None."""
+    return check_isinstance(name, text, str)
+
+
+def _check_bool(name: str, value: _T) -> _T:
+    """Return a bool, or None."""
+    return check_isinstance(name, value, bool)
+
+
+def _checked_int(name: str, value: _T) -> _T:
+    """Return an int, or None."""
+    return check_isinstance(name, value, int)
+
+
+def _within(low: int, high: int) -> Callable[[str, int], int]:
+    """Return what checks that an int is in [low, high]."""
+
+    def check(name: str, value: int) -> int:
+        check_isinstance(name, value, int, allow_none=False)
+        if not low <= value <= high:
+            raise invalid(f"{name}={value} is out of range [{low}, {high}]")
+        return value
+
+    return check
+
+
+def _checked_fraction(name: str, value: float) -> float:
+    """Return a float in [0, 1]."""
+    check_isinstance(name, value, float, allow_none=False)
+    if not 0.0 <= value <= 1.0:
+        raise invalid(f"{name}={value} is out of range [0, 1]")
+    return value
+
+
+def _checked_ge_options(name: str, options: dict[str, str]) -> dict[str, str]:
+    """Return a dict of texts."""
+    check_isinstance(name, options, dict, allow_none=False)
+    check_dict(name, options, str, str)
+    return options
+
+
+def _checked_device_id(
+    name: str, device_id: int | list[int] | tuple[int, ...]
+) -> int | list[int] | tuple[int, ...]:
+    """Return an int32 >= 0, or several."""
+    check_isinstance(name, device_id, [list, tuple, int], allow_none=False)
+    ids = device_id if isinstance(device_id, list | tuple) else [device_id]
+    check_isinstance(name, ids, [list, tuple], int)
+    for each in ids:
+        if each < 0:
+            raise invalid(f"{name}={shown(device_id)} is out of range [0, 2**31)")
+    for each in ids:
+        check_int32(name, each)
+    return device_id
+
+
+def _checked_timeout(name: str, timeout: int | str) -> int | str:
+    """Return an int32 > 0, or its digits."""
+    check_isinstance(name, timeout, [int, str], allow_none=False)
+    if isinstance(timeout, str) and not timeout.isdecimal():
+        raise invalid(f"{name}={shown(timeout)} must be digits: milliseconds")
+    if int(timeout) <= 0:
+        raise invalid(f"{name}={shown(timeout)} is out of range [1, 2**31)")
+    check_int32(name, int(timeout))
+    return timeout
+
+
 class LlmConfig:
     """The options of an engine, each with its checks.
 
-    Setting one raises TypeError for another type, ValueError for an integer outside its width, and
+    _Setting one raises TypeError for another type, ValueError for an integer outside its width, and
     LLMException (LLM_PARAM_INVALID) for what breaks another rule.
     """
 
-    ge_options = Setting[dict[str, str]](
-        (), checked_ge_options, "Options by their keys; merged first."
+    ge_options = _Setting[dict[str, str]](
+        (), _checked_ge_options, "Options by their keys; merged first."
     )
-    device_id = Setting[int | list[int] | tuple[int, ...]](
+    device_id = _Setting[int | list[int] | tuple[int, ...]](
         ("ge.exec.deviceId", "ge.session_device_id"),
-        checked_device_id,
+        _checked_device_id,
         "Of the device, or of several.",
     )
-    sync_kv_timeout = Setting[int | str](
-        "llm.SyncKvCacheWaitTime", checked_timeout, "Milliseconds that a transfer may take, > 0."
+    sync_kv_timeout = _Setting[int | str](
+        "llm.SyncKvCacheWaitTime", _checked_timeout, "Milliseconds that a transfer may take, > 0."
     )
-    deploy_res_path = Setting[str | None]("llm.deployResPath", check_text, "Not used.", "")
-    buf_pool_cfg = Setting[str | None](
-        "llm.BufPoolCfg", check_text, "JSON: sizes of transfer buffers.", ""
+    deploy_res_path = _Setting[str | None]("llm.deployResPath", _check_text, "Not used.", "")
+    buf_pool_cfg = _Setting[str | None](
+        "llm.BufPoolCfg", _check_text, "JSON: sizes of transfer buffers.", ""
     )
-    mem_pool_cfg = Setting[str | None](
-        "llm.MemPoolConfig", check_text, 'JSON: {"memory_size": bytes, "page_shift": 16}.', ""
+    mem_pool_cfg = _Setting[str | None](
+        "llm.MemPoolConfig", _check_text, 'JSON: {"memory_size": bytes, "page_shift": 16}.', ""
     )
-    host_mem_pool_cfg = Setting[str | None](
-        "llm.HostMemPoolConfig", check_text, "As `mem_pool_cfg`, for Placement.HOST.", ""
+    host_mem_pool_cfg = _Setting[str | None](
+        "llm.HostMemPoolConfig", _check_text, "As `mem_pool_cfg`, for Placement.HOST.", ""
     )
-    enable_cache_manager = Setting[bool | None](
-        "llm.EnableCacheManager", check_bool, "Whether there is a `cache_manager`.", none=False
+    enable_cache_manager = _Setting[bool | None](
+        "llm.EnableCacheManager", _check_bool, "Whether there is a `cache_manager`.", none=False
     )
-    enable_remote_cache_accessible = Setting[bool | None](
-        "llm.EnableRemoteCacheAccessible", check_bool, "Whether it is remote mode.", none=False
+    enable_remote_cache_accessible = _Setting[bool | None](
+        "llm.EnableRemoteCacheAccessible", _check_bool, "Whether it is remote mode.", none=False
     )
-    listen_ip_info = Setting[str | None](
-        "llm.listenIpInfo", check_text, '"ip:port" to listen at.', ""
+    listen_ip_info = _Setting[str | None](
+        "llm.listenIpInfo", _check_text, '"ip:port" to listen at.', ""
     )
-    link_total_time = Setting[int](
-        "llm.LinkTotalTime", within(0, UINT32_MAX), "Seconds that linking may take.", none=0
+    link_total_time = _Setting[int](
+        "llm.LinkTotalTime", _within(0, UINT32_MAX), "Seconds that linking may take.", none=0
     )
-    link_retry_count = Setting[int](
-        "llm.LinkRetryCount", within(1, 100), "Attempts to link.", none=1
+    link_retry_count = _Setting[int](
+        "llm.LinkRetryCount", _within(1, 100), "Attempts to link.", none=1
     )
-    rdma_traffic_class = Setting[int | None](
+    rdma_traffic_class = _Setting[int | None](
         "llm.RdmaTrafficClass", checked_by(check_uint32), "Of RDMA; not used."
     )
-    rdma_service_level = Setting[int | None](
+    rdma_service_level = _Setting[int | None](
         "llm.RdmaServiceLevel", checked_by(check_uint32), "Of RDMA; not used."
     )
-    local_comm_res = Setting[str | None](
-        "llm.LocalCommRes", check_text, 'JSON: what to link over; "": to be found out.', none=""
+    local_comm_res = _Setting[str | None](
+        "llm.LocalCommRes", _check_text, 'JSON: what to link over; "": to be found out.', none=""
     )
-    transfer_backend = Setting[str | None](
-        "llm.TransferBackend", check_text, '"hixl" or nothing.', none=""
+    transfer_backend = _Setting[str | None](
+        "llm.TransferBackend", _check_text, '"hixl" or nothing.', none=""
     )
-    global_resource_config = Setting[str | None](
-        "llm.GlobalResourceConfig", check_text, "JSON: resources of all links.", none=""
+    global_resource_config = _Setting[str | None](
+        "llm.GlobalResourceConfig", _check_text, "JSON: resources of all links.", none=""
     )
-    cluster_info = Setting[str](
+    cluster_info = _Setting[str](
         "llm.ClusterInfo", _checked_cluster_info, "JSON: this cluster; not used.", ""
     )
-    output_max_size = Setting[int | None]("llm.OutputMaxSize", checked_int, "Not used.")
-    enable_switch_role = Setting[bool | None](
-        "llm.EnableSwitchRole", check_bool, "Whether the role may change.", False
+    output_max_size = _Setting[int | None]("llm.OutputMaxSize", _checked_int, "Not used.")
+    enable_switch_role = _Setting[bool | None](
+        "llm.EnableSwitchRole", _check_bool, "Whether the role may change.", False
     )
-    mem_utilization = Setting[float](
-        "llm.MemoryUtilization", checked_fraction, "Fraction of memory to use, in [0, 1].", 0.95
+    mem_utilization = _Setting[float](
+        "llm.MemoryUtilization", _checked_fraction, "Fraction of memory to use, in [0, 1].", 0.95
     )
     options = Field[dict[str, str]]("What `generate_options` has filled.")
 
@@ -197,7 +310,7 @@ class LlmConfig:
         """The same as `generate_options`."""
         self._options.update(self.ge_options)
         for setting in vars(LlmConfig).values():
-            if isinstance(setting, Setting):
+            if isinstance(setting, _Setting):
                 self._options.update(setting.written(self))
         return self._options
 

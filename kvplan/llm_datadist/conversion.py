@@ -9,8 +9,13 @@ import kvplan
 from kvplan.engine.links import ClusterInfo, IpInfo
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.utils.utils import check_isinstance
-from kvplan.llm_datadist.v2.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from kvplan.llm_datadist.v2.caches import Cache, CacheDesc
+from kvplan.llm_datadist.v2.llm_types import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+)
 from kvplan.status import invalid
 from kvplan.validation import UINT32_MAX, UINT64_MAX, shown
 

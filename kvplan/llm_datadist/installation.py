@@ -28,6 +28,9 @@ STUBS: Final = str(Path(__file__).parents[1] / "run" / "path")
 ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
 """The names that a program imports, and the packages that it gets."""
 
+SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
+"""Environment variable: "1" lets a process have several engines; the launcher sets it."""
+
 # The older package has copies of these modules; here both are one.
 _V1_ELSEWHERE: Final = {
     "config": "v2.config",

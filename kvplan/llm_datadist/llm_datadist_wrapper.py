@@ -8,17 +8,25 @@ itself. With these the original's own Python part runs on this engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import kvplan
-from kvplan.llm_datadist import initialized, tensor_size
 from kvplan.llm_datadist.configs import LLMRole
-from kvplan.llm_datadist.returning import as_pair, as_status
+from kvplan.llm_datadist.data_type import calc_tensor_size  # noqa: F401 one of its functions
+from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.v2 import link_codes, tuples
-from kvplan.llm_datadist.v2.block_tables import each_once, last_wins
-from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, POOL, wait_time_ms
+from kvplan.llm_datadist.v2.engine_options import CACHE_MANAGER, POOL, REMOTE_ACCESS, wait_time_ms
 from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
+from kvplan.llm_datadist.v2.move_arguments import each_once, last_wins
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.datadist import LlmDataDist
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 kSuccess = int(LLMStatusCode.LLM_SUCCESS)
 kFailed = int(LLMStatusCode.LLM_FAILED)
@@ -49,9 +57,60 @@ kLLMOutOfMemory = int(LLMStatusCode.LLM_OUT_OF_MEMORY)
 kLLMDeviceMemError = int(LLMStatusCode.LLM_DEVICE_MEM_ERROR)
 kLLMSuspectRemoteError = int(LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR)
 
-calc_tensor_size = tensor_size.calc_tensor_size
-
 _ROLE = "llm.Role"
+
+
+def _as_status(call: Callable[_P, None]) -> Callable[_P, int]:
+    """Return what returns the status that `call` raises."""
+
+    @wraps(call)
+    def returning(*args: _P.args, **kwargs: _P.kwargs) -> int:
+        try:
+            call(*args, **kwargs)
+        except LLMException as error:
+            log.error("%s: %s", call.__name__, error)
+            return int(error.status_code)
+        return kSuccess
+
+    return returning
+
+
+def _as_pair(nothing: _T) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[int, _T]]]:
+    """Return what returns the status that a call raises, and its result or `nothing`."""
+
+    def decorated(call: Callable[_P, _T]) -> Callable[_P, tuple[int, _T]]:
+        @wraps(call)
+        def returning(*args: _P.args, **kwargs: _P.kwargs) -> tuple[int, _T]:
+            try:
+                return kSuccess, call(*args, **kwargs)
+            except LLMException as error:
+                log.error("%s: %s", call.__name__, error)
+                return int(error.status_code), nothing
+
+        return returning
+
+    return decorated
+
+
+def _initialized(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LLMDataDist:
+    """Return the LLMDataDist that this process has initialized, whoever asks.
+
+    Raises:
+        LLMException: of status `otherwise`: there is none.
+    """
+    if (found := LLMDataDist.llm_engine_instance) is None:
+        raise LLMException("no LLMDataDist is initialized", status_code=otherwise)
+    return found
+
+
+def _engine(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LlmDataDist:
+    """Return its engine; errors as for `_initialized`."""
+    return _initialized(otherwise)._running()
+
+
+def _is_remote_mode() -> bool:
+    """Whether its peers reach caches by themselves; errors as for `_initialized`."""
+    return _initialized()._engine_options.get(REMOTE_ACCESS) == "1"
 
 
 def dict_to_vector(py_dict: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -59,7 +118,7 @@ def dict_to_vector(py_dict: Mapping[int, int]) -> list[tuple[int, int]]:
     return list(py_dict.items())
 
 
-@as_status
+@_as_status
 def initialize_v2(cluster_id: int, options: dict[str, str]) -> None:
     """Initialize an LLMDataDist of the role that option llm.Role names."""
     if LLMDataDist.llm_engine_instance is not None:
@@ -73,10 +132,10 @@ def finalize_v2() -> None:
         LLMDataDist.llm_engine_instance.finalize()
 
 
-@as_status
+@_as_status
 def switch_role_v2(role: str, options: dict[str, str]) -> None:
     """Change the role, and where it listens."""
-    initialized.datadist().switch_role(_role_of(role), options)
+    _initialized().switch_role(_role_of(role), options)
 
 
 def _role_of(name: str | None) -> LLMRole:
@@ -86,24 +145,22 @@ def _role_of(name: str | None) -> LLMRole:
         raise invalid(f"role {shown(name)} must be Prompt, Decoder or Mix") from None
 
 
-@as_pair(0)
+@_as_pair(0)
 def link(comm_name: str, cluster2rank: Mapping[int, int], rank_table: str) -> int:
     """Begin to link; the id of the communicator."""
-    return initialized.engine(LLMStatusCode.LLM_FAILED).link(
-        comm_name, dict(cluster2rank), rank_table
-    )
+    return _engine(LLMStatusCode.LLM_FAILED).link(comm_name, dict(cluster2rank), rank_table)
 
 
-@as_status
+@_as_status
 def unlink(comm_id: int) -> None:
     """End what `link` has begun."""
-    initialized.engine(LLMStatusCode.LLM_FAILED).unlink(comm_id)
+    _engine(LLMStatusCode.LLM_FAILED).unlink(comm_id)
 
 
-@as_pair(0)
+@_as_pair(0)
 def query_register_mem_status(comm_id: int) -> int:
     """How far `link` is: the number of a RegisterMemStatus."""
-    status = initialized.engine(LLMStatusCode.LLM_FAILED).query_register_mem_status(comm_id)
+    status = _engine(LLMStatusCode.LLM_FAILED).query_register_mem_status(comm_id)
     return int(status.value)
 
 
@@ -133,18 +190,18 @@ def unlink_clusters_v2(
 
 def _codes(call: Callable[[LLMDataDist], link_codes.Codes]) -> tuple[int, list[int]]:
     try:
-        code, codes = call(initialized.datadist(LLMStatusCode.LLM_FAILED))
+        code, codes = call(_initialized(LLMStatusCode.LLM_FAILED))
     except LLMException as error:
         return int(error.status_code), []
     return int(code), [int(it) for it in codes]
 
 
-@as_pair(tuples.NO_CACHE)
+@_as_pair(tuples.NO_CACHE)
 def allocate_cache_v2(
     cache_desc: tuples.CacheDesc, cache_keys: Sequence[tuples.CacheKey]
 ) -> tuples.Cache:
     """Make a cache in the pool of its placement."""
-    engine = initialized.engine(LLMStatusCode.LLM_FAILED)
+    engine = _engine(LLMStatusCode.LLM_FAILED)
     desc, is_blocks = tuples.desc_of(cache_desc)
     if is_blocks:
         made = engine.allocate_blocks_cache(desc, tuples.blocks_key_of(cache_keys))
@@ -153,7 +210,7 @@ def allocate_cache_v2(
     return made.cache_id, [list(made.tensor_addrs)]
 
 
-@as_pair(tuples.NO_CACHE)
+@_as_pair(tuples.NO_CACHE)
 def register_cache(
     cache_desc: tuples.CacheDesc,
     addrs: Sequence[int],
@@ -161,10 +218,10 @@ def register_cache(
     remote_accessible: bool = True,
 ) -> tuples.Cache:
     """Make a cache of memory that the caller keeps."""
-    engine = initialized.engine(LLMStatusCode.LLM_FAILED)
+    engine = _engine(LLMStatusCode.LLM_FAILED)
     desc, is_blocks = tuples.desc_of(cache_desc)
     # In request mode the original's peers pull from any cache, through its buffers.
-    accessible = remote_accessible or not initialized.is_remote_mode()
+    accessible = remote_accessible or not _is_remote_mode()
     if is_blocks:
         key = tuples.blocks_key_of(cache_keys)
         made = engine.register_blocks_cache(desc, addrs, key, remote_accessible=accessible)
@@ -174,58 +231,58 @@ def register_cache(
     return made.cache_id, [list(made.tensor_addrs)]
 
 
-@as_status
+@_as_status
 def unregister_cache(cache_id: int) -> None:
     """End a registered cache; an unknown one is fine."""
-    initialized.engine(LLMStatusCode.LLM_FAILED).unregister_cache(cache_id)
+    _engine(LLMStatusCode.LLM_FAILED).unregister_cache(cache_id)
 
 
-@as_status
+@_as_status
 def deallocate_cache_v2(cache_id: int) -> None:
     """Free an allocated cache; an unknown one is fine."""
-    initialized.engine().deallocate_cache(tuples.cache_called(cache_id))
+    _engine().deallocate_cache(tuples.cache_called(cache_id))
 
 
-@as_status
+@_as_status
 def check_capacity_v2(seq_len: int) -> None:
     """Whether the pool of Placement.DEVICE has `seq_len` bytes in one piece."""
-    if POOL not in initialized.datadist()._engine_options:
+    if POOL not in _initialized()._engine_options:
         raise LLMException(
             f"without {POOL} there is no pool", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         )
-    initialized.engine()._running().registry.pools.take(kvplan.Placement.DEVICE, seq_len)
+    _engine()._running().registry.pools.take(kvplan.Placement.DEVICE, seq_len)
 
 
-@as_status
+@_as_status
 def remove_cache_key_v2(cache_key: tuples.CacheKey) -> None:
     """Forget a key; an unknown one is fine."""
     for key in tuples.request_keys_of([cache_key]):
-        initialized.engine().remove_cache_key(key)
+        _engine().remove_cache_key(key)
 
 
-@as_status
+@_as_status
 def remap_registered_memory(mem_infos: Sequence[tuple[int, int, int]]) -> None:
     """Check anew how registered memory (type, address, bytes) is mapped."""
-    initialized.engine().remap_registered_memory([(addr, nbytes) for _, addr, nbytes in mem_infos])
+    _engine().remap_registered_memory([(addr, nbytes) for _, addr, nbytes in mem_infos])
 
 
-@as_status
+@_as_status
 def pull_cache_v2(cache_id: int, cache_key: tuples.CacheKey, pull_param: tuples.PullParam) -> None:
     """Pull a slot or blocks into a cache."""
     size, slot, src_blocks, dst_blocks, src_tensors, dst_tensors, *rest = pull_param
     src_offset, dst_offset, tensors_per_layer = rest
     key, dst = tuples.key_of(cache_key), tuples.cache_called(cache_id)
     layers = tuples.layers_of(src_tensors, dst_tensors, tensors_per_layer)
-    if isinstance(key, kvplan.CacheKey) and initialized.is_remote_mode():
+    if isinstance(key, kvplan.CacheKey) and _is_remote_mode():
         raise LLMException(
             f"{key}: in remote mode there are no keys of requests",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
     if isinstance(key, kvplan.BlocksCacheKey) or dst_blocks:
         src, dst_table = last_wins(list(src_blocks), list(dst_blocks))
-        initialized.engine().pull_blocks(key, dst, src, dst_table, layers)
+        _engine().pull_blocks(key, dst, src, dst_table, layers)
     else:
-        initialized.engine().pull_cache(
+        _engine().pull_cache(
             key,
             dst,
             slot,
@@ -236,18 +293,18 @@ def pull_cache_v2(cache_id: int, cache_key: tuples.CacheKey, pull_param: tuples.
         )
 
 
-@as_status
+@_as_status
 def copy_cache_v2(copy_param: tuples.CopyParam) -> None:
     """Copy a slot, or blocks where there are pairs of them."""
     dst_id, src_id, dst_slot, src_slot, offset, size, _, pairs = copy_param
     src, dst = tuples.cache_called(src_id), tuples.cache_called(dst_id)
     if pairs:
-        initialized.engine().copy_blocks(dst, each_once(pairs))
+        _engine().copy_blocks(dst, each_once(pairs))
     elif (dst_id, dst_slot) != (src_id, src_slot):  # else there is nothing to copy
-        initialized.engine().copy_cache(src, dst, src_slot, dst_slot, offset, size)
+        _engine().copy_cache(src, dst, src_slot, dst_slot, offset, size)
 
 
-@as_status
+@_as_status
 def swap_blocks_v2(
     src: tuples.Cache,
     dst: tuples.Cache,
@@ -261,20 +318,20 @@ def swap_blocks_v2(
     placements = [kvplan.Placement.HOST, kvplan.Placement.DEVICE]
     src_at, dst_at = placements if swap_type == 0 else reversed(placements)
     src_blocks, dst_blocks = last_wins([s for s, _ in block_mapping], [d for _, d in block_mapping])
-    initialized.engine().swap_blocks(
+    _engine().swap_blocks(
         tuples.blocks_at(src, max(src_blocks) + 1, block_size, src_at),
         tuples.blocks_at(dst, max(dst_blocks) + 1, block_size, dst_at),
         dict(zip(src_blocks, dst_blocks, strict=True)),
     )
 
 
-@as_status
+@_as_status
 def transfer_cache_v2(
     task_id: int, transfer_config: tuples.TransferConfig, block_config: tuples.BlockConfig
 ) -> None:
     """Push one layer, and wait until it has arrived; `task_id` is not used."""
     del task_id
-    engine = initialized.engine()
+    engine = _engine()
     cache_id, slot, layer, *_ = transfer_config
     block_nbytes, src_blocks, dst_blocks = block_config
     src, dst = last_wins(list(src_blocks), list(dst_blocks))
@@ -291,4 +348,4 @@ def transfer_cache_v2(
         ext_param=layers,
     )
     task.ready(layer)
-    task.wait(wait_time_ms(initialized.datadist()._engine_options))
+    task.wait(wait_time_ms(_initialized()._engine_options))

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from kvplan.inspection.cost import cost_of
 from kvplan.inspection.diff import diff
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
-from kvplan.inspection.transport_costs import cost_of
 from kvplan.inspection.units import span
 from kvplan.planning.layout import Side
 from kvplan.planning.segments import Coalesce, Segments
@@ -24,8 +24,7 @@ from kvplan.status import invalid
 from kvplan.validation import check_index, check_type
 
 if TYPE_CHECKING:
-    from kvplan.inspection.estimate import Estimate
-    from kvplan.inspection.transport_cost import TransportCost
+    from kvplan.inspection.cost import Estimate, TransportCost
 
 SCHEMA_VERSION = 1
 

@@ -27,6 +27,10 @@ class Coalesce(StrEnum):
     """Sort by source, then destination offset: finds runs in descending or shuffled tables too."""
 
 
+DEFAULT_COALESCE = Coalesce.SORTED
+"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
+
+
 class Segments:
     """A frozen table of (src offset, dst offset, nbytes), shared by every tensor pair of a plan.
 
@@ -138,3 +142,14 @@ def merge(slices: Segments) -> Segments:
     last = np.concatenate((breaks, [len(src) - 1]))
     merged_src = src[first]
     return Segments.adopt(merged_src, dst[first], src_ends[last] - merged_src)
+
+
+def first_overlap(starts: Column, nbytes: Column) -> tuple[int, int] | None:
+    """Return the indices of two ranges [start, start + nbytes) that share a byte, or None."""
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = starts + nbytes[order]
+    clashes = np.flatnonzero(ends[:-1] > starts[1:])
+    if not len(clashes):
+        return None
+    return int(order[clashes[0]]), int(order[clashes[0] + 1])

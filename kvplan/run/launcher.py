@@ -9,10 +9,9 @@ from pathlib import Path
 from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from typing import Final, NamedTuple, NoReturn
 
-from kvplan.llm_datadist.installation import OURS, STUBS, official_path
+from kvplan.llm_datadist.installation import OURS, SEVERAL_ENGINES, STUBS, official_path
 
 MODULE: Final = "kvplan.run"
-SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
 
 USAGE: Final = """\
 usage: python [OPTION OF PYTHON]... -m kvplan.run [--several-engines] PROGRAM [ARGUMENT]...

@@ -18,7 +18,7 @@ from kvplan.llm_datadist import (
 )
 from kvplan.llm_datadist.v2 import llm_datadist as module
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
-from kvplan.llm_datadist.v2.layer_feed import Destination, LayerFeed
+from kvplan.llm_datadist.v2.layer_transfer import Destination, LayerFeed
 from tests.llm_datadist.conftest import MakeDataDist, MakePeer
 from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import desc

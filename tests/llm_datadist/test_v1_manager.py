@@ -33,7 +33,7 @@ from kvplan.llm_datadist import (
     TransferConfig,
     permit_several_engines,
 )
-from kvplan.llm_datadist.v1.kv_cache_book import kv_cache_of
+from kvplan.llm_datadist.v1.kv_cache_manager import kv_cache_of
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

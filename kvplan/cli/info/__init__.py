@@ -1,16 +1,28 @@
-"""`kvplan info`: what this machine has, what kvplan can do with it, and why not more."""
+"""`kvplan info`: what this machine has, what kvplan can do with it, and why not more.
+
+The accelerator and UCX are looked at in a process of its own: a broken library may take it along.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import selectors
+import signal
+import subprocess
 import sys
-from typing import Final
+import time
+from typing import Any, Final
 
-from kvplan.cli.info import apart, host, text
+from kvplan.cli.info import host, text
 
 SCHEMA_VERSION: Final = 1
 """Of `--json`: rises when a field changes its meaning or goes."""
+
+_KILLED_S: Final = 2.0
+_SAID: Final = 12
+"""Lines of what a process that died has said, the last ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +49,116 @@ def run(arguments: argparse.Namespace) -> None:
     found = {
         "schema_version": SCHEMA_VERSION,
         **host.describe(),
-        **apart.look(arguments.device_id, arguments.timeout),
+        **_look(arguments.device_id, arguments.timeout),
     }
     if arguments.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         sys.stdout.write(text.render(found))
+
+
+def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
+    """Return what `kvplan.cli.info.look` found, as far as it came.
+
+    If it did not come to its end, `stopped` says in which step, and what happened there.
+    """
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", buffering=0) as notes:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvplan.cli.info.look", str(writer), str(device_id)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[writer],
+            )
+        except OSError as error:
+            return _gather(b"", f"no process could be started: {error}")
+        finally:
+            os.close(writer)
+        try:
+            lines, said, ended = _read(notes.fileno(), process, timeout_s)
+        finally:
+            is_gone = _end(process)
+        late = f"took longer than {timeout_s:g} s{'' if is_gone else ', and cannot be killed'}"
+        return _gather(lines, "" if ended else late, process, said)
+
+
+def _read(
+    notes: int, process: subprocess.Popen[bytes], timeout_s: float
+) -> tuple[bytes, bytes, bool]:
+    """What it wrote to the pipe and to stderr, and whether it closed both in time."""
+    assert process.stderr is not None
+    written = {notes: bytearray(), process.stderr.fileno(): bytearray()}
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for file in written:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if piece := os.read(key.fd, 65536):
+                    written[key.fd] += piece
+                else:
+                    selector.unregister(key.fd)
+        ended = not selector.get_map()
+    if ended:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            ended = False
+    lines, said = (bytes(it) for it in written.values())
+    return lines, said, ended
+
+
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it could be ended: one that waits inside a driver cannot, and is left alone."""
+    assert process.stderr is not None
+    process.kill()
+    process.stderr.close()
+    try:
+        process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _gather(
+    lines: bytes,
+    reason: str,
+    process: subprocess.Popen[bytes] | None = None,
+    said: bytes = b"",
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "accelerator": {},
+        "ucx": {},
+        "copies": [],
+        "transports": [],
+        "stopped": None,
+    }
+    step = "starting Python"
+    # A line that was cut off has no end.
+    for line in lines.split(b"\n")[:-1]:
+        note = json.loads(line)
+        step = note.pop("step", step)
+        for name, value in note.items():
+            if isinstance(found[name], dict):
+                found[name].update(value)
+            else:
+                found[name].append(value)
+    if not reason and process is not None and process.returncode:
+        code = process.returncode
+        reason = f"ended with {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if reason:
+        found["stopped"] = {
+            "step": step,
+            "reason": reason,
+            "said": said.decode(errors="replace").splitlines()[-_SAID:],
+        }
+    return found
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

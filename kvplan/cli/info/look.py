@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvnative._backend import NativeError
-from kvplan.cli.info import places, trial
+from kvnative.ascend_files import HOME_VARIABLES, homes
+from kvplan.ascend.library import OVERRIDE, load_library
+from kvplan.cli.info import trial
 from kvplan.cli.info.ways import ways_between, ways_within
 from kvplan.status import LLMException
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from kvplan.transport.ucx.transport import UcxTransport
 
 Note = Callable[..., None]
+_Place = dict[str, object]
+
+_ACL_NAMES = ("libacl_rt.so", "libascendcl.so")
+_HCCL_NAMES = ("libhcomm.so", "libhccl.so")
 
 COSTS: Final = {
     "aclrtMemcpyBatch": "pageable host memory is copied one descriptor at a time",
@@ -64,9 +70,8 @@ def look(note: Note, device_id: int) -> None:
 def _open_device(note: Note, device_id: int) -> Iterator[AscendDevice | None]:
     """Look at all devices, and hold that one open; None where it cannot be."""
     from kvplan.ascend.device import AscendDevice
-    from kvplan.ascend.library import load_library
 
-    note(step="opening the ACL library", accelerator={"places": places.of_acl()})
+    note(step="opening the ACL library", accelerator={"places": _places_of_acl()})
     try:
         library = load_library()
         note(accelerator=_of_library(library))
@@ -123,7 +128,7 @@ def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, obj
 
 
 def _of_hccl(library: AclLibrary) -> dict[str, object]:
-    found: dict[str, object] = {"places": places.of_hccl(Path(library.path))}
+    found: dict[str, object] = {"places": _places_of_hccl(Path(library.path))}
     try:
         from kvnative._hccl import HcclLibrary
 
@@ -172,6 +177,50 @@ def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str,
         ways = ways_between(name, transport.reaches, options.device, options)
         found |= {"reaches": sorted(transport.reaches), "ways": [it._asdict() for it in ways]}
     return found
+
+
+# Where libraries of the toolkit are looked for, and which of them are there.
+
+
+def _places_of_acl() -> list[_Place]:
+    """Where ACL is looked for, in that order."""
+    if (override := os.environ.get(OVERRIDE)) is not None:
+        return [_place(Path(override), f"${OVERRIDE}", _ACL_NAMES)] if override else []
+    return [*_of_homes(_ACL_NAMES), _of_loader(_ACL_NAMES)]
+
+
+def _places_of_hccl(acl: Path) -> list[_Place]:
+    """Where HCCL is looked for: first beside ACL."""
+    return [
+        _place(acl.parent, "beside the ACL library", _HCCL_NAMES),
+        *_of_homes(_HCCL_NAMES),
+        _of_loader(_HCCL_NAMES),
+    ]
+
+
+def _of_homes(names: tuple[str, ...]) -> list[_Place]:
+    variables = {os.environ.get(it, ""): f"${it}" for it in reversed(HOME_VARIABLES)}
+    return [_place(it, variables.get(str(it), "the installer's"), names) for it in homes()]
+
+
+def _place(path: Path, origin: str, names: tuple[str, ...]) -> _Place:
+    if path.is_file():
+        return {"path": str(path), "origin": origin, "has": [path.name]}
+    folders = [it for it in (path / "lib64", path) if it.is_dir()]
+    has = [str(it / name) for it in folders for name in names if (it / name).exists()]
+    return {"path": str(path), "origin": origin, "has": has}
+
+
+def _of_loader(names: tuple[str, ...]) -> _Place:
+    found = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    has = [
+        str(Path(it) / name) for it in found if it for name in names if (Path(it) / name).exists()
+    ]
+    return {
+        "path": ":".join(filter(None, found)),
+        "origin": "the loader, $LD_LIBRARY_PATH",
+        "has": has,
+    }
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Tries the copies inside one process, and between two engines of it.
+"""Tries the copies inside one process, between two engines of it, and between two ends of UCX.
 
 Some scattered blocks go there and back, and are compared.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from kvnative._backend import NativeError
 from kvnative._host import Arena
 from kvplan.execution.transfers import Transfers
-from kvplan.planning import plan_pull_blocks
+from kvplan.planning import plan_pull_blocks, plan_push_blocks
 from kvplan.status import LLMException
 from kvplan.types import BlocksCacheKey, CacheDesc, DataType, LlmRole
 
@@ -27,25 +27,30 @@ if TYPE_CHECKING:
     from kvplan.ascend.device import AscendDevice
     from kvplan.ascend.memory import DeviceMemory
     from kvplan.cli.info.ways import Way
+    from kvplan.transport.ucx.link import UcxLink
+    from kvplan.transport.ucx.transport import UcxTransport
 
-_DESC: Final = CacheDesc(num_tensors=2, shape=(8, 4096), data_type=DataType.DT_UINT8)
+    Tensors = NDArray[np.uint8] | list[NDArray[np.uint8]]
+
+_DESC: Final = CacheDesc(num_tensors=2, shape=(8, 32 << 10), data_type=DataType.DT_UINT8)
 _TIMEOUT_MS: Final = 10_000
 # The blocks at each stop: those of one go to those of the next.
 _STOPS: Final = ([0, 2, 5, 7], [6, 1, 3, 0], [4, 7, 2, 5])
+_GIVEN, _CAME, _BACK = _STOPS
 
 
 def of_copies(way: Way, device: AscendDevice | None) -> dict[str, object]:
     """Copy that way, and say whether the right bytes came back, and how."""
     try:
         with ExitStack() as stack, Transfers() as transfers:
-            fault = _there_and_back(way, device, transfers, stack)
+            fault = _wrong_within(way, device, transfers, stack)
     except (LLMException, NativeError, MemoryError) as error:
-        fault = str(error.args[0]) if error.args else type(error).__name__
+        fault = _text_of(error)
     one_by_one = "" if device is None else device.native.fallback_reason
     return {**way._asdict(), "works": not fault, "why_not": fault, "one_by_one": one_by_one}
 
 
-def _there_and_back(
+def _wrong_within(
     way: Way, device: AscendDevice | None, transfers: Transfers, stack: ExitStack
 ) -> str:
     """What is wrong with what came back; empty: nothing."""
@@ -89,23 +94,70 @@ def between_engines(transport: str) -> str:
         user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
         there, here = BlocksCacheKey(1), user.allocate_blocks_cache(_DESC)
         tensors = owner.arrays(owner.allocate_blocks_cache(_DESC, there))
-        for number, tensor in enumerate(tensors):
-            tensor[:] = np.random.default_rng(number).integers(1, 256, tensor.shape, np.uint8)
-        expected = np.array(tensors)
-        (given, came), (_, back) = pairwise(_STOPS)
-        user.pull_blocks(there, here, given, came, timeout_ms=_TIMEOUT_MS)
-        user.push_blocks(here, there, came, back, timeout_ms=_TIMEOUT_MS)
-        expected[:, back] = expected[:, given]
-        if not np.array_equal(tensors, expected):
-            raise LLMException(f"blocks {given} were pulled or pushed wrong over {transport}")
+        expected = _fill(tensors)
+        user.pull_blocks(there, here, _GIVEN, _CAME, timeout_ms=_TIMEOUT_MS)
+        user.push_blocks(here, there, _CAME, _BACK, timeout_ms=_TIMEOUT_MS)
+        _check_came(tensors, expected, transport)
         return user.links()[0].way
+
+
+def over_ucx(ours: UcxTransport, theirs: UcxTransport) -> dict[str, object]:
+    """Pull blocks and push them back, between two ends of this process; say what came of it."""
+    way = ""
+    try:
+        with ExitStack() as stack:
+            arena = theirs.allocate(_DESC.nbytes)
+            registration = theirs.register(arena)
+            stack.callback(theirs.deregister, registration)
+            link = ours.connect(theirs.metadata(), timeout_ms=_TIMEOUT_MS)
+            stack.callback(link.close)
+            way = link.way
+            _copy_over(link, arena)
+    except (LLMException, NativeError, MemoryError) as error:
+        return {"way": way, "works": False, "why_not": _text_of(error)}
+    return {"way": way, "works": True, "why_not": ""}
+
+
+def _copy_over(link: UcxLink, arena: Arena) -> None:
+    there = _tensors(memoryview(arena))
+    here = list(_tensors(bytearray(_DESC.nbytes)))
+    expected = _fill(there)
+    addresses = [int(it.ctypes.data) for it in there]
+    remote = link.memory(addresses, _DESC.tensor_nbytes, writable=True)
+    with Transfers(threads=1) as transfers:
+        pull = plan_pull_blocks(_DESC, _DESC, _GIVEN, _CAME)
+        transfers.execute(pull, remote, here, timeout_ms=_TIMEOUT_MS)
+        push = plan_push_blocks(_DESC, _DESC, _CAME, _BACK)
+        transfers.execute(push, here, remote, timeout_ms=_TIMEOUT_MS)
+    _check_came(there, expected, "ucx")
+
+
+def _fill(tensors: Tensors) -> NDArray[np.uint8]:
+    """Write what no cache begins with, and return what is there after both copies."""
+    for number, tensor in enumerate(tensors):
+        tensor[:] = np.random.default_rng(number).integers(1, 256, tensor.shape, np.uint8)
+    expected = np.array(tensors)
+    expected[:, _BACK] = expected[:, _GIVEN]
+    return expected
+
+
+def _check_came(tensors: Tensors, expected: NDArray[np.uint8], over: str) -> None:
+    if not np.array_equal(tensors, expected):
+        raise LLMException(f"blocks {_GIVEN} were pulled or pushed wrong over {over}")
+
+
+def _tensors(whole: bytearray | memoryview) -> NDArray[np.uint8]:
+    return np.frombuffer(whole, np.uint8).reshape(_DESC.num_tensors, *_DESC.shape)
+
+
+def _text_of(error: Exception) -> str:
+    return str(error.args[0]) if error.args else type(error).__name__
 
 
 def _host(device: AscendDevice | None, stack: ExitStack) -> NDArray[np.uint8]:
     """Tensors as an engine has them: in an arena, which the device reaches by itself."""
     arena = Arena(_DESC.nbytes)
-    whole: NDArray[np.uint8] = np.frombuffer(memoryview(arena), np.uint8)
-    tensors = whole.reshape(_DESC.num_tensors, *_DESC.shape)
+    tensors = _tensors(memoryview(arena))
     if device is not None:
         pinned = device.pin(tensors.ctypes.data, tensors.nbytes, arena)
         stack.callback(pinned.close)

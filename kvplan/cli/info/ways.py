@@ -51,41 +51,67 @@ def ways_between(
     options: TransportOptions,
 ) -> list[Way]:
     """Over a link of that transport, which works here."""
-    row = {"hccl": _over_hccl, "local": _over_local, "ucx": _over_ucx, "tcp": _over_tcp}.get(
-        transport, _over_any
-    )
     kinds = KINDS if device is not None else ("host",)
     return [
-        row(local, remote, reaches, device, options)
+        Way(local, remote, *_how(transport, local, remote, reaches, device, options))
         for local, remote in itertools.product(kinds, kinds)
     ]
 
 
-def _over_hccl(
+def _how(
+    transport: str,
     local: Kind,
     remote: Kind,
     reaches: frozenset[Kind],
     device: AscendDevice | None,
     options: TransportOptions,
-) -> Way:
-    if remote not in reaches:
-        return Way(
-            local,
-            remote,
-            "refused",
-            f"HCCL takes no {remote} memory on this product: let the peer have that cache in "
-            "device memory, or on one host link with kvplan.transport=local",
-        )
+) -> tuple[How, str]:
+    match transport:
+        case "hccl" if remote in reaches:
+            return _over_hccl(local, remote, device, options)
+        case "hccl":
+            return "refused", (
+                f"HCCL takes no {remote} memory on this product: let the peer have that cache in "
+                "device memory, or on one host link with kvplan.transport=local"
+            )
+        case "local" if remote not in reaches:
+            return "refused", "peers on this host reach no device memory: link over hccl"
+        case "local" if local == "host":
+            return "direct", (
+                "allocated caches are mapped and copied, registered ones go by "
+                "process_vm_readv/writev"
+            )
+        case "local":
+            return "direct", (
+                "caches that the peer's engine has allocated, by copies of ACL from pageable "
+                "memory; not what it has registered: copy that to a HOST cache"
+            )
+        case "tcp" if "device" in (local, remote):
+            return "staged", "over sockets, through buffers of the connection"
+        case "tcp":
+            return "direct", "from and to the blocks themselves, over sockets"
+        case "ucx" if {local, remote} <= reaches:
+            return "direct", "a get or put for each descriptor"
+        case "ucx":
+            return "refused", (
+                "UCX takes host memory alone: copy it to a HOST cache, or link over hccl"
+            )
+        case _ if {local, remote} <= reaches:
+            return "direct", ""
+    return "refused", f"it reaches {' and '.join(sorted(reaches))} memory"
+
+
+def _over_hccl(
+    local: Kind, remote: Kind, device: AscendDevice | None, options: TransportOptions
+) -> tuple[How, str]:
     product = None if device is None else device.product
     takes = product.registers if product is not None else frozenset()
     if local in takes:
         note = "by HCCL; staged where local memory is not registered"
-        return Way(local, remote, "direct", note + _over_hccs(local, remote, product))
+        return "direct", note + _over_hccs(local, remote, product)
     if options.staging_nbytes:
-        return Way(local, remote, "staged", "by HCCL, through device memory at this end, pipelined")
-    return Way(
-        local, remote, "refused", "HCCL does not take it as it is, and there is no staging memory"
-    )
+        return "staged", "by HCCL, through device memory at this end, pipelined"
+    return "refused", "HCCL does not take it as it is, and there is no staging memory"
 
 
 def _over_hccs(local: Kind, remote: Kind, product: Product | None) -> str:
@@ -99,60 +125,3 @@ def _over_hccs(local: Kind, remote: Kind, product: Product | None) -> str:
     else:
         return ""
     return f". Over HCCS, between devices of one host or super pod: {how}"
-
-
-def _over_local(
-    local: Kind,
-    remote: Kind,
-    reaches: frozenset[Kind],
-    device: AscendDevice | None,
-    options: TransportOptions,
-) -> Way:
-    if remote not in reaches:
-        return Way(
-            local, remote, "refused", "peers on this host reach no device memory: link over hccl"
-        )
-    if local == "host":
-        how = (
-            "allocated caches are mapped and copied, registered ones go by process_vm_readv/writev"
-        )
-        return Way(local, remote, "direct", how)
-    how = "caches that the peer's engine has allocated, by copies of ACL from pageable memory; not "
-    return Way(local, remote, "direct", f"{how}what it has registered: copy that to a HOST cache")
-
-
-def _over_ucx(
-    local: Kind,
-    remote: Kind,
-    reaches: frozenset[Kind],
-    device: AscendDevice | None,
-    options: TransportOptions,
-) -> Way:
-    if {local, remote} <= reaches:
-        return Way(local, remote, "direct", "a get or put for each descriptor")
-    how = "UCX takes host memory alone: copy it to a HOST cache, or link over hccl"
-    return Way(local, remote, "refused", how)
-
-
-def _over_tcp(
-    local: Kind,
-    remote: Kind,
-    reaches: frozenset[Kind],
-    device: AscendDevice | None,
-    options: TransportOptions,
-) -> Way:
-    if "device" in (local, remote):
-        return Way(local, remote, "staged", "over sockets, through buffers of the connection")
-    return Way(local, remote, "direct", "from and to the blocks themselves, over sockets")
-
-
-def _over_any(
-    local: Kind,
-    remote: Kind,
-    reaches: frozenset[Kind],
-    device: AscendDevice | None,
-    options: TransportOptions,
-) -> Way:
-    if {local, remote} <= reaches:
-        return Way(local, remote, "direct", "")
-    return Way(local, remote, "refused", f"it reaches {' and '.join(sorted(reaches))} memory")

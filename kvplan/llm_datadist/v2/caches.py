@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from kvplan.llm_datadist.data_type import DataType
+from kvplan.llm_datadist.data_type import DataType, calc_tensor_size
 from kvplan.llm_datadist.fields import Field
-from kvplan.llm_datadist.tensor_size import calc_tensor_size
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import (
     check_int32,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Protocol
 
 from kvplan.engine.links import RegisterMemStatus
-from kvplan.llm_datadist.fields import Field
-from kvplan.llm_datadist.utils.utils import check_isinstance
-from kvplan.llm_datadist.v2.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from kvplan.llm_datadist.v2.cache_task import CacheTask
-from kvplan.llm_datadist.v2.caches import Cache, CacheDesc, KvCache
-from kvplan.llm_datadist.v2.transfer_configs import (
-    LayerSynchronizer,
-    TransferConfig,
-    TransferWithCacheKeyConfig,
-    check_layer_range,
+from kvplan.llm_datadist.fields import Checked, Field, checked_by
+from kvplan.llm_datadist.utils.utils import (
+    check_int64,
+    check_isinstance,
+    check_list_uint64,
+    check_uint32,
+    check_uint64,
 )
-from kvplan.types import Placement
+from kvplan.llm_datadist.v2.caches import Cache, CacheDesc, KvCache
+from kvplan.status import LLMStatusCode, invalid
+from kvplan.types import NO_ID, Placement
 
 __all__ = [
     "BlocksCacheKey",
@@ -37,6 +39,8 @@ __all__ = [
     "check_layer_range",
     "int_to_mem_status_dict",
 ]
+
+_CLUSTER_IDS = ("cluster_id", "prompt_cluster_id")
 
 int_to_mem_status_dict = {it.value: it for it in RegisterMemStatus}
 
@@ -82,3 +86,344 @@ class MemInfo:
 
     def __repr__(self) -> str:
         return f"MemInfo(mem_type={self.mem_type}, addr={self.addr}, size={self.size})"
+
+
+class CacheKey:
+    """Names a slot by the request, or the prefix, whose KV it holds.
+
+    Args:
+        cluster_id: of the peer, also as prompt_cluster_id; where a cache is made, it is ignored.
+        req_id: the request; 2**64-1: none.
+        model_id: tells models of one request apart. Default 0.
+        prefix_id: the prefix; 2**64-1, the default: none.
+
+    Raises:
+        TypeError, ValueError: an id that is no uint64.
+        LLMException: LLM_PARAM_INVALID: an argument too many, too few, or of another name.
+    """
+
+    cluster_id = Field[int]("Of the peer.")
+    prompt_cluster_id = Field[int]("The same.")
+    req_id = Field[int]("The request.")
+    model_id = Field[int]("The model.")
+    prefix_id = Field[int]("The prefix.")
+
+    def __init__(self, *args: int, **kwargs: int) -> None:
+        given = _given(("cluster_id", "req_id", "model_id", "prefix_id"), args, kwargs)
+        if "req_id" not in given:
+            raise invalid("req_id is required")
+        _check_names(given, ("req_id", "model_id", "prefix_id"))
+        self._cluster_id = self._prompt_cluster_id = given[_cluster_id_name(given)]
+        self._req_id = given["req_id"]
+        self._model_id = given.get("model_id", 0)
+        self._prefix_id = given.get("prefix_id", NO_ID)
+        for name in ("cluster_id", "req_id", "model_id", "prefix_id"):
+            check_uint64(name, getattr(self, name))
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheKey(cluster_id={self.cluster_id}, req_id={self.req_id}, "
+            f"prefix_id={self.prefix_id}, model_id={self.model_id})"
+        )
+
+
+class BlocksCacheKey:
+    """Names a paged cache.
+
+    Args:
+        cluster_id: of the peer, also as prompt_cluster_id; where a cache is made, it is ignored.
+        model_id: tells caches of one cluster apart. Default 0.
+
+    Raises:
+        TypeError: an id that is no int.
+        LLMException: LLM_PARAM_INVALID: an argument too many, too few, or of another name.
+    """
+
+    cluster_id = Field[int]("Of the peer.")
+    prompt_cluster_id = Field[int]("The same.")
+    model_id = Field[int]("The model.")
+
+    def __init__(self, *args: int, **kwargs: int) -> None:
+        given = _given(("cluster_id", "model_id"), args, kwargs)
+        _check_names(given, ("model_id",))
+        self._name = _cluster_id_name(given)
+        self._cluster_id = self._prompt_cluster_id = given[self._name]
+        self._model_id = given.get("model_id", 0)
+        check_isinstance("cluster_id", self._cluster_id, int)
+        check_isinstance("model_id", self._model_id, int)
+
+    def __repr__(self) -> str:
+        return f"BlocksCacheKey({self._name}={self.cluster_id}, model_id={self.model_id})"
+
+
+class CacheKeyByIdAndIndex:
+    """Names a slot by the id of its cache.
+
+    Args:
+        cluster_id: of the peer.
+        cache_id: there.
+        batch_index: the slot.
+
+    Raises:
+        TypeError, ValueError: cluster_id is no uint64, cache_id no int64, batch_index no uint32.
+    """
+
+    cluster_id = Field[int]("Of the peer.")
+    cache_id = Field[int]("Of the cache there.")
+    batch_index = Field[int]("The slot.")
+
+    def __init__(self, cluster_id: int, cache_id: int, batch_index: int = 0) -> None:
+        check_uint64("cluster_id", cluster_id)
+        check_int64("cache_id", cache_id)
+        check_uint32("batch_index", batch_index)
+        self._cluster_id = cluster_id
+        self._cache_id = cache_id
+        self._batch_index = batch_index
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheKeyByIdAndIndex(cluster_id={self.cluster_id}, cache_id={self.cache_id}, "
+            f"batch_index={self.batch_index})"
+        )
+
+
+def _given(names: Sequence[str], args: Sequence[int], kwargs: Mapping[str, int]) -> dict[str, int]:
+    """Return the arguments by name; a positional one counts before a keyword."""
+    if len(args) + len(kwargs) > len(names):
+        raise invalid(f"{len(args) + len(kwargs)} arguments; at most {len(names)}: {names}")
+    given = {**kwargs, **dict(zip(names, args, strict=False))}
+    if not any(name in given for name in _CLUSTER_IDS):
+        raise invalid("prompt_cluster_id or cluster_id is required")
+    return given
+
+
+def _check_names(given: Mapping[str, int], names: Sequence[str]) -> None:
+    for name in given:
+        if name not in (*_CLUSTER_IDS, *names):
+            raise invalid(f"Unsupported argument {name}; there are {(*_CLUSTER_IDS, *names)}")
+
+
+def _cluster_id_name(given: Mapping[str, int]) -> str:
+    return next(name for name in _CLUSTER_IDS if name in given)
+
+
+DestinationKey = BlocksCacheKey | CacheKeyByIdAndIndex
+
+
+class LayerSynchronizer(ABC):
+    """Tells when the layers of a cache are computed; to be subclassed."""
+
+    @abstractmethod
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        """Wait until a layer holds its final values.
+
+        Args:
+            layer_index: which.
+            timeout_in_millis: milliseconds that it may take; None: as long as it takes.
+
+        Returns:
+            Whether it does.
+        """
+
+
+def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
+    """Refuse what is no range of layers.
+
+    Raises:
+        TypeError: another type.
+        LLMException: LLM_PARAM_INVALID: a step other than 1, no layer, or a negative one.
+    """
+    check_isinstance(name, layer_range, range, allow_none=allow_none)
+    if layer_range is not None and (
+        layer_range.step != 1 or not 0 <= layer_range.start < layer_range.stop
+    ):
+        raise invalid(f"{name}={layer_range} must be range(first, end) of step 1, 0 <= first < end")
+
+
+def _checked_layers(name: str, layer_range: range | None) -> range | None:
+    check_layer_range(name, layer_range)
+    return layer_range
+
+
+def _checked_addrs(name: str, addrs: list[int] | tuple[int, ...]) -> list[int] | tuple[int, ...]:
+    check_isinstance(name, addrs, [list, tuple], int, allow_none=False)
+    check_list_uint64(name, addrs)
+    return addrs
+
+
+def _checked_key(name: str, key: DestinationKey) -> DestinationKey:
+    return check_isinstance(name, key, [BlocksCacheKey, CacheKeyByIdAndIndex])
+
+
+class TransferConfig:
+    """A destination by its addresses.
+
+    Args:
+        dst_cluster_id: of the peer.
+        dst_addrs: there, one for each tensor of `src_layer_range`, two tensors a layer.
+        src_layer_range: layers here; None: all.
+        src_batch_index: slot here.
+
+    Raises:
+        TypeError, ValueError: an argument of another type or width.
+        LLMException: LLM_PARAM_INVALID: a step other than 1, no layer, or a negative one.
+
+    Attributes:
+        dst_layer_range: None.
+    """
+
+    dst_cluster_id = Checked[int](checked_by(check_uint64), "Of the peer.")
+    dst_addrs = Checked[list[int] | tuple[int, ...]](_checked_addrs, "An address for each tensor.")
+    src_layer_range = Checked[range | None](_checked_layers, "Layers here; None: all.")
+    src_batch_index = Checked[int](checked_by(check_uint32), "Slot here.")
+
+    def __init__(
+        self,
+        dst_cluster_id: int,
+        dst_addrs: list[int] | tuple[int, ...],
+        src_layer_range: range | None = None,
+        src_batch_index: int = 0,
+    ) -> None:
+        self.dst_cluster_id = dst_cluster_id
+        self.dst_addrs = dst_addrs
+        self.src_layer_range = src_layer_range
+        self.src_batch_index = src_batch_index
+        self.dst_layer_range: range | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"TransferConfig(dst_cluster_id={self.dst_cluster_id}, dst_addrs={self.dst_addrs}, "
+            f"src_layer_range={self.src_layer_range}, src_batch_index={self.src_batch_index})"
+        )
+
+
+class TransferWithCacheKeyConfig:
+    """A destination by the key of its cache.
+
+    Args:
+        cache_key: of the cache there.
+        src_layer_range: layers here; needed.
+        dst_layer_range: as many layers there; needed.
+        src_batch_index: slot here; 0 with a BlocksCacheKey.
+
+    Raises:
+        TypeError, ValueError: an argument of another type or width.
+        LLMException: LLM_PARAM_INVALID: a step other than 1, no layer, a negative one, ranges of
+            unequal length, or a slot with a BlocksCacheKey.
+
+    Attributes:
+        dst_cluster_id: of the key that it is made with.
+    """
+
+    cache_key = Checked[DestinationKey](_checked_key, "Of the cache there.")
+    src_layer_range = Checked[range | None](_checked_layers, "Layers here.")
+    dst_layer_range = Checked[range | None](_checked_layers, "Layers there.")
+
+    def __init__(
+        self,
+        cache_key: DestinationKey,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        src_batch_index: int = 0,
+    ) -> None:
+        check_isinstance(
+            "cache_key", cache_key, [BlocksCacheKey, CacheKeyByIdAndIndex], allow_none=False
+        )
+        check_layer_range("src_layer_range", src_layer_range, allow_none=False)
+        check_layer_range("dst_layer_range", dst_layer_range, allow_none=False)
+        assert src_layer_range is not None
+        assert dst_layer_range is not None
+        if len(src_layer_range) != len(dst_layer_range):
+            raise invalid(
+                f"src_layer_range={src_layer_range} and dst_layer_range={dst_layer_range} must be "
+                "of equal length"
+            )
+        self.cache_key = cache_key
+        self.src_layer_range = src_layer_range
+        self.dst_layer_range = dst_layer_range
+        self.src_batch_index = src_batch_index
+        self.dst_cluster_id = cache_key.cluster_id
+
+    @property
+    def src_batch_index(self) -> int:
+        """Slot here."""
+        return self._src_batch_index
+
+    @src_batch_index.setter
+    def src_batch_index(self, src_batch_index: int) -> None:
+        check_uint32("src_batch_index", src_batch_index)
+        if isinstance(self.cache_key, BlocksCacheKey) and src_batch_index != 0:
+            raise invalid(f"src_batch_index={src_batch_index} must be 0: {self.cache_key}")
+        self._src_batch_index = src_batch_index
+
+    def __repr__(self) -> str:
+        return (
+            f"TransferWithCacheKeyConfig(cache_key={self.cache_key}, "
+            f"src_layer_range={self.src_layer_range}, dst_layer_range={self.dst_layer_range}, "
+            f"src_batch_index={self.src_batch_index})"
+        )
+
+
+class AsyncTransfer(Protocol):
+    """A transfer to several destinations that goes on in the background.
+
+    Attributes:
+        running_status: what a destination without outcome is told as.
+    """
+
+    running_status: LLMStatusCode
+
+    def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
+        """Wait up to `timeout_s` seconds; return what became of each (None: it goes on)."""
+
+
+class CacheTask:
+    """What `transfer_cache_async` returns. May be used from several threads, and dropped.
+
+    Args:
+        transfer_async_task: the transfer.
+    """
+
+    def __init__(self, transfer_async_task: AsyncTransfer) -> None:
+        self._transfer_async_task = transfer_async_task
+
+    def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
+        """Wait for all destinations.
+
+        Args:
+            timeout_in_millis: milliseconds; None: as long as it takes.
+
+        Returns:
+            LLM_SUCCESS if every byte of each has arrived; LLM_TIMEOUT if some go on; otherwise the
+            status of the first that has failed.
+
+        Raises:
+            TypeError, ValueError: timeout_in_millis is no uint32.
+        """
+        results = self.get_results(timeout_in_millis)
+        running = self._transfer_async_task.running_status
+        if running in results:
+            return running
+        failures = (it for it in results if it is not LLMStatusCode.LLM_SUCCESS)
+        return next(failures, LLMStatusCode.LLM_SUCCESS)
+
+    def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode]:
+        """Wait for all destinations, and return the status of each, in the order of the configs.
+
+        Args:
+            timeout_in_millis: milliseconds; None: as long as it takes.
+
+        Returns:
+            LLM_SUCCESS for those where every byte has arrived; LLM_TIMEOUT for those that go on,
+            and for those that were stopped because sync_kv_timeout had passed.
+
+        Raises:
+            TypeError, ValueError: timeout_in_millis is no uint32.
+        """
+        timeout_s = None
+        if timeout_in_millis is not None:
+            check_uint32("timeout_in_millis", timeout_in_millis)
+            timeout_s = timeout_in_millis / 1000
+        transfer = self._transfer_async_task
+        statuses = transfer.statuses(timeout_s)
+        return [transfer.running_status if it is None else it for it in statuses]

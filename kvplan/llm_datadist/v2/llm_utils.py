@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvplan.llm_datadist import tensor_size
+from kvplan.llm_datadist import data_type as data_types
 from kvplan.llm_datadist.data_type import DataType
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
 from kvplan.llm_datadist.v2.llm_types import (
@@ -53,7 +53,7 @@ def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
     Raises:
         LLMException: LLM_PARAM_INVALID: a dimension below 1, or a size beyond int64.
     """
-    nbytes = tensor_size.calc_tensor_size(shape, data_type.value)
+    nbytes = data_types.calc_tensor_size(shape, data_type.value)
     if nbytes < 0:
         raise invalid(f"shape={shown(shape)} of {data_type} has no size")
     return nbytes

@@ -1,16 +1,18 @@
-"""Layers and block tables as the original takes them, as the engine does."""
+"""Arguments of what moves bytes, checked as the original does and converted to the engine's."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
+from kvplan.llm_datadist.conversion import desc_of
+from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance, check_uint32
+from kvplan.llm_datadist.v2.llm_types import Cache, check_layer_range
 from kvplan.status import invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import UINT64_MAX, shown
@@ -37,8 +39,8 @@ def layers_of(
     check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if tensor_num_per_layer == 0:
         raise invalid("tensor_num_per_layer=0 is out of range [1, num_tensors]")
-    _check_range("src_layer_range", src_layer_range)
-    _check_range("dst_layer_range", dst_layer_range)
+    _check_layers("src_layer_range", src_layer_range)
+    _check_layers("dst_layer_range", dst_layer_range)
     return KvCacheExtParam(src_layer_range, dst_layer_range, int(tensor_num_per_layer))
 
 
@@ -63,13 +65,19 @@ def pushed_layers_of(
     return KvCacheExtParam(src, dst, layers.tensor_num_per_layer)
 
 
-def _check_range(name: str, layers: range | None) -> None:
-    check_isinstance(name, layers, range)
-    if layers is None:
-        return
-    if layers.step != 1 or not 0 <= layers.start < layers.stop:
-        raise invalid(f"{name}={layers} must be range(first, end) of step 1, 0 <= first < end")
-    check_uint32(f"{name}.stop - 1", layers.stop - 1)
+def layers_given(kwargs: Mapping[str, Any]) -> KvCacheExtParam:
+    """`layers_of` the keyword arguments of a pull; errors as of it."""
+    return layers_of(
+        kwargs.get("src_layer_range"),
+        kwargs.get("dst_layer_range"),
+        kwargs.get("tensor_num_per_layer", TENSORS_PER_LAYER),
+    )
+
+
+def _check_layers(name: str, layers: range | None) -> None:
+    check_layer_range(name, layers)
+    if layers is not None:
+        check_uint32(f"{name}.stop - 1", layers.stop - 1)
 
 
 def indices_of(
@@ -165,3 +173,53 @@ def _index(name: str, value: int, refusal: type[Exception] = TypeError) -> int:
     if not 0 <= value <= UINT64_MAX:
         raise refusal(f"{name} holds {shown(value)}; a block index is in [0, 2**64)")
     return int(value)
+
+
+def check_size(size: int) -> None:
+    """Refuse a size that is neither -1 (the whole row) nor positive.
+
+    Raises:
+        TypeError, ValueError: no int64.
+        LLMException: LLM_PARAM_INVALID.
+    """
+    check_int64("size", size)
+    if size != -1 and size <= 0:
+        raise invalid(f"size={size} must be -1 or > 0")
+
+
+def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
+    """Refuse a cache of the other kind: LLM_PARAM_INVALID."""
+    if cache.is_blocks_cache is not is_blocks:
+        raise invalid(f"{name}={cache} must be {'paged' if is_blocks else 'contiguous'}")
+
+
+def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
+    """Refuse caches that cannot swap blocks, whichever they are.
+
+    Raises:
+        TypeError: no placement or data type.
+        LLMException: LLM_PARAM_INVALID: not one of each placement, another number of tensors, or
+            size of a block.
+    """
+    ends = {src_name: desc_of(src.cache_desc), dst_name: desc_of(dst.cache_desc)}
+    for what, values in (
+        ("placement", [it.placement.name for it in ends.values()]),
+        ("num_tensors", [it.num_tensors for it in ends.values()]),
+        ("bytes of a block", [it.tensor_nbytes // it.shape[0] for it in ends.values()]),
+    ):
+        if (values[0] == values[1]) is (what == "placement"):
+            raise invalid(
+                f"{what} is {values[0]} of {src_name} and {values[1]} of {dst_name}; a swap is "
+                "between HOST and DEVICE, of as many tensors, and of blocks of one size"
+            )
+
+
+def check_some(name: str, blocks: Sized) -> None:
+    """Refuse an empty block table: LLM_PARAM_INVALID."""
+    if not len(blocks):
+        raise invalid(f"{name} is empty; at least one block is needed")
+
+
+def check_table(name: str, blocks: object) -> None:
+    """Refuse None, which is only the type's to allow: TypeError."""
+    check_isinstance(name, blocks, [list, tuple], allow_none=False)

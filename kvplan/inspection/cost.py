@@ -1,4 +1,4 @@
-"""What a transport costs: a line through measured transfers, for each range of sizes."""
+"""What a transfer is expected to take: lines through measured ones, for each range of sizes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvplan.inspection.estimate import Estimate
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type, shown
@@ -23,6 +23,73 @@ if TYPE_CHECKING:
 MIB: Final = 1 << 20
 MOST_MS: Final = 1e12
 """Of a measured transfer: 30 years."""
+
+_HERE: Final = "measured by benchmarks/cost_model.py on a 2-core VM, scaled to an ordinary day"
+_NO_HARDWARE: Final = "it has run on simulated libraries only, which says nothing of time"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time that a plan is expected to take over a transport; `print` shows its parts.
+
+    From the call of an operation to its return: both ends idle, every page touched before, the
+    bytes not in a cache. Waiting for others, and for a lost packet, is not in it.
+
+    Attributes:
+        operation: the plan's.
+        transport: the name of the costs that were used.
+        way: how bytes move: "mapped", "one-sided".
+        call: what the transfer is cut into, in the singular: "message", "native call".
+        calls: how many of them.
+        descriptors, nbytes: the plan's.
+        fixed_ms, calls_ms, descriptors_ms, bytes_ms: what adds up to `ms`.
+    """
+
+    operation: str
+    transport: str
+    way: str
+    call: str
+    calls: int
+    descriptors: int
+    nbytes: int
+    fixed_ms: float
+    calls_ms: float
+    descriptors_ms: float
+    bytes_ms: float
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds in all."""
+        return self.fixed_ms + self.calls_ms + self.descriptors_ms + self.bytes_ms
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes in 10**9 a second, over all of the time."""
+        return self.nbytes / self.ms / 1e6
+
+    def outline(self) -> str:
+        """One line: how it moves, and how long."""
+        return (
+            f"over {self.transport}: {self.way}, {plural(self.calls, self.call)} | "
+            f"{nbytes_text(self.nbytes)} | about {ms_text(self.ms)}"
+        )
+
+    def __str__(self) -> str:
+        parts = (
+            ("fixed", self.fixed_ms),
+            (plural(self.calls, self.call), self.calls_ms),
+            (plural(self.descriptors, "descriptor"), self.descriptors_ms),
+            (nbytes_text(self.nbytes), self.bytes_ms),
+        )
+        told = [f"  {ms_text(ms):>8}  {what}" for what, ms in parts if ms]
+        head = f"{self.operation} over {self.transport}, {self.way}: {ms_text(self.ms)}"
+        return "\n".join([f"{head}, {self.gigabytes_per_s:.2f} GB/s", *told])
+
+
+def ms_text(ms: float) -> str:
+    """`0.024 ms`, `1.08 ms`, `112 ms`: three digits that count."""
+    digits = 0 if ms >= 100 else 1 if ms >= 10 else 2 if ms >= 1 else 3
+    return f"{ms:.{digits}f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,3 +319,72 @@ def _non_negative_fit(rows: NDArray[np.float64]) -> Sequence[float]:
                     values[column] = float(value)
                 best = error, values
     return best[1]
+
+
+TRANSPORT_COSTS: Final = MappingProxyType(
+    {
+        cost.name: cost
+        for cost in (
+            TransportCost(
+                name="local",
+                way="mapped",
+                source=_HERE,
+                lines=(
+                    CostLine(fixed_us=148, descriptor_us=0.96, mib_us=72, upto_nbytes=256 << 10),
+                    CostLine(fixed_us=232, descriptor_us=0.136, mib_us=73.6, upto_nbytes=24 << 20),
+                    CostLine(fixed_us=576, descriptor_us=0.112, mib_us=56),
+                ),
+            ),
+            TransportCost(
+                name="local-registered",
+                way="process_vm",
+                call_nbytes=4 << 20,
+                call_descriptors=1024,
+                source=_HERE,
+                lines=(
+                    CostLine(fixed_us=152, descriptor_us=3.2, mib_us=414, upto_nbytes=128 << 10),
+                    CostLine(fixed_us=266, descriptor_us=0.52, mib_us=103),
+                ),
+            ),
+            TransportCost(
+                name="tcp",
+                way="sockets",
+                source=_HERE,
+                lines=(CostLine(fixed_us=350, descriptor_us=0.24, mib_us=320),),
+            ),
+            TransportCost(
+                name="ucx",
+                way="one-sided",
+                call="get or put",
+                call_descriptors=1,
+                source=_HERE,
+                lines=(CostLine(fixed_us=1390, descriptor_us=1.34, mib_us=207),),
+            ),
+            TransportCost(
+                name="hccl",
+                way="one-sided",
+                call="HCCL operation",
+                call_descriptors=256,
+                source=_NO_HARDWARE,
+            ),
+            TransportCost(name="acl", way="batch copies of ACL", source=_NO_HARDWARE),
+        )
+    }
+)
+"""By name. `plan.estimate` takes a name, or a `TransportCost` of your own."""
+
+
+def cost_of(transport: str | TransportCost) -> TransportCost:
+    """The costs that are meant.
+
+    Raises:
+        TypeError: neither a name nor costs.
+        LLMException: LLM_PARAM_INVALID: a name that there is not.
+    """
+    if isinstance(transport, TransportCost):
+        return transport
+    cost = TRANSPORT_COSTS.get(check_type("transport", transport, str))
+    if cost is None:
+        names = ", ".join(TRANSPORT_COSTS)
+        raise invalid(f"transport={shown(transport)} must be one of {names}, or a TransportCost")
+    return cost
