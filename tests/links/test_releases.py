@@ -11,8 +11,8 @@ import pytest
 from kvplan.control.channel import Channel
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Release, Released
-from kvplan.engine.links.link_life import LinkLife
-from kvplan.engine.links.releases import Releases
+from kvplan.links.link_life import LinkLife
+from kvplan.links.releases import Releases
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Conversation
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.engine.links import LinkState, RegisterMemStatus
-from kvplan.engine.links.rank_table import Location, locate
-from kvplan.engine.links.rendezvous_address import own_directory
+from kvplan.links import LinkState, RegisterMemStatus
+from kvplan.links.rank_table import Location, locate
+from kvplan.links.rendezvous_address import own_directory
 from tests.links.end import End
 from tests.links.peer import Peer
 

@@ -13,11 +13,11 @@ import kvplan
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
 from kvplan.control.messages import MAX_NBYTES, Table, TableEntry, encode
 from kvplan.engine.cache_entry import CacheEntry
-from kvplan.engine.links import peer_table
-from kvplan.engine.links.addressed import find_addressed
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.peer_table import PeerCache, PeerTable
-from kvplan.engine.links.told_table import ToldTable
+from kvplan.links import peer_table
+from kvplan.links.addressed import find_addressed
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.peer_table import PeerCache, PeerTable
+from kvplan.links.told_table import ToldTable
 from kvplan.status import LLMStatusCode
 from tests.links.end import DESC, End
 from tests.links.peer import Peer

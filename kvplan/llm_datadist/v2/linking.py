@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.engine.links import RegisterMemStatus
+from kvplan.links import RegisterMemStatus
 from kvplan.llm_datadist.utils.utils import (
     check_dict,
     check_isinstance,

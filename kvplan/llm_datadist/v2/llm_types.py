@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvplan.engine.links import RegisterMemStatus
+from kvplan.links import RegisterMemStatus
 from kvplan.llm_datadist.fields import Field
 from kvplan.llm_datadist.utils.utils import check_isinstance
 from kvplan.llm_datadist.v2.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex

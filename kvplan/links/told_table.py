@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
-from kvplan.control.messages import Table, TableEntry
-from kvplan.engine.cache_entry import MAX_TOLD_NBYTES, CacheEntry, told_nbytes
+from kvplan.control.messages import MAX_NBYTES, Table, TableEntry
 from kvplan.types import Cache
 
-_ID_NBYTES = 9
+if TYPE_CHECKING:
+    from kvplan.links.local_engine import OfferedCache
+
+MAX_PUBLISHED_NBYTES: Final = MAX_NBYTES // 2
+"""Of one cache, and of all in one message, by the estimate of `published_nbytes`."""
+
+_ENTRY_NBYTES: Final = 512  # with a shape of many dimensions
+_ADDRESS_NBYTES: Final = 9
+_ID_NBYTES: Final = 9
 
 
 class ToldTable:
@@ -28,7 +36,7 @@ class ToldTable:
         """Number of messages that this table took."""
         return self._version
 
-    def news(self, offered: Mapping[int, CacheEntry]) -> list[Table]:
+    def news(self, offered: Mapping[int, OfferedCache]) -> list[Table]:
         """The messages that bring the peer from what it knows to `offered`; they must all be sent.
 
         The first ones tell what was removed, so that no freed cache stays for a moment beside new
@@ -42,8 +50,8 @@ class ToldTable:
         entries: list[TableEntry] = []
         chunk = len(removed) * _ID_NBYTES
         for entry in added:
-            nbytes = told_nbytes(entry, self._transport)
-            if chunk + nbytes > MAX_TOLD_NBYTES:
+            nbytes = published_nbytes(entry, self._transport)
+            if chunk + nbytes > MAX_PUBLISHED_NBYTES:
                 tables.append(self._message(entries, removed))
                 entries, removed, chunk = [], [], 0
             entries.append(self.describe(entry))
@@ -52,7 +60,7 @@ class ToldTable:
             tables.append(self._message(entries, removed))
         return tables
 
-    def describe(self, entry: CacheEntry) -> TableEntry:
+    def describe(self, entry: OfferedCache) -> TableEntry:
         """`entry` as the peer is told it."""
         cache, desc = entry.cache, entry.cache.cache_desc
         return TableEntry(
@@ -74,3 +82,10 @@ class ToldTable:
     def _message(self, entries: list[TableEntry], removed: list[int]) -> Table:
         self._version += 1
         return Table(self._version, self._version == 1, tuple(entries), tuple(removed))
+
+
+def published_nbytes(entry: OfferedCache, transport: str) -> int:
+    """About how many bytes of a message a cache takes, for a peer that uses `transport`."""
+    desc = entry.cache.cache_desc
+    own = _ENTRY_NBYTES + 4 * len(desc.kv_tensor_format or "")
+    return own + len(entry.metadata[transport]) + _ADDRESS_NBYTES * desc.num_tensors

@@ -9,17 +9,16 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvplan.engine.cache_entry import end_all
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.renewals import Renewals
-from kvplan.engine.links.state import LOST, LinkState
-from kvplan.engine.links.told_table import ToldTable
 from kvplan.inspection.units import plural
+from kvplan.links.local_engine import LocalEngine, link_failed
+from kvplan.links.renewals import Renewals
+from kvplan.links.state import LOST, LinkState
+from kvplan.links.told_table import ToldTable
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
-    from kvplan.engine.links.peer_link import PeerLink
+    from kvplan.links.peer_link import PeerLink
     from kvplan.transport.protocol import TransportLink
 
 _LOG = Log("kvplan")
@@ -37,12 +36,12 @@ class Transitions:
         errors: why a cluster could not be linked when last tried.
     """
 
-    def __init__(self, end: LocalEnd) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self.links: dict[int, PeerLink] = {}
         self.calling: dict[int, PeerLink] = {}
         self.answering: dict[int, PeerLink] = {}
         self.errors: dict[int, LLMException] = {}
-        self._end = end
+        self._engine = engine
         self._watched: dict[PeerLink, int] = {}  # the descriptor that tells the peer's death
         self._background: set[asyncio.Task[None]] = set()
         self._refusal = ""  # of every new link
@@ -81,10 +80,11 @@ class Transitions:
         if self._refusal:
             raise link_failed(self._refusal)
         standing = {it for it, link in tuple(self.links.items()) if link.is_live}
-        live, most = (standing | set(self.calling)) - {cluster_id}, self._end.options.max_links
+        live, most = (standing | set(self.calling)) - {cluster_id}, self._engine.options.max_links
         if len(live) >= most:
             raise LLMException(
-                f"cluster {self._end.cluster_id} has {plural(len(live), 'link')}; max_links={most}",
+                f"cluster {self._engine.cluster_id} has {plural(len(live), 'link')}; "
+                f"max_links={most}",
                 status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
             )
 
@@ -100,7 +100,7 @@ class Transitions:
             challenge: of the handshake, which no other has.
             timeout_s: seconds that it may take.
         """
-        transport = self._end.transport(name)
+        transport = self._engine.transport(name)
         link.transport = name
         link.told = ToldTable(name)
         assert link.channel is not None
@@ -109,7 +109,7 @@ class Transitions:
 
         async def connect() -> TransportLink:
             try:
-                return await self._end.control.in_worker(
+                return await self._engine.control.in_worker(
                     transport.connect,
                     metadata,
                     timeout_ms=timeout_s * 1000,
@@ -135,7 +135,7 @@ class Transitions:
         except LLMException as error:
             raise link_error(link.transport, error) from error
         if link.transport_link.renewable is not None:
-            link.renewals = Renewals(link, link.transport_link.renewable, self._end.control)
+            link.renewals = Renewals(link, link.transport_link.renewable, self._engine.control)
 
     def linked(self, link: PeerLink) -> None:
         """LINKING -> LINKED, in the place of the link that was there before."""
@@ -150,7 +150,7 @@ class Transitions:
         link.become(LinkState.LINKED)
         self.links[link.cluster_id] = link
         self.errors.pop(link.cluster_id, None)
-        options = self._end.options
+        options = self._engine.options
         link.channel.keep_alive(
             options.heartbeat_interval_ms / 1000, options.heartbeat_timeout_ms / 1000
         )
@@ -186,7 +186,7 @@ class Transitions:
         self._log(link, logging.INFO if orderly else logging.WARNING)
         self._release(link, reason)
         lost = [it for it in self.links.values() if it.state in LOST]
-        if len(lost) > self._end.options.max_links:  # peers that never come back
+        if len(lost) > self._engine.options.max_links:  # peers that never come back
             self.unlinked(min(lost, key=lambda it: it.since), "forgotten")
 
     def unlinked(self, link: PeerLink, reason: str) -> None:
@@ -267,8 +267,7 @@ class Transitions:
     def _release(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
         """Let go of everything behind a link that has ended, by the wish of this end if orderly."""
         # Elsewhere: peers that write to the caches that go with it are waited for.
-        worker = self._end.control.start_in_worker
-        self._end.registry.release_holder(link, end=lambda held: worker(end_all, held))
+        self._engine.registry.release_holder(link, run=self._engine.control.start_in_worker)
         link.forget()
         if link.renewals is not None:
             link.renewals.end(reason)
@@ -281,7 +280,7 @@ class Transitions:
         _LOG.log(
             level,
             "link cluster=%d peer=%d state=%s transport=%s way=%r address=%s%s",
-            self._end.cluster_id,
+            self._engine.cluster_id,
             link.cluster_id,
             link.state.name,
             link.transport or "-",

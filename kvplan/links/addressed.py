@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvplan.engine.links.peer_table import PeerCache
+from kvplan.links.peer_table import PeerCache
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Release, Released
-from kvplan.engine.links.asking import ask
+from kvplan.links.asking import ask
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
-    from kvplan.engine.links.link_life import LinkLife
+    from kvplan.links.link_life import LinkLife
 
 _LOG = Log("kvplan")
 _PAUSE_S = 0.02  # for a peer that is asked too much at a time

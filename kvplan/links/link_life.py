@@ -8,7 +8,7 @@ from contextlib import suppress
 from threading import RLock
 from weakref import ref
 
-from kvplan.engine.links.state import LOST, STEPS, LinkState
+from kvplan.links.state import LOST, STEPS, LinkState
 from kvplan.status import LLMException, LLMStatusCode
 
 

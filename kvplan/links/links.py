@@ -15,29 +15,27 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
 from kvplan.control.server import warn_of_strangers
 from kvplan.control.user_key import user_key
-from kvplan.engine.links.answering import Answerer
-from kvplan.engine.links.calling import Caller
-from kvplan.engine.links.clusters import ClusterInfo, check_clusters
-from kvplan.engine.links.listener import Listener
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.peer_handler import PeerHandler
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.rank_table import locate_members
-from kvplan.engine.links.rendezvous import RegisterMemStatus, Rendezvous
-from kvplan.engine.links.rendezvous_address import exposed_point
-from kvplan.engine.links.results import LinkResults
-from kvplan.engine.links.telling import tell_later, tell_surely
-from kvplan.engine.links.transitions import Transitions
-from kvplan.engine.links.unlinking import Unlinker
-from kvplan.engine.options import Options
+from kvplan.links.answering import Answerer
+from kvplan.links.calling import Caller
+from kvplan.links.clusters import ClusterInfo, check_clusters
+from kvplan.links.listener import Listener
+from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches, link_failed
+from kvplan.links.peer_handler import PeerHandler
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.rank_table import locate_members
+from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous
+from kvplan.links.rendezvous_address import exposed_point
+from kvplan.links.results import LinkResults
+from kvplan.links.telling import tell_later, tell_surely
+from kvplan.links.transitions import Transitions
+from kvplan.links.unlinking import Unlinker
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
 from kvplan.validation import check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.control.messages import Hello
-    from kvplan.engine.links.state import LinkStatus
-    from kvplan.engine.registry import CacheRegistry
+    from kvplan.links.state import LinkStatus
     from kvplan.transport.protocol import Transport
 
 _T = TypeVar("_T")
@@ -69,8 +67,8 @@ class Links:
         self,
         cluster_id: int,
         role: Callable[[], LlmRole],
-        options: Options,
-        registry: CacheRegistry,
+        options: LinkOptions,
+        registry: OfferedCaches,
         transports: Sequence[Transport],
         missing: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -78,7 +76,7 @@ class Links:
         self._pid = os.getpid()
         workers = _WORKERS * options.max_links + MAX_WORKERS
         self._control = ControlLoop(f"kvplan-control-{cluster_id}", workers)
-        self._end = LocalEnd(
+        self._engine = LocalEngine(
             cluster_id=cluster_id,
             instance=secrets.token_bytes(16),
             role=role,
@@ -89,15 +87,17 @@ class Links:
             control=self._control,
             keys=Keys(None if key_file is None else ClusterKey.load(key_file), user_key),
         )
-        self._steps = Transitions(self._end)
-        self._caller = Caller(self._end, self._steps)
-        self._answerer = Answerer(self._end, self._steps, self._linked)
-        self._unlinker = Unlinker(self._end, self._steps)
-        make_handler = partial(PeerHandler, self._end, self._steps, self._answerer, self._unlinker)
+        self._steps = Transitions(self._engine)
+        self._caller = Caller(self._engine, self._steps)
+        self._answerer = Answerer(self._engine, self._steps, self._linked)
+        self._unlinker = Unlinker(self._engine, self._steps)
+        make_handler = partial(
+            PeerHandler, self._engine, self._steps, self._answerer, self._unlinker
+        )
         self._handler = make_handler(_admit_by_address)
-        self._listener = Listener(self._end, self._steps, self._handler)
+        self._listener = Listener(self._engine, self._steps, self._handler)
         self._rendezvous = Rendezvous(
-            self._end, self._steps, self._caller, self._unlinker, make_handler
+            self._engine, self._steps, self._caller, self._unlinker, make_handler
         )
         self._is_news_due = False
         self._closed = False
@@ -142,7 +142,7 @@ class Links:
         calls = [(it.remote_cluster_id, it.endpoint()) for it in clusters]
         timeout_s = _seconds(timeout_ms)
         for cluster_id, _ in calls:
-            if cluster_id == self._end.cluster_id:
+            if cluster_id == self._engine.cluster_id:
                 raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
         return self._run(
             LinkResults.of(
@@ -191,10 +191,10 @@ class Links:
             TypeError, ValueError: an argument of another type or width.
             LLMException: LLM_PARAM_INVALID. What becomes of the links is `comm_status`.
         """
-        end = self._end
-        members = locate_members(end.cluster_id, cluster_rank_info, rank_table)
-        exposed = exposed_point(end.cluster_id, members, end.options)
-        if exposed is not None and end.keys.cluster is None:
+        engine = self._engine
+        members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
+        exposed = exposed_point(engine.cluster_id, members, engine.options)
+        if exposed is not None and engine.keys.cluster is None:
             warn_of_strangers(exposed, stacklevel=3)  # who calls the engine
         return self._run(self._rendezvous.link(comm_name, members))
 
@@ -280,17 +280,17 @@ class Links:
         self._is_news_due = False
         for link in self._steps.links.values():
             if link.is_live:
-                self._steps.spawn(tell_later(link, self._end.registry))
+                self._steps.spawn(tell_later(link, self._engine.registry))
 
     async def _tell_all_surely(self, timeout_s: float) -> None:
         links = [it for it in self._steps.links.values() if it.is_live]
-        await asyncio.gather(*(tell_surely(it, self._end.registry, timeout_s) for it in links))
+        await asyncio.gather(*(tell_surely(it, self._engine.registry, timeout_s) for it in links))
 
     def _linked(self, link: PeerLink) -> None:
         self._rendezvous.linked(link)
 
     async def _close(self) -> None:
-        reason = f"cluster {self._end.cluster_id} is finalized"
+        reason = f"cluster {self._engine.cluster_id} is finalized"
         self._steps.refuse_new(reason)
         for cluster_id in self._steps.live():
             self._unlinker.drop(cluster_id, reason)

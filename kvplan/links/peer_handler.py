@@ -22,14 +22,13 @@ from kvplan.control.messages import (
     Unlink,
     Unused,
 )
-from kvplan.engine.cache_entry import HeldCache, end_all
-from kvplan.engine.links.answering import Answerer
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.state import LinkState
-from kvplan.engine.links.telling import tell
-from kvplan.engine.links.transitions import Transitions
-from kvplan.engine.links.unlinking import Unlinker
+from kvplan.links.answering import Answerer
+from kvplan.links.local_engine import LocalEngine, link_failed
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.state import LinkState
+from kvplan.links.telling import tell
+from kvplan.links.transitions import Transitions
+from kvplan.links.unlinking import Unlinker
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import CacheKey
 
@@ -38,7 +37,7 @@ class PeerHandler:
     """Where every message of a peer arrives; called in the control thread.
 
     Args:
-        end: this engine.
+        engine: this one.
         transitions: of its links.
         answerer: of handshakes.
         unlinker: of links that peers end.
@@ -47,13 +46,13 @@ class PeerHandler:
 
     def __init__(
         self,
-        end: LocalEnd,
+        engine: LocalEngine,
         transitions: Transitions,
         answerer: Answerer,
         unlinker: Unlinker,
         admit: Callable[[Hello], int | None],
     ) -> None:
-        self._end = end
+        self._engine = engine
         self._steps = transitions
         self._answerer = answerer
         self._unlinker = unlinker
@@ -76,19 +75,21 @@ class PeerHandler:
         assert link.told is not None
         match body:
             case Sync():
-                return Synced(await tell(link, self._end.registry))
+                return Synced(await tell(link, self._engine.registry))
             case Find():
-                entry, batch_index = self._end.registry.find(self._key(body))
+                entry, batch_index = self._engine.registry.find(self._key(body))
                 return Found(0, batch_index, link.told.describe(entry))
             case Claim():
-                claim = self._end.registry.claim(self._key(body), link)
+                claim = self._engine.registry.claim(self._key(body), link)
                 return Found(claim.claim_id, claim.batch_index, link.told.describe(claim.entry))
             case Release():
                 tensors = None if body.tensors is None else range(*body.tensors)
-                ended: list[HeldCache] = []
-                self._end.registry.release(body.claim_id, tensors, holder=link, end=ended.extend)
-                if ended:  # peers that write to them are waited for, but not by this thread
-                    await self._end.control.in_worker(end_all, ended)
+                endings: list[Callable[[], None]] = []
+                self._engine.registry.release(
+                    body.claim_id, tensors, holder=link, run=endings.append
+                )
+                for end_caches in endings:  # waits for peers that write to them: not in this thread
+                    await self._engine.control.in_worker(end_caches)
                 return Released()
         raise LLMException(f"{type(body).__name__} is no request")
 
@@ -96,7 +97,7 @@ class PeerHandler:
         """Take what a peer tells."""
         link = channel.bound
         if not isinstance(link, PeerLink):
-            channel.close(f"cluster {self._end.cluster_id} has no such link")
+            channel.close(f"cluster {self._engine.cluster_id} has no such link")
         elif not link.is_live:
             pass  # whatever has ended it closes the channel, and says why
         elif isinstance(body, Table):
@@ -129,9 +130,9 @@ class PeerHandler:
         if isinstance(link, PeerLink) and link.state in {LinkState.LINKED, LinkState.UNLINKING}:
             return link
         raise LLMException(
-            f"cluster {self._end.cluster_id} has no such link",
+            f"cluster {self._engine.cluster_id} has no such link",
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
 
     def _key(self, asked: Find | Claim) -> CacheKey:
-        return CacheKey(self._end.cluster_id, asked.req_id, asked.model_id, asked.prefix_id)
+        return CacheKey(self._engine.cluster_id, asked.req_id, asked.model_id, asked.prefix_id)

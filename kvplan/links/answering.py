@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from kvplan.control.channel import Channel
 from kvplan.control.messages import Confirm, Hello, Linked, Welcome
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.state import LinkState
-from kvplan.engine.links.telling import tell
-from kvplan.engine.links.transitions import Transitions, link_error
+from kvplan.links.local_engine import LocalEngine, link_failed
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.state import LinkState
+from kvplan.links.telling import tell
+from kvplan.links.transitions import Transitions, link_error
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -29,21 +29,21 @@ class Answerer:
     """Answers peers that link with this engine.
 
     Args:
-        end: this engine.
+        engine: this one.
         transitions: of its links.
         linked: told of each link that comes to be here.
     """
 
     def __init__(
-        self, end: LocalEnd, transitions: Transitions, linked: Callable[[PeerLink], None]
+        self, engine: LocalEngine, transitions: Transitions, linked: Callable[[PeerLink], None]
     ) -> None:
-        self._end = end
+        self._engine = engine
         self._steps = transitions
         self._linked = linked
         self._challenges: dict[PeerLink, bytes] = {}
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = end.options.max_links if files < 0 else files // _DESCRIPTORS
-        self._most_begun = max(_FEWEST_BEGUN, min(end.options.max_links, room))
+        room = engine.options.max_links if files < 0 else files // _DESCRIPTORS
+        self._most_begun = max(_FEWEST_BEGUN, min(engine.options.max_links, room))
 
     async def hello(
         self, channel: Channel, hello: Hello, admit: Callable[[Hello], int | None]
@@ -58,13 +58,13 @@ class Answerer:
         Raises:
             LLMException: why not; the peer is told.
         """
-        end, steps = self._end, self._steps
-        if hello.to_cluster_id != end.cluster_id:
+        engine, steps = self._engine, self._steps
+        if hello.to_cluster_id != engine.cluster_id:
             raise link_failed(
-                f"cluster {end.cluster_id} is here, not cluster {hello.to_cluster_id}"
+                f"cluster {engine.cluster_id} is here, not cluster {hello.to_cluster_id}"
             )
-        if hello.cluster_id == end.cluster_id:
-            raise link_failed(f"cluster {end.cluster_id} is here itself")
+        if hello.cluster_id == engine.cluster_id:
+            raise link_failed(f"cluster {engine.cluster_id} is here itself")
         comm_id = admit(hello)
         if channel.bound is not None:
             raise link_failed("the conversation has a link already")
@@ -75,10 +75,10 @@ class Answerer:
         while len(steps.answering) >= self._most_begun:
             oldest = next(iter(steps.answering.values()))
             steps.failed(oldest, link_failed("hello: too many peers have begun and not confirmed"))
-        transport, metadata = end.choose(hello.cluster_id, hello.offers)
+        transport, metadata = engine.choose(hello.cluster_id, hello.offers)
         address = channel.peer
-        wait_ms = end.options.sync_kv_cache_wait_time
-        link = PeerLink(hello.cluster_id, address, hello.comm, end.control, wait_ms)
+        wait_ms = engine.options.sync_kv_cache_wait_time
+        link = PeerLink(hello.cluster_id, address, hello.comm, engine.control, wait_ms)
         link.comm_id = comm_id
         link.instance, link.role, link.channel = hello.instance, hello.role, channel
         channel.bound = link
@@ -88,9 +88,9 @@ class Answerer:
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, link)
         steps.spawn(self._forget(link, timer))
         return Welcome(
-            cluster_id=end.cluster_id,
-            instance=end.instance,
-            role=end.role(),
+            cluster_id=engine.cluster_id,
+            instance=engine.instance,
+            role=engine.role(),
             challenge=challenge,
             transport=transport.name,
             metadata=transport.metadata(()),
@@ -111,7 +111,7 @@ class Answerer:
             try:
                 await self._steps.connected(link)
             except LLMException as error:
-                way = f"cluster {self._end.cluster_id} cannot reach cluster {link.cluster_id}"
+                way = f"cluster {self._engine.cluster_id} cannot reach cluster {link.cluster_id}"
                 raise link_error(way, error) from error
             self._steps.check_room(link.cluster_id)
         except LLMException as error:
@@ -121,7 +121,7 @@ class Answerer:
             raise link_failed(link.reason)
         self._steps.linked(link)
         self._linked(link)
-        await tell(link, self._end.registry)
+        await tell(link, self._engine.registry)
         return Linked()
 
     async def _yield_to_own_call(self, hello: Hello, timeout_s: float) -> None:
@@ -130,7 +130,7 @@ class Answerer:
         The higher id never waits, so they cannot wait for each other.
         """
         own = self._steps.calling.get(hello.cluster_id)
-        if own is None or self._end.cluster_id > hello.cluster_id:
+        if own is None or self._engine.cluster_id > hello.cluster_id:
             return
         try:
             async with asyncio.timeout(timeout_s):
@@ -138,7 +138,7 @@ class Answerer:
         except TimeoutError:
             raise link_failed("its own handshake has not ended in time") from None
         if own.state is LinkState.LINKED:
-            raise already_linked(f"cluster {self._end.cluster_id} has just linked from its end")
+            raise already_linked(f"cluster {self._engine.cluster_id} has just linked from its end")
 
     def _refuse_linked(self, hello: Hello) -> None:
         """Raise unless no other link stands in the way of this handshake.
@@ -161,12 +161,12 @@ class Answerer:
             self._steps.lost(link, death)
         elif link.instance != hello.instance:
             raise already_linked(
-                f"cluster {self._end.cluster_id} is linked with another process of cluster "
+                f"cluster {self._engine.cluster_id} is linked with another process of cluster "
                 f"{hello.cluster_id}, which lives ({link.address})"
             )
         elif link.state is LinkState.UNLINKING:
             raise LLMException(
-                f"cluster {self._end.cluster_id} is still unlinking",
+                f"cluster {self._engine.cluster_id} is still unlinking",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
         # Otherwise this end's link goes when the new one stands: a hello alone proves nothing.

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from kvplan.control.channel import ChannelClosed
 from kvplan.control.messages import Sync, Synced
-from kvplan.engine.links.asking import ask
+from kvplan.links.asking import ask
 from kvplan.logs import Log
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
-    from kvplan.engine.links.peer_link import PeerLink
-    from kvplan.engine.registry import CacheRegistry
+    from kvplan.links.local_engine import OfferedCaches
+    from kvplan.links.peer_link import PeerLink
 
 
 _LOG = Log("kvplan")
 
 
-async def tell(link: PeerLink, registry: CacheRegistry) -> int:
+async def tell(link: PeerLink, registry: OfferedCaches) -> int:
     """Send what the peer does not know yet; returns the version that it knows then.
 
     Raises:
@@ -35,7 +35,7 @@ async def tell(link: PeerLink, registry: CacheRegistry) -> int:
         return link.told.version
 
 
-async def tell_surely(link: PeerLink, registry: CacheRegistry, timeout_s: float) -> None:
+async def tell_surely(link: PeerLink, registry: OfferedCaches, timeout_s: float) -> None:
     """As `tell`, and the peer knows it on return; one that does not answer in time is logged."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -48,7 +48,7 @@ async def tell_surely(link: PeerLink, registry: CacheRegistry, timeout_s: float)
         _LOG.warning("tell peer=%d error=%r", link.cluster_id, str(error) or "no answer in time")
 
 
-async def tell_later(link: PeerLink, registry: CacheRegistry) -> None:
+async def tell_later(link: PeerLink, registry: OfferedCaches) -> None:
     """As `tell`, for a link that may end meanwhile; many changes at once are told as one."""
     if not link.is_news_due:
         link.is_news_due = True

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.own_directory import check_above, private_directory, runtime_directory
-from kvplan.engine.links.rank_table import Location
-from kvplan.engine.options import Options
+from kvplan.links.local_engine import LinkOptions
+from kvplan.links.rank_table import Location
 
 
 def meeting_point(
-    here: Location, there: Location, comm_name: str, cluster_id: int, options: Options
+    here: Location, there: Location, comm_name: str, cluster_id: int, options: LinkOptions
 ) -> Endpoint:
     """Where `cluster_id`, which runs `there`, waits for a member that runs `here`.
 
@@ -35,7 +35,7 @@ def meeting_point(
 
 
 def exposed_point(
-    cluster_id: int, members: Mapping[int, Location], options: Options
+    cluster_id: int, members: Mapping[int, Location], options: LinkOptions
 ) -> Endpoint | None:
     """Where `cluster_id` waits for members of other hosts; None: it waits for none."""
     here = members[cluster_id]

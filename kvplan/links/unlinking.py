@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Unlink, Unlinked
-from kvplan.engine.links.asking import ask
-from kvplan.engine.links.local_end import LocalEnd
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.state import LOST, LinkState
-from kvplan.engine.links.transitions import Transitions
 from kvplan.inspection.units import plural
+from kvplan.links.asking import ask
+from kvplan.links.local_engine import LocalEngine
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.state import LOST, LinkState
+from kvplan.links.transitions import Transitions
 from kvplan.status import LLMException, LLMStatusCode
 
 _PEERS_SHARE = 0.5  # of the time left: so that the peer's refusal is here before it is over
@@ -26,12 +26,12 @@ class Unlinker:
     end its operations in time opens its gate again, and the link stays.
 
     Args:
-        end: this engine.
+        engine: this one.
         transitions: of its links.
     """
 
-    def __init__(self, end: LocalEnd, transitions: Transitions) -> None:
-        self._end = end
+    def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
+        self._engine = engine
         self._steps = transitions
         self._waiting: dict[PeerLink, int] = {}  # how many wait for the link to be idle
 
@@ -45,7 +45,7 @@ class Unlinker:
         """
         link = self._steps.links.get(cluster_id)
         if force:
-            self.drop(cluster_id, f"cluster {self._end.cluster_id} has unlinked by force")
+            self.drop(cluster_id, f"cluster {self._engine.cluster_id} has unlinked by force")
         elif link is None:
             raise self._no_link(cluster_id)
         elif link.state in LOST:
@@ -89,7 +89,7 @@ class Unlinker:
                 try:
                     await ask(link.channel, request, Unlinked, left_s)
                 except TimeoutError:
-                    self._steps.unlinked(link, f"cluster {self._end.cluster_id} has unlinked")
+                    self._steps.unlinked(link, f"cluster {self._engine.cluster_id} has unlinked")
                     raise LLMException(
                         f"{who} has not confirmed within {timeout_s * 1000:g} ms; this end is "
                         "torn down",
@@ -117,8 +117,8 @@ class Unlinker:
 
     def _busy(self, link: PeerLink) -> LLMException:
         return LLMException(
-            f"cluster {self._end.cluster_id} has {plural(link.in_flight, 'operation')} in flight "
-            f"with cluster {link.cluster_id}; the link stays",
+            f"cluster {self._engine.cluster_id} has {plural(link.in_flight, 'operation')} in "
+            f"flight with cluster {link.cluster_id}; the link stays",
             status_code=LLMStatusCode.LLM_LINK_BUSY,
         )
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import ChannelClosed
 from kvplan.control.messages import MAX_TEXT, Body, Renew, Renewed, Unused
-from kvplan.engine.links.local_end import link_failed
+from kvplan.links.local_engine import link_failed
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
-    from kvplan.engine.links.peer_link import PeerLink
+    from kvplan.links.peer_link import PeerLink
     from kvplan.transport.protocol import Renewable
 
 _LOG = Log("kvplan")

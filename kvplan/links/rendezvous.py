@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvplan.control.server import Server
-from kvplan.engine.links.calling import Caller
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.rank_table import Location
-from kvplan.engine.links.rendezvous_address import meeting_point
-from kvplan.engine.links.state import LinkState
-from kvplan.engine.links.transitions import Transitions
-from kvplan.engine.links.unlinking import Unlinker
+from kvplan.links.calling import Caller
+from kvplan.links.local_engine import LocalEngine, link_failed
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.rank_table import Location
+from kvplan.links.rendezvous_address import meeting_point
+from kvplan.links.state import LinkState
+from kvplan.links.transitions import Transitions
+from kvplan.links.unlinking import Unlinker
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import UINT64_MAX, check_type, check_width
@@ -29,7 +29,7 @@ from kvplan.validation import UINT64_MAX, check_type, check_width
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
     from kvplan.control.messages import Hello
-    from kvplan.engine.links.peer_handler import PeerHandler
+    from kvplan.links.peer_handler import PeerHandler
 
 _LOG = Log("kvplan")
 _PATIENCE_S = 60.0  # for all members, where link_total_time says nothing
@@ -77,7 +77,7 @@ class Rendezvous:
     """All communicators of one engine; used by the control thread.
 
     Args:
-        end: this engine.
+        engine: this one.
         transitions: of its links.
         caller: begins handshakes.
         unlinker: ends links.
@@ -86,13 +86,13 @@ class Rendezvous:
 
     def __init__(
         self,
-        end: LocalEnd,
+        engine: LocalEngine,
         transitions: Transitions,
         caller: Caller,
         unlinker: Unlinker,
         handler: Callable[[Callable[[Hello], int | None]], PeerHandler],
     ) -> None:
-        self._end = end
+        self._engine = engine
         self._steps = transitions
         self._caller = caller
         self._unlinker = unlinker
@@ -173,13 +173,13 @@ class Rendezvous:
             if comm.name == hello.comm and hello.cluster_id in comm.members:
                 return comm.comm_id
         raise link_failed(
-            f"cluster {self._end.cluster_id} is not linking communicator {hello.comm!r} with "
+            f"cluster {self._engine.cluster_id} is not linking communicator {hello.comm!r} with "
             f"cluster {hello.cluster_id}"
         )
 
     async def _prepare(self, comm: Communicator) -> None:
-        patience_s = self._end.options.link_total_time or _PATIENCE_S
-        others = sorted(set(comm.members) - {self._end.cluster_id})
+        patience_s = self._engine.options.link_total_time or _PATIENCE_S
+        others = sorted(set(comm.members) - {self._engine.cluster_id})
         pairs: list[asyncio.Task[None]] = []
         try:
             async with asyncio.timeout(patience_s):
@@ -231,23 +231,24 @@ class Rendezvous:
 
     def _waits(self, cluster_id: int) -> bool:
         """Whether this engine waits for `cluster_id`, which calls it."""
-        return self._end.cluster_id < cluster_id
+        return self._engine.cluster_id < cluster_id
 
     def _meet(self, comm: Communicator, cluster_id: int) -> Endpoint:
         """Where this engine and another member meet."""
-        called, calls = sorted((self._end.cluster_id, cluster_id))
+        called, calls = sorted((self._engine.cluster_id, cluster_id))
         here, there = comm.members[calls], comm.members[called]
-        return meeting_point(here, there, comm.name, called, self._end.options)
+        return meeting_point(here, there, comm.name, called, self._engine.options)
 
     async def _listen(self, comm: Communicator, callers: Iterable[int]) -> None:
         """Listen where other members will call; a port may serve several communicators."""
-        end = self._end
+        engine = self._engine
         for endpoint in {self._meet(comm, it) for it in callers}:
             async with self._listening:
                 servers = (it for other in self._communicators.values() for it in other.servers)
                 server = next((it for it in servers if it.endpoint == endpoint), None)
                 comm.servers.append(
-                    server or await Server.listen(end.control, endpoint, self._handler, end.keys)
+                    server
+                    or await Server.listen(engine.control, endpoint, self._handler, engine.keys)
                 )
 
     def _forget(self, comm: Communicator) -> None:
@@ -267,14 +268,14 @@ class Rendezvous:
 
     def _conclude(self, comm: Communicator, failure: str = "") -> None:
         comm.status = RegisterMemStatus.FAILED if failure else RegisterMemStatus.OK
-        unlinked = set(comm.members) - self._steps.live() - {self._end.cluster_id}
+        unlinked = set(comm.members) - self._steps.live() - {self._engine.cluster_id}
         for cluster_id in unlinked if failure else ():
             why = link_failed(f"communicator {comm.name!r}: {failure}")
             self._steps.note_error(cluster_id, why)
         _LOG.log(
             logging.WARNING if failure else logging.INFO,
             "comm cluster=%d comm_id=%d name=%r state=%s%s",
-            self._end.cluster_id,
+            self._engine.cluster_id,
             comm.comm_id,
             comm.name,
             comm.status.name,

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from kvplan.control.channel import Channel
 from kvplan.control.messages import Body
-from kvplan.engine.links.local_end import link_failed
+from kvplan.links.local_engine import link_failed
 
 _Answer = TypeVar("_Answer", bound=Body)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Body, Claim, Find, Found, Release, Sync, Synced
-from kvplan.engine.links.addressed import find_addressed, not_addressed
-from kvplan.engine.links.asking import ask
-from kvplan.engine.links.link_life import LinkLife
-from kvplan.engine.links.local_end import link_failed
-from kvplan.engine.links.peer_table import PeerCache, PeerTable, unreached
-from kvplan.engine.links.releases import Releases
-from kvplan.engine.links.state import LinkStatus
+from kvplan.links.addressed import find_addressed, not_addressed
+from kvplan.links.asking import ask
+from kvplan.links.link_life import LinkLife
+from kvplan.links.local_engine import link_failed
+from kvplan.links.peer_table import PeerCache, PeerTable, unreached
+from kvplan.links.releases import Releases
+from kvplan.links.state import LinkStatus
 from kvplan.planning.layout import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
@@ -27,9 +27,9 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
     from kvplan.control.messages import Table
-    from kvplan.engine.links.renewals import Renewals
-    from kvplan.engine.links.told_table import ToldTable
     from kvplan.execution.memory import TensorMemory
+    from kvplan.links.renewals import Renewals
+    from kvplan.links.told_table import ToldTable
     from kvplan.transport.protocol import Streams, TransportLink
 
 _Answer = TypeVar("_Answer", bound=Body)

@@ -6,26 +6,26 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvplan.control.server import Server
-from kvplan.engine.links.local_end import LocalEnd
-from kvplan.engine.links.transitions import Transitions
+from kvplan.links.local_engine import LocalEngine
+from kvplan.links.transitions import Transitions
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
-    from kvplan.engine.links.peer_handler import PeerHandler
+    from kvplan.links.peer_handler import PeerHandler
 
 
 class Listener:
     """Listens at one address, or at none; used by the control thread.
 
     Args:
-        end: this engine.
+        engine: this one.
         transitions: of its links.
         handler: of the conversations that peers begin.
     """
 
-    def __init__(self, end: LocalEnd, transitions: Transitions, handler: PeerHandler) -> None:
-        self._end = end
+    def __init__(self, engine: LocalEngine, transitions: Transitions, handler: PeerHandler) -> None:
+        self._engine = engine
         self._steps = transitions
         self._handler = handler
         self._server: Server | None = None
@@ -63,7 +63,7 @@ class Listener:
         server, self._server = self._server, by
         if server is None:
             return
-        reason = f"cluster {self._end.cluster_id} does not listen any more"
+        reason = f"cluster {self._engine.cluster_id} does not listen any more"
         channels = set(server.channels)
         for link in (*self._steps.answering.values(), *self._steps.links.values()):
             if link.channel in channels:
@@ -74,4 +74,4 @@ class Listener:
             server.close()
 
     async def _serve(self, endpoint: Endpoint) -> Server:
-        return await Server.listen(self._end.control, endpoint, self._handler, self._end.keys)
+        return await Server.listen(self._engine.control, endpoint, self._handler, self._engine.keys)

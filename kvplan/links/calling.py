@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from kvplan.control.channel import ChannelClosed
 from kvplan.control.client import connect
 from kvplan.control.messages import Confirm, Hello, Linked, Welcome
-from kvplan.engine.links.answering import already_linked
-from kvplan.engine.links.asking import ask
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.state import LOST, LinkState
-from kvplan.engine.links.telling import tell, tell_later
-from kvplan.engine.links.transitions import Transitions, link_error
+from kvplan.links.answering import already_linked
+from kvplan.links.asking import ask
+from kvplan.links.local_engine import LocalEngine, link_failed
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.state import LOST, LinkState
+from kvplan.links.telling import tell, tell_later
+from kvplan.links.transitions import Transitions, link_error
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
-    from kvplan.engine.links.peer_handler import PeerHandler
+    from kvplan.links.peer_handler import PeerHandler
 
 
 _PAUSE_S = 0.05  # between attempts
@@ -34,8 +34,8 @@ class Caller:
     other's waits for it (see `Answerer.hello`); both calls succeed with the one link that results.
     """
 
-    def __init__(self, end: LocalEnd, transitions: Transitions) -> None:
-        self._end = end
+    def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
+        self._engine = engine
         self._steps = transitions
         self._calls: set[int] = set()
 
@@ -62,7 +62,7 @@ class Caller:
                 has not ended yet; LLM_CLUSTER_NUM_EXCEED_LIMIT; LLM_LINK_FAILED: who could not be
                 reached, in which phase, and why.
         """
-        if cluster_id == self._end.cluster_id:
+        if cluster_id == self._engine.cluster_id:
             raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
         self._refuse_linked(cluster_id)
         if cluster_id in self._calls:
@@ -87,7 +87,7 @@ class Caller:
         running = asyncio.get_running_loop()
         deadline = running.time() + timeout_s
         # Members of a communicator are called until they are there.
-        attempts = 1 if comm else self._end.options.link_retry_count
+        attempts = 1 if comm else self._engine.options.link_retry_count
         failure: LLMException | None = None
         while True:
             link = self._steps.links.get(cluster_id)
@@ -101,8 +101,8 @@ class Caller:
                     )
             elif failure is None:
                 self._steps.check_room(cluster_id)
-                wait_ms = self._end.options.sync_kv_cache_wait_time
-                link = PeerLink(cluster_id, str(endpoint), comm, self._end.control, wait_ms)
+                wait_ms = self._engine.options.sync_kv_cache_wait_time
+                link = PeerLink(cluster_id, str(endpoint), comm, self._engine.control, wait_ms)
                 failure = await self._attempt(link, endpoint, handler, deadline, timeout_s)
                 attempts = attempts - 1 if link.phase == _UNREACHED else 0
             else:
@@ -163,22 +163,22 @@ class Caller:
     async def _handshake(
         self, link: PeerLink, endpoint: Endpoint, handler: PeerHandler, timeout_s: float
     ) -> None:
-        end = self._end
+        engine = self._engine
         link.phase = "connect"
-        source = end.options.tcp_source
-        channel = await connect(end.control, endpoint, handler, end.keys, timeout_s, source)
+        source = engine.options.tcp_source
+        channel = await connect(engine.control, endpoint, handler, engine.keys, timeout_s, source)
         link.channel = channel
         channel.bound = link
         link.phase = "hello"
         welcome = await ask(
             channel,
             Hello(
-                cluster_id=end.cluster_id,
+                cluster_id=engine.cluster_id,
                 to_cluster_id=link.cluster_id,
-                instance=end.instance,
-                role=end.role(),
+                instance=engine.instance,
+                role=engine.role(),
                 comm=link.comm,
-                offers=end.offers(),
+                offers=engine.offers(),
                 timeout_ms=int(timeout_s * 1000),
             ),
             Welcome,
@@ -189,12 +189,12 @@ class Caller:
         link.instance, link.role = welcome.instance, welcome.role
         link.phase = "transport"
         self._steps.connect(link, welcome.transport, welcome.metadata, welcome.challenge, timeout_s)
-        await tell(link, end.registry)
+        await tell(link, engine.registry)
         await self._steps.connected(link)
         link.phase = "confirm"
         await ask(channel, Confirm(welcome.challenge), Linked, timeout_s)
         self._steps.linked(link)
-        self._steps.spawn(tell_later(link, end.registry))  # of what has come meanwhile
+        self._steps.spawn(tell_later(link, engine.registry))  # of what has come meanwhile
 
     def _refuse_linked(self, cluster_id: int) -> None:
         link = self._steps.links.get(cluster_id)
