@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvplan.engine.cache_memory import CacheMemory, check_anew, memory_at, offered_ranges
-from kvplan.links.told_table import MAX_PUBLISHED_NBYTES, published_nbytes
+from kvplan.links.published_table import MAX_PUBLISHED_NBYTES, published_nbytes
 from kvplan.logs import Log
 from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid

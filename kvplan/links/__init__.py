@@ -1,12 +1,18 @@
-"""Links between engines: who is linked, in which state, and what can be reached over them."""
+"""Links with other engines: how they are made and ended, and the caches reached over them."""
 
-from kvplan.links.clusters import ClusterInfo, IpInfo
+from kvplan.links.claims import PeerClaim
 from kvplan.links.links import Links
-from kvplan.links.peer_link import PeerClaim, PeerLink
+from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.rendezvous import RegisterMemStatus
-from kvplan.links.results import LinkResult, LinkResults
-from kvplan.links.state import LinkState, LinkStatus
+from kvplan.links.values import (
+    ClusterInfo,
+    IpInfo,
+    LinkResult,
+    LinkResults,
+    LinkState,
+    LinkStatus,
+)
 
 __all__ = [
     "ClusterInfo",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from kvplan.control.cluster_key import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Offer
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.links.values import link_failed
 from kvplan.transport.choice import WHERE_MISSING
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole
 
@@ -160,8 +160,8 @@ class LocalEngine:
         options: limits and deadlines.
         registry: the caches that are offered.
         transports: in order of preference.
-        missing: why others are not there, by name.
-        control: the loop that all links live on.
+        missing: why other transports are not available, by name.
+        control: the loop that all links run on.
         keys: what peers are authenticated with.
     """
 
@@ -176,7 +176,7 @@ class LocalEngine:
     keys: Keys
 
     def offers(self) -> tuple[Offer, ...]:
-        """What a peer could reach this process by."""
+        """The transports by which a peer could reach this process."""
         return tuple(Offer(it.name, it.metadata(())) for it in self.transports)
 
     def choose(self, peer: int, offers: Sequence[Offer]) -> tuple[Transport, bytes]:
@@ -187,7 +187,7 @@ class LocalEngine:
             offers: of the peer.
 
         Raises:
-            LLMException: LLM_LINK_FAILED: there is none; says why each will not do, and what is
+            LLMException: LLM_LINK_FAILED: there is none; says why each cannot be used, and what is
                 missing at which end.
         """
         offered = {it.transport: it.metadata for it in offers}
@@ -219,8 +219,3 @@ class LocalEngine:
             if transport.name == name:
                 return transport
         raise link_failed(f"the peer chose {name!r}, which was not offered")
-
-
-def link_failed(message: str) -> LLMException:
-    """LLM_LINK_FAILED with a message that says who, in which phase, and why."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
