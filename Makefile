@@ -62,7 +62,7 @@ sanitize-threads:
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{endings,deregistering,giving_up}.py
 
 # A bug takes as long as its room's tests, at most: some 15 s in planning, and minutes in the engine.
-ROOMS ?= planning execution engine
+ROOMS ?= planning execution engine links
 SAMPLE ?= 40
 SEED ?= 1
 LEAST ?= 85

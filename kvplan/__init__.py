@@ -41,15 +41,6 @@ if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.engine import PlanEvent
     from kvplan.engine.layer_event import LayerEvent
-    from kvplan.engine.links import (
-        ClusterInfo,
-        IpInfo,
-        LinkResult,
-        LinkResults,
-        LinkState,
-        LinkStatus,
-        RegisterMemStatus,
-    )
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
@@ -61,6 +52,15 @@ if TYPE_CHECKING:
         TransferTask,
         execute,
         submit,
+    )
+    from kvplan.links import (
+        ClusterInfo,
+        IpInfo,
+        LinkResult,
+        LinkResults,
+        LinkState,
+        LinkStatus,
+        RegisterMemStatus,
     )
 
 __version__ = "0.1.0"
@@ -123,7 +123,7 @@ _LAZY = {
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.engine": "PlanEvent",
         "kvplan.engine.layer_event": "LayerEvent",
-        "kvplan.engine.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
+        "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",

@@ -30,6 +30,7 @@ ROOMS = {
     "planning": "tests/planning tests/inspection",
     "execution": "tests/execution tests/transport -k 'not ucx'",
     "engine": "tests/engine tests/datadist tests/links -k 'not ucx and not ascend'",
+    "links": "tests/links tests/datadist -k 'not ucx and not ascend'",
 }
 OPERATORS = dict(
     it.split(":")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from kvplan.control.cluster_key import ClusterKey
 from kvplan.control.connection import DISCONNECTED, Connection
@@ -43,6 +43,7 @@ MAX_UNDECODABLE: Final = 16
 _MEANINGLESS: Final = "too many frames that are no messages"
 
 _log = Log("kvplan.control")
+_Reply = TypeVar("_Reply", bound=Body)
 
 
 class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
@@ -152,6 +153,20 @@ class Channel:
         if isinstance(answer, Failed):
             raise answer.exception()
         return answer
+
+    async def typed_request(self, body: Body, expected: type[_Reply], timeout_s: float) -> _Reply:
+        """As `request`, for a request whose reply has one type.
+
+        Raises:
+            LLMException: also LLM_LINK_FAILED, the reply is of another type.
+        """
+        reply = await self.request(body, timeout_s)
+        if not isinstance(reply, expected):
+            raise LLMException(
+                f"the peer answered {type(reply).__name__} to a {type(body).__name__}",
+                status_code=LLMStatusCode.LLM_LINK_FAILED,
+            )
+        return reply
 
     async def notify(self, body: Body) -> None:
         """Send a notice; waits while the peer does not take what it was sent before.

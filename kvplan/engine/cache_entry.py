@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kvplan.control.messages import MAX_NBYTES
 from kvplan.engine.cache_memory import CacheMemory, check_anew, memory_at, offered_ranges
+from kvplan.links.published_table import MAX_PUBLISHED_NBYTES, published_nbytes
 from kvplan.logs import Log
 from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable, Registration, Transport
 
 _LOG = Log("kvplan")
-
-MAX_TOLD_NBYTES: Final = MAX_NBYTES // 2
-"""Of one cache, and of all in one message, by the estimate of `told_nbytes`."""
-
-_TOLD_NBYTES: Final = 512  # with a shape of many dimensions
-_ADDRESS_NBYTES: Final = 9
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,20 +75,13 @@ def check_tellable(entry: CacheEntry) -> None:
     """
     desc = entry.cache.cache_desc
     for transport in entry.metadata:
-        nbytes = told_nbytes(entry, transport)
-        if nbytes > MAX_TOLD_NBYTES:
-            most = desc.num_tensors * MAX_TOLD_NBYTES // nbytes
+        nbytes = published_nbytes(entry, transport)
+        if nbytes > MAX_PUBLISHED_NBYTES:
+            most = desc.num_tensors * MAX_PUBLISHED_NBYTES // nbytes
             raise invalid(
                 f"num_tensors={desc.num_tensors} take {nbytes} bytes to tell a peer of them; it "
-                f"can be told {MAX_TOLD_NBYTES}, which about {most} such tensors take"
+                f"can be told {MAX_PUBLISHED_NBYTES}, which about {most} such tensors take"
             )
-
-
-def told_nbytes(entry: CacheEntry, transport: str) -> int:
-    """About how many bytes it takes to tell a peer of the cache, which uses `transport`."""
-    desc = entry.cache.cache_desc
-    own = _TOLD_NBYTES + 4 * len(desc.kv_tensor_format or "")
-    return own + len(entry.metadata[transport]) + _ADDRESS_NBYTES * desc.num_tensors
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -16,9 +16,9 @@ from kvplan.validation import mismatch, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine, PlanHook
-    from kvplan.engine.links import PeerClaim, PeerLink
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import TensorMemory
+    from kvplan.links import PeerClaim, PeerLink
     from kvplan.planning import Plan
     from kvplan.types import AnyCacheKey, Cache
 

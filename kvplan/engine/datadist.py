@@ -25,8 +25,8 @@ from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.ascend.device import AscendDevice
-    from kvplan.engine.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
     from kvplan.execution import Transfers
+    from kvplan.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
 
 
 class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOperations):

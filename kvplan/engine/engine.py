@@ -12,12 +12,12 @@ from weakref import ref
 from kvplan.ascend.choice import open_accelerator
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
-from kvplan.engine.links import Links, LinkState
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.release import finalized, stopped
 from kvplan.engine.remapping import checked_ranges, remapped
 from kvplan.execution import default_transfers
+from kvplan.links import Links, LinkState
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.choice import TransportOptions, make_transports
 

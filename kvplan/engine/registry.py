@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from operator import itemgetter
+from functools import partial
+from operator import call, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.engine import cache_memory
@@ -312,7 +313,7 @@ class CacheRegistry:
         tensors: range | None,
         *,
         holder: Hashable = None,
-        end: Callable[[list[HeldCache]], object] = end_all,
+        run: Callable[[Callable[[], None]], object] = call,
     ) -> None:
         """End a claim. A key of a request goes once all tensors of the cache were pulled by it.
 
@@ -320,8 +321,8 @@ class CacheRegistry:
             claim_id: unknown: nothing happens.
             tensors: that were pulled, every byte confirmed; None: the pull failed.
             holder: whose claim it must be; another's is unknown to it. None: anybody's.
-            end: called with the caches that go with it, if any: `end_all`, which may wait for peers
-                that write to them, now or elsewhere.
+            run: called with what ends the caches that go with it, if any; that may wait for peers
+                that write to them. Calls it now, or has it called elsewhere.
         """
         check_type("claim_id", claim_id, int)
         with self._mutex:
@@ -330,12 +331,12 @@ class CacheRegistry:
             cache_id = self._keys.release(claim_id, tensors)
             unused = [] if cache_id is None else self._pop_unused(cache_id)
         if unused:
-            end(unused)
+            run(partial(end_all, unused))
 
     def release_holder(
-        self, holder: Hashable, *, end: Callable[[list[HeldCache]], object] = end_all
+        self, holder: Hashable, *, run: Callable[[Callable[[], None]], object] = call
     ) -> None:
-        """End all claims of `holder`, who is gone; no pull of it counts. `end`: see `release`."""
+        """End all claims of `holder`, who is gone; no pull of it counts. `run`: see `release`."""
         with self._mutex:
             unused = []
             for claim_id in self._keys.claims_of(holder):
@@ -343,7 +344,7 @@ class CacheRegistry:
                 assert cache_id is not None
                 unused += self._pop_unused(cache_id)
         if unused:
-            end(unused)
+            run(partial(end_all, unused))
 
     def close(self) -> None:
         """End every cache; idempotent. Memory that a transfer or an array uses stays until then."""

@@ -6,7 +6,7 @@ from ipaddress import IPv4Address
 from typing import overload
 
 import kvplan
-from kvplan.engine.links import ClusterInfo, IpInfo
+from kvplan.links import ClusterInfo, IpInfo
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.utils.utils import check_isinstance
 from kvplan.llm_datadist.v2.llm_types import (

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from kvplan import CacheDesc, DataType, LlmRole
 from kvplan.control.endpoint import Endpoint
-from kvplan.engine.links import ClusterInfo, Links, LinkState, LinkStatus
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
+from kvplan.links import ClusterInfo, Links, LinkState, LinkStatus
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Transport
 

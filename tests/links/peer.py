@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvplan.engine.links import ClusterInfo
+from kvplan.links import ClusterInfo
 from tests.transport.owner import Owner
 
 

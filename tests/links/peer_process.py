@@ -3,7 +3,7 @@
 import logging
 
 import kvplan
-from kvplan.engine.links import ClusterInfo
+from kvplan.links import ClusterInfo
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DESC, End
 from tests.transport.owner_process import serve

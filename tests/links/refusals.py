@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvplan import LLMStatusCode
-from kvplan.engine.links import ClusterInfo
+from kvplan.links import ClusterInfo
 from tests.links.end import End
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplan import LLMStatusCode
-from kvplan.engine.links import LinkResults, LinkState
+from kvplan.links import LinkResults, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvplan import CacheIndex, LLMException, LLMStatusCode
-from kvplan.engine.links import ClusterInfo, LinkState
+from kvplan.links import ClusterInfo, LinkState
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
 from tests.links.refusals import refused

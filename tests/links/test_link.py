@@ -14,7 +14,7 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.control.endpoint import Endpoint
-from kvplan.engine.links import ClusterInfo, IpInfo, LinkState
+from kvplan.links import ClusterInfo, IpInfo, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer

@@ -1,4 +1,4 @@
-"""A release is told until the peer has answered, or the conversation has ended."""
+"""A release is sent until the peer has confirmed it, or the conversation has ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from kvplan.control.channel import Channel
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Release, Released
-from kvplan.engine.links.link_life import LinkLife
-from kvplan.engine.links.releases import Releases
+from kvplan.links.claims import Claims
+from kvplan.links.lifecycle import LinkLifecycle
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Conversation
 
@@ -29,18 +29,18 @@ def conversation() -> Iterator[Conversation]:
         yield Conversation(*loops, None)
 
 
-def tell(conversation: Conversation, wait_s: float) -> LinkLife:
-    link = LinkLife(2)
-    releases = Releases(link, conversation.loop, asyncio.Semaphore(1), wait_s)
-    releases.tell(conversation.channel, RELEASE)
+def release(conversation: Conversation, wait_s: float) -> LinkLifecycle:
+    link = LinkLifecycle(2)
+    claims = Claims(link, conversation.loop, asyncio.Semaphore(1), wait_s)
+    claims.release(conversation.channel, RELEASE)
     return link
 
 
-def is_idle(conversation: Conversation, link: LinkLife) -> bool:
-    return conversation.loop.run(link.until_idle(DEADLINE_S))
+def is_idle(conversation: Conversation, link: LinkLifecycle) -> bool:
+    return conversation.loop.run(link.wait_idle(DEADLINE_S))
 
 
-def test_a_peer_that_is_busy_is_told_again(conversation: Conversation) -> None:
+def test_a_release_is_sent_again_to_a_busy_peer(conversation: Conversation) -> None:
     refusals = [LLMStatusCode.LLM_LINK_BUSY] * 3
 
     async def answer(_channel: Channel, _body: Body) -> Body:
@@ -49,13 +49,13 @@ def test_a_peer_that_is_busy_is_told_again(conversation: Conversation) -> None:
         return Released()
 
     conversation.far.answer = answer
-    link = tell(conversation, DEADLINE_S)
+    link = release(conversation, DEADLINE_S)
     assert is_idle(conversation, link)
     assert [conversation.far.next() for _ in range(4)] == [("request", RELEASE)] * 4
     assert conversation.far.heard.empty()
 
 
-def test_a_peer_that_does_not_answer_is_told_again(conversation: Conversation) -> None:
+def test_a_release_is_sent_again_to_a_peer_that_does_not_answer(conversation: Conversation) -> None:
     unanswered = [asyncio.Event(), asyncio.Event()]
 
     async def answer(_channel: Channel, _body: Body) -> Body:
@@ -64,27 +64,27 @@ def test_a_peer_that_does_not_answer_is_told_again(conversation: Conversation) -
         return Released()
 
     conversation.far.answer = answer
-    link = tell(conversation, 0.05)
+    link = release(conversation, 0.05)
     assert is_idle(conversation, link)
     assert [conversation.far.next() for _ in range(3)] == [("request", RELEASE)] * 3
 
 
-def test_nothing_is_told_once_the_conversation_has_ended(conversation: Conversation) -> None:
+def test_nothing_is_sent_once_the_conversation_has_ended(conversation: Conversation) -> None:
     async def answer(channel: Channel, _body: Body) -> Body:
         channel.close("enough")
         return Released()
 
     conversation.far.answer = answer
-    link = tell(conversation, DEADLINE_S)
+    link = release(conversation, DEADLINE_S)
     assert is_idle(conversation, link)
 
 
-def test_a_peer_that_refuses_is_not_told_again(conversation: Conversation) -> None:
+def test_a_release_that_is_refused_is_not_sent_again(conversation: Conversation) -> None:
     async def answer(_channel: Channel, _body: Body) -> Body:
         raise LLMException("no such link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
     conversation.far.answer = answer
-    link = tell(conversation, DEADLINE_S)
+    link = release(conversation, DEADLINE_S)
     assert is_idle(conversation, link)
     assert conversation.far.next() == ("request", RELEASE)
     assert conversation.far.heard.empty()

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.engine.links import LinkState, RegisterMemStatus
-from kvplan.engine.links.rank_table import Location, locate
-from kvplan.engine.links.rendezvous_address import own_directory
+from kvplan.links import LinkState, RegisterMemStatus
+from kvplan.links.rank_table import Location, locate
+from kvplan.links.rendezvous import socket_directory
 from tests.links.end import End
 from tests.links.peer import Peer
 
@@ -303,9 +303,9 @@ class TestBadArguments:
         own.mkdir(0o700)
         (shared / "link").symlink_to(tmp_path)
         with pytest.raises(LLMException, match=f"{shared}, which others"):
-            own_directory(str(shared / "link" / "own"))
+            socket_directory(str(shared / "link" / "own"))
         shared.chmod(0o1777)
-        assert own_directory(str(between / "own")) == between / "own"
+        assert socket_directory(str(between / "own")) == between / "own"
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
     def test_a_directory_in_one_of_another_user(self, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ class TestBadArguments:
         theirs.mkdir(0o755)
         os.chown(theirs, 12345, -1)
         with pytest.raises(LLMException, match=f"is inside {theirs} of user 12345"):
-            own_directory(str(theirs / "own"))
+            socket_directory(str(theirs / "own"))
 
 
 def test_version_1_0_of_a_rank_table() -> None:

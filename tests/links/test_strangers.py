@@ -32,7 +32,7 @@ from kvplan.control.messages import (
     Welcome,
 )
 from kvplan.control.user_key import user_key
-from kvplan.engine.links import ClusterInfo, LinkState
+from kvplan.links import ClusterInfo, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer

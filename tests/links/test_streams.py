@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.engine.links import LinkState
+from kvplan.links import LinkState
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Streams
 from tests.links.end import DEADLINE_S, End

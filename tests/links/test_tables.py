@@ -13,11 +13,10 @@ import kvplan
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
 from kvplan.control.messages import MAX_NBYTES, Table, TableEntry, encode
 from kvplan.engine.cache_entry import CacheEntry
-from kvplan.engine.links import peer_table
-from kvplan.engine.links.addressed import find_addressed
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.peer_table import PeerCache, PeerTable
-from kvplan.engine.links.told_table import ToldTable
+from kvplan.links import peer_table
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address
+from kvplan.links.published_table import PublishedTable
 from kvplan.status import LLMStatusCode
 from tests.links.end import DESC, End
 from tests.links.peer import Peer
@@ -87,7 +86,7 @@ def test_memory_of_a_freed_cache_is_not_kept(pair: tuple[End, End], writable: bo
     memory = ref(link.memory(link.cache(CacheIndex(2, 1)), writable=writable))
     assert memory() is not None
     two.registry.deallocate(1)
-    _hear_all(link)
+    _sync(link)
     assert memory() is None
 
 
@@ -121,7 +120,7 @@ def test_many_changes_at_once(pair: tuple[End, End]) -> None:
     for cache_id in range(1, 300):
         two.registry.deallocate(cache_id)
     link = one.links.get(2)
-    _hear_all(link)
+    _sync(link)
     assert link.cache(CacheIndex(2, 300)).cache_id == 300
     with pytest.raises(LLMException, match=r"it offers \[300\]"):
         link.cache(CacheIndex(2, 17))
@@ -174,7 +173,7 @@ class TestKeys:
         entry = two.registry.allocate(DESC, paged=False, keys=[key])
         two.registry.deallocate(entry.cache.cache_id)
         link = one.links.get(2)
-        _hear_all(link)
+        _sync(link)
         with pytest.raises(LLMException, match="offers no cache"):
             link.cache(CacheIndex(2, entry.cache.cache_id))
         claim = link.claim(key)
@@ -190,7 +189,7 @@ def test_of_caches_that_hold_an_address_a_writable_one_is_taken() -> None:
     read_only = PeerCache(2, 1, large, False, (1000,), b"", writable=False)
     writable = PeerCache(2, 2, small, False, (1000,), b"", writable=True)
     for caches in ([read_only, writable], [writable, read_only]):
-        found = find_addressed(caches, [1010])
+        found = find_by_address(caches, [1010])
         assert found is not None
         assert (found.cache, found.left) == (writable, [54])
 
@@ -201,21 +200,21 @@ class TestMessages:
     def test_each_fits_into_a_frame_and_all_arrive(self) -> None:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
         entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
-        told, known = ToldTable("local"), PeerTable(1)
-        tables = list(told.news(entries))
+        published, known = PublishedTable("local"), PeerTable(1)
+        tables = list(published.pending_updates(entries))
         for table in tables:
             assert len(encode(table)) <= MAX_NBYTES
             known.apply(table)
         assert len(tables) > 1
-        assert (known.ids(), known.version) == (list(range(1, 101)), told.version)
-        assert list(told.news(entries)) == []
+        assert (known.ids(), known.version) == (list(range(1, 101)), published.version)
+        assert list(published.pending_updates(entries)) == []
         replaced = {**entries, 5: _entry(5, desc, b"new")}
         del replaced[6]
-        (table,) = told.news(replaced)
+        (table,) = published.pending_updates(replaced)
         assert sorted(known.apply(table)) == [5, 5, 6]
         assert 6 not in known.ids()
         renewed = {i: _entry(i, desc, b"n" * 30_000) for i in range(1, 101)}
-        tables = told.news(renewed)
+        tables = published.pending_updates(renewed)
         assert len(tables) > 1
         for table in tables:
             known.apply(table)
@@ -235,14 +234,14 @@ class TestMessages:
     def test_a_peer_cannot_take_memory_without_limit(self) -> None:
         desc = CacheDesc(2, (1,), DataType.DT_INT8)
         known, metadata = PeerTable(1), b"m" * (MAX_NBYTES // 2)
-        told = ToldTable("local").describe(_entry(1, desc, metadata))
+        entry = PublishedTable("local").describe(_entry(1, desc, metadata))
         most = peer_table.MAX_NBYTES // len(metadata)
         for i in range(1, most):
-            known.apply(Table(i, i == 1, (msgspec.structs.replace(told, cache_id=i),), ()))
-        more = [msgspec.structs.replace(told, cache_id=most + i) for i in range(2)]
+            known.apply(Table(i, i == 1, (msgspec.structs.replace(entry, cache_id=i),), ()))
+        more = [msgspec.structs.replace(entry, cache_id=most + i) for i in range(2)]
         with pytest.raises(LLMException, match="bytes; at most"):
             known.apply(Table(most, False, tuple(more), ()))
-        known.apply(Table(1, True, (told,), ()))
+        known.apply(Table(1, True, (entry,), ()))
         assert known.ids() == [1]
 
     @pytest.mark.parametrize(
@@ -256,8 +255,8 @@ class TestMessages:
     )
     def test_descriptions_that_cannot_be(self, change: dict[str, object], message: str) -> None:
         fields = dict.fromkeys(TableEntry.__struct_fields__)
-        told = ToldTable("local").describe(_entry(1, DESC, b""))
-        fields = {name: getattr(told, name) for name in fields} | change
+        entry = PublishedTable("local").describe(_entry(1, DESC, b""))
+        fields = {name: getattr(entry, name) for name in fields} | change
         with pytest.raises(LLMException, match=message):
             PeerCache.of(1, TableEntry(**fields))
 
@@ -272,7 +271,7 @@ def _tensors() -> list[np.ndarray]:
     return [np.zeros(DESC.shape, np.float32) for _ in range(DESC.num_tensors)]
 
 
-def _hear_all(link: PeerLink) -> None:
-    """Ask for what is not there: on return all news is here, as questions are answered in turn."""
+def _sync(link: PeerLink) -> None:
+    """Ask for what does not exist: on return all updates are here, as requests are in order."""
     with pytest.raises(LLMException):
         link.cache(CacheIndex(2, 10**6))

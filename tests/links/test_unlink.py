@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvplan import CacheIndex, LLMException, LLMStatusCode
-from kvplan.engine.links import LinkState
+from kvplan.links import LinkState
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
 

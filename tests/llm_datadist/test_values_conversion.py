@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan.engine.links import IpInfo
+from kvplan.links import IpInfo
 from kvplan.llm_datadist import (
     BlocksCacheKey,
     Cache,

@@ -79,8 +79,8 @@ def between_engines(transport: str) -> str:
     """
     from kvplan.control.cluster_key import ClusterKey
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.links import ClusterInfo
     from kvplan.engine.options import Options
+    from kvplan.links import ClusterInfo
 
     with ExitStack() as stack:
         # The user's own key is made at first use, and this is none.

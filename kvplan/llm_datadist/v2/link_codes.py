@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.engine.links import ClusterInfo, LinkResults, LinkState
+from kvplan.links import ClusterInfo, LinkResults, LinkState
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.conversion import cluster_of
 from kvplan.llm_datadist.utils import log

@@ -9,7 +9,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.engine.links import RegisterMemStatus
+from kvplan.links import RegisterMemStatus
 from kvplan.engine.option_rows import LISTENING
 from kvplan.engine.options import unknown_key
 from kvplan.llm_datadist.configs import LLMRole

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
-from kvplan.engine.links import RegisterMemStatus
+from kvplan.links import RegisterMemStatus
 from kvplan.llm_datadist.fields import Checked, Field, checked_by
 from kvplan.llm_datadist.utils.utils import (
     check_int64,

@@ -1,6 +1,6 @@
 """The rank table of two devices, which both ends compute alike, byte for byte.
 
-Not to be taken for that of `link()`, which the user gives (`kvplan.engine.links.rank_table`).
+Not to be taken for that of `link()`, which the user gives (`kvplan.links.rank_table`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""The caches that a peer offers, as it tells them."""
+"""The caches that a peer offers: found by id, by model and by address."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvplan.control.messages import Table, TableEntry
 from kvplan.planning.layout import Side, side
@@ -10,11 +13,10 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
-"""Of one peer: as many as the local transport can register, and a bound on what a peer can cost."""
-
+"""Of one peer: as many as the local transport can register; bounds what a peer can cost."""
 
 MAX_NBYTES = 256 << 20
-"""That all entries of one peer may take as messages: 4 KiB for each of the most caches."""
+"""Of all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,10 @@ class PeerCache:
         desc: its description.
         paged: whether its rows are blocks.
         addresses: of each tensor, in the peer.
-        metadata: what the transport needs to reach them; empty: it does not.
+        metadata: what the transport needs to reach them; empty: it cannot.
         writable: whether it can be pushed to.
         model_id: of its BlocksCacheKey; None: it has none.
-        side: as a plan sees it.
+        side: of a plan over it.
         first, last: the lowest and the highest byte of all tensors.
     """
 
@@ -48,7 +50,7 @@ class PeerCache:
 
     @property
     def nbytes(self) -> int:
-        """What a message takes for it, about."""
+        """About how many bytes of a message it takes."""
         return len(self.metadata) + 9 * len(self.addresses)
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class PeerCache:
         """The cache that a message of the peer `cluster_id` describes.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: it describes none that can be.
+            LLMException: LLM_PARAM_INVALID: no such cache is possible.
         """
         try:
             desc = CacheDesc(
@@ -95,7 +97,9 @@ class PeerCache:
 
 
 class PeerTable:
-    """Written by the control thread, read by any: each read is one lookup in a dict.
+    """The caches of one peer.
+
+    Written by the control thread, read by any: each read is one lookup in a dict.
 
     Args:
         cluster_id: of the peer.
@@ -109,16 +113,16 @@ class PeerTable:
         self._nbytes = 0  # of all that are offered
 
     def apply(self, table: Table) -> list[int]:
-        """Take what the peer says; return the ids of caches that are no longer what they were.
+        """Apply a message of the peer; returns the ids of caches that were changed or removed.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: caches that cannot be, or too many of them.
+            LLMException: LLM_PARAM_INVALID: an impossible cache, or too many of them.
         """
-        told = [PeerCache.of(self._cluster_id, entry) for entry in table.entries]
-        gone = list(self._caches) if table.first else list(table.removed)
-        for cache_id in gone:
+        added = [PeerCache.of(self._cluster_id, entry) for entry in table.entries]
+        removed = list(self._caches) if table.first else list(table.removed)
+        for cache_id in removed:
             self._remove(cache_id)
-        for cache in told:
+        for cache in added:
             self._remove(cache.cache_id)
             self._caches[cache.cache_id] = cache
             self._nbytes += cache.nbytes
@@ -130,7 +134,7 @@ class PeerTable:
                 f"{MAX_CACHES} of {MAX_NBYTES} can be"
             )
         self.version = table.version
-        return gone + [cache.cache_id for cache in told]
+        return removed + [cache.cache_id for cache in added]
 
     def by_id(self, cache_id: int) -> PeerCache | None:
         """The cache of this id, if it is offered."""
@@ -166,8 +170,61 @@ class PeerTable:
             del self._of_model[cache.model_id]
 
 
-def unreached(cache: PeerCache, transport: str) -> LLMException:
-    """Why a cache of the peer takes part in no transfer: it is where the link does not go."""
+class AddressedCache(NamedTuple):
+    """A cache that contains all addresses; `left`: bytes from each to the end of its tensor."""
+
+    cache: PeerCache
+    left: list[int]
+
+
+def find_by_address(caches: Iterable[PeerCache], addresses: Sequence[int]) -> AddressedCache | None:
+    """The cache that contains all addresses, or None.
+
+    Of several (memory may be registered twice) a writable one, with the most room.
+    """
+    lowest, highest = min(addresses), max(addresses)
+    found = [
+        AddressedCache(it, left)
+        for it in caches
+        if it.first <= lowest and highest <= it.last and all(left := _left(it, addresses))
+    ]
+    return max(found, key=lambda it: (it.cache.writable, min(it.left)), default=None)
+
+
+def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int]) -> LLMException:
+    """Why `find_by_address` returned None: LLM_KV_CACHE_NOT_EXIST, or LLM_PARAM_INVALID.
+
+    Args:
+        who: the peer that offers the caches.
+    """
+    cache_ids: list[int] = []
+    for position, address in enumerate(addresses):
+        cache = next((it for it in caches if _left(it, [address])[0]), None)
+        if cache is None:
+            return LLMException(
+                f"addresses[{position}]={address:#x} lies in no cache that {who} offers",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        cache_ids.append(cache.cache_id)
+    other = next((it for it, cache_id in enumerate(cache_ids) if cache_id != cache_ids[0]), 0)
+    return invalid(
+        f"addresses[0]={addresses[0]:#x} lies in cache {cache_ids[0]} of {who}, and "
+        f"addresses[{other}]={addresses[other]:#x} in cache {cache_ids[other]}; one transfer goes "
+        "to one cache"
+    )
+
+
+def _left(cache: PeerCache, addresses: Sequence[int]) -> list[int]:
+    """Bytes from each address to the end of the tensor that contains it; 0: no tensor does."""
+    starts = sorted(cache.addresses)
+    nbytes = cache.desc.tensor_nbytes
+    # Tensors have one size: of two that overlap, the one that begins last reaches furthest.
+    positions = ((it, bisect_right(starts, it)) for it in addresses)
+    return [max(0, starts[i - 1] + nbytes - it) if i else 0 for it, i in positions]
+
+
+def not_reached(cache: PeerCache, transport: str) -> LLMException:
+    """LLM_FEATURE_NOT_ENABLED: the transport does not reach the memory of a cache of the peer."""
     kind, remedy = (
         ("device", "both engines need a device, and a transport between devices (hccl)")
         if cache.desc.placement is Placement.DEVICE

@@ -15,51 +15,45 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
 from kvplan.control.server import warn_of_strangers
 from kvplan.control.user_key import user_key
-from kvplan.engine.links.answering import Answerer
-from kvplan.engine.links.calling import Caller
-from kvplan.engine.links.clusters import ClusterInfo, check_clusters
-from kvplan.engine.links.listener import Listener
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.peer_handler import PeerHandler
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.rank_table import locate_members
-from kvplan.engine.links.rendezvous import RegisterMemStatus, Rendezvous
-from kvplan.engine.links.rendezvous_address import exposed_point
-from kvplan.engine.links.results import LinkResults
-from kvplan.engine.links.telling import tell_later, tell_surely
-from kvplan.engine.links.transitions import Transitions
-from kvplan.engine.links.unlinking import Unlinker
-from kvplan.engine.options import Options
+from kvplan.links.dispatch import Listener, PeerHandler
+from kvplan.links.handshake import HandshakeAcceptor, HandshakeInitiator
+from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.rank_table import locate_members
+from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point
+from kvplan.links.transitions import Transitions
+from kvplan.links.unlinking import Unlinker
+from kvplan.links.values import ClusterInfo, LinkResults, check_clusters, link_failed
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
 from kvplan.validation import check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.control.messages import Hello
-    from kvplan.engine.links.state import LinkStatus
-    from kvplan.engine.registry import CacheRegistry
+    from kvplan.links.published_table import Publisher
+    from kvplan.links.values import LinkStatus
     from kvplan.transport.protocol import Transport
 
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
-_NEWS_S = 0.01  # each time costs as much as there are caches; who is in need of news asks
-_WORKERS = 3  # a link may wait for: one handshake of each end, one renewal
-_CLOSING_S = 0.5  # for telling all peers; some may be stopped
+_PUBLISH_S = 0.01  # changes within it are published at once: each time visits all caches
+_WORKERS = 3  # that a link may occupy: a handshake of each end, and a renewal
+_CLOSING_S = 0.5  # to notify all peers; some may be stopped
 
 
 class Links:
     """The links of one engine; may be used from several threads.
 
-    In a forked child every call raises LLMException (LLM_FAILED), and `close` does nothing: all of
-    it is the parent's.
+    In a forked child every call raises LLMException (LLM_FAILED), and `close` does nothing: links
+    belong to the parent.
 
     Args:
         cluster_id: of this engine.
-        role: of this engine, when asked.
+        role: returns the role that this engine has now.
         options: limits and deadlines.
         registry: the caches that are offered.
         transports: in order of preference.
-        missing: why other transports are not there, by name.
+        missing: why other transports are not available, by name.
 
     Raises:
         LLMException: the cluster key file cannot be used.
@@ -69,8 +63,8 @@ class Links:
         self,
         cluster_id: int,
         role: Callable[[], LlmRole],
-        options: Options,
-        registry: CacheRegistry,
+        options: LinkOptions,
+        registry: OfferedCaches,
         transports: Sequence[Transport],
         missing: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -78,7 +72,7 @@ class Links:
         self._pid = os.getpid()
         workers = _WORKERS * options.max_links + MAX_WORKERS
         self._control = ControlLoop(f"kvplan-control-{cluster_id}", workers)
-        self._end = LocalEnd(
+        self._engine = LocalEngine(
             cluster_id=cluster_id,
             instance=secrets.token_bytes(16),
             role=role,
@@ -89,17 +83,19 @@ class Links:
             control=self._control,
             keys=Keys(None if key_file is None else ClusterKey.load(key_file), user_key),
         )
-        self._steps = Transitions(self._end)
-        self._caller = Caller(self._end, self._steps)
-        self._answerer = Answerer(self._end, self._steps, self._linked)
-        self._unlinker = Unlinker(self._end, self._steps)
-        make_handler = partial(PeerHandler, self._end, self._steps, self._answerer, self._unlinker)
-        self._handler = make_handler(_admit_by_address)
-        self._listener = Listener(self._end, self._steps, self._handler)
-        self._rendezvous = Rendezvous(
-            self._end, self._steps, self._caller, self._unlinker, make_handler
+        self._transitions = Transitions(self._engine)
+        self._initiator = HandshakeInitiator(self._engine, self._transitions)
+        acceptor = HandshakeAcceptor(self._engine, self._transitions, self._linked)
+        self._unlinker = Unlinker(self._engine, self._transitions)
+        make_handler = partial(
+            PeerHandler, self._engine, self._transitions, acceptor, self._unlinker
         )
-        self._is_news_due = False
+        self._handler = make_handler(_admit_by_address)
+        self._listener = Listener(self._engine, self._transitions, self._handler)
+        self._rendezvous = Rendezvous(
+            self._engine, self._transitions, self._initiator, self._unlinker, make_handler
+        )
+        self._is_publish_pending = False
         self._closed = False
 
     def start(self) -> None:
@@ -115,16 +111,16 @@ class Links:
         """Let peers link with this engine at `endpoint`, and nowhere else.
 
         Raises:
-            LLMException: LLM_FAILED: the address cannot be had; nothing has changed then.
+            LLMException: LLM_FAILED: the address cannot be bound; nothing has changed then.
         """
         self._run(self._listener.listen(endpoint))
 
     def stop_listening(self) -> None:
-        """Let nobody link from here on; links that peers have begun are ended."""
+        """Accept no link from now on; links that peers have made are ended."""
         self._run(self._listener.stop())
 
     def close(self) -> None:
-        """End every link and tell the peers; takes two seconds at most, and works a second time."""
+        """End every link and notify the peers; takes two seconds at most; idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -135,18 +131,18 @@ class Links:
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
-            LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an address that cannot
-                be, or timeout_ms < 1. What becomes of a cluster is in its result.
+            LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an impossible address,
+                or timeout_ms < 1. Whether a cluster was linked is in its result.
         """
         check_clusters(clusters, ClusterInfo)
         calls = [(it.remote_cluster_id, it.endpoint()) for it in clusters]
         timeout_s = _seconds(timeout_ms)
         for cluster_id, _ in calls:
-            if cluster_id == self._end.cluster_id:
+            if cluster_id == self._engine.cluster_id:
                 raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
         return self._run(
             LinkResults.of(
-                (cluster_id, self._caller.link(cluster_id, endpoint, self._handler, timeout_s))
+                (cluster_id, self._initiator.link(cluster_id, endpoint, self._handler, timeout_s))
                 for cluster_id, endpoint in calls
             )
         )
@@ -163,8 +159,8 @@ class Links:
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
-            LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms < 1. What becomes of a
-                cluster is in its result.
+            LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms < 1. Whether a cluster was
+                unlinked is in its result.
         """
         check_clusters(clusters, ClusterInfo | int)
         ids = [it.remote_cluster_id if isinstance(it, ClusterInfo) else it for it in clusters]
@@ -179,7 +175,7 @@ class Links:
     ) -> int:
         """Begin to link with all members of a communicator, which do the same; returns its id.
 
-        Warns if strangers could link.
+        Warns if engines of others could link.
 
         Args:
             comm_name: 1 to 127 characters, the same at all members.
@@ -189,13 +185,13 @@ class Links:
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
-            LLMException: LLM_PARAM_INVALID. What becomes of the links is `comm_status`.
+            LLMException: LLM_PARAM_INVALID. Whether they are linked: `comm_status`.
         """
-        end = self._end
-        members = locate_members(end.cluster_id, cluster_rank_info, rank_table)
-        exposed = exposed_point(end.cluster_id, members, end.options)
-        if exposed is not None and end.keys.cluster is None:
-            warn_of_strangers(exposed, stacklevel=3)  # who calls the engine
+        engine = self._engine
+        members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
+        exposed = exposed_point(engine.cluster_id, members, engine.options)
+        if exposed is not None and engine.keys.cluster is None:
+            warn_of_strangers(exposed, stacklevel=3)  # at the engine's caller
         return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:
@@ -203,56 +199,56 @@ class Links:
 
         Raises:
             TypeError, ValueError: comm_id is no uint64.
-            LLMException: LLM_NOT_YET_LINK: there is none of this id; LLM_LINK_BUSY: transfers are
-                in flight, and it stays.
+            LLMException: LLM_NOT_YET_LINK: no communicator has this id; LLM_LINK_BUSY: transfers
+                are in flight, and it stays.
         """
         self._run(self._rendezvous.unlink(comm_id))
 
     def comm_status(self, comm_id: int) -> RegisterMemStatus:
-        """How far a communicator is; FAILED also where a link has broken since.
+        """The status of a communicator; FAILED also if a link has broken since.
 
         Raises:
             TypeError, ValueError: comm_id is no uint64.
-            LLMException: LLM_NOT_YET_LINK: there is none of this id.
+            LLMException: LLM_NOT_YET_LINK: no communicator has this id.
         """
         self._check_usable()
         return self._rendezvous.status(comm_id)
 
     def live(self) -> int:
-        """How many links stand, are being made, or are being ended."""
-        return len(self._steps.live())
+        """How many links are up, being made or being ended."""
+        return len(self._transitions.live())
 
     def get(self, cluster_id: int) -> PeerLink:
         """The link with a cluster, in whatever state.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: there is none, and why the last try failed.
+            LLMException: LLM_NOT_YET_LINK: there is none, and why the last attempt failed.
         """
         self._check_usable()
-        link = self._steps.links.get(cluster_id)
+        link = self._transitions.links.get(cluster_id)
         if link is None:
-            raise self._steps.not_linked(cluster_id)
+            raise self._transitions.not_linked(cluster_id)
         return link
 
     def status(self) -> list[LinkStatus]:
-        """All links as they are now, by cluster id; a broken one stays until linked anew."""
-        steps = self._steps
-        links = {**steps.answering, **steps.calling, **steps.links}
+        """All links as they are now, by cluster id; a broken one stays until linked again."""
+        all_links = self._transitions
+        links = {**all_links.accepting, **all_links.initiating, **all_links.links}
         return [links[cluster_id].status() for cluster_id in sorted(links)]
 
     def tables_changed(self) -> None:
-        """Tell all peers soon of what has changed in the registry; many changes at once as one."""
-        if not self._is_news_due and not self._closed and os.getpid() == self._pid:
-            self._is_news_due = True
-            self._control.call_soon(self._tell_all_soon)
+        """Publish to all peers soon what has changed in the registry; many changes as one."""
+        if not self._is_publish_pending and not self._closed and os.getpid() == self._pid:
+            self._is_publish_pending = True
+            self._control.call_soon(self._publish_later)
 
     def tell_all(self, timeout_s: float) -> None:
-        """Tell all peers what has changed in the registry; on return they know.
+        """Publish to all peers what has changed in the registry; on return they have it.
 
         Args:
-            timeout_s: seconds that a peer may take; one that takes longer hears of it later.
+            timeout_s: seconds that a peer may take; one that takes longer gets it later.
         """
-        self._run(self._tell_all_surely(timeout_s))
+        self._run(self._publish_and_confirm(timeout_s))
 
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
         """Run `task` in the control thread and wait for it."""
@@ -273,30 +269,32 @@ class Links:
                 "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
             )
 
-    def _tell_all_soon(self) -> None:
-        asyncio.get_running_loop().call_later(_NEWS_S, self._tell_all)
+    def _publish_later(self) -> None:
+        asyncio.get_running_loop().call_later(_PUBLISH_S, self._publish)
 
-    def _tell_all(self) -> None:
-        self._is_news_due = False
-        for link in self._steps.links.values():
-            if link.is_live:
-                self._steps.spawn(tell_later(link, self._end.registry))
+    def _publish(self) -> None:
+        self._is_publish_pending = False
+        for publisher in self._publishers():
+            self._transitions.spawn(publisher.publish_pending())
 
-    async def _tell_all_surely(self, timeout_s: float) -> None:
-        links = [it for it in self._steps.links.values() if it.is_live]
-        await asyncio.gather(*(tell_surely(it, self._end.registry, timeout_s) for it in links))
+    async def _publish_and_confirm(self, timeout_s: float) -> None:
+        await asyncio.gather(*(it.publish_and_confirm(timeout_s) for it in self._publishers()))
+
+    def _publishers(self) -> list[Publisher]:
+        links = self._transitions.links.values()
+        return [it.publisher for it in links if it.is_live and it.publisher is not None]
 
     def _linked(self, link: PeerLink) -> None:
         self._rendezvous.linked(link)
 
     async def _close(self) -> None:
-        reason = f"cluster {self._end.cluster_id} is finalized"
-        self._steps.refuse_new(reason)
-        for cluster_id in self._steps.live():
+        reason = f"cluster {self._engine.cluster_id} is finalized"
+        self._transitions.refuse_new(reason)
+        for cluster_id in self._transitions.live():
             self._unlinker.drop(cluster_id, reason)
         await self._listener.stop()
         self._rendezvous.close()
-        await self._steps.finish(_CLOSING_S)
+        await self._transitions.finish(_CLOSING_S)
 
 
 def _admit_by_address(hello: Hello) -> None:

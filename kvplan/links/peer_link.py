@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Body, Claim, Find, Found, Release, Sync, Synced
-from kvplan.engine.links.addressed import find_addressed, not_addressed
-from kvplan.engine.links.asking import ask
-from kvplan.engine.links.link_life import LinkLife
-from kvplan.engine.links.local_end import link_failed
-from kvplan.engine.links.peer_table import PeerCache, PeerTable, unreached
-from kvplan.engine.links.releases import Releases
-from kvplan.engine.links.state import LinkStatus
+from kvplan.control.messages import Body, Claim, Find, Found, Sync, Synced
+from kvplan.links.claims import Claims, PeerClaim
+from kvplan.links.lifecycle import LinkLifecycle
+from kvplan.links.peer_table import (
+    PeerCache,
+    PeerTable,
+    find_by_address,
+    no_cache_at,
+    not_reached,
+)
+from kvplan.links.values import LinkStatus, link_failed
 from kvplan.planning.layout import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
@@ -27,26 +28,26 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
     from kvplan.control.messages import Table
-    from kvplan.engine.links.renewals import Renewals
-    from kvplan.engine.links.told_table import ToldTable
     from kvplan.execution.memory import TensorMemory
+    from kvplan.links.published_table import Publisher
+    from kvplan.links.renewals import Renewals
     from kvplan.transport.protocol import Streams, TransportLink
 
-_Answer = TypeVar("_Answer", bound=Body)
-_MAX_QUESTIONS = 16  # at a time; a peer refuses to serve much more
+_Reply = TypeVar("_Reply", bound=Body)
+_MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
 
 
-class PeerLink(LinkLife):
+class PeerLink(LinkLifecycle):
     """A link to one peer.
 
-    What is documented here is for operations, from any thread; the rest is the control thread's.
+    Documented methods are for operations, from any thread; the rest is for the control thread.
 
     Args:
         cluster_id: the peer's.
-        address: of the conversation.
+        address: of the control channel.
         comm: the communicator that the link belongs to; empty: linked by address.
-        control: the loop that the conversation runs on.
-        wait_ms: that a question to the peer may take.
+        control: the loop that the channel runs on.
+        wait_ms: milliseconds that a request to the peer may take.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PeerLink(LinkLife):
         self.address = address
         self.comm = comm
         self.comm_id: int | None = None
-        self.phase = ""  # of the handshake begun here
+        self.phase = ""  # of a handshake that this engine initiates
         self.instance = b""
         self.role: LlmRole | None = None
         self.transport = ""
@@ -65,14 +66,11 @@ class PeerLink(LinkLife):
         self.connecting: asyncio.Task[TransportLink] | None = None
         self.transport_link: TransportLink | None = None
         self.renewals: Renewals | None = None
-        self.told: ToldTable | None = None
-        self.telling = asyncio.Lock()
-        self.is_news_due = False
-        self._asking = asyncio.Semaphore(_MAX_QUESTIONS)
-        self._late: set[asyncio.Task[None]] = set()  # claims that came too late
+        self.publisher: Publisher | None = None
+        self._slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._control = control
         self._wait_s = wait_ms / 1000
-        self._releases = Releases(self, control, self._asking, self._wait_s)
+        self._claims = Claims(self, control, self._slots, self._wait_s)
         self._table = PeerTable(cluster_id)
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
@@ -87,47 +85,51 @@ class PeerLink(LinkLife):
         writable: bool = False,
         guess: bool = False,
     ) -> PeerCache:
-        """The peer's cache that `index` names; one that is not known yet is asked for.
+        """The peer's cache that `index` names; the peer is asked for one that is not known yet.
 
         Args:
-            writable: whether it is to be written: then it must be the peer's still.
-            guess: whether a key may be taken for the cache's that had it when last heard, where the
-                transfer finds that freed before it moves a byte.
+            index: its id, or a key.
+            writable: whether it is to be written; then the peer must not have freed it.
+            guess: whether the cache that last had a key may be taken for the one that has it now,
+                if the transfer notices a freed cache before it moves a byte.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
                 not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
-        found = self._known(index)
+        found = self._lookup(index)
         is_key = isinstance(index, BlocksCacheKey)
         if found is None or (
-            (is_key or writable) and self._may_be_freed(found, sure=not is_key, guess=guess)
+            (is_key or writable) and self._may_be_freed(found, by_id=not is_key, guess=guess)
         ):
-            self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
-            found = self._known(index)
+            self._request(
+                Sync(), Synced
+            )  # all that the peer has published arrives before its answer
+            found = self._lookup(index)
         if found is not None:
             return found
         if isinstance(index, BlocksCacheKey):
-            wanted, there = f"model_id={index.model_id}", self._table.model_ids()
+            wanted, offered = f"model_id={index.model_id}", self._table.model_ids()
         else:
-            wanted, there = f"cache_id={index.cache_id}", self._table.ids()
+            wanted, offered = f"cache_id={index.cache_id}", self._table.ids()
         raise LLMException(
-            f"cluster {self.cluster_id} offers no cache with {wanted}; it offers {shown(there)}",
+            f"cluster {self.cluster_id} offers no cache with {wanted}; it offers {shown(offered)}",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
-    def _may_be_freed(self, cache: PeerCache, *, sure: bool = False, guess: bool = False) -> bool:
-        """Whether the peer may have freed it, which news has not told yet: its key is another's.
+    def _may_be_freed(self, cache: PeerCache, *, by_id: bool = False, guess: bool = False) -> bool:
+        """Whether the peer may have freed it, and its key is another cache's, without our knowing.
 
         Args:
-            sure: that it is this cache that is meant, freed or not: enough if the transfer finds
-                that out before it moves a byte.
-            guess: that whoever asks can bear to find it out so, and asks again.
+            cache: as it was last published.
+            by_id: the caller means this very cache, freed or not: it is enough that the transfer
+                notices before it moves a byte.
+            guess: the caller accepts that the transfer may fail, and tries again then.
         """
         link = self.transport_link
         if link is None or link.finds_freed == "after":
             return True
-        if sure:
+        if by_id:
             return False
         if link.finds_freed == "before":
             return not guess
@@ -149,20 +151,23 @@ class PeerLink(LinkLife):
         held = self._memories.get(key)
         if held is not None and held[0] is cache:
             return held[1]
-        memory = self._link_to(cache).memory(
+        memory = self._transport_link_to(cache).memory(
             cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
         )
         self._memories[key] = (cache, memory)
-        # Whoever changes the table, or ends the link, does that first and drops memories then.
+        # Whoever changes the table or ends the link does so first, and clears memories after.
         if self._table.by_id(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
 
     def side(self, cache: PeerCache) -> Side:
-        """`cache` as a plan sees it, with how it is reached."""
+        """`cache` as a side of a plan, with how it is reached."""
         known = self._sides.get(cache.cache_id)
         if known is None or known[0] is not cache:
-            known = self._sides[cache.cache_id] = cache, replace(cache.side, way=self._over)
+            known = self._sides[cache.cache_id] = (
+                cache,
+                replace(cache.side, way=self._described_way),
+            )
         return known[1]
 
     def tensors(
@@ -170,7 +175,7 @@ class PeerLink(LinkLife):
     ) -> tuple[Side, TensorMemory]:
         """The peer's tensors at `addresses`, to be written in rows of `stride` bytes.
 
-        As many rows as the cache that holds them has behind each. Unknown addresses are asked for.
+        As many rows as the cache has room for after each. The peer is asked for unknown addresses.
 
         Args:
             addresses: in the peer, at least one.
@@ -182,14 +187,14 @@ class PeerLink(LinkLife):
                 LLM_PARAM_INVALID: addresses in several caches, or less than a row behind one;
                 otherwise as `cache` and `memory`.
         """
-        known = find_addressed(self._table.caches(), addresses)
+        known = find_by_address(self._table.caches(), addresses)
         if known is None or self._may_be_freed(known.cache):
-            self._ask(Sync(), Synced)
-            known = find_addressed(self._table.caches(), addresses)
+            self._request(Sync(), Synced)
+            known = find_by_address(self._table.caches(), addresses)
         if known is None:
-            raise not_addressed(self._table.caches(), str(self), addresses)
+            raise no_cache_at(self._table.caches(), str(self), addresses)
         cache, left = known
-        link = self._link_to(cache)
+        link = self._transport_link_to(cache)
         if (count := min(left) // stride) == 0:
             short = left.index(min(left))
             raise invalid(
@@ -198,17 +203,23 @@ class PeerLink(LinkLife):
             )
         name = f"addresses in cache {cache.cache_id} of {self}"
         side = Side(
-            len(addresses), count, stride, paged, cache.desc.placement, name, way=self._over
+            len(addresses),
+            count,
+            stride,
+            paged,
+            cache.desc.placement,
+            name,
+            way=self._described_way,
         )
         memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
         return side, memory
 
-    def _link_to(self, cache: PeerCache) -> TransportLink:
+    def _transport_link_to(self, cache: PeerCache) -> TransportLink:
         link = self.transport_link
         if link is None:
             raise self.refusal()
         if not cache.metadata:
-            raise unreached(cache, self.transport)
+            raise not_reached(cache, self.transport)
         return link
 
     def find(self, key: CacheKey) -> tuple[PeerCache, int]:
@@ -217,25 +228,21 @@ class PeerLink(LinkLife):
         Raises:
             LLMException: as `cache`.
         """
-        found = self._ask(Find(key.req_id, key.prefix_id, key.model_id), Found)
-        return self._told_with(found), found.batch_index
+        found = self._request(Find(key.req_id, key.prefix_id, key.model_id), Found)
+        return self._cache_of(found), found.batch_index
 
     def claim(self, key: CacheKey) -> PeerClaim:
-        """As `find`, and no other engine can pull by `key` before the claim is released.
+        """As `find`, and no other engine can pull by `key` until the claim is released.
 
         Raises:
             LLMException: as `cache`; LLM_REPEAT_REQUEST: another engine has claimed it;
                 LLM_LINK_BUSY: this engine has too many claims there.
         """
         claim = Claim(key.req_id, key.prefix_id, key.model_id)
-        found = self._answer_to(lambda channel: self._claim_in_turn(channel, claim))
-        return PeerClaim(self, found.claim_id, self._told_with(found), found.batch_index)
-
-    def release(self, claim_id: int, tensors: range | None) -> None:
-        """End a claim: see `PeerClaim.release`."""
-        pulled = None if tensors is None else (tensors.start, tensors.stop)
-        assert self.channel is not None  # that the claim was granted on
-        self._releases.tell(self.channel, Release(claim_id, pulled))
+        channel = self._live_channel()
+        found = self._wait_for(self._claims.claim(channel, claim))
+        cache = self._cache_of(found)
+        return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
     def end(
         self,
@@ -244,21 +251,21 @@ class PeerLink(LinkLife):
         nbytes_pushed: int = 0,
         error: BaseException | None = None,
     ) -> None:
-        """An operation has its outcome; after an error no memory is taken for granted."""
+        """An operation has its outcome; after an error no memory is assumed to be valid."""
         if error is not None:
             self.forget()
         super().end(operation, nbytes_pulled, nbytes_pushed, error)
 
     def forget(self) -> None:
-        """Have all memory anew from the transport when it is asked for again."""
+        """Clear what is cached of the peer's memory; the transport is asked for it again."""
         self._memories.clear()
         self._sides.clear()
 
-    def learn(self, table: Table) -> None:
-        """Take what the peer tells of its caches.
+    def apply(self, table: Table) -> None:
+        """Apply what the peer publishes of its caches.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: it cannot be true.
+            LLMException: LLM_PARAM_INVALID: it is not possible.
         """
         changed = self._table.apply(table)
         for cache_id in changed:
@@ -268,20 +275,20 @@ class PeerLink(LinkLife):
 
     @property
     def wait_s(self) -> float:
-        """Seconds that a question to the peer may take."""
+        """Seconds that a request to the peer may take."""
         return self._wait_s
 
     @property
     def way(self) -> str:
-        """By what means bytes move over the link; empty before the peer is reached."""
+        """By what means bytes move over the link; empty before the peer's memory is reached."""
         return "" if self.transport_link is None else self.transport_link.way
 
     @property
-    def _over(self) -> str:
+    def _described_way(self) -> str:
         return f"{self.transport}: {self.way}"
 
     def death(self) -> str:
-        """Why the transport knows that the peer is gone; empty: it does not."""
+        """Why the transport knows that the peer is gone; empty: it does not know of that."""
         connecting = self.connecting
         if connecting is None or not connecting.done() or connecting.cancelled():
             return ""
@@ -312,26 +319,33 @@ class PeerLink(LinkLife):
             last_error=self.last_error,
         )
 
-    def _known(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache | None:
+    def _lookup(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache | None:
         if isinstance(index, BlocksCacheKey):
             return self._table.by_model(index.model_id)
         return self._table.by_id(index.cache_id)
 
-    def _told_with(self, found: Found) -> PeerCache:
-        """The cache of an answer: the table's object where both say the same."""
+    def _cache_of(self, found: Found) -> PeerCache:
+        """The cache of a reply: the object in the table, if they are equal."""
         cache = PeerCache.of(self.cluster_id, found.entry)
         known = self._table.by_id(cache.cache_id)
         return known if known == cache else cache
 
-    def _ask(self, question: Body, expected: type[_Answer]) -> _Answer:
-        return self._answer_to(lambda channel: self._ask_in_turn(channel, question, expected))
+    def _request(self, body: Body, expected: type[_Reply]) -> _Reply:
+        return self._wait_for(self._send(self._live_channel(), body, expected))
 
-    def _answer_to(self, asking: Callable[[Channel], Coroutine[Any, Any, _Answer]]) -> _Answer:
-        channel = self.channel
-        if channel is None or not self.is_live:
+    async def _send(self, channel: Channel, body: Body, expected: type[_Reply]) -> _Reply:
+        async with asyncio.timeout(self._wait_s), self._slots:
+            return await channel.typed_request(body, expected, self._wait_s)
+
+    def _live_channel(self) -> Channel:
+        if self.channel is None or not self.is_live:
             raise self.refusal()
+        return self.channel
+
+    def _wait_for(self, reply: Coroutine[Any, Any, _Reply]) -> _Reply:
+        """Run a request in the control thread; says why there is no reply."""
         try:
-            return self._control.run(asking(channel))
+            return self._control.run(reply)
         except TimeoutError:
             raise LLMException(
                 f"cluster {self.cluster_id} has not answered within {self._wait_s * 1000:g} ms",
@@ -343,53 +357,3 @@ class PeerLink(LinkLife):
             raise link_failed(
                 f"the link to cluster {self.cluster_id} has ended: {error}"
             ) from error
-
-    async def _ask_in_turn(
-        self, channel: Channel, question: Body, expected: type[_Answer]
-    ) -> _Answer:
-        async with asyncio.timeout(self._wait_s), self._asking:
-            return await ask(channel, question, expected, self._wait_s)
-
-    async def _claim_in_turn(self, channel: Channel, claim: Claim) -> Found:
-        """As `_ask_in_turn`; what a peer grants when nobody waits for it any more is given back."""
-        async with asyncio.timeout(self._wait_s):
-            await self._asking.acquire()
-            granting = asyncio.create_task(ask(channel, claim, Found, math.inf))
-            granting.add_done_callback(lambda _: self._asking.release())
-            try:
-                return await asyncio.shield(granting)
-            except asyncio.CancelledError:
-                late = asyncio.create_task(self._give_back(channel, granting))
-                self._late.add(late)
-                late.add_done_callback(self._late.discard)
-                raise
-
-    async def _give_back(self, channel: Channel, granting: asyncio.Task[Found]) -> None:
-        with suppress(LLMException, ChannelClosed):
-            self._releases.tell_later(channel, Release((await granting).claim_id, None))
-
-
-class PeerClaim:
-    """The right to pull by a key: no other engine can, until it is released.
-
-    Attributes:
-        cache: that holds the slot.
-        batch_index: of the slot.
-    """
-
-    __slots__ = ("_claim_id", "_link", "batch_index", "cache")
-
-    def __init__(self, link: PeerLink, claim_id: int, cache: PeerCache, batch_index: int) -> None:
-        self._link = link
-        self._claim_id = claim_id
-        self.cache = cache
-        self.batch_index = batch_index
-
-    def release(self, tensors: range | None) -> None:
-        """End the claim.
-
-        Args:
-            tensors: of the peer's cache, that were pulled with every byte confirmed; None: none. A
-                request's key is consumed once all tensors were.
-        """
-        self._link.release(self._claim_id, tensors)

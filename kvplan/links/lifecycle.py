@@ -8,19 +8,19 @@ from contextlib import suppress
 from threading import RLock
 from weakref import ref
 
-from kvplan.engine.links.state import LOST, STEPS, LinkState
+from kvplan.links.values import LOST, NEXT_STATES, LinkState
 from kvplan.status import LLMException, LLMStatusCode
 
 
-class LinkLife:
-    """Steps are taken by the control thread; operations begin and end in any.
+class LinkLifecycle:
+    """The control thread changes the state; operations begin and end in any thread.
 
     Attributes:
         cluster_id: the peer's.
         state: see LinkState.
         since: when the state began, in seconds since the epoch.
-        reason: why the link is broken or closed, or never came to be; empty otherwise.
-        settled: set once the handshake has ended, well or not.
+        reason: why the link is broken or closed, or why its handshake failed; empty otherwise.
+        settled: set once the handshake has succeeded or failed.
         ended: set once the link is broken, closed or unlinked.
     """
 
@@ -36,53 +36,46 @@ class LinkLife:
         self.bytes_pushed = 0
         self.last_error = ""
         # Operations call nothing while they hold it: a signal handler that ran then, and finalized
-        # the engine, would wait for the control thread, and that for the lock. Re-entrant: the
-        # collector of garbage may end one in there, a push by layers that was dropped.
+        # the engine, would wait for the control thread, and that for the lock. Re-entrant: garbage
+        # collection inside it may end an operation (a push by layers that was dropped).
         self._mutex = RLock()
-        # Weakly: an interrupt may drop an operation before it could end, and it is out then.
+        # Weak references: an interrupt may drop an operation before its `end` is called.
         self._in_flight: set[ref[object]] = set()
-        self._telling: set[int] = set()
+        self._pending_releases: set[int] = set()
         self._idle = asyncio.Event()
         self._waiting: list[asyncio.AbstractEventLoop] = []  # for the last operation to end
 
     @property
     def in_flight(self) -> int:
-        """Operations that have not ended yet, and what they have left to be told."""
-        return len(self._in_flight) + len(self._telling)
+        """Operations that have not ended yet, and claims whose release is not confirmed yet."""
+        return len(self._in_flight) + len(self._pending_releases)
 
     @property
     def is_live(self) -> bool:
-        """Whether the link stands, or is about to."""
+        """Whether the link is up, being made or being ended."""
         return self.state in {LinkState.LINKING, LinkState.LINKED, LinkState.UNLINKING}
 
-    def become(self, state: LinkState, reason: str = "", *, unless_busy: bool = False) -> bool:
-        """Take a step, and tell those that wait for it.
+    def change_state(self, state: LinkState, reason: str = "") -> None:
+        """Enter `state`, and wake those that wait for it.
 
         Args:
             state: the next one.
-            reason: why, for a step that ends the link.
-            unless_busy: stay as it is while operations are in flight.
-
-        Returns:
-            Whether the step was taken.
+            reason: why, if the link ends with it.
         """
         with self._mutex:
-            assert state in STEPS[self.state], f"{self.state} -> {state}"
-            if unless_busy and self.in_flight:
-                return False
+            assert state in NEXT_STATES[self.state], f"{self.state} -> {state}"
             self.state, self.since, self.reason = state, time.time(), reason
             if state in LOST:
                 self.last_error = reason
         self.settled.set()
         if not self.is_live:
             self.ended.set()
-        return True
 
     def begin(self, operation: object) -> None:
-        """An operation starts; it is in flight until `end`, or until nobody has it any more.
+        """An operation starts; it is in flight until `end`, or until nobody refers to it any more.
 
         Args:
-            operation: what the caller holds meanwhile, and can be referenced weakly.
+            operation: an object that the caller holds meanwhile; only referenced weakly here.
 
         Raises:
             LLMException: LLM_LINK_FAILED: the link is broken or closed, and why; LLM_NOT_YET_LINK:
@@ -95,13 +88,13 @@ class LinkLife:
         if not is_linked:
             raise self.refusal()
 
-    def hold(self, claim_id: int) -> None:
-        """Be busy with telling the peer of a claim; `let_go` must follow, in any state."""
-        self._telling.add(claim_id)
+    def add_pending_release(self, claim_id: int) -> None:
+        """The link is busy until `remove_pending_release`, which must follow in any state."""
+        self._pending_releases.add(claim_id)
 
-    def let_go(self, claim_id: int) -> None:
-        """The peer was told of the claim, or never will be."""
-        self._telling.discard(claim_id)
+    def remove_pending_release(self, claim_id: int) -> None:
+        """The peer has confirmed the release of the claim, or never will."""
+        self._pending_releases.discard(claim_id)
         self._wake()
 
     def end(
@@ -127,12 +120,12 @@ class LinkLife:
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:
             for loop in tuple(self._waiting):
-                with suppress(RuntimeError):  # closed: who waited has gone with it
+                with suppress(RuntimeError):  # closed, and its waiting coroutines with it
                     loop.call_soon_threadsafe(self._idle.set)
 
-    async def until_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; returns whether that came to be in time."""
-        # Before it looks: whatever ends after that look sees that somebody waits.
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; returns whether that happened in time."""
+        # Before the check: an operation that ends after the check sees that somebody waits.
         self._waiting.append(asyncio.get_running_loop())
         try:
             async with asyncio.timeout(timeout_s):
@@ -142,7 +135,7 @@ class LinkLife:
                         return True
                     await self._idle.wait()
         except TimeoutError:
-            return not self.in_flight  # an operation that was dropped tells nobody
+            return not self.in_flight  # an operation that was dropped wakes nobody
         finally:
             self._waiting.pop()
 
@@ -156,8 +149,8 @@ class LinkLife:
         if state in LOST:
             how = "is broken" if state is LinkState.BROKEN else "was ended by the peer"
             return LLMException(f"{who} {how}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED)
-        doing = {
+        condition = {
             LinkState.LINKING: "is still being made",
             LinkState.UNLINKING: "is being unlinked",
         }.get(state, f"has ended: {reason}")
-        return LLMException(f"{who} {doing}", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+        return LLMException(f"{who} {condition}", status_code=LLMStatusCode.LLM_NOT_YET_LINK)

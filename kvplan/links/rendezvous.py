@@ -1,45 +1,47 @@
 """`link(comm_name, ...)`: members that know only a name and each other's ids find each other.
 
-Of each two members the one with the lower cluster id waits, and the other calls it, again and again
-until it is there. Which member begins, and when, makes no difference.
+Of each two members the one with the lower cluster id listens, and the other connects to it, again
+and again until it is there: on one host at a socket of the user, across hosts at a port. Which
+member begins, and when, makes no difference.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.own_directory import check_above, private_directory, runtime_directory
 from kvplan.control.server import Server
-from kvplan.engine.links.calling import Caller
-from kvplan.engine.links.local_end import LocalEnd, link_failed
-from kvplan.engine.links.peer_link import PeerLink
-from kvplan.engine.links.rank_table import Location
-from kvplan.engine.links.rendezvous_address import meeting_point
-from kvplan.engine.links.state import LinkState
-from kvplan.engine.links.transitions import Transitions
-from kvplan.engine.links.unlinking import Unlinker
+from kvplan.links.handshake import HandshakeInitiator
+from kvplan.links.local_engine import LinkOptions, LocalEngine
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.rank_table import Location
+from kvplan.links.transitions import Transitions
+from kvplan.links.unlinking import Unlinker
+from kvplan.links.values import LinkState, link_failed
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
-    from kvplan.control.endpoint import Endpoint
+    from kvplan.control.channel import Handler
     from kvplan.control.messages import Hello
-    from kvplan.engine.links.peer_handler import PeerHandler
 
 _LOG = Log("kvplan")
-_PATIENCE_S = 60.0  # for all members, where link_total_time says nothing
+_TOTAL_S = 60.0  # for all members, where link_total_time is 0
 _ATTEMPT_S = 5.0
 _PAUSE_S = (0.01, 0.5)  # between attempts: the first, and the longest
 _UNLINK_S = 1.0
 
 
 class RegisterMemStatus(Enum):
-    """How far a communicator is; names and values are the reference's."""
+    """The status of a communicator; names and values are the reference's."""
 
     OK = 0
     PREPARING = 1
@@ -54,8 +56,8 @@ class Communicator:
         name: that all members use.
         members: where each runs, by cluster id.
         arrived: set for each member that has linked with this one.
-        preparing: what makes the links.
-        status: how far that is.
+        preparing: the task that makes the links.
+        status: of that task.
     """
 
     def __init__(self, comm_id: int, name: str, members: Mapping[int, Location]) -> None:
@@ -68,7 +70,7 @@ class Communicator:
         self.status = RegisterMemStatus.PREPARING
 
     def is_linked_by(self, link: PeerLink) -> bool:
-        """Whether `link` stands, and belongs to this communicator."""
+        """Whether `link` is up, and belongs to this communicator."""
         linked = (LinkState.LINKED, LinkState.UNLINKING)
         return link.comm_id == self.comm_id and link.state in linked
 
@@ -77,26 +79,26 @@ class Rendezvous:
     """All communicators of one engine; used by the control thread.
 
     Args:
-        end: this engine.
+        engine: this one.
         transitions: of its links.
-        caller: begins handshakes.
+        initiator: begins handshakes.
         unlinker: ends links.
-        handler: makes what answers peers, from what says whether they may link.
+        make_handler: makes the handler of channels, given what decides whether a peer may link.
     """
 
     def __init__(
         self,
-        end: LocalEnd,
+        engine: LocalEngine,
         transitions: Transitions,
-        caller: Caller,
+        initiator: HandshakeInitiator,
         unlinker: Unlinker,
-        handler: Callable[[Callable[[Hello], int | None]], PeerHandler],
+        make_handler: Callable[[Callable[[Hello], int | None]], Handler],
     ) -> None:
-        self._end = end
-        self._steps = transitions
-        self._caller = caller
+        self._engine = engine
+        self._transitions = transitions
+        self._initiator = initiator
         self._unlinker = unlinker
-        self._handler = handler(self._admit)
+        self._handler = make_handler(self._admit)
         self._communicators: dict[int, Communicator] = {}
         self._listening = asyncio.Lock()
         self._last_id = 0
@@ -122,14 +124,14 @@ class Rendezvous:
         """End the links of a communicator, or stop making them.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: there is none of this id; LLM_LINK_BUSY: transfers are
-                in flight, and it stays.
+            LLMException: LLM_NOT_YET_LINK: no communicator has this id; LLM_LINK_BUSY: transfers
+                are in flight, and it stays.
         """
         comm = self._get(comm_id)
         assert comm.preparing is not None
         comm.preparing.cancel()
         await asyncio.wait((comm.preparing,))
-        links = [self._steps.links.get(cluster_id) for cluster_id in comm.members]
+        links = [self._transitions.links.get(cluster_id) for cluster_id in comm.members]
         ours = [it for it in links if it is not None and it.comm_id == comm_id]
         ends = (self._unlinker.unlink(it.cluster_id, _UNLINK_S, force=False) for it in ours)
         for outcome in await asyncio.gather(*ends, return_exceptions=True):
@@ -138,20 +140,20 @@ class Rendezvous:
                     raise outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
-        self._forget(self._get(comm_id))  # another call, or the engine's end, may have been first
+        self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """How far a communicator is; FAILED also where a link has broken since.
+        """The status of a communicator; FAILED also if a link has broken since.
 
-        One that a member has unlinked stays OK: a program that asks now and then may ask too late.
+        One that a member has unlinked stays OK: a program that polls may poll too late.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: there is none of this id.
+            LLMException: LLM_NOT_YET_LINK: no communicator has this id.
         """
         comm = self._get(comm_id)
         if comm.status is not RegisterMemStatus.OK:
             return comm.status
-        links = [self._steps.links.get(cluster_id) for cluster_id in comm.members]
+        links = [self._transitions.links.get(cluster_id) for cluster_id in comm.members]
         is_lost = any(link is not None and not comm.is_linked_by(link) for link in links)
         return RegisterMemStatus.FAILED if is_lost else RegisterMemStatus.OK
 
@@ -162,7 +164,7 @@ class Rendezvous:
             comm.arrived[link.cluster_id].set()
 
     def close(self) -> None:
-        """End all communicators; their links end by themselves."""
+        """End all communicators; their links are ended elsewhere."""
         for comm in tuple(self._communicators.values()):
             if comm.preparing is not None:
                 comm.preparing.cancel()
@@ -173,24 +175,26 @@ class Rendezvous:
             if comm.name == hello.comm and hello.cluster_id in comm.members:
                 return comm.comm_id
         raise link_failed(
-            f"cluster {self._end.cluster_id} is not linking communicator {hello.comm!r} with "
+            f"cluster {self._engine.cluster_id} is not linking communicator {hello.comm!r} with "
             f"cluster {hello.cluster_id}"
         )
 
     async def _prepare(self, comm: Communicator) -> None:
-        patience_s = self._end.options.link_total_time or _PATIENCE_S
-        others = sorted(set(comm.members) - {self._end.cluster_id})
+        total_s = self._engine.options.link_total_time or _TOTAL_S
+        others = sorted(set(comm.members) - {self._engine.cluster_id})
         pairs: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.timeout(patience_s):
-                await self._listen(comm, filter(self._waits, others))
+            async with asyncio.timeout(total_s):
+                await self._listen(comm, filter(self._listens_for, others))
                 pairs = [asyncio.create_task(self._pair(comm, it)) for it in others]
                 await asyncio.gather(*pairs)
         except TimeoutError:
             missing = [it for it in others if not comm.arrived[it].is_set()]
-            tries = "; ".join(str(e.args[0]) for it in missing if (e := self._steps.errors.get(it)))
-            reason = f"clusters {missing} have not linked within {patience_s:g} s"
-            self._conclude(comm, f"{reason}: {tries}" if tries else reason)
+            attempts = "; ".join(
+                str(e.args[0]) for it in missing if (e := self._transitions.errors.get(it))
+            )
+            reason = f"clusters {missing} have not linked within {total_s:g} s"
+            self._conclude(comm, f"{reason}: {attempts}" if attempts else reason)
         except LLMException as error:
             self._conclude(comm, str(error.args[0]))
         else:
@@ -200,26 +204,26 @@ class Rendezvous:
                 pair.cancel()
 
     async def _pair(self, comm: Communicator, cluster_id: int) -> None:
-        """Link with one member, however long it takes to be there."""
-        link = self._steps.links.get(cluster_id)
+        """Link with one member, however long it takes until it listens."""
+        link = self._transitions.links.get(cluster_id)
         if link is not None and link.is_live and not comm.is_linked_by(link):
             raise link_failed(f"cluster {cluster_id} is linked already, but not by this name")
-        if self._waits(cluster_id):
+        if self._listens_for(cluster_id):
             await comm.arrived[cluster_id].wait()
             return
-        endpoint = self._meet(comm, cluster_id)
+        endpoint = self._meeting_point(comm, cluster_id)
         pause_s, longest_s = _PAUSE_S
-        while not await self._call(comm, cluster_id, endpoint):
-            await asyncio.sleep(pause_s)  # until it is there; nothing tells when
+        while not await self._try_link(comm, cluster_id, endpoint):
+            await asyncio.sleep(pause_s)  # until it is there; nothing signals when
             pause_s = min(2 * pause_s, longest_s)
         comm.arrived[cluster_id].set()
 
-    async def _call(self, comm: Communicator, cluster_id: int, endpoint: Endpoint) -> bool:
+    async def _try_link(self, comm: Communicator, cluster_id: int, endpoint: Endpoint) -> bool:
         """Try to link with a member; returns whether it was there."""
         if endpoint.path and not Path(endpoint.path).exists():
             return False
         try:
-            link = await self._caller.link(
+            link = await self._initiator.link(
                 cluster_id, endpoint, self._handler, _ATTEMPT_S, comm.name
             )
         except LLMException as error:
@@ -229,25 +233,26 @@ class Rendezvous:
         link.comm_id = comm.comm_id
         return link.comm == comm.name
 
-    def _waits(self, cluster_id: int) -> bool:
-        """Whether this engine waits for `cluster_id`, which calls it."""
-        return self._end.cluster_id < cluster_id
+    def _listens_for(self, cluster_id: int) -> bool:
+        """Whether this engine listens for `cluster_id`, which connects."""
+        return self._engine.cluster_id < cluster_id
 
-    def _meet(self, comm: Communicator, cluster_id: int) -> Endpoint:
+    def _meeting_point(self, comm: Communicator, cluster_id: int) -> Endpoint:
         """Where this engine and another member meet."""
-        called, calls = sorted((self._end.cluster_id, cluster_id))
-        here, there = comm.members[calls], comm.members[called]
-        return meeting_point(here, there, comm.name, called, self._end.options)
+        listening, connecting = sorted((self._engine.cluster_id, cluster_id))
+        here, there = comm.members[connecting], comm.members[listening]
+        return meeting_point(here, there, comm.name, listening, self._engine.options)
 
-    async def _listen(self, comm: Communicator, callers: Iterable[int]) -> None:
-        """Listen where other members will call; a port may serve several communicators."""
-        end = self._end
-        for endpoint in {self._meet(comm, it) for it in callers}:
+    async def _listen(self, comm: Communicator, others: Iterable[int]) -> None:
+        """Listen where `others` will connect; a port may serve several communicators."""
+        engine = self._engine
+        for endpoint in {self._meeting_point(comm, it) for it in others}:
             async with self._listening:
                 servers = (it for other in self._communicators.values() for it in other.servers)
                 server = next((it for it in servers if it.endpoint == endpoint), None)
                 comm.servers.append(
-                    server or await Server.listen(end.control, endpoint, self._handler, end.keys)
+                    server
+                    or await Server.listen(engine.control, endpoint, self._handler, engine.keys)
                 )
 
     def _forget(self, comm: Communicator) -> None:
@@ -267,16 +272,63 @@ class Rendezvous:
 
     def _conclude(self, comm: Communicator, failure: str = "") -> None:
         comm.status = RegisterMemStatus.FAILED if failure else RegisterMemStatus.OK
-        unlinked = set(comm.members) - self._steps.live() - {self._end.cluster_id}
+        unlinked = set(comm.members) - self._transitions.live() - {self._engine.cluster_id}
         for cluster_id in unlinked if failure else ():
             why = link_failed(f"communicator {comm.name!r}: {failure}")
-            self._steps.note_error(cluster_id, why)
+            self._transitions.note_error(cluster_id, why)
         _LOG.log(
             logging.WARNING if failure else logging.INFO,
             "comm cluster=%d comm_id=%d name=%r state=%s%s",
-            self._end.cluster_id,
+            self._engine.cluster_id,
             comm.comm_id,
             comm.name,
             comm.status.name,
             f" reason={failure!r}" if failure else "",
         )
+
+
+def meeting_point(
+    here: Location, there: Location, comm_name: str, cluster_id: int, options: LinkOptions
+) -> Endpoint:
+    """Where `cluster_id`, which runs `there`, listens for a member that runs `here`.
+
+    Args:
+        here: where the member runs that connects.
+        there: where the member runs that listens.
+        comm_name: of the communicator.
+        cluster_id: of the member that listens.
+        options: the directory of sockets, and the port of device 0 of each host.
+
+    Raises:
+        LLMException: LLM_FAILED: the directory cannot be used.
+    """
+    if here.server_id == there.server_id:
+        # A name has any length and characters; the path of a socket must be short.
+        name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
+        return Endpoint(path=str(socket_directory(options.comm_dir) / f"{name}-{cluster_id}"))
+    return Endpoint(there.server_id, options.comm_port + there.device_id)
+
+
+def exposed_point(
+    cluster_id: int, members: Mapping[int, Location], options: LinkOptions
+) -> Endpoint | None:
+    """Where `cluster_id` listens for members of other hosts; None: it listens for none."""
+    here = members[cluster_id]
+    if any(it > cluster_id and there.server_id != here.server_id for it, there in members.items()):
+        return Endpoint(here.server_id, options.comm_port + here.device_id)
+    return None
+
+
+def socket_directory(comm_dir: str | None) -> Path:
+    """The directory of the user's sockets, made if necessary; nobody else may enter it.
+
+    Args:
+        comm_dir: which; None: below XDG_RUNTIME_DIR, else /tmp/kvplan-<uid>.
+
+    Raises:
+        LLMException: LLM_FAILED: it cannot be made, or others could use it.
+    """
+    directory = runtime_directory() if comm_dir is None else Path(comm_dir)
+    private_directory(directory, "comm_dir")
+    check_above(directory, "comm_dir")
+    return directory

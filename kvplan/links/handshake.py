@@ -1,0 +1,391 @@
+"""The handshake that makes a link: at the end that initiates it, and at the end that accepts it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvplan.control.channel import Channel, ChannelClosed, Handler
+from kvplan.control.client import connect
+from kvplan.control.messages import Confirm, Hello, Linked, Welcome
+from kvplan.links.local_engine import LocalEngine
+from kvplan.links.peer_link import PeerLink
+from kvplan.links.transitions import Transitions
+from kvplan.links.values import LOST, LinkState, in_phase, link_failed
+from kvplan.status import LLMException, LLMStatusCode, invalid
+
+if TYPE_CHECKING:
+    from asyncio import TimerHandle
+
+    from kvplan.control.endpoint import Endpoint
+
+_PAUSE_S = 0.05  # between attempts
+_NOT_CONNECTED = "not connected"  # the phase of a handshake that has not begun
+_GRACE_S = 0.02  # the phases have the same deadline, and say more precisely what was late
+
+_MIN_ACCEPTING = 16
+_DESCRIPTORS = 16  # of the limit, for each handshake that is accepted; it takes 6
+_LONGEST_S = 60.0  # a peer may not keep a handshake open longer, whatever timeout it sends
+
+
+class HandshakeInitiator:
+    """Links this engine with others.
+
+    Where both ends initiate at once, the handshake of the lower cluster id goes on and the other's
+    waits for it (see `HandshakeAcceptor.hello`); both calls succeed with the one link that results.
+    """
+
+    def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
+        self._engine = engine
+        self._transitions = transitions
+        self._calls: set[int] = set()
+
+    async def link(
+        self,
+        cluster_id: int,
+        endpoint: Endpoint,
+        handler: Handler,
+        timeout_s: float,
+        comm: str = "",
+    ) -> PeerLink:
+        """Link with the engine `cluster_id` that listens at `endpoint`.
+
+        Args:
+            cluster_id: the peer's.
+            endpoint: where to connect to.
+            handler: of the channel.
+            timeout_s: seconds that all of it may take.
+            comm: the communicator that is linked; empty: none.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: this engine's own id; LLM_ALREADY_LINK;
+                LLM_PROCESSING_LINK: another call is linking it; LLM_LINK_BUSY: the existing link
+                has not ended yet; LLM_CLUSTER_NUM_EXCEED_LIMIT; LLM_LINK_FAILED: who could not be
+                linked, in which phase, and why.
+        """
+        if cluster_id == self._engine.cluster_id:
+            raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
+        self._refuse_linked(cluster_id)
+        if cluster_id in self._calls:
+            raise LLMException(
+                f"another call is linking cluster {cluster_id}",
+                status_code=LLMStatusCode.LLM_PROCESSING_LINK,
+            )
+        self._calls.add(cluster_id)
+        try:
+            return await self._link(cluster_id, endpoint, handler, timeout_s, comm)
+        finally:
+            self._calls.discard(cluster_id)
+
+    async def _link(
+        self,
+        cluster_id: int,
+        endpoint: Endpoint,
+        handler: Handler,
+        timeout_s: float,
+        comm: str,
+    ) -> PeerLink:
+        engine, transitions = self._engine, self._transitions
+        running = asyncio.get_running_loop()
+        deadline = running.time() + timeout_s
+        # The rendezvous repeats the attempts of a communicator's members itself.
+        attempts = 1 if comm else engine.options.link_retry_count
+        failure: LLMException | None = None
+        while True:
+            link = transitions.links.get(cluster_id)
+            if link is not None and link.state is LinkState.LINKED:
+                return link
+            if (accepting := transitions.accepting.get(cluster_id)) is not None:
+                if not await _settled(accepting, deadline):
+                    raise failure or link_failed(
+                        f"cluster {cluster_id}: its own handshake has not ended within "
+                        f"{timeout_s * 1000:g} ms"
+                    )
+            elif failure is None:
+                transitions.check_capacity(cluster_id)
+                wait_ms = engine.options.sync_kv_cache_wait_time
+                link = PeerLink(cluster_id, str(endpoint), comm, engine.control, wait_ms)
+                failure = await self._attempt(link, endpoint, handler, deadline, timeout_s)
+                attempts = attempts - 1 if link.phase == _NOT_CONNECTED else 0
+            else:
+                if attempts > 0:
+                    await asyncio.sleep(min(_PAUSE_S, max(0.0, deadline - running.time())))
+                # Without time for another attempt, the reason of this one says more.
+                if attempts == 0 or running.time() + _PAUSE_S > deadline:
+                    raise failure
+                failure = None
+
+    async def _attempt(
+        self,
+        link: PeerLink,
+        endpoint: Endpoint,
+        handler: Handler,
+        deadline: float,
+        timeout_s: float,
+    ) -> LLMException | None:
+        """Try once; returns why it failed."""
+        cluster_id = link.cluster_id
+        self._transitions.initiating[cluster_id] = link
+        left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+        handshake = asyncio.create_task(self._handshake(link, endpoint, handler, left_s))
+        settled = asyncio.create_task(link.settled.wait())
+        error: LLMException | None = None
+        try:
+            await asyncio.wait(
+                (handshake, settled),
+                timeout=left_s + _GRACE_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if link.state is LinkState.UNLINKED:  # by something else than this handshake
+                error = link_failed(f"{endpoint}: {link.phase}: {link.reason}")
+            elif link.state is LinkState.LINKING:
+                handshake.result()
+        except (TimeoutError, asyncio.InvalidStateError):  # of the phase, or of all phases
+            late = f"no answer within {timeout_s * 1000:g} ms"
+            error = link_failed(f"{endpoint}: {link.phase}: {late}")
+        except ChannelClosed as raised:
+            error = link_failed(f"{endpoint}: {link.phase}: {raised}")
+        except LLMException as raised:
+            # The error of `connect` names the endpoint, and phases of its own.
+            if link.phase == "connect":
+                link.phase, error = _NOT_CONNECTED, raised
+            else:
+                error = in_phase(f"{endpoint}: {link.phase}", raised)
+        finally:
+            handshake.cancel()
+            settled.cancel()
+            if error is not None:
+                error = LLMException(
+                    f"cluster {cluster_id} at {error.args[0]}", status_code=error.status_code
+                )
+            # Without an error here, the call was interrupted.
+            self._transitions.failed(link, error or link_failed(f"cluster {cluster_id}: given up"))
+        return error
+
+    async def _handshake(
+        self, link: PeerLink, endpoint: Endpoint, handler: Handler, timeout_s: float
+    ) -> None:
+        engine = self._engine
+        link.phase = "connect"
+        source = engine.options.tcp_source
+        channel = await connect(engine.control, endpoint, handler, engine.keys, timeout_s, source)
+        link.channel = channel
+        channel.bound = link
+        link.phase = "hello"
+        welcome = await channel.typed_request(
+            Hello(
+                cluster_id=engine.cluster_id,
+                to_cluster_id=link.cluster_id,
+                instance=engine.instance,
+                role=engine.role(),
+                comm=link.comm,
+                offers=engine.offers(),
+                timeout_ms=int(timeout_s * 1000),
+            ),
+            Welcome,
+            timeout_s,
+        )
+        if welcome.cluster_id != link.cluster_id:
+            raise link_failed(f"cluster {welcome.cluster_id} answered")
+        link.instance, link.role = welcome.instance, welcome.role
+        link.phase = "transport"
+        publisher = self._transitions.connect(
+            link, welcome.transport, welcome.metadata, welcome.challenge, timeout_s
+        )
+        await publisher.publish()
+        await self._transitions.connected(link)
+        link.phase = "confirm"
+        await channel.typed_request(Confirm(welcome.challenge), Linked, timeout_s)
+        self._transitions.linked(link)
+        self._transitions.spawn(publisher.publish_pending())  # changes since the first time
+
+    def _refuse_linked(self, cluster_id: int) -> None:
+        link = self._transitions.links.get(cluster_id)
+        if link is None or link.state in LOST:
+            return
+        if link.state is LinkState.UNLINKING:
+            raise LLMException(
+                f"cluster {cluster_id} is still being unlinked",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+        raise _already_linked(f"cluster {cluster_id} is linked already")
+
+
+class HandshakeAcceptor:
+    """Answers peers that link with this engine.
+
+    Args:
+        engine: this one.
+        transitions: of its links.
+        on_linked: called with each link that a peer has made.
+    """
+
+    def __init__(
+        self, engine: LocalEngine, transitions: Transitions, on_linked: Callable[[PeerLink], None]
+    ) -> None:
+        self._engine = engine
+        self._transitions = transitions
+        self._on_linked = on_linked
+        self._challenges: dict[PeerLink, bytes] = {}
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = engine.options.max_links if files < 0 else files // _DESCRIPTORS
+        self._max_accepting = max(_MIN_ACCEPTING, min(engine.options.max_links, limit))
+
+    async def hello(
+        self, channel: Channel, hello: Hello, admit: Callable[[Hello], int | None]
+    ) -> Welcome:
+        """A peer begins a handshake.
+
+        Args:
+            channel: to it.
+            hello: its request.
+            admit: refuses it, or returns the id of the communicator that it links.
+
+        Raises:
+            LLMException: why it is refused, for the peer.
+        """
+        engine, transitions = self._engine, self._transitions
+        if hello.to_cluster_id != engine.cluster_id:
+            raise link_failed(
+                f"cluster {engine.cluster_id} is here, not cluster {hello.to_cluster_id}"
+            )
+        if hello.cluster_id == engine.cluster_id:
+            raise link_failed(f"cluster {engine.cluster_id} is here itself")
+        comm_id = admit(hello)
+        if channel.bound is not None:
+            raise link_failed("the conversation has a link already")
+        timeout_s = min(hello.timeout_ms / 1000, _LONGEST_S)
+        await self._yield_to_own_handshake(hello, timeout_s)
+        self._refuse_linked(hello)
+        transitions.check_capacity(hello.cluster_id)
+        while len(transitions.accepting) >= self._max_accepting:
+            oldest = next(iter(transitions.accepting.values()))
+            transitions.failed(
+                oldest, link_failed("hello: too many peers have begun and not confirmed")
+            )
+        transport, metadata = engine.choose(hello.cluster_id, hello.offers)
+        wait_ms = engine.options.sync_kv_cache_wait_time
+        link = PeerLink(hello.cluster_id, channel.peer, hello.comm, engine.control, wait_ms)
+        link.comm_id = comm_id
+        link.instance, link.role, link.channel = hello.instance, hello.role, channel
+        channel.bound = link
+        transitions.accepting[hello.cluster_id] = link
+        challenge = self._challenges[link] = secrets.token_bytes(16)
+        transitions.connect(link, transport.name, metadata, challenge, timeout_s)
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, link)
+        transitions.spawn(self._discard_challenge(link, timer))
+        return Welcome(
+            cluster_id=engine.cluster_id,
+            instance=engine.instance,
+            role=engine.role(),
+            challenge=challenge,
+            transport=transport.name,
+            metadata=transport.metadata(()),
+        )
+
+    async def confirm(self, channel: Channel, confirm: Confirm) -> Linked:
+        """The peer reaches this engine's memory.
+
+        Raises:
+            LLMException: why the handshake fails, for the peer.
+        """
+        link = channel.bound
+        if (
+            not isinstance(link, PeerLink)
+            or self._transitions.accepting.get(link.cluster_id) is not link
+        ):
+            raise link_failed("confirm: there is no handshake to confirm")
+        try:
+            if not secrets.compare_digest(confirm.challenge, self._challenges[link]):
+                raise link_failed("confirm: the challenge is another handshake's")
+            try:
+                await self._transitions.connected(link)
+            except LLMException as error:
+                way = f"cluster {self._engine.cluster_id} cannot reach cluster {link.cluster_id}"
+                raise in_phase(way, error) from error
+            self._transitions.check_capacity(link.cluster_id)
+        except LLMException as error:
+            self._transitions.failed(link, error)
+            raise
+        if link.state is not LinkState.LINKING:
+            raise link_failed(link.reason)
+        self._transitions.linked(link)
+        self._on_linked(link)
+        assert link.publisher is not None
+        await link.publisher.publish()
+        return Linked()
+
+    async def _yield_to_own_handshake(self, hello: Hello, timeout_s: float) -> None:
+        """Both ends initiate: the lower id's handshake goes on, the other's waits here.
+
+        The higher id never waits, so they cannot wait for each other.
+        """
+        own = self._transitions.initiating.get(hello.cluster_id)
+        if own is None or self._engine.cluster_id > hello.cluster_id:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await own.settled.wait()
+        except TimeoutError:
+            raise link_failed("its own handshake has not ended in time") from None
+        if own.state is LinkState.LINKED:
+            raise _already_linked(f"cluster {self._engine.cluster_id} has just linked from its end")
+
+    def _refuse_linked(self, hello: Hello) -> None:
+        """Raise if another link prevents this handshake.
+
+        A peer that links again as the same instance has no link any more, whatever is known here;
+        another instance of its cluster id must wait until the one before is dead.
+        """
+        transitions = self._transitions
+        link = transitions.accepting.get(hello.cluster_id)
+        if link is not None:
+            if link.instance != hello.instance and not link.death():
+                raise LLMException(
+                    f"another process of cluster {hello.cluster_id} is linking",
+                    status_code=LLMStatusCode.LLM_PROCESSING_LINK,
+                )
+            transitions.failed(link, link_failed("hello: the peer has begun again"))
+        link = transitions.links.get(hello.cluster_id)
+        if link is None or not link.is_live:
+            return
+        if death := link.death():
+            transitions.lost(link, death)
+        elif link.instance != hello.instance:
+            raise _already_linked(
+                f"cluster {self._engine.cluster_id} is linked with another process of cluster "
+                f"{hello.cluster_id}, which lives ({link.address})"
+            )
+        elif link.state is LinkState.UNLINKING:
+            raise LLMException(
+                f"cluster {self._engine.cluster_id} is still unlinking",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+        # Otherwise this end's link goes when the new one is up: a Hello alone proves nothing.
+
+    def _expire(self, link: PeerLink) -> None:
+        self._transitions.failed(link, link_failed("confirm: the peer has not confirmed in time"))
+
+    async def _discard_challenge(self, link: PeerLink, timer: TimerHandle) -> None:
+        try:
+            await link.settled.wait()
+        finally:
+            timer.cancel()
+            del self._challenges[link]
+
+
+async def _settled(link: PeerLink, deadline: float) -> bool:
+    try:
+        async with asyncio.timeout_at(deadline):
+            await link.settled.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _already_linked(reason: str) -> LLMException:
+    """LLM_ALREADY_LINK, and with whom."""
+    return LLMException(reason, status_code=LLMStatusCode.LLM_ALREADY_LINK)
