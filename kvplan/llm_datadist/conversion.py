@@ -1,4 +1,4 @@
-"""Official values as the engine's."""
+"""Converts official values to the engine's."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:
-    """Return the cache; of one with an id what its manager has kept, since the engine knows it.
+    """Return the engine's cache; for one with an id, the one that its manager kept.
 
     Raises:
         LLMException, TypeError: as for `desc_of`.
-        ValueError: an address that is 0, or no uint64.
+        ValueError: an address that is 0, or not a uint64.
     """
     if cache._engine_cache is not None:
         return cache._engine_cache
@@ -68,7 +68,7 @@ def key_of(
     """Return the key.
 
     Raises:
-        TypeError: ids of a BlocksCacheKey that are no uint64, as in the original.
+        TypeError: ids of a BlocksCacheKey that are not uint64, as in the original.
     """
     if isinstance(key, CacheKey):
         return kvplan.CacheKey(
@@ -91,7 +91,7 @@ def cluster_of(cluster: LLMClusterInfo) -> ClusterInfo:
 
     Raises:
         TypeError, ValueError: the id is not set.
-        LLMException: LLM_PARAM_INVALID: an integer that is no IPv4 address.
+        LLMException: LLM_PARAM_INVALID: an integer that is not an IPv4 address.
     """
     check_isinstance("remote_cluster_id", cluster.remote_cluster_id, int, allow_none=False)
     remote = [IpInfo(_text_of(ip), int(port)) for ip, port in cluster.remote_ip_info_list]

@@ -32,7 +32,7 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
     """Return `blocks` as a one-dimensional array of integers, of any width and perhaps empty.
 
     Raises:
-        TypeError: not a one-dimensional sequence of integers (a bool or a float is none).
+        TypeError: not a one-dimensional sequence of integers (a bool or a float is not one).
     """
     if isinstance(blocks, np.ndarray):
         table = np.asarray(blocks)  # a masked array would hide entries from the checks
@@ -45,7 +45,7 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
                 return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
             except struct.error:  # beyond 64 bits: out of range, but of which?
                 return np.array(blocks, dtype=object)
-        # NumPy would take True for 1 and, beside an int, silently.
+        # NumPy would take True for 1, next to an int silently.
         if not types.isdisjoint((bool, np.bool_)):
             raise TypeError(f"{name} must hold int, not bool")
         try:

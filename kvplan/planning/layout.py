@@ -36,9 +36,9 @@ class Side:
     paged: bool
     placement: Placement
     name: str = field(default="", compare=False)
-    """What people call it; no part of what the plan does."""
+    """Its name in texts; not part of what the plan does."""
     way: str = field(default="", compare=False)
-    """Of a peer's: how it is reached from here, for people. A plan that is read again has none."""
+    """For a peer's: how it is reached from here, for texts. A plan that is read back has none."""
 
     @property
     def tensor_nbytes(self) -> int:
@@ -183,7 +183,7 @@ def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
 
 
 def _check_per_layer(name: str, cache: Side, per_layer: int, ranged: bool) -> None:
-    # The default passes on a cache of one tensor: nobody asked for it.
+    # The default passes on a cache of one tensor: it was not asked for.
     most = cache.num_tensors if cache.num_tensors > 1 else DEFAULT_TENSORS_PER_LAYER
     if not 1 <= per_layer <= most or per_layer > MAX_TENSORS_PER_LAYER:
         raise invalid(

@@ -46,7 +46,7 @@ Configs = Sequence[Config]
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """What all destinations of a call get their layers from.
+    """The source of the layers of all destinations of a call.
 
     Attributes:
         cache: the local cache.
@@ -75,7 +75,7 @@ class LayerSource:
 
         Raises:
             TypeError: an argument of another type.
-            ValueError: a block or dst_block_memory_size is no uint64.
+            ValueError: a block or dst_block_memory_size is not a uint64.
             LLMException: LLM_PARAM_INVALID: arguments that do not go together.
         """
         src = indices_of("src_block_indices", src_block_indices, ValueError)
@@ -109,7 +109,7 @@ class LayerSource:
 
 @dataclass(frozen=True)
 class _Push:
-    """One config, as the engine takes it."""
+    """One config, converted to arguments of the engine."""
 
     to: CacheIndex | BlocksCacheKey | PeerTensors
     src_batch_index: int
@@ -238,7 +238,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
 
 
 class Destination:
-    """One transfer on its way, or the refusal of one.
+    """One transfer in flight, or the refusal of one.
 
     Args:
         name: for the log.
@@ -296,7 +296,7 @@ class Destination:
                 log.error("%s: %s", self._name, error)
 
     def status(self, timeout_s: float | None) -> LLMStatusCode | None:
-        """Wait up to `timeout_s` seconds for the outcome, and return it; None: it goes on."""
+        """Wait up to `timeout_s` seconds for the outcome, and return it; None: it has none yet."""
         task = self._task
         if task is None:
             return self._refusal
@@ -306,7 +306,7 @@ class Destination:
             if not task.done:
                 return None
         try:
-            task.wait()  # it has ended: as what?
+            task.wait()  # it has ended: with which status?
         except LLMException as error:
             return error.status_code
         return LLMStatusCode.LLM_SUCCESS
@@ -317,10 +317,10 @@ class LayerFeed:
 
     Args:
         destinations: in the order of the configs.
-        synchronizer: tells when a layer is ready; called for each that is needed, ascending, until
-            it says no.
+        synchronizer: says when a layer is ready; called for each that is needed, ascending, until
+            it returns False.
         finish_ms: milliseconds that a destination may take after its last layer.
-        running_status: as of `AsyncTransfer`.
+        running_status: as for `AsyncTransfer`.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class LayerFeed:
             raise
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        """Wait up to `timeout_s` seconds; return what became of each (None: it goes on)."""
+        """Wait up to `timeout_s` seconds; return the status of each (None: no outcome yet)."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         return [
             it.status(None if deadline is None else max(0.0, deadline - monotonic()))
@@ -363,7 +363,7 @@ class LayerFeed:
             for it in self._destinations:
                 it.finish(self._finish_ms)
         finally:
-            # Nobody would end it any more.
+            # Without this thread nothing would end them.
             self._give_up(LLMException("the thread that asks for layers has ended"))
 
     def _feed(self) -> None:
@@ -381,7 +381,7 @@ class LayerFeed:
                 it.ready(layer)
 
     def _await(self, layer: int) -> LLMException | None:
-        """Ask for a layer; return why it does not come, None: it is there."""
+        """Ask for a layer; return why it is not ready, None: it is."""
         called = f"synchronize_layer({layer})"
         try:
             if self._synchronizer.synchronize_layer(layer, None):

@@ -22,7 +22,7 @@ TENSORS_PER_LAYER = 2
 Indices = list[int] | tuple[int, ...]
 Table = list[int] | NDArray[np.int64]
 
-_LONG = 64  # blocks from which on an array is faster
+_LONG = 64  # blocks; from here on an array is faster
 
 
 def layers_of(
@@ -32,7 +32,7 @@ def layers_of(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: tensor_num_per_layer or a layer is no uint32.
+        ValueError: tensor_num_per_layer or a layer is not a uint32.
         LLMException: LLM_PARAM_INVALID: tensor_num_per_layer is 0, a step other than 1, no layer,
             or a negative one.
     """
@@ -88,7 +88,7 @@ def indices_of(
     Args:
         name: of the argument.
         blocks: its value.
-        refusal: of an index that is no uint64.
+        refusal: of an index that is not a uint64.
 
     Raises:
         TypeError: another type.
@@ -103,9 +103,9 @@ def indices_of(
     return [_index(name, it, refusal) for it in blocks]
 
 
-def table_of(name: str, blocks: Indices | None) -> Table:
-    """As `indices_of`; a long table comes as an array, which nobody checks element by element."""
-    check_isinstance(name, blocks, [list, tuple])
+def table_of(name: str, blocks: Indices | None, *, allow_none: bool = True) -> Table:
+    """As `indices_of`; a long table comes as an array, which is not checked element by element."""
+    check_isinstance(name, blocks, [list, tuple], allow_none=allow_none)
     if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
         with suppress(struct.error):  # beyond int64
             table = np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
@@ -145,7 +145,7 @@ def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[in
     """Return the copies as `each_once` does.
 
     Raises:
-        TypeError: an index that is no uint64.
+        TypeError: an index that is not a uint64.
     """
     return each_once(
         (_index("copy_block_info", src), _index("copy_block_info", dst))
@@ -179,7 +179,7 @@ def check_size(size: int) -> None:
     """Refuse a size that is neither -1 (the whole row) nor positive.
 
     Raises:
-        TypeError, ValueError: no int64.
+        TypeError, ValueError: not an int64.
         LLMException: LLM_PARAM_INVALID.
     """
     check_int64("size", size)
@@ -194,10 +194,10 @@ def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
 
 
 def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
-    """Refuse caches that cannot swap blocks, whichever they are.
+    """Refuse caches that cannot swap any blocks.
 
     Raises:
-        TypeError: no placement or data type.
+        TypeError: placement or data type is None.
         LLMException: LLM_PARAM_INVALID: not one of each placement, another number of tensors, or
             size of a block.
     """
@@ -218,8 +218,3 @@ def check_some(name: str, blocks: Sized) -> None:
     """Refuse an empty block table: LLM_PARAM_INVALID."""
     if not len(blocks):
         raise invalid(f"{name} is empty; at least one block is needed")
-
-
-def check_table(name: str, blocks: object) -> None:
-    """Refuse None, which is only the type's to allow: TypeError."""
-    check_isinstance(name, blocks, [list, tuple], allow_none=False)

@@ -1,4 +1,4 @@
-"""Values as the original's Python part hands them to its C++ part, as the engine's.
+"""Converts the tuples that the original's Python part passes to its C++ part.
 
 Each type here is a tuple; its fields are listed in order.
 """
@@ -52,8 +52,8 @@ def desc_of(packed: CacheDesc) -> tuple[kvplan.CacheDesc, bool]:
     """Return the description, and whether the cache is paged.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: a description of nothing, or numbers of no data type or
-            placement.
+        LLMException: LLM_PARAM_INVALID: an impossible description, or an unknown number of a
+            data type or placement.
     """
     num_tensors, data_type, seq_len_dim, shape, placement, is_blocks = packed
     try:
@@ -113,7 +113,7 @@ def layers_of(
     """Return layers for tensors.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: tensors that are no whole layers.
+        LLMException: LLM_PARAM_INVALID: tensors that are not whole layers.
     """
     src, dst = (_layers(it, tensors_per_layer) for it in (src_tensors, dst_tensors))
     return KvCacheExtParam(src, dst, tensors_per_layer)
@@ -127,7 +127,7 @@ def _layers(tensors: Sequence[int], tensors_per_layer: int) -> range | None:
     layers = range(tensors[0] // tensors_per_layer, tensors[-1] // tensors_per_layer + 1)
     whole = range(layers.start * tensors_per_layer, layers.stop * tensors_per_layer)
     if list(tensors) != list(whole):
-        raise invalid(f"tensors {list(tensors)} are no layers of {tensors_per_layer}")
+        raise invalid(f"tensors {list(tensors)} are not layers of {tensors_per_layer}")
     return layers
 
 
@@ -154,7 +154,7 @@ def destination_of(
     """Return where one layer goes, and which it is.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: a number of no PushType.
+        LLMException: LLM_PARAM_INVALID: an unknown PushType.
     """
     _, _, layer, addrs, cluster_id, of_peer, slot, push_type, dst_layer, per_layer = packed
     src, dst = range(layer, layer + 1), range(dst_layer, dst_layer + 1)
@@ -166,7 +166,7 @@ def destination_of(
     if push_type == PushType.CACHE_KEY_BY_ID.value:
         to_slot = kvplan.CacheIndex(cluster_id, of_peer, slot)
         return to_slot, KvCacheExtParam(src, dst, per_layer)
-    raise invalid(f"push type {push_type} is none of {[it.value for it in PushType]}")
+    raise invalid(f"push type {push_type} is not one of {[it.value for it in PushType]}")
 
 
 def clusters_of(packed: Sequence[Cluster]) -> list[LLMClusterInfo]:
