@@ -93,23 +93,19 @@ def _as_pair(nothing: _T) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[int
 
 
 def _initialized(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LLMDataDist:
-    """Return the LLMDataDist that this process has initialized.
-
-    Raises:
-        LLMException: of status `otherwise`: none is initialized.
-    """
+    """Return the LLMDataDist of this process; refuse with status `otherwise` if there is none."""
     if (found := LLMDataDist.llm_engine_instance) is None:
         raise LLMException("no LLMDataDist is initialized", status_code=otherwise)
     return found
 
 
 def _engine(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LlmDataDist:
-    """Return its engine; errors as for `_initialized`."""
+    """Return its engine."""
     return _initialized(otherwise)._running()
 
 
 def _is_remote_mode() -> bool:
-    """Whether its peers reach caches by themselves; errors as for `_initialized`."""
+    """Whether its peers reach caches by themselves."""
     return _initialized()._engine_options.get(REMOTE_ACCESS) == "1"
 
 

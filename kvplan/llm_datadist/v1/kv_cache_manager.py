@@ -383,12 +383,7 @@ class _Holding(LayerSynchronizer):
 
 
 def kv_cache_of(name: str, cache: KvCache) -> EngineCache:
-    """Return the cache that the engine knows.
-
-    Raises:
-        TypeError: not a KvCache.
-        LLMException: LLM_PARAM_INVALID: it has tensors on several devices.
-    """
+    """Return the engine's cache; refuse tensors on several devices."""
     check_isinstance(name, cache, KvCache, allow_none=False)
     devices = cache.per_device_tensor_addrs
     if len(devices) > 1:
@@ -398,7 +393,7 @@ def kv_cache_of(name: str, cache: KvCache) -> EngineCache:
 
 
 def device_cache_of(name: str, cache: KvCache) -> EngineCache:
-    """Return the cache that the engine knows; also LLM_PARAM_INVALID: it is of Placement.HOST."""
+    """Return the engine's cache; refuse Placement.HOST too."""
     found = kv_cache_of(name, cache)
     if found.cache_desc.placement != Placement.DEVICE:
         raise invalid(f"{name}={cache} must be of Placement.DEVICE")

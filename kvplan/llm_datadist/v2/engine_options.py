@@ -26,12 +26,7 @@ _WAIT_TIME = "llm.SyncKvCacheWaitTime"
 
 
 def completed(options: dict[str, str], role: str) -> dict[str, str]:
-    """Return a copy with what options imply for each other, and with the role and listening ip.
-
-    Raises:
-        TypeError: an option that is not a text.
-        LLMException: LLM_PARAM_INVALID: options that cannot be together.
-    """
+    """Return a copy with what options imply for each other, and with the role and listening ip."""
     if (size := options.get(_FLOW_GRAPH)) is not None:
         check_isinstance(_FLOW_GRAPH, size, str)
         if not size.isdigit():
@@ -59,12 +54,7 @@ def _check_together(option: str, options: dict[str, str], needed: str) -> None:
 
 
 def check_listen(listen_ip_info: str) -> tuple[str, int]:
-    """Read an "ip:port" to listen at.
-
-    Raises:
-        TypeError: not a text.
-        LLMException: LLM_PARAM_INVALID: not of this form, or no IPv4 address.
-    """
+    """Read an "ip:port" to listen at; refuse another form, or what is not an IPv4 address."""
     try:
         ip, port = parse_listen_ip_info(listen_ip_info)
         IPv4Address(ip)

@@ -71,13 +71,7 @@ class LayerSource:
         dst_block_indices: Indices | None,
         dst_block_memory_size: int | None,
     ) -> Self:
-        """Check the arguments of `transfer_cache_async` that all destinations share.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: a block or dst_block_memory_size is not a uint64.
-            LLMException: LLM_PARAM_INVALID: arguments that do not go together.
-        """
+        """Check the arguments of `transfer_cache_async` that all destinations share."""
         src = indices_of("src_block_indices", src_block_indices, ValueError)
         dst = indices_of("dst_block_indices", dst_block_indices, ValueError)
         if dst_block_memory_size is not None:
@@ -148,10 +142,7 @@ def transfer_layers(
     remote_mode: bool,
     running_status: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
 ) -> CacheTask:
-    """Begin to push to each destination, and a thread that asks for the layers.
-
-    Arguments and errors as of `destinations_of` and `LayerFeed`.
-    """
+    """Begin to push to each destination, and start the thread that asks for the layers."""
     destinations = destinations_of(engine, source, configs, remote_mode=remote_mode)
     feed = LayerFeed(destinations, synchronizer, finish_ms, running_status)
     feed.start()
@@ -336,11 +327,7 @@ class LayerFeed:
         self.running_status = running_status
 
     def start(self) -> None:
-        """Begin to ask for layers.
-
-        Raises:
-            RuntimeError: the process can have no more threads; nothing moves then.
-        """
+        """Begin to ask for layers; nothing moves if the process can have no more threads."""
         # A daemon: a synchronizer may never return, and the process must end all the same.
         thread = Thread(target=self._run, name="kvplan-layers", daemon=True)
         try:

@@ -21,16 +21,9 @@ _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 
 
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
-    """Refuse what does not name clusters.
+    """Refuse what is not clusters, or a timeout (ms) < 1; with `needed` each has a local address.
 
-    Args:
-        clusters: to link or unlink.
-        timeout: milliseconds.
-        needed: the option that is empty, so that each needs a local address; "": none is needed.
-
-    Raises:
-        TypeError, ValueError: an argument of another type, an id or timeout of another width.
-        LLMException: LLM_PARAM_INVALID: timeout < 1, or no local address.
+    `needed` is the option that is empty, so that the addresses are needed; "": they are not.
     """
     check_int32("timeout", timeout)
     if timeout < 1:
@@ -104,10 +97,7 @@ def unlink(
     force: bool,
     own: OwnLinks | None = None,
 ) -> Codes:
-    """Unlink all of them; one that was not linked is LLM_UNLINK_FAILED, as in the original.
-
-    Arguments as of `link`, and of `LLMDataDist.unlink_clusters`.
-    """
+    """Unlink all of them; one that was not linked is LLM_UNLINK_FAILED, as in the original."""
     if not clusters:
         return _of_all([])
     ids = [int(it.remote_cluster_id) for it in clusters]
@@ -125,11 +115,7 @@ def about(who: str, error: LLMException) -> str:
 
 
 def check_linked(engine: LlmDataDist, cluster_id: int) -> None:
-    """Refuse a cluster with which nothing can be moved now.
-
-    Raises:
-        LLMException: LLM_NOT_YET_LINK: no link; LLM_LINK_FAILED: it is broken, or not there yet.
-    """
+    """Refuse a cluster with which nothing can be moved now: no link, or one that is not LINKED."""
     link = next((it for it in engine.links() if it.cluster_id == cluster_id), None)
     if link is None:
         raise LLMException(
