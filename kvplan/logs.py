@@ -1,4 +1,4 @@
-"""Logs of this package: what a handler does wrong spoils nothing."""
+"""Logs of this package: a handler that raises does no harm."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """A logger of the standard library; a handler that raises is heard of on standard error.
+    """A logger of the standard library; a handler that raises is reported on standard error.
 
-    As its own handlers are. Who logs here has an outcome to tell, or is a thread that others depend
-    on.
+    The standard library's own handlers behave so. The callers that log here have an outcome to
+    return, or are threads that others depend on.
 
     Args:
         name: of the logger.

@@ -25,20 +25,20 @@ NO_ID = UINT64_MAX
 
 MAX_DIMS = 32
 MAX_FORMAT = 256
-"""Characters of a kv_tensor_format: peers are told it, and take no more."""
+"""Characters of a kv_tensor_format: it is published to peers, which accept no more."""
 
 DEFAULT_TENSORS_PER_LAYER = 2
 
 
 class _Named(IntEnum):
-    """Prints as the reference's enums do: with the class, and no number."""
+    """Prints as the reference's enums do: with the class, and without the number."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
 class LlmRole(_Named):
-    """What a cluster does; it labels the engine and has no influence on a transfer."""
+    """The role of a cluster; it labels the engine and has no influence on a transfer."""
 
     PROMPT = 1
     DECODER = 2
@@ -139,7 +139,8 @@ class CacheDesc:
         TypeError: a field of another type.
         ValueError: num_tensors outside uint32, or a dimension outside int64.
         LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
-            below 1, a format that is no text of at most 256 characters, an index outside the shape,
+            below 1, a format that is not a text of at most 256 characters, an index outside the
+            shape,
             a row that is not contiguous or not whole bytes, or tensors too large to address.
     """
 
@@ -321,7 +322,9 @@ class KvCacheExtParam:
 
 def _check_format(text: str) -> None:
     if len(text) > MAX_FORMAT:
-        raise invalid(f"kv_tensor_format has {len(text)} characters; at most {MAX_FORMAT} can be")
+        raise invalid(
+            f"kv_tensor_format has {len(text)} characters; at most {MAX_FORMAT} are allowed"
+        )
     try:
         text.encode()
     except UnicodeEncodeError:

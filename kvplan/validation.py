@@ -49,7 +49,7 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Refuse what is no mapping.
+    """Refuse anything but a mapping.
 
     Raises:
         TypeError: naming the argument.

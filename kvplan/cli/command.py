@@ -45,12 +45,12 @@ def _run_keygen(arguments: argparse.Namespace) -> None:
             f"{arguments.path} exists, and is left as it is: a new key would shut out every engine "
             "that uses this one. Give another path, or remove the file first"
         ) from None
-    sys.stdout.write(f"{arguments.path}: a new cluster key; whoever can read it can link\n")
+    sys.stdout.write(f"{arguments.path}: a new cluster key; anyone who can read it can link\n")
 
 
 COMMANDS: Final = {
     "info": Command(
-        "tell what this machine has, and what works on it", info.add_arguments, info.run
+        "show what this machine has, and what works on it", info.add_arguments, info.run
     ),
     "keygen": Command("make the key of a cluster", _add_keygen_arguments, _run_keygen),
 }

@@ -1,4 +1,4 @@
-"""What a transfer is expected to take: lines through measured ones, for each range of sizes."""
+"""How long a transfer is expected to take: lines through measured ones, by ranges of sizes."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class Estimate:
             (plural(self.descriptors, "descriptor"), self.descriptors_ms),
             (nbytes_text(self.nbytes), self.bytes_ms),
         )
-        told = [f"  {ms_text(ms):>8}  {what}" for what, ms in parts if ms]
+        rows = [f"  {ms_text(ms):>8}  {what}" for what, ms in parts if ms]
         head = f"{self.operation} over {self.transport}, {self.way}: {ms_text(self.ms)}"
-        return "\n".join([f"{head}, {self.gigabytes_per_s:.2f} GB/s", *told])
+        return "\n".join([f"{head}, {self.gigabytes_per_s:.2f} GB/s", *rows])
 
 
 def ms_text(ms: float) -> str:
@@ -133,7 +133,7 @@ class TransportCost:
         way: how bytes move, in a word or two: "mapped", "one-sided".
         call: what a transfer is cut into, in the singular: "message", "native call".
         call_nbytes, call_descriptors: the most that one of them takes; None: no such bound.
-        lines: by ascending `upto_nbytes`, the last one without; empty: nobody has measured it.
+        lines: by ascending `upto_nbytes`, the last one without; empty: not measured.
         source: where the lines come from, or why there are none.
     """
 

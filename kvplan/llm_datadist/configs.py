@@ -1,4 +1,4 @@
-"""What an engine is told before it begins: its role, its options, and its peers."""
+"""What an engine is configured with: its role, its options, and its peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class LLMRole(IntEnum):
-    """What a cluster does."""
+    """The role of a cluster."""
 
     PROMPT = 1
     DECODER = 2
@@ -38,14 +38,14 @@ def trans_str_ip(ip: str | int) -> int:
     """Return an IPv4 address as the little-endian integer of its bytes; an integer as it is.
 
     Raises:
-        RuntimeError: a text that is no IPv4 address.
+        RuntimeError: a text that is not an IPv4 address.
     """
     if not isinstance(ip, str):
         return ip
     try:
         return int.from_bytes(socket.inet_aton(ip), "little")
     except OSError:
-        raise RuntimeError(f"ip={shown(ip)} is no IPv4 address") from None
+        raise RuntimeError(f"ip={shown(ip)} is not an IPv4 address") from None
 
 
 def _checked_cluster_info(name: str, text: str) -> str:
@@ -85,11 +85,11 @@ class LLMClusterInfo:
 
         Args:
             ip: IPv4, as text or as the little-endian integer of its bytes.
-            port: of it.
+            port: the port there.
 
         Raises:
-            TypeError, ValueError: an argument of another type, or port is no uint16.
-            RuntimeError: a text that is no IPv4 address.
+            TypeError, ValueError: an argument of another type, or port is not a uint16.
+            RuntimeError: a text that is not an IPv4 address.
         """
         self._local_ip_info_list.append(_address(ip, port))
 
@@ -108,11 +108,11 @@ class _Setting(Checked[_T]):
     """A property that becomes an option.
 
     Args:
-        keys: of the option; of several the first gets all values, the others the first value.
-        check: as of `Checked`.
+        keys: of the option; with several, the first gets all values, the others the first value.
+        check: as for `Checked`.
         doc: what it is.
-        initial: what it is until it is set; if that is empty or False it is no option then.
-        none: what None is read as.
+        initial: its value until it is set; if that is empty or False, it is left out until then.
+        none: the value that None is read as.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class LlmConfig:
     device_id = _Setting[int | list[int] | tuple[int, ...]](
         ("ge.exec.deviceId", "ge.session_device_id"),
         _checked_device_id,
-        "Of the device, or of several.",
+        "Id of the device, or ids of several.",
     )
     sync_kv_timeout = _Setting[int | str](
         "llm.SyncKvCacheWaitTime", _checked_timeout, "Milliseconds that a transfer may take, > 0."
@@ -266,13 +266,16 @@ class LlmConfig:
         "llm.LinkRetryCount", _within(1, 100), "Attempts to link.", none=1
     )
     rdma_traffic_class = _Setting[int | None](
-        "llm.RdmaTrafficClass", checked_by(check_uint32), "Of RDMA; not used."
+        "llm.RdmaTrafficClass", checked_by(check_uint32), "Traffic class of RDMA; not used."
     )
     rdma_service_level = _Setting[int | None](
-        "llm.RdmaServiceLevel", checked_by(check_uint32), "Of RDMA; not used."
+        "llm.RdmaServiceLevel", checked_by(check_uint32), "Service level of RDMA; not used."
     )
     local_comm_res = _Setting[str | None](
-        "llm.LocalCommRes", _check_text, 'JSON: what to link over; "": to be found out.', none=""
+        "llm.LocalCommRes",
+        _check_text,
+        'JSON: what to link over; "": found automatically.',
+        none="",
     )
     transfer_backend = _Setting[str | None](
         "llm.TransferBackend", _check_text, '"hixl" or nothing.', none=""
@@ -299,7 +302,7 @@ class LlmConfig:
     def generate_options(self) -> dict[str, str]:
         """Return the options by their keys, as `LLMDataDist.init` takes them.
 
-        It is one dict, which each call fills anew: what was put into it stays.
+        It is one dict, which each call fills again: other keys in it stay.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: an empty list of devices.

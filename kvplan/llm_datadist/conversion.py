@@ -1,4 +1,4 @@
-"""Official values as the engine's."""
+"""Converts official values to the engine's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
-    """Return the description; the first dimension counts rows, as in the original.
-
-    Raises:
-        TypeError: without data type or placement.
-        LLMException: LLM_PARAM_INVALID: what cannot be made: no tensor, a dimension below 1, more
-            than 32 of them, a data type without fixed width.
-    """
+    """Return the description; refuse one without data type or placement, or that cannot be made."""
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
         raise TypeError(f"{cache_desc} has no data_type")
@@ -44,12 +38,7 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:
-    """Return the cache; of one with an id what its manager has kept, since the engine knows it.
-
-    Raises:
-        LLMException, TypeError: as for `desc_of`.
-        ValueError: an address that is 0, or no uint64.
-    """
+    """Return the engine's cache; for one with an id, the one that its manager kept."""
     if cache._engine_cache is not None:
         return cache._engine_cache
     addrs = tuple(int(it) for it in cache.tensor_addrs) if cache.cache_id == -1 else ()
@@ -65,11 +54,7 @@ def key_of(key: CacheKeyByIdAndIndex) -> kvplan.CacheKeyByIdAndIndex: ...
 def key_of(
     key: AnyKey,
 ) -> kvplan.CacheKey | kvplan.BlocksCacheKey | kvplan.CacheKeyByIdAndIndex:
-    """Return the key.
-
-    Raises:
-        TypeError: ids of a BlocksCacheKey that are no uint64, as in the original.
-    """
+    """Return the key; TypeError if ids of a BlocksCacheKey are not uint64, as in the original."""
     if isinstance(key, CacheKey):
         return kvplan.CacheKey(
             int(key.cluster_id), int(key.req_id), int(key.model_id), int(key.prefix_id)
@@ -87,12 +72,7 @@ def key_of(
 
 
 def cluster_of(cluster: LLMClusterInfo) -> ClusterInfo:
-    """Return the cluster with its remote addresses; local ones and the role are not used.
-
-    Raises:
-        TypeError, ValueError: the id is not set.
-        LLMException: LLM_PARAM_INVALID: an integer that is no IPv4 address.
-    """
+    """Return the cluster with its remote addresses; local ones and the role are not used."""
     check_isinstance("remote_cluster_id", cluster.remote_cluster_id, int, allow_none=False)
     remote = [IpInfo(_text_of(ip), int(port)) for ip, port in cluster.remote_ip_info_list]
     return ClusterInfo(int(cluster.remote_cluster_id), remote)

@@ -69,13 +69,13 @@ def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
     """Return the type with this number.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no type has it.
     """
     return DataType(wrapper_dtype)
 
 
 def calc_tensor_size(shape: Sequence[int], data_type: int) -> int:
-    """Return the bytes of a tensor; -1 where it has no size.
+    """Return the bytes of a tensor; -1 if it has no size.
 
     Args:
         shape: its dimensions, each > 0.

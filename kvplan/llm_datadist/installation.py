@@ -1,4 +1,4 @@
-"""Makes `import llm_datadist`, and every path below it, mean this package: asked for, undoable.
+"""Makes `import llm_datadist`, and every path below it, mean this package; it can be undone.
 
 A finder, first on `sys.meta_path`, answers for `llm_datadist` and `llm_datadist_v1` with the
 modules of `kvplan.llm_datadist` themselves, not with copies: a class is one class by either name,
@@ -116,7 +116,7 @@ def official_path(path: Sequence[str] | None = None) -> str | None:
         path: folders to look in, as `sys.path`; None: everywhere that an import looks.
     """
     for spec in _specs("llm_datadist", sys.path if path is None else path, path is None):
-        # A folder without __init__.py is no package of anybody's.
+        # A folder without __init__.py is a namespace package, not an installation.
         if spec.origin is not None and spec.has_location:
             return spec.origin
     return None
@@ -152,7 +152,7 @@ class AliasFinder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back: it has long been executed."""
+        """Give the module its own spec back; it was executed under its own name."""
         alias = module.__spec__
         assert alias is not None
         module.__spec__ = alias.loader_state

@@ -93,23 +93,19 @@ def _as_pair(nothing: _T) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[int
 
 
 def _initialized(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LLMDataDist:
-    """Return the LLMDataDist that this process has initialized, whoever asks.
-
-    Raises:
-        LLMException: of status `otherwise`: there is none.
-    """
+    """Return the LLMDataDist of this process; refuse with status `otherwise` if there is none."""
     if (found := LLMDataDist.llm_engine_instance) is None:
         raise LLMException("no LLMDataDist is initialized", status_code=otherwise)
     return found
 
 
 def _engine(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LlmDataDist:
-    """Return its engine; errors as for `_initialized`."""
+    """Return its engine."""
     return _initialized(otherwise)._running()
 
 
 def _is_remote_mode() -> bool:
-    """Whether its peers reach caches by themselves; errors as for `_initialized`."""
+    """Whether its peers reach caches by themselves."""
     return _initialized()._engine_options.get(REMOTE_ACCESS) == "1"
 
 
@@ -147,19 +143,19 @@ def _role_of(name: str | None) -> LLMRole:
 
 @_as_pair(0)
 def link(comm_name: str, cluster2rank: Mapping[int, int], rank_table: str) -> int:
-    """Begin to link; the id of the communicator."""
+    """Begin to link; return the id of the communicator."""
     return _engine(LLMStatusCode.LLM_FAILED).link(comm_name, dict(cluster2rank), rank_table)
 
 
 @_as_status
 def unlink(comm_id: int) -> None:
-    """End what `link` has begun."""
+    """End a communicator that `link` has made."""
     _engine(LLMStatusCode.LLM_FAILED).unlink(comm_id)
 
 
 @_as_pair(0)
 def query_register_mem_status(comm_id: int) -> int:
-    """How far `link` is: the number of a RegisterMemStatus."""
+    """Return how far `link` is: the number of a RegisterMemStatus."""
     status = _engine(LLMStatusCode.LLM_FAILED).query_register_mem_status(comm_id)
     return int(status.value)
 
@@ -262,7 +258,7 @@ def remove_cache_key_v2(cache_key: tuples.CacheKey) -> None:
 
 @_as_status
 def remap_registered_memory(mem_infos: Sequence[tuple[int, int, int]]) -> None:
-    """Check anew how registered memory (type, address, bytes) is mapped."""
+    """Check again how registered memory (type, address, bytes) is mapped."""
     _engine().remap_registered_memory([(addr, nbytes) for _, addr, nbytes in mem_infos])
 
 

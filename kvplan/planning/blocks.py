@@ -19,21 +19,12 @@ _TEXT = (str, bytes, bytearray)  # sequences too, and of int
 
 
 def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
-    """Return `blocks` as int64 indices, each in [0, cache.count).
-
-    Raises:
-        TypeError: as for `block_table`.
-        LLMException: as for `check_indices`.
-    """
+    """Return `blocks` as int64 indices, each in [0, cache.count)."""
     return check_indices(name, block_table(name, blocks), cache)
 
 
 def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
-    """Return `blocks` as a one-dimensional array of integers, of any width and perhaps empty.
-
-    Raises:
-        TypeError: not a one-dimensional sequence of integers (a bool or a float is none).
-    """
+    """Return `blocks` as a flat array of integers (not of bool or float), perhaps empty."""
     if isinstance(blocks, np.ndarray):
         table = np.asarray(blocks)  # a masked array would hide entries from the checks
     else:
@@ -45,7 +36,7 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
                 return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
             except struct.error:  # beyond 64 bits: out of range, but of which?
                 return np.array(blocks, dtype=object)
-        # NumPy would take True for 1 and, beside an int, silently.
+        # NumPy would take True for 1, next to an int silently.
         if not types.isdisjoint((bool, np.bool_)):
             raise TypeError(f"{name} must hold int, not bool")
         try:
@@ -63,11 +54,7 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
 
 
 def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
-    """Return `table` as int64 if every entry is in [0, cache.count).
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, empty or an index out of range; names its position.
-    """
+    """Return `table` as int64 if it is not empty and every entry is in [0, cache.count)."""
     if table.size == 0:
         raise invalid(f"{name} is empty; at least one block is needed")
     try:
@@ -86,11 +73,7 @@ def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
 
 
 def check_distinct(name: str, table: Indices, cache: Side) -> None:
-    """Refuse a block that is named twice: which of its writes would win is not defined.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID naming the block and both positions.
-    """
+    """Refuse a block that is named twice: which of its writes would win is not defined."""
     if table.size == 1:
         return
     if cache.count <= 64 * table.size:

@@ -36,9 +36,9 @@ class Side:
     paged: bool
     placement: Placement
     name: str = field(default="", compare=False)
-    """What people call it; no part of what the plan does."""
+    """Its name in texts; not part of what the plan does."""
     way: str = field(default="", compare=False)
-    """Of a peer's: how it is reached from here, for people. A plan that is read again has none."""
+    """For a peer's: how it is reached from here, for texts. A plan that is read back has none."""
 
     @property
     def tensor_nbytes(self) -> int:
@@ -108,13 +108,7 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
 
 
 def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
-    """Return the slot: `given`, or the one that the key of a remote cache names, or 0.
-
-    Raises:
-        TypeError: `given` is not an int.
-        LLMException: LLM_PARAM_INVALID out of range, in a paged cache other than 0, or not the
-            slot that the key names.
-    """
+    """Return the slot: `given`, or the one that the key of a remote cache names, or 0."""
     slot = 0 if given is None else given
     if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
         named = cache.key.batch_index
@@ -176,14 +170,14 @@ def tensor_ranges(src: Side, dst: Side, ext_param: KvCacheExtParam) -> tuple[ran
 
 
 def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
-    """Return the src tensors of a transfer; arguments and errors as for `tensor_ranges`."""
+    """Return the src tensors of a transfer, as `tensor_ranges` does."""
     check_type("ext_param", ext_param, KvCacheExtParam)
     alike = replace(ext_param, dst_layer_range=ext_param.src_layer_range)
     return tensor_ranges(src, src, alike)[0]
 
 
 def _check_per_layer(name: str, cache: Side, per_layer: int, ranged: bool) -> None:
-    # The default passes on a cache of one tensor: nobody asked for it.
+    # The default passes on a cache of one tensor: it was not asked for.
     most = cache.num_tensors if cache.num_tensors > 1 else DEFAULT_TENSORS_PER_LAYER
     if not 1 <= per_layer <= most or per_layer > MAX_TENSORS_PER_LAYER:
         raise invalid(

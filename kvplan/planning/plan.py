@@ -212,7 +212,7 @@ class Plan:
         return explain(self, format, limit, None if transport is None else cost_of(transport))
 
     def estimate(self, transport: str | TransportCost) -> Estimate:
-        """Return how long the plan is expected to take, and what of it.
+        """Return how long the plan is expected to take, and what that time is spent on.
 
         Args:
             transport: a name ("local", "local-registered", "tcp", "ucx"), whose costs were
@@ -221,8 +221,8 @@ class Plan:
 
         Raises:
             TypeError: neither a name nor costs.
-            LLMException: LLM_PARAM_INVALID: a name that there is not; LLM_FEATURE_NOT_ENABLED: a
-                transport of which nobody has measured the costs ("hccl", "acl").
+            LLMException: LLM_PARAM_INVALID: an unknown name; LLM_FEATURE_NOT_ENABLED: a transport
+                whose costs were not measured ("hccl", "acl").
         """
         return cost_of(transport).estimate(self)
 

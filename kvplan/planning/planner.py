@@ -201,7 +201,7 @@ def plan_copy_blocks(
     check_distinct("blocks (destination)", dst_table, target)
     src_table = np.repeat(read, list(map(len, blocks.values())))
     if within:
-        # A block copied to itself changes nothing, so nobody can read it too late.
+        # A block copied to itself changes nothing, so no read of it can come too late.
         moved = dst_table[src_table != dst_table]
         clash = moved[np.isin(moved, src_table)]
         if len(clash):

@@ -46,12 +46,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def from_dict(document: dict[str, Any]) -> Plan:
-    """Return the plan that `to_dict` wrote; a document from outside is checked in full.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID for another schema version, a missing, unknown or
-            impossible field, or a plan that breaks an invariant.
-    """
+    """Return the plan that `to_dict` wrote; a document from outside is checked in full."""
     try:
         plan = _parse(document)
     except (TypeError, ValueError) as error:
@@ -135,11 +130,7 @@ def _range(name: str, ends: Any) -> range:
 
 
 def check_invariants(plan: Plan) -> None:
-    """Check a plan that was not made by the planner (read from a file, or built by hand).
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID naming the first segment or tensor that breaks a rule.
-    """
+    """Check a plan that was not made by the planner (read from a file, or built by hand)."""
     segments, t = plan.segments, plan.tensors_per_layer
     if len(segments) == 0 or not segments.nbytes.all():
         raise invalid("segments: a plan has at least one, and none of 0 bytes")

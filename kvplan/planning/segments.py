@@ -65,7 +65,7 @@ class Segments:
 
     @classmethod
     def adopt(cls, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> Segments:
-        """Take over columns that nobody else holds, without copying them."""
+        """Take over columns that have no other holder, without copying them."""
         for column in (src_offsets, dst_offsets, nbytes):
             column.setflags(write=False)
         segments = cls.__new__(cls)
@@ -133,7 +133,7 @@ def merge(slices: Segments) -> Segments:
     """Merge neighbours that are adjacent on both sides; the bytes copied stay the same."""
     src, dst, nbytes = slices.src_offsets, slices.dst_offsets, slices.nbytes
     src_ends = src + nbytes
-    # The law of merging: a segment goes on where both sides go on.
+    # The law of merging: a segment continues where both sides continue.
     adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
     if not adjacent.any():
         return slices

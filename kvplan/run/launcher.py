@@ -22,7 +22,7 @@ below it give kvplan's, also in the Python processes that the program starts.
 PROGRAM is what python takes: a script, a folder or archive with a __main__.py, -m MODULE,
 -c COMMAND, or - for what comes by standard input.
 
-  --several-engines  let a process have several LLMDataDist objects initialised at once
+  --several-engines  let a process have several LLMDataDist objects initialized at once
   -h, --help         print this text
 """
 

@@ -126,10 +126,10 @@ class TestWithoutAccelerator:
             "cannot be used",
             "local host",
             "direct",
-            "blocks came right",
+            "all blocks arrived correctly",
             "links",
         ):
-            assert part in text
+            assert part in " ".join(text.split())  # lines are wrapped
         assert max(map(len, text.splitlines())) <= 110
 
 

@@ -27,7 +27,7 @@ _SAID: Final = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the subcommand."""
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument(
         "--device-id",
         type=int,
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60,
         metavar="SECONDS",
-        help="that looking at the accelerator and UCX may take, default 60",
+        help="time limit for looking at the accelerator and UCX, default 60",
     )
 
 
@@ -87,7 +87,7 @@ def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
 def _read(
     notes: int, process: subprocess.Popen[bytes], timeout_s: float
 ) -> tuple[bytes, bytes, bool]:
-    """What it wrote to the pipe and to stderr, and whether it closed both in time."""
+    """Return what it wrote to the pipe and to stderr, and whether it closed both in time."""
     assert process.stderr is not None
     written = {notes: bytearray(), process.stderr.fileno(): bytearray()}
     deadline = time.monotonic() + timeout_s

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def look(note: Note, device_id: int) -> None:
-    """Tell `note` what there is."""
+    """Report to `note` what there is."""
     with _open_device(note, device_id) as device:
         for way in ways_within(device is not None):
             note(copies=trial.of_copies(way, device))
@@ -225,9 +225,9 @@ def _of_loader(names: tuple[str, ...]) -> _Place:
 
 def _reason(error: Exception) -> str:
     """What an error of ours says; of others, what they are as well."""
-    told = str(error.args[0]) if error.args else ""
+    text = str(error.args[0]) if error.args else ""
     ours = isinstance(error, (LLMException, NativeError))
-    return told if ours and told else f"{type(error).__name__}: {told}"
+    return text if ours and text else f"{type(error).__name__}: {text}"
 
 
 if __name__ == "__main__":

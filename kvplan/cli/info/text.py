@@ -126,18 +126,18 @@ def _ucx(found: Found) -> Iterator[str]:
 
 
 def _tried(it: Found) -> str:
-    told = f"between two ends of one process, {it['way'] or 'which did not come to be linked'}: "
-    return told + ("blocks came right" if it["works"] else f"FAILED: {it['why_not']}")
+    text = f"between two ends of one process, {it['way'] or 'which were not linked'}: "
+    return text + ("all blocks arrived correctly" if it["works"] else f"FAILED: {it['why_not']}")
 
 
 def _copies(found: Found) -> Iterator[str]:
     yield ""
     yield "inside one process"
     for it in found["copies"]:
-        told = it["note"] if it["works"] else f"FAILED: {it['why_not']}"
+        text = it["note"] if it["works"] else f"FAILED: {it['why_not']}"
         if it["works"] and it["remote"] == "device" != it["local"] and it["one_by_one"]:
-            told = f"asynchronous copies, one by one: {it['one_by_one']}"
-        yield _row("", f"{it['local']:<6} <-> {it['remote']:<6}  {told}", indent=20)
+            text = f"asynchronous copies, one by one: {it['one_by_one']}"
+        yield _row("", f"{it['local']:<6} <-> {it['remote']:<6}  {text}", indent=20)
 
 
 def _transports(found: Found) -> Iterator[str]:
@@ -150,10 +150,13 @@ def _transports(found: Found) -> Iterator[str]:
         yield _row(it["name"], f"works; peers reach {' and '.join(it['reaches'])} memory here")
         for way in it["ways"]:
             ends = f"local {way['local']:<6} remote {way['remote']:<6}"
-            told = f"{way['how']}: {way['note']}" if way["note"] else way["how"]
-            yield _row("", f"{ends}  {told}", indent=29)
+            text = f"{way['how']}: {way['note']}" if way["note"] else way["how"]
+            yield _row("", f"{ends}  {text}", indent=29)
         if tried := it.get("tried"):
-            yield _row("", f"tried between two engines of one process ({tried}): blocks came right")
+            yield _row(
+                "",
+                f"tried between two engines of one process ({tried}): all blocks arrived correctly",
+            )
 
 
 def _user_key(found: Found) -> Iterator[str]:
@@ -196,10 +199,10 @@ def _heading(title: str, reason: str | None) -> str:
     return textwrap.fill(f"{title}: {reason}" if reason else title, _WIDTH, subsequent_indent="  ")
 
 
-def _row(name: str, told: str, indent: int = 0) -> str:
+def _row(name: str, text: str, indent: int = 0) -> str:
     """A line, or several with the rest below its beginning."""
     return textwrap.fill(
-        told,
+        text,
         _WIDTH,
         initial_indent=f"  {name:<{_NAME}}  ",
         subsequent_indent=" " * (_NAME + 4 + indent),

@@ -83,7 +83,7 @@ def between_engines(transport: str) -> str:
     from kvplan.links import ClusterInfo
 
     with ExitStack() as stack:
-        # The user's own key is made at first use, and this is none.
+        # The user's own key is made at first use: do not make it here.
         key = Path(stack.enter_context(TemporaryDirectory(prefix="kvplan-info-"))) / "key"
         ClusterKey.generate().save(key)
         common = Options(transport=transport, accelerator="none", cluster_key_file=str(key))

@@ -21,7 +21,7 @@ _ANY_LIBRARY: Final = ""
 
 
 def look(note: Callable[..., None]) -> None:
-    """Tell which library there is, what it was built with, what it finds and what is missing.
+    """Report which library there is, what it was built with, what it finds and what is missing.
 
     Raises:
         LLMException, NativeError: what cannot be had, and why.
@@ -50,7 +50,7 @@ def look(note: Callable[..., None]) -> None:
 
 
 def look_at_transport(note: Callable[..., None], ours: UcxTransport, theirs: UcxTransport) -> None:
-    """Tell how an engine's bytes would move, and move some between two ends of this process.
+    """Report how an engine's bytes would move, and move some between two ends of this process.
 
     Raises:
         LLMException: they cannot be moved, and why.

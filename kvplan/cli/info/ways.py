@@ -23,7 +23,7 @@ class Way(NamedTuple):
         local: kind of memory of this process.
         remote: kind of memory of the peer; in one process, of the other side.
         how: "direct": one batch from where the bytes are to where they go; "staged": through other
-            memory, which `note` tells; "refused".
+            memory, which `note` names; "refused".
         note: by what means; where refused, what to do instead.
     """
 

@@ -49,24 +49,24 @@ def _ready() -> Log:
 
 
 def info(msg: str, *args: object, **kwargs: Any) -> None:
-    """Log what a developer may want to know; arguments as for `logging.Logger.info`."""
+    """Log at level info; arguments as for `logging.Logger.info`."""
     _ready().info(msg, *args, **kwargs)
 
 
 def warn(msg: str, *args: object, **kwargs: Any) -> None:
-    """Log what may not be what was meant."""
+    """Log a warning."""
     _ready().warning(msg, *args, **kwargs)
 
 
 def error(msg: str, *args: object, **kwargs: Any) -> None:
-    """Log what has failed."""
+    """Log an error."""
     _ready().error(msg, *args, **kwargs)
 
 
 def _find_caller(
     stack_info: bool = False, stack_level: int = 1
 ) -> tuple[str, int, str, str | None]:
-    """Return file, line, function and (if `stack_info`) stack of who logs.
+    """Return file, line, function and (if `stack_info`) stack of the caller that logs.
 
     Args:
         stack_info: whether to return the stack as well.

@@ -46,7 +46,7 @@ def check_isinstance(
 
 
 def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: type) -> None:
-    """Refuse an element that is no `inner_class`.
+    """Refuse an element that is not an `inner_class`.
 
     Raises:
         TypeError: naming it.
@@ -66,7 +66,7 @@ def check_dict(
     v_class: type,
     v_inner_class: type | None = None,
 ) -> None:
-    """Refuse keys that are no `k_class`, values that are no `v_class`, and elements of values.
+    """Refuse keys other than `k_class`, values other than `v_class`, and elements of values.
 
     Raises:
         TypeError: naming the first.
@@ -80,32 +80,32 @@ def check_dict(
 
 
 def check_uint8(arg_name: str, arg_value: object) -> None:
-    """Refuse what is no int (TypeError) in [0, 2**8) (ValueError)."""
+    """Refuse anything but an int (TypeError) in [0, 2**8) (ValueError)."""
     _check_width(arg_name, arg_value, 0, 2**8 - 1)
 
 
 def check_uint16(arg_name: str, arg_value: object) -> None:
-    """Refuse what is no int (TypeError) in [0, 2**16) (ValueError)."""
+    """Refuse anything but an int (TypeError) in [0, 2**16) (ValueError)."""
     _check_width(arg_name, arg_value, 0, 2**16 - 1)
 
 
 def check_uint32(arg_name: str, arg_value: object) -> None:
-    """Refuse what is no int (TypeError) in [0, 2**32) (ValueError)."""
+    """Refuse anything but an int (TypeError) in [0, 2**32) (ValueError)."""
     _check_width(arg_name, arg_value, 0, UINT32_MAX)
 
 
 def check_uint64(arg_name: str, arg_value: object) -> None:
-    """Refuse what is no int (TypeError) in [0, 2**64) (ValueError)."""
+    """Refuse anything but an int (TypeError) in [0, 2**64) (ValueError)."""
     _check_width(arg_name, arg_value, 0, UINT64_MAX)
 
 
 def check_int32(arg_name: str, arg_value: object) -> None:
-    """Refuse what is no int (TypeError) in [-2**31, 2**31) (ValueError)."""
+    """Refuse anything but an int (TypeError) in [-2**31, 2**31) (ValueError)."""
     _check_width(arg_name, arg_value, -(2**31), 2**31 - 1)
 
 
 def check_int64(arg_name: str, arg_value: object) -> None:
-    """Refuse what is no int (TypeError) in [-2**63, 2**63) (ValueError)."""
+    """Refuse anything but an int (TypeError) in [-2**63, 2**63) (ValueError)."""
     _check_width(arg_name, arg_value, -(2**63), INT64_MAX)
 
 
@@ -131,7 +131,7 @@ def check_positive_or_set_default(arg_name: str, arg_value: int | None, default:
     """Return `arg_value` if it is an int in [0, 2**63), `default` for None.
 
     Raises:
-        TypeError: no int.
+        TypeError: not an int.
         ValueError: out of range.
     """
     if arg_value is None:

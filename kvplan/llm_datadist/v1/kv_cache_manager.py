@@ -304,7 +304,7 @@ class KvCacheManager:
     ) -> CacheTask:
         """Push a cache layer by layer, as `CacheManager.transfer_cache_async`. PROMPT only.
 
-        A destination that goes on when the time of a waiting call has passed is told as
+        A destination that has no outcome when a waiting call times out has the status
         LLM_WAIT_PROCESS_TIMEOUT.
         """
         self._check_role("transfer_cache_async", LLMRole.PROMPT)
@@ -351,7 +351,7 @@ class KvCacheManager:
                 if error.status_code is not LLMStatusCode.LLM_OUT_OF_MEMORY:
                     raise
                 raise _out_of_memory(str(error.args[0])) from error
-        log.info("cache %d is made of %s", made.cache_id, cache_desc)
+        log.info("cache %d is made: %s", made.cache_id, cache_desc)
         return KvCache(made.cache_id, cache_desc, [list(made.tensor_addrs)], self)
 
     def _check_room(self, nbytes: int) -> None:
@@ -372,7 +372,7 @@ class KvCacheManager:
 
 
 class _Holding(LayerSynchronizer):
-    """A synchronizer, and the memory that the transfer it belongs to reads until its end."""
+    """A synchronizer that holds the memory which its transfer reads until the end."""
 
     def __init__(self, synchronizer: LayerSynchronizer, memory: TensorMemory) -> None:
         self._synchronizer = synchronizer
@@ -383,12 +383,7 @@ class _Holding(LayerSynchronizer):
 
 
 def kv_cache_of(name: str, cache: KvCache) -> EngineCache:
-    """Return the cache that the engine knows.
-
-    Raises:
-        TypeError: no KvCache.
-        LLMException: LLM_PARAM_INVALID: it has tensors on several devices.
-    """
+    """Return the engine's cache; refuse tensors on several devices."""
     check_isinstance(name, cache, KvCache, allow_none=False)
     devices = cache.per_device_tensor_addrs
     if len(devices) > 1:
@@ -398,7 +393,7 @@ def kv_cache_of(name: str, cache: KvCache) -> EngineCache:
 
 
 def device_cache_of(name: str, cache: KvCache) -> EngineCache:
-    """Return the cache that the engine knows; also LLM_PARAM_INVALID: it is of Placement.HOST."""
+    """Return the engine's cache; refuse Placement.HOST too."""
     found = kv_cache_of(name, cache)
     if found.cache_desc.placement != Placement.DEVICE:
         raise invalid(f"{name}={cache} must be of Placement.DEVICE")

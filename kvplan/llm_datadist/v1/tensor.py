@@ -11,8 +11,8 @@ from kvplan.llm_datadist.data_type import DataType
 from kvplan.llm_datadist.utils.utils import check_isinstance
 
 _BY_NUMPY = {
-    np.dtype(twin): DataType[f"DT_{name}"]
-    for name, twin in {
+    np.dtype(numpy_type): DataType[f"DT_{name}"]
+    for name, numpy_type in {
         "FLOAT": np.float32,
         "FLOAT16": np.float16,
         "INT8": np.int8,
@@ -28,13 +28,13 @@ _BY_NUMPY = {
     }.items()
 }
 # NumPy has no bfloat16: its 16 bits come in an array of that width.
-_NUMPY_OF = {data_type: twin for twin, data_type in _BY_NUMPY.items()} | {
+_NUMPY_OF = {data_type: dtype for dtype, data_type in _BY_NUMPY.items()} | {
     DataType.DT_BF16: np.dtype(np.float16)
 }
 
 
 class TensorDesc:
-    """What a tensor is made of.
+    """The element type and shape of a tensor.
 
     Args:
         dtype: type of an element.
@@ -90,7 +90,7 @@ class Tensor:
 
     @classmethod
     def _over(cls, array: NDArray[Any], data_type: DataType) -> Tensor:
-        """Make one of memory that somebody else owns; nothing is copied."""
+        """Make one over memory that it does not own; nothing is copied."""
         tensor = cls.__new__(cls)
         tensor._tensor_desc, tensor._array = TensorDesc(data_type, array.shape), array
         return tensor
@@ -99,10 +99,10 @@ class Tensor:
         """Return its elements; those of DT_BF16 as float32, which always is a copy.
 
         Args:
-            copy: False: the tensor's own memory; a tensor of text has none to give.
+            copy: False: the tensor's own memory, which a tensor of text cannot return.
 
         Raises:
-            TypeError: copy is no bool.
+            TypeError: copy is not a bool.
             RuntimeError: text, without copy.
         """
         check_isinstance("copy", copy, bool, allow_none=False)
@@ -110,7 +110,7 @@ class Tensor:
             bits = self._array.view(np.uint16).astype(np.uint32)
             return np.left_shift(bits, 16).view(np.float32)
         if self._tensor_desc.dtype is DataType.DT_STRING and not copy:
-            raise RuntimeError("copy=False: the memory of a tensor of text cannot be had")
+            raise RuntimeError("copy=False: the memory of a tensor of text is not accessible")
         return self._array.copy() if copy else self._array
 
     def __repr__(self) -> str:

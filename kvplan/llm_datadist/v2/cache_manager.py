@@ -35,7 +35,6 @@ from kvplan.llm_datadist.v2.move_arguments import (
     check_kind,
     check_size,
     check_some,
-    check_table,
     copies_of,
     last_wins,
     layers_given,
@@ -208,7 +207,7 @@ class CacheManager:
         self._engine.unregister_cache(int(cache_id))
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
-        """Check anew how registered memory is mapped, and offer its caches to the peers anew.
+        """Check again how registered memory is mapped, and offer its caches to the peers again.
 
         For memory that was repaired: transfers before this fail, transfers after it work.
 
@@ -286,9 +285,8 @@ class CacheManager:
         kinds: list[type] = [CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
         check_isinstance("src_cache_key", src_cache_key, kinds, allow_none=False)
         check_isinstance("dst_cache", dst_cache, Cache, allow_none=False)
-        check_table("src_blocks", src_blocks)
-        check_table("dst_blocks", dst_blocks)
-        src, dst = table_of("src_blocks", src_blocks), table_of("dst_blocks", dst_blocks)
+        src = table_of("src_blocks", src_blocks, allow_none=False)
+        dst = table_of("dst_blocks", dst_blocks, allow_none=False)
         check_kind("dst_cache", dst_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         layers = layers_given(kwargs)
@@ -368,8 +366,8 @@ class CacheManager:
         self._check_may_push("push_blocks")
         check_isinstance("dst_cache_key", dst_cache_key, BlocksCacheKey, allow_none=False)
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
-        check_table("dst_blocks", dst_blocks)
-        src, dst = table_of("src_blocks", src_blocks), table_of("dst_blocks", dst_blocks)
+        src = table_of("src_blocks", src_blocks)
+        dst = table_of("dst_blocks", dst_blocks, allow_none=False)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         num_tensors = src_cache.cache_desc.num_tensors
@@ -404,7 +402,7 @@ class CacheManager:
             dst_block_memory_size: bytes of such a block; needed if src_cache is contiguous.
 
         Returns:
-            The task that tells what has become of each destination.
+            The task that has the status of each destination.
         """
         check_isinstance("src_cache", src_cache, Cache, allow_none=False)
         if src_cache.cache_desc.placement is not Placement.DEVICE:
@@ -538,7 +536,7 @@ class CacheManager:
         if remote_accessible is not None:
             return remote_accessible
         if not self._enable_remote_cache_accessible:
-            return True  # what the original's peers pull from any cache, through its buffers
+            return True  # the original's peers pull from any cache, through its buffers
         return cache_desc.placement is Placement.DEVICE and not self._is_call_linked
 
     def _deallocate(self, cache: Cache, *, is_blocks: bool) -> None:
@@ -551,7 +549,7 @@ class CacheManager:
     def _made(
         self, made: kvplan.Cache, cache_desc: CacheDesc, *, is_registered: bool, is_blocks: bool
     ) -> Cache:
-        log.info("cache %d is made of %s", made.cache_id, cache_desc)
+        log.info("cache %d is made: %s", made.cache_id, cache_desc)
         addrs = list(made.tensor_addrs)
         cache = Cache(made.cache_id, cache_desc, addrs, self, is_registered, is_blocks)
         cache._engine_cache = made

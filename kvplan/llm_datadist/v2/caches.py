@@ -33,7 +33,7 @@ class CacheDesc:
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: num_tensors is no uint32, or a dimension no int64.
+        ValueError: num_tensors is not a uint32, or a dimension not an int64.
         LLMException: LLM_PARAM_INVALID: an index outside of the shape.
     """
 
@@ -124,12 +124,12 @@ class Cache:
         cache_id: its id; -1: none.
         cache_desc: its description.
         tensor_addrs: an address for each tensor.
-        cache_manager: whose it is; None: nobody's.
+        cache_manager: that made it; None: none did.
         is_registered: whether its memory is the caller's.
         is_blocks_cache: whether it is paged.
 
     Raises:
-        TypeError, ValueError: cache_id is no int64.
+        TypeError, ValueError: cache_id is not an int64.
     """
 
     cache_id = Field[int]("Its id; -1: none.")
@@ -182,7 +182,7 @@ class Cache:
 
 
 class KvCacheOwner(Protocol):
-    """Who takes a `KvCache` back."""
+    """What takes a `KvCache` back."""
 
     def is_initialized(self) -> bool:
         """Whether it still can."""
@@ -198,10 +198,10 @@ class KvCache:
         cache_id: its id; -1: none.
         cache_desc: its description.
         per_device_tensor_addrs: for each device an address for each tensor.
-        kv_cache_manager: whose it is; None: nobody's.
+        kv_cache_manager: that made it; None: none did.
 
     Raises:
-        TypeError, ValueError: cache_id is no int64.
+        TypeError, ValueError: cache_id is not an int64.
     """
 
     cache_id = Field[int]("Its id; -1: none.")

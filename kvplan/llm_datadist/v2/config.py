@@ -14,9 +14,9 @@ class EngineConfig:
         """Return the little-endian integer of the address, and the port, of "ip:port".
 
         Raises:
-            TypeError: no text.
-            RuntimeError: no IPv4 address.
-            LLMException: LLM_PARAM_INVALID: another form, or a port that is no number.
+            TypeError: not a text.
+            RuntimeError: not an IPv4 address.
+            LLMException: LLM_PARAM_INVALID: another form, or a port that is not a number.
         """
         ip, port = llm_utils.parse_listen_ip_info(listen_ip_info)
         return trans_str_ip(ip), port

@@ -1,4 +1,4 @@
-"""From the options that a program gives to what the engine is initialized with."""
+"""Converts the options that a program gives to those that the engine is initialized with."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ _WAIT_TIME = "llm.SyncKvCacheWaitTime"
 
 
 def completed(options: dict[str, str], role: str) -> dict[str, str]:
-    """Return a copy with what options imply for each other, and with the role and listening ip.
-
-    Raises:
-        TypeError: an option that is no text.
-        LLMException: LLM_PARAM_INVALID: options that cannot be together.
-    """
+    """Return a copy with what options imply for each other, and with the role and listening ip."""
     if (size := options.get(_FLOW_GRAPH)) is not None:
         check_isinstance(_FLOW_GRAPH, size, str)
         if not size.isdigit():
@@ -59,12 +54,7 @@ def _check_together(option: str, options: dict[str, str], needed: str) -> None:
 
 
 def check_listen(listen_ip_info: str) -> tuple[str, int]:
-    """Read an "ip:port" to listen at.
-
-    Raises:
-        TypeError: no text.
-        LLMException: LLM_PARAM_INVALID: not of this form, or no IPv4 address.
-    """
+    """Read an "ip:port" to listen at; refuse another form, or what is not an IPv4 address."""
     try:
         ip, port = parse_listen_ip_info(listen_ip_info)
         IPv4Address(ip)
@@ -76,12 +66,12 @@ def check_listen(listen_ip_info: str) -> tuple[str, int]:
 def engine_options(options: dict[str, str]) -> Options:
     """Return what the engine is initialized with.
 
-    What it does not know is logged and ignored, unless it is nearly where to listen; so are numbers
+    What it does not know is logged and ignored, unless it is a misspelled LISTEN; so are numbers
     for RDMA that no adapter takes. A SyncKvCacheWaitTime of "0" is the default.
 
     Raises:
-        TypeError: a key or value that is no text.
-        LLMException: LLM_PARAM_INVALID: a value that cannot be, or a key that is nearly LISTEN.
+        TypeError: a key or value that is not a text.
+        LLMException: LLM_PARAM_INVALID: an impossible value, or a misspelled LISTEN.
     """
     known = {}
     for key, text in options.items():
@@ -107,7 +97,7 @@ def _is_possible(key: str, text: str) -> bool:
     try:
         Options.of({key: text})
     except (ValueError, LLMException):
-        return not text.isdigit()  # what is no number at all is refused
+        return not text.isdigit()  # what is not a number at all is refused
     return True
 
 

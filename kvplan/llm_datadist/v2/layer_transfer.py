@@ -46,7 +46,7 @@ Configs = Sequence[Config]
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """What all destinations of a call get their layers from.
+    """The source of the layers of all destinations of a call.
 
     Attributes:
         cache: the local cache.
@@ -71,13 +71,7 @@ class LayerSource:
         dst_block_indices: Indices | None,
         dst_block_memory_size: int | None,
     ) -> Self:
-        """Check the arguments of `transfer_cache_async` that all destinations share.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: a block or dst_block_memory_size is no uint64.
-            LLMException: LLM_PARAM_INVALID: arguments that do not go together.
-        """
+        """Check the arguments of `transfer_cache_async` that all destinations share."""
         src = indices_of("src_block_indices", src_block_indices, ValueError)
         dst = indices_of("dst_block_indices", dst_block_indices, ValueError)
         if dst_block_memory_size is not None:
@@ -109,7 +103,7 @@ class LayerSource:
 
 @dataclass(frozen=True)
 class _Push:
-    """One config, as the engine takes it."""
+    """One config, converted to arguments of the engine."""
 
     to: CacheIndex | BlocksCacheKey | PeerTensors
     src_batch_index: int
@@ -148,10 +142,7 @@ def transfer_layers(
     remote_mode: bool,
     running_status: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
 ) -> CacheTask:
-    """Begin to push to each destination, and a thread that asks for the layers.
-
-    Arguments and errors as of `destinations_of` and `LayerFeed`.
-    """
+    """Begin to push to each destination, and start the thread that asks for the layers."""
     destinations = destinations_of(engine, source, configs, remote_mode=remote_mode)
     feed = LayerFeed(destinations, synchronizer, finish_ms, running_status)
     feed.start()
@@ -238,7 +229,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
 
 
 class Destination:
-    """One transfer on its way, or the refusal of one.
+    """One transfer in flight, or the refusal of one.
 
     Args:
         name: for the log.
@@ -296,7 +287,7 @@ class Destination:
                 log.error("%s: %s", self._name, error)
 
     def status(self, timeout_s: float | None) -> LLMStatusCode | None:
-        """Wait up to `timeout_s` seconds for the outcome, and return it; None: it goes on."""
+        """Wait up to `timeout_s` seconds for the outcome, and return it; None: it has none yet."""
         task = self._task
         if task is None:
             return self._refusal
@@ -306,7 +297,7 @@ class Destination:
             if not task.done:
                 return None
         try:
-            task.wait()  # it has ended: as what?
+            task.wait()  # it has ended: with which status?
         except LLMException as error:
             return error.status_code
         return LLMStatusCode.LLM_SUCCESS
@@ -317,10 +308,10 @@ class LayerFeed:
 
     Args:
         destinations: in the order of the configs.
-        synchronizer: tells when a layer is ready; called for each that is needed, ascending, until
-            it says no.
+        synchronizer: says when a layer is ready; called for each that is needed, ascending, until
+            it returns False.
         finish_ms: milliseconds that a destination may take after its last layer.
-        running_status: as of `AsyncTransfer`.
+        running_status: as for `AsyncTransfer`.
     """
 
     def __init__(
@@ -336,11 +327,7 @@ class LayerFeed:
         self.running_status = running_status
 
     def start(self) -> None:
-        """Begin to ask for layers.
-
-        Raises:
-            RuntimeError: the process can have no more threads; nothing moves then.
-        """
+        """Begin to ask for layers; nothing moves if the process can have no more threads."""
         # A daemon: a synchronizer may never return, and the process must end all the same.
         thread = Thread(target=self._run, name="kvplan-layers", daemon=True)
         try:
@@ -350,7 +337,7 @@ class LayerFeed:
             raise
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        """Wait up to `timeout_s` seconds; return what became of each (None: it goes on)."""
+        """Wait up to `timeout_s` seconds; return the status of each (None: no outcome yet)."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         return [
             it.status(None if deadline is None else max(0.0, deadline - monotonic()))
@@ -363,7 +350,7 @@ class LayerFeed:
             for it in self._destinations:
                 it.finish(self._finish_ms)
         finally:
-            # Nobody would end it any more.
+            # Without this thread nothing would end them.
             self._give_up(LLMException("the thread that asks for layers has ended"))
 
     def _feed(self) -> None:
@@ -381,7 +368,7 @@ class LayerFeed:
                 it.ready(layer)
 
     def _await(self, layer: int) -> LLMException | None:
-        """Ask for a layer; return why it does not come, None: it is there."""
+        """Ask for a layer; return why it is not ready, None: it is."""
         called = f"synchronize_layer({layer})"
         try:
             if self._synchronizer.synchronize_layer(layer, None):

@@ -21,16 +21,9 @@ _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 
 
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
-    """Refuse what names no clusters.
+    """Refuse what is not clusters, or a timeout (ms) < 1; with `needed` each has a local address.
 
-    Args:
-        clusters: whom.
-        timeout: milliseconds.
-        needed: the option that is empty, so that each needs a local address; "": it needs none.
-
-    Raises:
-        TypeError, ValueError: an argument of another type, an id or timeout of another width.
-        LLMException: LLM_PARAM_INVALID: timeout < 1, or no local address.
+    `needed` is the option that is empty, so that the addresses are needed; "": they are not.
     """
     check_int32("timeout", timeout)
     if timeout < 1:
@@ -54,7 +47,7 @@ class OwnLinks(set[int]):
     """
 
     def linked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
-        """What the code of linking is where the peer may have linked already."""
+        """Return the code of linking where the peer may have linked already."""
         if code is LLMStatusCode.LLM_ALREADY_LINK and cluster_id not in self:
             code = LLMStatusCode.LLM_SUCCESS
         if code is LLMStatusCode.LLM_SUCCESS:
@@ -62,7 +55,7 @@ class OwnLinks(set[int]):
         return code
 
     def unlinked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
-        """What the code of unlinking is where the peer may have unlinked already."""
+        """Return the code of unlinking where the peer may have unlinked already."""
         if code is LLMStatusCode.LLM_UNLINK_FAILED and cluster_id in self:
             code = LLMStatusCode.LLM_SUCCESS
         if code is LLMStatusCode.LLM_SUCCESS:
@@ -77,9 +70,9 @@ def link(
 
     Args:
         engine: of this end.
-        clusters: whom, and where.
+        clusters: to link with, and their addresses.
         timeout: milliseconds.
-        own: where both ends link; None: one does.
+        own: links of this end, where both ends link; None: one end links.
     """
     codes: dict[int, LLMStatusCode] = {}
     linkable: dict[int, ClusterInfo] = {}
@@ -104,10 +97,7 @@ def unlink(
     force: bool,
     own: OwnLinks | None = None,
 ) -> Codes:
-    """Unlink all of them; whoever was not linked is LLM_UNLINK_FAILED, as in the original.
-
-    Arguments as of `link`, and of `LLMDataDist.unlink_clusters`.
-    """
+    """Unlink all of them; one that was not linked is LLM_UNLINK_FAILED, as in the original."""
     if not clusters:
         return _of_all([])
     ids = [int(it.remote_cluster_id) for it in clusters]
@@ -119,17 +109,13 @@ def unlink(
 
 
 def about(who: str, error: LLMException) -> str:
-    """The text of an error, with `who` it is about in front if it does not say so itself."""
+    """Return the text of an error, with `who` it is about in front unless the text names it."""
     text = str(error)
     return text if re.search(rf"\b{re.escape(who)}\b", text) else f"{who}: {text}"
 
 
 def check_linked(engine: LlmDataDist, cluster_id: int) -> None:
-    """Refuse a cluster with which nothing can be moved now.
-
-    Raises:
-        LLMException: LLM_NOT_YET_LINK: no link; LLM_LINK_FAILED: it is broken, or not there yet.
-    """
+    """Refuse a cluster with which nothing can be moved now: no link, or one that is not LINKED."""
     link = next((it for it in engine.links() if it.cluster_id == cluster_id), None)
     if link is None:
         raise LLMException(
@@ -146,7 +132,7 @@ def _linkable(engine: LlmDataDist, cluster: LLMClusterInfo) -> ClusterInfo:
     if cluster.remote_cluster_id == engine.cluster_id:
         raise invalid(f"remote_cluster_id={cluster.remote_cluster_id} is this engine's own")
     found = cluster_of(cluster)
-    found.endpoint()  # exactly one, and one that can be
+    found.endpoint()  # refuses none, several, and impossible ones
     return found
 
 

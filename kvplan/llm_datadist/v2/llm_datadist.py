@@ -77,7 +77,7 @@ class EngineSlots:
         """Refuse one engine too many.
 
         Args:
-            other: that is initialized; None: there is none.
+            other: an engine that is initialized; None: there is no other.
 
         Raises:
             LLMException: LLM_FAILED.
@@ -90,11 +90,11 @@ class EngineSlots:
         )
 
     def take(self, engine: LLMDataDist) -> None:
-        """`engine` is initialized."""
+        """Hold `engine`, which is initialized."""
         self._taken.append(engine)
 
-    def leave(self, engine: LLMDataDist) -> None:
-        """`engine` is finalized."""
+    def release(self, engine: LLMDataDist) -> None:
+        """Forget `engine`, which is finalized."""
         self._taken = [it for it in self._taken if it is not engine]
 
     def forget(self) -> None:
@@ -129,7 +129,7 @@ class LLMDataDist:
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: cluster_id is no uint64.
+        ValueError: cluster_id is not a uint64.
     """
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
@@ -181,15 +181,15 @@ class LLMDataDist:
         return self._kv_cache_manager
 
     def init(self, options: dict[str, str]) -> None:
-        """Begin to take calls; a second time: nothing.
+        """Begin to take calls; no effect if it is initialized.
 
         Args:
             options: as `LLMConfig.generate_options` returns them; `kvplan.` options work too.
 
         Raises:
-            TypeError: options of another type, or a value that is no text.
-            LLMException: LLM_FAILED: another engine is initialized, or the port cannot be had;
-                LLM_PARAM_INVALID: an option that cannot be; LLM_OUT_OF_MEMORY: no memory for a
+            TypeError: options of another type, or a value that is not a text.
+            LLMException: LLM_FAILED: another engine is initialized, or the port is in use;
+                LLM_PARAM_INVALID: an impossible option; LLM_OUT_OF_MEMORY: no memory for a
                 pool.
         """
         with ENGINES.mutex:
@@ -226,13 +226,13 @@ class LLMDataDist:
                 if manager is not None:
                     manager._initialized = False
             self._is_initialized = False
-            ENGINES.leave(self)
+            ENGINES.release(self)
             if LLMDataDist.llm_engine_instance is self:
                 LLMDataDist.llm_engine_instance = ENGINES.latest
             self._llm_datadist.finalize()
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
-        """Change the role, and where this engine listens; only while nobody is linked.
+        """Change the role, and where this engine listens; only while no cluster is linked.
 
         Args:
             role: the new one, or (with llm.EnableCacheManager) the same.
@@ -242,8 +242,8 @@ class LLMDataDist:
         Raises:
             TypeError: an argument of another type.
             RuntimeError: not initialized.
-            LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: no such address, or a key
-                that is nearly llm.listenIpInfo; LLM_FAILED: it cannot be had. Nothing changes then.
+            LLMException: LLM_EXIST_LINK: links live; LLM_PARAM_INVALID: not an address, or a
+                misspelled llm.listenIpInfo; LLM_FAILED: it is not available. Nothing changes then.
         """
         engine = self._running()
         check_isinstance("role", role, LLMRole, allow_none=False)
@@ -279,7 +279,7 @@ class LLMDataDist:
             rank_table: JSON that says where the ranks run; empty: all on this host.
 
         Returns:
-            The id to ask `query_register_mem_status` with: it goes on in the background.
+            The id for `query_register_mem_status`: linking goes on in the background.
 
         Raises:
             TypeError, ValueError: an argument of another type or width.
@@ -305,10 +305,10 @@ class LLMDataDist:
         return comm_id
 
     def unlink(self, comm_id: int) -> None:
-        """End what `link` has begun.
+        """End a communicator that `link` has made.
 
         Raises:
-            TypeError, ValueError: comm_id is no uint64.
+            TypeError, ValueError: comm_id is not a uint64.
             RuntimeError: not initialized.
             LLMException: LLM_NOT_YET_LINK: there is no such communicator (any more).
         """
@@ -331,7 +331,7 @@ class LLMDataDist:
             timeout: milliseconds that it may take, > 0.
 
         Returns:
-            What became of the call and of each cluster: LLM_SUCCESS, LLM_ALREADY_LINK,
+            The status of the call and of each cluster: LLM_SUCCESS, LLM_ALREADY_LINK,
             LLM_LINK_FAILED... No failure to link is raised.
 
         Raises:
@@ -357,7 +357,7 @@ class LLMDataDist:
             force: end it here at once, whatever is in flight.
 
         Returns:
-            What became of the call and of each cluster: LLM_SUCCESS, LLM_LINK_BUSY (still linked),
+            The status of the call and of each cluster: LLM_SUCCESS, LLM_LINK_BUSY (still linked),
             LLM_UNLINK_FAILED (not linked, or the peer has not confirmed)...
 
         Raises:
@@ -376,7 +376,7 @@ class LLMDataDist:
         """Return if the cluster is linked; only without llm.EnableCacheManager.
 
         Raises:
-            TypeError, ValueError: remote_cluster_id is no uint64.
+            TypeError, ValueError: remote_cluster_id is not a uint64.
             RuntimeError: not initialized.
             LLMException: LLM_NOT_YET_LINK: no link; LLM_LINK_FAILED: it is broken;
                 LLM_PARAM_INVALID: with llm.EnableCacheManager.

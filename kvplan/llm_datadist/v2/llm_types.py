@@ -94,16 +94,16 @@ class CacheKey:
     Args:
         cluster_id: of the peer, also as prompt_cluster_id; where a cache is made, it is ignored.
         req_id: the request; 2**64-1: none.
-        model_id: tells models of one request apart. Default 0.
+        model_id: distinguishes models of one request. Default 0.
         prefix_id: the prefix; 2**64-1, the default: none.
 
     Raises:
-        TypeError, ValueError: an id that is no uint64.
+        TypeError, ValueError: an id that is not a uint64.
         LLMException: LLM_PARAM_INVALID: an argument too many, too few, or of another name.
     """
 
     cluster_id = Field[int]("Of the peer.")
-    prompt_cluster_id = Field[int]("The same.")
+    prompt_cluster_id = Field[int]("The same as cluster_id.")
     req_id = Field[int]("The request.")
     model_id = Field[int]("The model.")
     prefix_id = Field[int]("The prefix.")
@@ -132,15 +132,15 @@ class BlocksCacheKey:
 
     Args:
         cluster_id: of the peer, also as prompt_cluster_id; where a cache is made, it is ignored.
-        model_id: tells caches of one cluster apart. Default 0.
+        model_id: distinguishes caches of one cluster. Default 0.
 
     Raises:
-        TypeError: an id that is no int.
+        TypeError: an id that is not an int.
         LLMException: LLM_PARAM_INVALID: an argument too many, too few, or of another name.
     """
 
     cluster_id = Field[int]("Of the peer.")
-    prompt_cluster_id = Field[int]("The same.")
+    prompt_cluster_id = Field[int]("The same as cluster_id.")
     model_id = Field[int]("The model.")
 
     def __init__(self, *args: int, **kwargs: int) -> None:
@@ -165,7 +165,8 @@ class CacheKeyByIdAndIndex:
         batch_index: the slot.
 
     Raises:
-        TypeError, ValueError: cluster_id is no uint64, cache_id no int64, batch_index no uint32.
+        TypeError, ValueError: cluster_id is not a uint64, cache_id not an int64, or batch_index
+            not a uint32.
     """
 
     cluster_id = Field[int]("Of the peer.")
@@ -211,7 +212,7 @@ DestinationKey = BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 class LayerSynchronizer(ABC):
-    """Tells when the layers of a cache are computed; to be subclassed."""
+    """Says when the layers of a cache are computed; to be subclassed."""
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
@@ -222,12 +223,12 @@ class LayerSynchronizer(ABC):
             timeout_in_millis: milliseconds that it may take; None: as long as it takes.
 
         Returns:
-            Whether it does.
+            Whether the layer holds them.
         """
 
 
 def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
-    """Refuse what is no range of layers.
+    """Refuse anything but a range of layers.
 
     Raises:
         TypeError: another type.
@@ -368,13 +369,13 @@ class AsyncTransfer(Protocol):
     """A transfer to several destinations that goes on in the background.
 
     Attributes:
-        running_status: what a destination without outcome is told as.
+        running_status: the status of a destination without an outcome.
     """
 
     running_status: LLMStatusCode
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        """Wait up to `timeout_s` seconds; return what became of each (None: it goes on)."""
+        """Wait up to `timeout_s` seconds; return the status of each (None: no outcome yet)."""
 
 
 class CacheTask:
@@ -394,11 +395,11 @@ class CacheTask:
             timeout_in_millis: milliseconds; None: as long as it takes.
 
         Returns:
-            LLM_SUCCESS if every byte of each has arrived; LLM_TIMEOUT if some go on; otherwise the
-            status of the first that has failed.
+            LLM_SUCCESS if every byte of each has arrived; LLM_TIMEOUT if some have no outcome yet;
+            otherwise the status of the first that has failed.
 
         Raises:
-            TypeError, ValueError: timeout_in_millis is no uint32.
+            TypeError, ValueError: timeout_in_millis is not a uint32.
         """
         results = self.get_results(timeout_in_millis)
         running = self._transfer_async_task.running_status
@@ -414,11 +415,11 @@ class CacheTask:
             timeout_in_millis: milliseconds; None: as long as it takes.
 
         Returns:
-            LLM_SUCCESS for those where every byte has arrived; LLM_TIMEOUT for those that go on,
-            and for those that were stopped because sync_kv_timeout had passed.
+            LLM_SUCCESS for those where every byte has arrived; LLM_TIMEOUT for those without an
+            outcome, and for those that were stopped because sync_kv_timeout had passed.
 
         Raises:
-            TypeError, ValueError: timeout_in_millis is no uint32.
+            TypeError, ValueError: timeout_in_millis is not a uint32.
         """
         timeout_s = None
         if timeout_in_millis is not None:

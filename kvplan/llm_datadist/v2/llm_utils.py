@@ -1,4 +1,4 @@
-"""Small functions over values, and how they cross to the original's C++ part: as tuples."""
+"""Small functions over values, and their conversion to the tuples of the original's C++ part."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def layer_range_to_tensor_indices(
 
     Raises:
         TypeError: a range of another type.
-        ValueError: a layer is no uint32.
+        ValueError: a layer is not a uint32.
         LLMException: LLM_PARAM_INVALID: a step other than 1, or a negative layer.
     """
     ranges = {"src_layer_range": src_layer_range, "dst_layer_range": dst_layer_range}
@@ -128,8 +128,8 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
     """Return the address and port of "ip:port".
 
     Raises:
-        TypeError: no text.
-        LLMException: LLM_PARAM_INVALID: another form, or a port that is no uint16.
+        TypeError: not a text.
+        LLMException: LLM_PARAM_INVALID: another form, or a port that is not a uint16.
     """
     check_isinstance("llm.listenIpInfo", listen_ip_info, str, allow_none=False)
     ip, *ports = listen_ip_info.split(":")

@@ -22,20 +22,13 @@ TENSORS_PER_LAYER = 2
 Indices = list[int] | tuple[int, ...]
 Table = list[int] | NDArray[np.int64]
 
-_LONG = 64  # blocks from which on an array is faster
+_LONG = 64  # blocks; from here on an array is faster
 
 
 def layers_of(
     src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int
 ) -> KvCacheExtParam:
-    """Check which layers go where.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: tensor_num_per_layer or a layer is no uint32.
-        LLMException: LLM_PARAM_INVALID: tensor_num_per_layer is 0, a step other than 1, no layer,
-            or a negative one.
-    """
+    """Return which layers go where; refuse what is not ranges of step 1 and uint32 > 0."""
     check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if tensor_num_per_layer == 0:
         raise invalid("tensor_num_per_layer=0 is out of range [1, num_tensors]")
@@ -50,11 +43,7 @@ def pushed_layers_of(
     tensor_num_per_layer: int,
     num_tensors: int,
 ) -> KvCacheExtParam:
-    """As `layers_of`, where a range that is not given means the layers of the local cache.
-
-    Raises:
-        LLMException: also LLM_PARAM_INVALID for ranges of unequal length.
-    """
+    """As `layers_of`, where a range that is not given means the layers of the local cache."""
     layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
     whole = range(num_tensors // layers.tensor_num_per_layer)
     src, dst = (whole if it is None else it for it in (src_layer_range, dst_layer_range))
@@ -66,7 +55,7 @@ def pushed_layers_of(
 
 
 def layers_given(kwargs: Mapping[str, Any]) -> KvCacheExtParam:
-    """`layers_of` the keyword arguments of a pull; errors as of it."""
+    """Return `layers_of` the keyword arguments of a pull."""
     return layers_of(
         kwargs.get("src_layer_range"),
         kwargs.get("dst_layer_range"),
@@ -83,16 +72,7 @@ def _check_layers(name: str, layers: range | None) -> None:
 def indices_of(
     name: str, blocks: Indices | None, refusal: type[Exception] = TypeError
 ) -> list[int]:
-    """Return block indices as a list; None: none.
-
-    Args:
-        name: of the argument.
-        blocks: its value.
-        refusal: of an index that is no uint64.
-
-    Raises:
-        TypeError: another type.
-    """
+    """Return block indices as a list; None: none. One that is not a uint64 is a `refusal`."""
     check_isinstance(name, blocks, [list, tuple])
     if not blocks:
         return []
@@ -103,9 +83,9 @@ def indices_of(
     return [_index(name, it, refusal) for it in blocks]
 
 
-def table_of(name: str, blocks: Indices | None) -> Table:
-    """As `indices_of`; a long table comes as an array, which nobody checks element by element."""
-    check_isinstance(name, blocks, [list, tuple])
+def table_of(name: str, blocks: Indices | None, *, allow_none: bool = True) -> Table:
+    """As `indices_of`; a long table comes as an array, which is not checked element by element."""
+    check_isinstance(name, blocks, [list, tuple], allow_none=allow_none)
     if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
         with suppress(struct.error):  # beyond int64
             table = np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
@@ -142,11 +122,7 @@ def _listed(blocks: Table) -> list[int]:
 
 
 def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Return the copies as `each_once` does.
-
-    Raises:
-        TypeError: an index that is no uint64.
-    """
+    """Return the copies as `each_once` does; an index that is not a uint64 is a TypeError."""
     return each_once(
         (_index("copy_block_info", src), _index("copy_block_info", dst))
         for src, targets in copy_block_info.items()
@@ -176,31 +152,20 @@ def _index(name: str, value: int, refusal: type[Exception] = TypeError) -> int:
 
 
 def check_size(size: int) -> None:
-    """Refuse a size that is neither -1 (the whole row) nor positive.
-
-    Raises:
-        TypeError, ValueError: no int64.
-        LLMException: LLM_PARAM_INVALID.
-    """
+    """Refuse a size that is neither -1 (the whole row) nor positive, or not an int64."""
     check_int64("size", size)
     if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
 
 
 def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
-    """Refuse a cache of the other kind: LLM_PARAM_INVALID."""
+    """Refuse a cache of the other kind."""
     if cache.is_blocks_cache is not is_blocks:
         raise invalid(f"{name}={cache} must be {'paged' if is_blocks else 'contiguous'}")
 
 
 def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
-    """Refuse caches that cannot swap blocks, whichever they are.
-
-    Raises:
-        TypeError: no placement or data type.
-        LLMException: LLM_PARAM_INVALID: not one of each placement, another number of tensors, or
-            size of a block.
-    """
+    """Refuse caches that cannot swap any blocks: other placements, num_tensors, size of a block."""
     ends = {src_name: desc_of(src.cache_desc), dst_name: desc_of(dst.cache_desc)}
     for what, values in (
         ("placement", [it.placement.name for it in ends.values()]),
@@ -215,11 +180,6 @@ def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
 
 
 def check_some(name: str, blocks: Sized) -> None:
-    """Refuse an empty block table: LLM_PARAM_INVALID."""
+    """Refuse an empty block table."""
     if not len(blocks):
         raise invalid(f"{name} is empty; at least one block is needed")
-
-
-def check_table(name: str, blocks: object) -> None:
-    """Refuse None, which is only the type's to allow: TypeError."""
-    check_isinstance(name, blocks, [list, tuple], allow_none=False)

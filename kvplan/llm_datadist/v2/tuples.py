@@ -1,4 +1,4 @@
-"""Values as the original's Python part hands them to its C++ part, as the engine's.
+"""Converts the tuples that the original's Python part passes to its C++ part.
 
 Each type here is a tuple; its fields are listed in order.
 """
@@ -49,12 +49,7 @@ _ANY = kvplan.CacheDesc(1, (1,), kvplan.DataType.DT_INT8)
 
 
 def desc_of(packed: CacheDesc) -> tuple[kvplan.CacheDesc, bool]:
-    """Return the description, and whether the cache is paged.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a description of nothing, or numbers of no data type or
-            placement.
-    """
+    """Return the description, and whether the cache is paged; refuse unknown numbers."""
     num_tensors, data_type, seq_len_dim, shape, placement, is_blocks = packed
     try:
         kinds = kvplan.DataType(data_type), kvplan.Placement(placement)
@@ -82,11 +77,7 @@ def key_of(
 
 
 def request_keys_of(packed: Sequence[CacheKey]) -> list[kvplan.CacheKey]:
-    """Return keys of requests.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: one of another kind.
-    """
+    """Return keys of requests; refuse one of another kind."""
     keys = [key_of(it) for it in packed]
     if wrong := [it for it in keys if not isinstance(it, kvplan.CacheKey)]:
         raise invalid(f"{wrong[0]} must be the key of a request")
@@ -94,11 +85,7 @@ def request_keys_of(packed: Sequence[CacheKey]) -> list[kvplan.CacheKey]:
 
 
 def blocks_key_of(packed: Sequence[CacheKey]) -> kvplan.BlocksCacheKey | None:
-    """Return the key of a paged cache, if there is one.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: more than one, or one of another kind.
-    """
+    """Return the key of a paged cache, if there is one; refuse several, or another kind."""
     keys = [key_of(it) for it in packed]
     if not keys:
         return None
@@ -110,11 +97,7 @@ def blocks_key_of(packed: Sequence[CacheKey]) -> kvplan.BlocksCacheKey | None:
 def layers_of(
     src_tensors: Sequence[int], dst_tensors: Sequence[int], tensors_per_layer: int
 ) -> KvCacheExtParam:
-    """Return layers for tensors.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: tensors that are no whole layers.
-    """
+    """Return layers for tensors; refuse tensors that are not whole layers."""
     src, dst = (_layers(it, tensors_per_layer) for it in (src_tensors, dst_tensors))
     return KvCacheExtParam(src, dst, tensors_per_layer)
 
@@ -127,18 +110,14 @@ def _layers(tensors: Sequence[int], tensors_per_layer: int) -> range | None:
     layers = range(tensors[0] // tensors_per_layer, tensors[-1] // tensors_per_layer + 1)
     whole = range(layers.start * tensors_per_layer, layers.stop * tensors_per_layer)
     if list(tensors) != list(whole):
-        raise invalid(f"tensors {list(tensors)} are no layers of {tensors_per_layer}")
+        raise invalid(f"tensors {list(tensors)} are not layers of {tensors_per_layer}")
     return layers
 
 
 def blocks_at(
     cache: Cache, num_blocks: int, block_nbytes: int, placement: kvplan.Placement
 ) -> kvplan.Cache:
-    """Return the paged cache at addresses, as far as its first `num_blocks` blocks.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: not the addresses of one device.
-    """
+    """Return the paged cache at addresses of one device, to the end of its first `num_blocks`."""
     _, per_device = cache
     if len(per_device) != 1:
         raise invalid(f"addresses of {len(per_device)} devices; there must be one")
@@ -151,11 +130,7 @@ def blocks_at(
 def destination_of(
     packed: TransferConfig, block_nbytes: int
 ) -> tuple[kvplan.CacheIndex | kvplan.BlocksCacheKey | PeerTensors, KvCacheExtParam]:
-    """Return where one layer goes, and which it is.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a number of no PushType.
-    """
+    """Return where one layer goes, and which it is; refuse an unknown PushType."""
     _, _, layer, addrs, cluster_id, of_peer, slot, push_type, dst_layer, per_layer = packed
     src, dst = range(layer, layer + 1), range(dst_layer, dst_layer + 1)
     if push_type == PushType.NO_CACHE_KEY.value:
@@ -166,7 +141,7 @@ def destination_of(
     if push_type == PushType.CACHE_KEY_BY_ID.value:
         to_slot = kvplan.CacheIndex(cluster_id, of_peer, slot)
         return to_slot, KvCacheExtParam(src, dst, per_layer)
-    raise invalid(f"push type {push_type} is none of {[it.value for it in PushType]}")
+    raise invalid(f"push type {push_type} is not one of {[it.value for it in PushType]}")
 
 
 def clusters_of(packed: Sequence[Cluster]) -> list[LLMClusterInfo]:
