@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         OSError: the file exists, or cannot be made.
     """
-    from kvplan.control.cluster_key import ClusterKey  # no other command needs ZeroMQ
+    from kvplan.control.auth import ClusterKey  # no other command needs ZeroMQ
 
     try:
         ClusterKey.generate().save(arguments.path)
