@@ -21,7 +21,7 @@ from typing import Final
 from benchmarks.cost_model import OPTIONS
 from benchmarks.fan_in_decode import Orders, Outcome, anonymous_kib
 from benchmarks.filled_peer import Filled, Shape, started
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.auth import ClusterKey
 from tools.namespaces import Namespace, namespaces
 
 KIB: Final = 1 << 10

@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 
 from kvplan import BlocksCacheKey, CacheDesc, ClusterInfo, DataType, LlmDataDist, LlmRole
-from kvplan.control.cluster_key import ClusterKey
-from kvplan.control.vetting import GREETING_NBYTES, greeting
+from kvplan.control.auth import ClusterKey
+from kvplan.control.zmtp import GREETING_NBYTES, greeting
 
 DESC = CacheDesc(num_tensors=4, shape=(16, 16, 8, 128), data_type=DataType.DT_FLOAT16)
 ENGINE, PEER, RECORDED = 1, 2, 3
-HELD = 256  # connections at a time; fewer than an engine's visitors
+HELD = 256  # connections at a time; fewer than may be pending at an engine
 GROWTH_MIB = 64
 RESET = struct.pack("2i", 1, 0)  # of SO_LINGER: its port is free again at once
 

@@ -36,7 +36,7 @@ def _run_keygen(arguments: argparse.Namespace) -> None:
     Raises:
         OSError: the file exists, or cannot be made.
     """
-    from kvplan.control.cluster_key import ClusterKey  # no other command needs ZeroMQ
+    from kvplan.control.auth import ClusterKey  # no other command needs ZeroMQ
 
     try:
         ClusterKey.generate().save(arguments.path)

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.auth import ClusterKey
 from kvplan.control.connection import DISCONNECTED, Connection
 from kvplan.control.data_streams import OpenStreams
-from kvplan.control.heartbeat import Heartbeat
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
     MAX_TEXT,
@@ -34,11 +33,14 @@ from kvplan.status import LLMException, LLMStatusCode
 MAX_REQUESTS: Final = 32
 """Requests of one peer that are served at a time; more are refused."""
 
-MAX_VISITOR_REQUESTS: Final = 4
+MAX_PENDING_REQUESTS: Final = 4
 """The same while the channel is bound to nothing."""
 
 MAX_UNDECODABLE: Final = 16
-"""Frames of one peer that are dropped before its conversation is ended."""
+"""Undecodable frames of one peer that are dropped before its conversation is ended."""
+
+_CHECKS_PER_TIMEOUT: Final = 2
+"""Of a heartbeat, within the shorter one of interval and timeout, besides those at their ends."""
 
 _MEANINGLESS: Final = "too many frames that are no messages"
 
@@ -47,13 +49,13 @@ _Reply = TypeVar("_Reply", bound=Body)
 
 
 class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
-    """The conversation is over; the text says why."""
+    """The conversation has ended; the text says why."""
 
 
 class Handler(Protocol):
-    """What an engine does with what its peers say; called on the loop's thread, in order.
+    """Handles the messages of peers; called on the loop's thread, in order.
 
-    A request is begun in its turn, and may go on while the next messages are delivered.
+    A request is begun in order, and may go on while the next messages are delivered.
     """
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
@@ -63,24 +65,24 @@ class Handler(Protocol):
         """
 
     def on_notice(self, channel: Channel, body: Body) -> None:
-        """Take note of what needs no answer."""
+        """Handle a message that needs no reply."""
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """The conversation has ended, and not by this end's `close`."""
+        """The conversation has ended, other than by this end's `close`."""
 
 
 class Channel:
     """One conversation; made by `connect` and `Server`, used on the loop's thread.
 
     Attributes:
-        bound: what the engine ties to the channel. While it is None, the conversation is only
-            a visitor's: the server ends it when it is silent for long, or others need the room.
-        introduced: whether the handler has heard of this conversation, and so of its end.
-        closed_orderly: whether the peer has ended the conversation because it wanted to.
+        bound: the link that uses the channel. While it is None, the conversation is pending: the
+            server ends it when it is silent for long, or its place is needed.
+        introduced: whether the handler knows of this conversation, and is notified of its end.
+        closed_orderly: whether the peer has ended the conversation on purpose.
         peer: its address, for messages.
         connection: what carries the frames.
         streams: makes the data connections of a link, from the challenge of its handshake.
-        heard, sent: when the last message came and went, on the clock of `time.monotonic`.
+        heard, sent: when the last message was received and sent, on the clock of `time.monotonic`.
     """
 
     def __init__(
@@ -104,12 +106,12 @@ class Channel:
         self._owner = loop
         self._loop = asyncio.get_running_loop()
         self._handler = handler
-        loop.keep(self)  # before its connection, which it has to say farewell on
+        loop.keep(self)  # before its connection: its Close is sent on that
         self.connection = Connection(
             loop, key, listening=listening, on_frame=self._receive, on_end=self._break
         )
         self._reason: str | None = None
-        self._deaf = False  # whether this end has heard enough
+        self._is_ignoring = False  # after this end has closed
         self._seq = 0
         self._waiting: dict[int, asyncio.Future[Body | None]] = {}
         self._serving: set[asyncio.Task[Any]] = set()
@@ -125,14 +127,14 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        """Whether the conversation is over."""
+        """Whether the conversation has ended."""
         return self._reason is not None
 
     async def request(self, body: Body, timeout_s: float) -> Body:
         """Send a request and return the reply.
 
         Raises:
-            TimeoutError: there was none within `timeout_s`.
+            TimeoutError: there was no reply within `timeout_s`.
             ChannelClosed: the conversation ended before.
             LLMException: the peer refused or failed, with its status and reason;
                 LLM_PARAM_INVALID where `body` is too large.
@@ -179,40 +181,40 @@ class Channel:
         await self._send(encode(body))
 
     def keep_alive(self, interval_s: float, timeout_s: float) -> None:
-        """Ping after `interval_s` without sending; end after `timeout_s` without hearing."""
+        """Ping after `interval_s` without sending; end after `timeout_s` without receiving."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if not self.closed:
             self._heartbeat = Heartbeat(self, interval_s, timeout_s)
 
     def close(self, reason: str = "", *, orderly: bool = False) -> None:
-        """End the conversation; the peer is told why, if it still listens. Idempotent.
+        """End the conversation; the peer gets the reason, if it still reads. Idempotent.
 
         Args:
             reason: why.
-            orderly: whether this end wants to, and not because something went wrong.
+            orderly: whether this end does so on purpose, and not because something failed.
         """
-        self._deaf = True
+        self._is_ignoring = True
         if not self.closed:
             self.post(Close((reason or "closed by the peer")[:MAX_TEXT], orderly))
             self._end(reason or "closed by this end")
 
     def drop(self, reason: str) -> None:
-        """End the conversation at once, with nothing left to be said or waited for."""
-        self._deaf = True
+        """End the conversation at once; nothing more is sent or waited for."""
+        self._is_ignoring = True
         if not self.closed:
             self._end(reason)
             self.connection.abort(reason)
 
     def lose(self, reason: str) -> None:
-        """The peer has ended the conversation, or is taken for dead: the handler is told."""
+        """The peer has ended the conversation, or is taken for dead: the handler is notified."""
         if not self.closed:
             self._end(reason)
             if self.introduced:
                 self._loop.call_soon(self._handler.on_lost, self, reason)
 
     def post(self, body: Body, reply_to: int = 0) -> None:
-        """Send if the peer has room; what is about the conversation itself never waits."""
+        """Send if there is room: messages about the conversation itself never wait."""
         if self._sending.locked():
             return
         with contextlib.suppress(ConnectionError):
@@ -220,7 +222,7 @@ class Channel:
                 self.sent = time.monotonic()
 
     async def wait_closed(self) -> None:
-        """Wait until its connection is gone, after `close`."""
+        """Wait until its connection has ended, after `close`."""
         await self.connection.wait_closed()
 
     async def _send(self, frame: bytes) -> None:
@@ -263,7 +265,7 @@ class Channel:
                 self.closed_orderly = orderly
                 self.lose(reason)
             case Envelope(seq=0, reply_to=0, body=body):
-                # Tasks begin at the loop's next turn; notices wait for the same one.
+                # Tasks begin in the next iteration of the loop; notices wait for the same one.
                 self._loop.call_soon(self._notice, body)
             case Envelope(seq=0, reply_to=reply_to, body=body):
                 reply = self._waiting.get(reply_to)
@@ -277,7 +279,7 @@ class Channel:
                 task.add_done_callback(self._serving.discard)
 
     def _notice(self, body: Body) -> None:
-        if not self._deaf:
+        if not self._is_ignoring:
             self._handler.on_notice(self, body)
 
     async def _serve(self, seq: int, body: Body) -> None:
@@ -323,11 +325,63 @@ class Channel:
 
     @property
     def _max_requests(self) -> int:
-        return MAX_VISITOR_REQUESTS if self.bound is None else MAX_REQUESTS
+        return MAX_PENDING_REQUESTS if self.bound is None else MAX_REQUESTS
 
     def _check_open(self) -> None:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
+
+
+class Heartbeat:
+    """Pings a peer when nothing was sent for a while, and ends a channel that is silent too long.
+
+    Silence counts only while this process runs and has read all that has arrived: one that was
+    stopped, or did not get the GIL, would otherwise take all of its peers for dead.
+
+    Args:
+        channel: the conversation.
+        interval_s: seconds without sending after which a Ping is sent.
+        timeout_s: seconds without hearing after which the channel is lost.
+    """
+
+    def __init__(self, channel: Channel, interval_s: float, timeout_s: float) -> None:
+        self._channel = channel
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._step_s = min(interval_s, timeout_s) / _CHECKS_PER_TIMEOUT
+        self._heard = channel.heard
+        self._silent_s = 0.0
+        self._checked_at = time.monotonic()
+        self._plan_check(self._checked_at)
+
+    def stop(self) -> None:
+        """Check no more."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        channel = self._channel
+        # A peer that was heard meanwhile is not silent, whatever else has arrived.
+        drained = channel.heard == self._heard and channel.connection.drain()
+        if channel.closed:
+            return
+        now = time.monotonic()
+        if channel.heard != self._heard:
+            self._heard, self._silent_s = channel.heard, 0.0
+        elif drained:
+            self._silent_s += min(now - self._checked_at, self._step_s)
+        self._checked_at = now
+        if self._silent_s >= self._timeout_s:
+            channel.lose(f"nothing heard for {self._silent_s:.3g} s")
+            return
+        if now - channel.sent >= self._interval_s:
+            channel.post(Ping())
+        self._plan_check(now)
+
+    def _plan_check(self, now: float) -> None:
+        """Check again when a Ping is due or the time is up, after a minimal delay."""
+        due_s = min(self._channel.sent + self._interval_s - now, self._timeout_s - self._silent_s)
+        delay_s = min(max(due_s, self._step_s / 2), self._step_s)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
 
 
 def _too_many(limit: int) -> LLMException:

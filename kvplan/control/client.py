@@ -1,4 +1,4 @@
-"""How an engine connects to a peer, and what it says when it cannot."""
+"""How an engine connects to a peer, and how it reports that it cannot."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import socket
 from functools import partial
 from typing import Any
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel, Handler
-from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.connection import DISCONNECTED
 from kvplan.control.data_streams import DialledStreams, bind_source, way_of
 from kvplan.control.endpoint import Endpoint, endpoint_of
@@ -30,7 +30,7 @@ async def connect(
     Args:
         loop: runs the conversation.
         endpoint: of the peer.
-        handler: is called with what the peer says.
+        handler: of the messages of the peer.
         keys: of this end.
         timeout_s: seconds that this may take.
         source: address of this host to connect from; empty: the system's choice.
@@ -61,7 +61,7 @@ async def connect(
                     streams=partial(
                         DialledStreams,
                         family=stream.family,
-                        # A path may have another name at the other end.
+                        # A Unix socket may have another name at the other end.
                         address=endpoint.path or address,
                         way=way_of(stream.getsockname(), address),
                         source=source,
@@ -86,8 +86,12 @@ async def connect(
         else:
             raise
         if channel is not None and channel.connection.greeted and reason == DISCONNECTED:
-            doubts = "too many visitors" if key is None else "another key, or too many visitors"
-            reason += f"; has it {doubts}? Its log says"
+            causes = (
+                "too many pending connections"
+                if key is None
+                else "another key, or too many pending connections"
+            )
+            reason += f"; has it {causes}? Its log says"
         if key is not None and " key" in reason:
             reason += f"; {key.advice}"
         raise LLMException(
@@ -98,7 +102,7 @@ async def connect(
 
 
 async def _resolve(loop: ControlLoop, endpoint: Endpoint) -> list[tuple[int, int, Any]]:
-    """The families, protocols and addresses of who may be meant."""
+    """The families, protocols and addresses of the endpoint."""
     if endpoint.path:
         return [(socket.AF_UNIX, 0, endpoint.path)]
     resolve = partial(socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM)

@@ -1,8 +1,8 @@
-"""One TCP or Unix connection, vetted, and the ZeroMQ socket that speaks on it.
+"""One TCP or Unix connection, validated, and the ZeroMQ socket that uses it.
 
-Bytes go  peer <-> stream <-> vetting <-> private Unix socket <-> ZeroMQ PAIR <-> frames.
-The stream is ours and not libzmq's, so that errors of the system are known by number, the end of
-the peer is noticed at once, nothing reconnects in silence, and hostile bytes are stopped.
+Bytes go  peer <-> stream <-> validator <-> private Unix socket <-> ZeroMQ PAIR <-> frames.
+The stream is ours and not libzmq's, so that system errors are known by number, the end of the peer
+is noticed at once, nothing reconnects silently, and hostile bytes are stopped.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Final, cast
 
 import zmq
 
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.auth import ClusterKey
 from kvplan.control.loop import CLOSING_S, ControlLoop
 from kvplan.control.stream import Stream
-from kvplan.control.vetting import (
+from kvplan.control.zmtp import (
     GREETING_NBYTES,
     MAX_FRAME_NBYTES,
     UNUSED_AT,
     Unacceptable,
-    Vetting,
+    ZmtpValidator,
 )
-from kvplan.control.vetting import greeting as greet
+from kvplan.control.zmtp import greeting as zmtp_greeting
 
 QUEUE_LENGTH: Final = 32
 """Frames that wait in ZeroMQ, in each direction of a connection."""
@@ -45,8 +45,8 @@ class Connection:
     """Frames to and from one peer, in order; made and used on the loop's thread.
 
     Args:
-        key: encrypts the connection and admits its holders only; None leaves it open.
-        listening: whether the peer has connected to us, rather than we to it.
+        key: encrypts the connection and admits only its holders; None: no encryption, admits all.
+        listening: whether the peer has connected to this end, rather than this end to it.
         on_frame: is called with each frame.
         on_end: is called once, with the reason, when the connection ends other than by `close`.
     """
@@ -66,43 +66,43 @@ class Connection:
         self._listening = listening
         self._on_frame = on_frame
         self._on_end = on_end
-        self._vetting = Vetting(encrypted=key is not None)
-        self._early = bytearray()  # what the peer sent before there was a socket to read it
-        self._left_out = GREETING_NBYTES  # of ZeroMQ's bytes: its greeting, which we say ourselves
+        self._validator = ZmtpValidator(encrypted=key is not None)
+        self._early = bytearray()  # what the peer sent before there was a ZeroMQ socket
+        self._skip = GREETING_NBYTES  # of ZeroMQ's bytes: its greeting, which was sent by `open`
         self._is_cookie_due = not listening
         self._opening: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._descriptor = -1
-        self._drain_planned = False
-        self._room = asyncio.Event()
+        self._is_drain_scheduled = False
+        self._writable = asyncio.Event()
         self._reason = ""
         self._ended = False
         self._ready = asyncio.Event()
-        self._cutting: asyncio.TimerHandle | None = None
-        self._gone = asyncio.Event()
+        self._abort_timer: asyncio.TimerHandle | None = None
+        self._closed = asyncio.Event()
         self.stream = Stream(self._from_peer, self._peer_ended)
         self._inner = Stream(self._from_zmq, self._zmq_ended)
         self.stream.other, self._inner.other = self._inner, self.stream
         loop.keep(self)
 
     def open(self, greeting: bytes = b"") -> None:
-        """Begin to speak, on a stream that is connected, or will be at once.
+        """Begin the ZMTP handshake, on a stream that is connected, or will be at once.
 
         Args:
-            greeting: of a peer that has connected to us, was greeted and found to belong here.
+            greeting: of a peer that has connected to this end, and was greeted and admitted.
         """
         self._early += greeting
         if greeting:
-            self._vetting.check(greeting)
+            self._validator.check(greeting)
             self._open_soon()
         else:
-            # The rest follows when it is known what the peer wants to see there.
-            self.stream.write(greet(encrypted=self._key is not None)[:UNUSED_AT])
+            # The rest, the cookie, follows when the nonce in the peer's greeting has arrived.
+            self.stream.write(zmtp_greeting(encrypted=self._key is not None)[:UNUSED_AT])
 
     @property
     def greeted(self) -> bool:
-        """Whether the peer has greeted as an engine does."""
-        return self._vetting.greeted
+        """Whether the peer has sent its greeting."""
+        return self._validator.greeted
 
     async def ready(self) -> None:
         """Wait until the peer's handshake is complete.
@@ -121,8 +121,8 @@ class Connection:
             ConnectionError: the connection has ended, with the reason.
         """
         while not self.try_send(frame):
-            self._room.clear()
-            await self._room.wait()
+            self._writable.clear()
+            await self._writable.wait()
 
     def try_send(self, frame: bytes) -> bool:
         """Queue a frame if there is room; returns whether there was.
@@ -137,14 +137,14 @@ class Connection:
             awaited = zmq.POLLIN
         except zmq.Again:
             awaited = zmq.POLLIN | zmq.POLLOUT
-        # The descriptor tells of each change once, and sending may have consumed that.
+        # The descriptor signals each change once, and sending may have consumed the signal.
         if cast(int, self._socket.getsockopt(zmq.EVENTS)) & awaited:
-            self._plan_drain()
+            self._schedule_drain()
         return awaited == zmq.POLLIN
 
     def drain(self) -> bool:
         """Deliver what has arrived; returns whether that was all."""
-        self._room.set()  # the change may be that
+        self._writable.set()  # it may be what has changed
         for _ in range(_MAX_DRAINED):
             if self._socket is None:
                 return True
@@ -153,13 +153,13 @@ class Connection:
             except zmq.Again:
                 return True
             self._on_frame(frame)
-        self._plan_drain()
+        self._schedule_drain()
         return False
 
     def abort(self, reason: str) -> None:
         """End the connection at once; what is queued is lost."""
         self.close(reason)
-        self._cut()
+        self._abort_both()
 
     def close(self, reason: str = "closed by this end") -> None:
         """End the connection; what is queued still leaves, if the peer takes it soon."""
@@ -167,39 +167,39 @@ class Connection:
             return
         self._ended = True
         self._reason = self._reason or reason
-        self._room.set()
+        self._writable.set()
         self._ready.set()
         if self._opening is not None:
             self._opening.cancel()
         if self._socket is not None:
             self._loop.remove_reader(self._descriptor)
-            self._socket.close()  # its last frames arrive at the stream, then the end
+            self._socket.close()  # its last frames arrive at the stream, then its end
             self._socket = None
         if not self._inner.connected:
             self.stream.close()
         if not self.stream.connected:
             self._inner.abort()
-        self._cutting = self._loop.call_later(CLOSING_S, self._cut)
+        self._abort_timer = self._loop.call_later(CLOSING_S, self._abort_both)
         self._settle()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing of it is left; `close` sees that this is soon."""
+        """Wait until all of it has ended, which `close` limits in time."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
-        await self._gone.wait()
+        await self._closed.wait()
 
     def _open_soon(self) -> None:
-        self.stream.pause()  # until there is a socket to read it
+        self.stream.pause()  # until there is a ZeroMQ socket
         self._opening = self._loop.create_task(self._open())
 
     async def _open(self) -> None:
         try:
-            with socket.socket(socket.AF_UNIX) as meeting:
-                meeting.setblocking(False)
-                meeting.bind(f"\0kvplan-control-{secrets.token_hex(16)}")
-                meeting.listen(1)
-                self._connect_socket(meeting.getsockname()[1:].decode())
-                near = await self._accept_ourselves(meeting)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.setblocking(False)
+                listener.bind(f"\0kvplan-control-{secrets.token_hex(16)}")
+                listener.listen(1)
+                self._connect_socket(listener.getsockname()[1:].decode())
+                near = await self._accept_own(listener)
             self._inner.attach(near)
         except OSError as error:  # ZMQError is one of them
             self._fail(f"no socket: {os.strerror(error.errno or 0)}")
@@ -208,29 +208,29 @@ class Connection:
         self._inner.write(bytes(self._early))
         self._early.clear()
 
-    def _connect_socket(self, meeting: str) -> None:
+    def _connect_socket(self, name: str) -> None:
         pair = self._socket = self._owner.new_socket(zmq.PAIR)
         pair.linger = _LINGER_MS
         pair.maxmsgsize = MAX_FRAME_NBYTES
         pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
-        # Without any reconnecting, libzmq would drop what has arrived when the peer ends.
+        # Never, but enabled: else libzmq would drop what has arrived when the peer ends.
         pair.reconnect_ivl = _NEVER_MS
         if self._key is not None:
             self._key.apply(pair, listening=self._listening)
-        pair.connect(f"ipc://@{meeting}")
+        pair.connect(f"ipc://@{name}")
         self._descriptor = cast(int, pair.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
 
-    async def _accept_ourselves(self, meeting: socket.socket) -> socket.socket:
-        """Accept what this process connects; the system shows a private name to all."""
+    async def _accept_own(self, listener: socket.socket) -> socket.socket:
+        """Accept the connection of this process: other processes can see the socket's name."""
         arrival = asyncio.Event()
-        self._loop.add_reader(meeting, arrival.set)
+        self._loop.add_reader(listener, arrival.set)
         try:
             while True:
                 await arrival.wait()
                 arrival.clear()
                 try:
-                    near, _ = meeting.accept()
+                    near, _ = listener.accept()
                 except BlockingIOError:
                     continue
                 credentials = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
@@ -239,48 +239,48 @@ class Connection:
                     return near
                 near.close()
         finally:
-            self._loop.remove_reader(meeting)
+            self._loop.remove_reader(listener)
 
-    def _plan_drain(self) -> None:
-        if not self._drain_planned:
-            self._drain_planned = True
+    def _schedule_drain(self) -> None:
+        if not self._is_drain_scheduled:
+            self._is_drain_scheduled = True
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        self._drain_planned = False
+        self._is_drain_scheduled = False
         self.drain()
 
     def _from_peer(self, chunk: bytes) -> None:
         if self._ended:
             return
         try:
-            self._vetting.check(chunk)
+            self._validator.check(chunk)
         except Unacceptable as error:
             self._fail(str(error))
-            self._cut()
+            self._abort_both()
             return
-        if self._is_cookie_due and self._vetting.greeted:
+        if self._is_cookie_due and self._validator.greeted:
             self._is_cookie_due = False
-            nonce = self._vetting.unused
+            nonce = self._validator.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
-            # Not before: the peer begins its part of the work when it has the cookie.
+            # Not before: the peer begins its part when it has the cookie, and both work at a time.
             self._open_soon()
         if not self._inner.connected:
             self._early += chunk
         else:
             self._inner.write(chunk)
-        if self._vetting.complete:
+        if self._validator.complete:
             self._ready.set()
 
     def _from_zmq(self, chunk: bytes) -> None:
-        rest = chunk[self._left_out :]
-        self._left_out = max(0, self._left_out - len(chunk))
+        rest = chunk[self._skip :]
+        self._skip = max(0, self._skip - len(chunk))
         self.stream.write(rest)
 
     def _peer_ended(self, error: Exception | None) -> None:
         number = getattr(error, "errno", None)
         if number in (errno.ECONNRESET, errno.EPIPE) and not self._ready.is_set():
-            number = None  # it hung up before it had read all of our handshake
+            number = None  # it closed before it had read all of our handshake
         self._reason = self._reason or (
             f"connection lost: {os.strerror(number)}" if number else DISCONNECTED
         )
@@ -304,14 +304,14 @@ class Connection:
             self.close(reason)
             self._on_end(self._reason)
 
-    def _cut(self) -> None:
+    def _abort_both(self) -> None:
         self.stream.abort()
         self._inner.abort()
 
     def _settle(self) -> None:
         if not self._ended or self.stream.connected or self._inner.connected:
             return
-        if self._cutting is not None:
-            self._cutting.cancel()
-        self._gone.set()
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        self._closed.set()
         self._owner.forget(self)

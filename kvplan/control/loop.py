@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
 import zmq
 
-from kvplan.control.awaited import Awaited
-from kvplan.control.gatekeeper import Gatekeeper
-from kvplan.control.refusals import Refusals
+from kvplan.control.zmtp import ZapAuthenticator
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -23,28 +23,113 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 MAX_WORKERS: Final = 1024
-"""Threads for what blocks, made when needed. Both ends of a connection wait for each other in
-theirs: with too few, engines that connect crosswise would all wait for a free one."""
+"""Threads for blocking calls, made when needed. Both ends of a connection wait for each other in
+theirs: with too few, engines that connect to each other would all wait for a free one."""
 MAX_SOCKETS: Final = 8192
 SPARE_DESCRIPTORS: Final = 16
-"""That must be left: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
+"""That must be free: asyncio's loop takes 3, a ZeroMQ context with its threads 9, a socket 3."""
 CLOSING_S: Final = 0.5
-"""Seconds that last messages have to leave before their connections are cut."""
+"""Seconds that the last messages have to leave before their connections are closed."""
 
 STOPPING_S: Final = 2.0
-"""Seconds that `ControlLoop.stop` waits: what the thread waits for may be held by its caller."""
+"""Seconds that `ControlLoop.stop` waits: its caller may hold what the thread waits for."""
+
+_REFUSALS_S: Final = 1.0  # between two that are logged
 
 _log = Log("kvplan.control")
 
 
 class Closable(Protocol):
-    """What lives on a loop and must end before it does."""
+    """An object that runs on a loop and must end before it does."""
 
     def close(self) -> None:
         """Begin to end."""
 
     async def wait_closed(self) -> None:
         """Wait until all of it is gone."""
+
+
+class PendingCall(Generic[_T]):
+    """A coroutine that runs on the loop while another thread waits for its outcome.
+
+    The two threads share no lock of Python's: a signal that interrupts the waiting one between
+    taking and releasing it, as inside `concurrent.futures.Future.result`, would block the loop for
+    ever.
+    """
+
+    def __init__(self, coro: Coroutine[Any, Any, _T]) -> None:
+        self._coro = coro
+        self._task: asyncio.Task[_T] | None = None
+        self._outcomes: SimpleQueue[tuple[BaseException] | tuple[None, _T]] = SimpleQueue()
+
+    def begin(self) -> None:
+        """Start the coroutine; on the loop."""
+        self._task = asyncio.get_running_loop().create_task(self._coro)
+        self._task.add_done_callback(self._done)
+
+    def cancel(self) -> None:
+        """Nobody waits any more; on the loop, after `begin` if at all."""
+        if self._task is None:
+            self._coro.close()
+        else:
+            self._task.cancel()
+
+    def end(self) -> None:
+        """The loop ends, or has ended: the coroutine does not go on."""
+        if self._task is None:
+            self._coro.close()
+        self._outcomes.put((asyncio.CancelledError(),))
+
+    def result(self, timeout_ms: float | None) -> _T:
+        """Wait for the outcome.
+
+        Raises:
+            LLMException: LLM_TIMEOUT after `timeout_ms`.
+            asyncio.CancelledError: it was cancelled, or the loop has ended.
+            BaseException: what the coroutine raised.
+        """
+        try:
+            outcome = self._outcomes.get(
+                timeout=None if timeout_ms is None else max(0.0, timeout_ms / 1000)
+            )
+        except Empty:
+            raise LLMException(
+                f"no result after {timeout_ms:g} ms", status_code=LLMStatusCode.LLM_TIMEOUT
+            ) from None
+        if outcome[0] is None:
+            return outcome[1]
+        try:
+            raise outcome[0]
+        finally:
+            del outcome  # its traceback refers to this frame
+
+    def _done(self, task: asyncio.Task[_T]) -> None:
+        self._task = None  # with its error, whose traceback refers to the waiting frame
+        if task.cancelled():
+            self._outcomes.put((asyncio.CancelledError(),))
+        elif (error := task.exception()) is not None:
+            self._outcomes.put((error,))
+        else:
+            self._outcomes.put((None, task.result()))
+
+
+class RefusalLog:
+    """Counts what was refused of peers; logs one a second, so that nobody can fill a disk."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._logged_count = 0
+        self._logged = float("-inf")
+
+    def note(self, peer: str, reason: str) -> None:
+        """Count one refusal, and log it if none was logged within the last second."""
+        self.count += 1
+        now = time.monotonic()
+        if now - self._logged < _REFUSALS_S:
+            return
+        others = self.count - self._logged_count - 1
+        self._logged, self._logged_count = now, self.count
+        _log.warning("event=refused peer=%s reason=%r unlogged=%d", peer, reason, others)
 
 
 class ControlLoop:
@@ -63,16 +148,16 @@ class ControlLoop:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._workers: ThreadPoolExecutor | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._awaited: set[Awaited[Any]] = set()
-        self._living: dict[Closable, None] = {}  # in order, so that farewells leave first
-        self._gatekeeper: Gatekeeper | None = None
-        self.refusals = Refusals()
+        self._calls: set[PendingCall[Any]] = set()
+        self._living: dict[Closable, None] = {}  # in order: channels end before their connections
+        self._authenticator: ZapAuthenticator | None = None
+        self.refusals = RefusalLog()
 
     def start(self) -> None:
         """Start the thread.
 
         Raises:
-            LLMException: LLM_FAILED, it runs already, too few descriptors are left, or in a forked
+            LLMException: LLM_FAILED, it runs already, too few descriptors are free, or in a forked
                 child.
         """
         self._check_process()
@@ -87,22 +172,24 @@ class ControlLoop:
             loop.set_exception_handler(_log_exception)
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-            # Starts its threads now, while there is room for what they open.
+            # Starts its threads now, while enough descriptors are free for them.
             self._context.socket(zmq.PAIR).close()
             self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
-            # Not a method: a loop that nobody has any more may be collected.
-            living = (loop, self._context, self._workers, self._awaited)
+            # Not a method: a loop without references must be collectable.
+            living = (loop, self._context, self._workers, self._calls)
             self._thread = threading.Thread(target=_serve, args=living, name=self._name)
             self._thread.daemon = True
             self._ending = None
-            self._loop = loop  # before it starts: whoever is interrupted there can stop it
+            self._loop = (
+                loop  # before it starts: so that it can be stopped if the start is interrupted
+            )
             self._thread.start()
 
     def run(self, coro: Coroutine[Any, Any, _T], timeout_ms: float | None = None) -> _T:
         """Run `coro` on the loop and return its result; for all threads but the loop's own.
 
         Args:
-            coro: is cancelled where the caller gives up: by timeout, or KeyboardInterrupt.
+            coro: is cancelled if the caller stops waiting: by timeout, or KeyboardInterrupt.
             timeout_ms: milliseconds; None waits as long as it takes.
 
         Raises:
@@ -116,9 +203,9 @@ class ControlLoop:
         except BaseException:
             coro.close()
             raise
-        call = Awaited(coro)
+        call = PendingCall(coro)
         try:
-            self._awaited.add(call)  # first: a thread that ends answers what it finds here
+            self._calls.add(call)  # first: a thread that ends answers the calls that it finds here
             _schedule(loop, partial(self._begin, call), otherwise=call.end)
             return call.result(timeout_ms)
         except asyncio.CancelledError:
@@ -127,7 +214,7 @@ class ControlLoop:
             _schedule(loop, call.cancel, otherwise=call.end)
             raise
         finally:
-            self._awaited.discard(call)
+            self._calls.discard(call)
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Have `function(*args)` called on the loop, from any thread.
@@ -145,25 +232,25 @@ class ControlLoop:
     async def in_worker(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """Run what may block in a thread of the pool, on behalf of a coroutine of the loop."""
+        """Run a function that may block in a thread of the pool, for a coroutine of the loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, partial(function, *args, **kwargs))
 
     def start_in_worker(
         self, function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs
     ) -> None:
-        """As `in_worker`, in the control thread, which does not hear what comes of it."""
+        """As `in_worker`, called in the control thread, which does not get the result."""
         loop = asyncio.get_running_loop()
         loop.run_in_executor(self._workers, partial(function, *args, **kwargs))
 
-    def stop(self, farewell: Callable[[], Awaitable[None]] | None = None) -> None:
+    def stop(self, disconnect: Callable[[], Awaitable[None]] | None = None) -> None:
         """End all conversations and the thread; idempotent, nothing in a forked child.
 
-        It waits for `STOPPING_S` at most: a signal handler may call it that has interrupted who
-        holds what the thread waits for. The thread then ends, and releases all, when it can.
+        It waits for `STOPPING_S` at most: a signal handler may call it while the code that it
+        interrupted holds what the thread waits for. The thread then ends, and releases all, later.
 
         Args:
-            farewell: what the loop does first.
+            disconnect: run on the loop first.
         """
         if os.getpid() != self._pid:
             return
@@ -171,7 +258,7 @@ class ControlLoop:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        _schedule(loop, partial(self._begin_end, farewell), otherwise=_nothing)
+        _schedule(loop, partial(self._begin_end, disconnect), otherwise=_nothing)
         self._loop = None
         with contextlib.suppress(RuntimeError):  # its start was interrupted
             thread.join(STOPPING_S)
@@ -182,7 +269,7 @@ class ControlLoop:
         """Make a ZeroMQ socket, of the loop's context.
 
         Raises:
-            OSError: too few descriptors are left: libzmq ends the process where it gets none.
+            OSError: too few descriptors are free: libzmq aborts the process if it gets none.
             LLMException: LLM_ENGINE_FINALIZED: the loop has stopped.
         """
         if self._context is None:
@@ -191,46 +278,46 @@ class ControlLoop:
         return self._context.socket(kind)
 
     def keep(self, living: Closable) -> None:
-        """Remember to close `living` before the loop ends; on the loop's thread."""
+        """Register an object that is closed before the loop ends; on the loop's thread."""
         self._living[living] = None
 
     def forget(self, closed: Closable) -> None:
         """`closed` has ended by itself; on the loop's thread."""
         self._living.pop(closed, None)
 
-    def start_gatekeeper(self) -> None:
-        """Have clients' keys checked from now on, as servers with a key need; on the loop."""
-        if self._gatekeeper is None:
-            self._gatekeeper = Gatekeeper(self.new_socket(zmq.ROUTER))
+    def start_authenticator(self) -> None:
+        """Authenticate clients from now on, as servers with a key need it; on the loop."""
+        if self._authenticator is None:
+            self._authenticator = ZapAuthenticator(self.new_socket(zmq.ROUTER))
 
-    def _begin(self, call: Awaited[Any]) -> None:
+    def _begin(self, call: PendingCall[Any]) -> None:
         if self._ending is None:
             call.begin()
         else:
             call.end()
 
-    def _begin_end(self, farewell: Callable[[], Awaitable[None]] | None) -> None:
+    def _begin_end(self, disconnect: Callable[[], Awaitable[None]] | None) -> None:
         if self._ending is None:  # several threads may stop it
             loop = asyncio.get_running_loop()
-            self._ending = loop.create_task(self._end(farewell))
+            self._ending = loop.create_task(self._end(disconnect))
             self._ending.add_done_callback(lambda _: loop.stop())
 
-    async def _end(self, farewell: Callable[[], Awaitable[None]] | None) -> None:
-        if farewell is not None:
+    async def _end(self, disconnect: Callable[[], Awaitable[None]] | None) -> None:
+        if disconnect is not None:
             try:
                 async with asyncio.timeout(2 * CLOSING_S):
-                    await farewell()
+                    await disconnect()
             except Exception:
-                _log.exception("event=farewell_failed thread=%s", self._name)
-        endings = list(self._living)
-        for living in endings:
+                _log.exception("event=disconnect_failed thread=%s", self._name)
+        ending = list(self._living)
+        for living in ending:
             living.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * CLOSING_S):
-                await asyncio.gather(*(living.wait_closed() for living in endings))
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-            self._gatekeeper = None
+                await asyncio.gather(*(living.wait_closed() for living in ending))
+        if self._authenticator is not None:
+            self._authenticator.close()
+            self._authenticator = None
         ours = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not ours]
         for task in tasks:
@@ -262,7 +349,7 @@ class ControlLoop:
 
 
 def _check_descriptors() -> None:
-    """Raise OSError if few are left: libzmq aborts the process where it cannot open its own."""
+    """Raise OSError if too few are free: libzmq aborts the process if it cannot open its own."""
     held = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
     try:
         while len(held) < SPARE_DESCRIPTORS:
@@ -276,18 +363,18 @@ def _serve(
     loop: asyncio.AbstractEventLoop,
     context: zmq.Context[zmq.Socket[bytes]],
     workers: ThreadPoolExecutor,
-    awaited: set[Awaited[Any]],
+    calls: set[PendingCall[Any]],
 ) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
     finally:
         loop.close()
-        # Nothing can be scheduled from here on; what was, and did not run, never will.
+        # Nothing can be scheduled from here on; what was scheduled before does not run any more.
         with contextlib.suppress(KeyError):
             while True:
-                awaited.pop().end()
-        # A worker may be held up by a peer; its transport's deadline ends it, not this thread.
+                calls.pop().end()
+        # A worker may wait for a peer; the deadline of its transport ends that, not this thread.
         workers.shutdown(wait=False, cancel_futures=True)
         context.destroy(linger=0)
 
@@ -298,7 +385,7 @@ def _schedule(
     *,
     otherwise: Callable[[], object],
 ) -> None:
-    """Have `function` called on the loop; `otherwise` here, if the loop has ended."""
+    """Have `function` called on the loop; call `otherwise` here, if the loop has ended."""
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:

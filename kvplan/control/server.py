@@ -13,28 +13,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel, Handler
-from kvplan.control.cluster_key import ClusterKey, Keys
-from kvplan.control.data_streams import AcceptedStreams, way_of
+from kvplan.control.data_streams import way_of
 from kvplan.control.endpoint import Endpoint, endpoint_of
 from kvplan.control.loop import ControlLoop
-from kvplan.control.visitors import Visitor, Visitors
+from kvplan.control.pending_connections import (
+    AcceptedStreams,
+    PendingConnection,
+    PendingConnections,
+)
 from kvplan.logs import Log
 from kvplan.status import LLMException
 
-MAX_VISITORS: Final = 1024
-"""Who has connected, and not shown the key; without one, conversations that nothing is bound to.
+MAX_PENDING: Final = 1024
+"""Connections that have not proved the key; without a key, conversations without a link.
 
-Fewer where the process may open few files: a conversation takes up to 4 of them, and visitors take
-at most half of what there is.
+Fewer where the process may open few files: a conversation takes up to 4 of them, and pending
+connections take at most half of what there is.
 """
 
-VISIT_S: Final = 10.0
-"""Seconds after which a silent visitor's conversation is ended."""
+PENDING_S: Final = 10.0
+"""Seconds after which a silent connection or conversation without a link is ended."""
 
 _SWEEP_S: Final = 1.0
-_PAUSE_S: Final = 0.1  # where no descriptor is left to accept with
-_AT_A_TIME: Final = 64  # are accepted before others are served
+_PAUSE_S: Final = 0.1  # when no descriptor is free to accept with
+_ACCEPTED_AT_ONCE: Final = 64  # before the loop does other work
 
 _log = Log("kvplan.control")
 
@@ -48,31 +52,31 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._key: ClusterKey | None = None
-        self._key_inside: ClusterKey | None = None  # of who comes from inside this host
+        self._key_inside: ClusterKey | None = None  # of connections from inside this host
         self._channels: dict[Channel, float] = {}  # in order of arrival
         self._listening: socket.socket | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._inode = 0
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = MAX_VISITORS if files < 0 else min(MAX_VISITORS, files // 8)
-        self._visitors = Visitors(limit, self._converse, loop.refusals)
+        limit = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 8)
+        self._pending = PendingConnections(limit, self._open_channel, loop.refusals)
 
     @classmethod
     async def listen(
         cls, loop: ControlLoop, endpoint: Endpoint, handler: Handler, keys: Keys
     ) -> Server:
-        """Begin to accept peers.
+        """Begin to accept connections.
 
         Args:
             loop: runs the conversations, and closes the server when it stops.
-            endpoint: port 0 takes a free one, which `Server.endpoint` then tells.
-            handler: is called with what peers say.
-            keys: without any, everybody is admitted who can reach the endpoint; off this host that
-                is logged.
+            endpoint: port 0 takes a free one, which `Server.endpoint` then has.
+            handler: of the messages of peers.
+            keys: without any, every peer that can reach the endpoint is admitted; that is logged
+                if other hosts can.
 
         Raises:
             LLMException: LLM_FAILED with the phase and the system's error; LLM_PARAM_INVALID: the
-                user's key cannot be had.
+                user's key cannot be read or made.
         """
         server = cls(loop, endpoint, handler)
         try:
@@ -85,7 +89,7 @@ class Server:
         except OSError as error:
             raise LLMException(f"cannot listen on {endpoint}: {error.strerror or error}") from None
         listening.setblocking(False)
-        # The longest queue there is: others wait in it, not for a second.
+        # The longest possible queue: a connection that finds it full is tried again after a second.
         listening.listen(socket.SOMAXCONN)
         server._listening = listening
         server._resume()
@@ -95,11 +99,11 @@ class Server:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """The conversations that live, oldest first."""
+        """The conversations that are open, oldest first."""
         return tuple(self._channels)
 
     def close(self) -> None:
-        """Accept nobody any more, and end all conversations that have begun here."""
+        """Accept no more connections, and end all conversations that were accepted here."""
         if self._listening is None:
             return
         self._loop.remove_reader(self._listening)
@@ -111,21 +115,21 @@ class Server:
             with contextlib.suppress(OSError):
                 if Path(self.endpoint.path).stat().st_ino == self._inode:
                     Path(self.endpoint.path).unlink()
-        self._visitors.close()
+        self._pending.close()
         for channel in self.channels:
             channel.close("the server is closed")
         self._owner.forget(self)
 
     async def wait_closed(self) -> None:
-        """Nothing to wait for: the conversations' connections are waited for by themselves."""
+        """Nothing to wait for: the connections of its channels are waited for by themselves."""
 
     async def _take_keys(self, keys: Keys, here: Endpoint) -> None:
-        """Have the keys of who comes to `here`; of all addresses, some are inside this host."""
+        """Get the keys of connections to `here`; a wildcard includes addresses of this host."""
         self._key = self._key_inside = await keys.at(self._owner, here)
         if here.is_wildcard:
             self._key_inside = await keys.at(self._owner, Endpoint("127.0.0.1"))
         if self._key_inside is not None:
-            self._owner.start_gatekeeper()
+            self._owner.start_authenticator()
 
     def _bind_address(self, where: tuple[Any, ...]) -> socket.socket:
         family, kind, protocol, _, address = where
@@ -159,67 +163,67 @@ class Server:
 
     def _accept(self) -> None:
         assert self._listening is not None
-        for _ in range(_AT_A_TIME):
+        for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 stream, name = self._listening.accept()
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # it has gone already
+                continue  # it has ended already
             except OSError as error:
                 _log.warning("event=accept_failed endpoint=%s error=%r", self.endpoint, error)
                 self._loop.remove_reader(self._listening)
                 self._loop.call_later(_PAUSE_S, self._resume)
                 return
             stream.setblocking(False)
-            self._visitors.arrive(Visitor(stream, name, self._key_of(stream)))
+            self._pending.add(PendingConnection(stream, name, self._key_of(stream)))
 
     def _key_of(self, stream: socket.socket) -> ClusterKey | None:
         if self._key is self._key_inside:
             return self._key
         return self._key_inside if endpoint_of(stream.getsockname()).is_loopback else self._key
 
-    def _converse(self, visitor: Visitor) -> Channel:
+    def _open_channel(self, connection: PendingConnection) -> Channel:
         channel = Channel(
             self._owner,
-            visitor.key,
+            connection.key,
             self._handler,
             listening=True,
-            # The system has no name for the other end of a path: where both meet will do.
-            peer=visitor.peer if visitor.name else str(self.endpoint),
+            # The other end of a Unix socket has no name.
+            peer=connection.peer if connection.name else str(self.endpoint),
             streams=partial(
                 AcceptedStreams,
                 loop=self._owner,
-                visitors=self._visitors,
-                way=way_of(visitor.name, visitor.socket.getsockname()),
-                private=visitor.key is not None,
+                pending=self._pending,
+                way=way_of(connection.name, connection.socket.getsockname()),
+                private=connection.key is not None,
             ),
-            forget=partial(self._forget, visitor),
+            forget=partial(self._forget, connection),
         )
         self._channels[channel] = time.monotonic()
-        channel.connection.open(bytes(visitor.said))
-        channel.connection.stream.attach(visitor.socket)
+        channel.connection.open(bytes(connection.received))
+        channel.connection.stream.attach(connection.socket)
         return channel
 
-    def _forget(self, visitor: Visitor, channel: Channel) -> None:
+    def _forget(self, connection: PendingConnection, channel: Channel) -> None:
         self._channels.pop(channel, None)
-        self._visitors.leave(visitor)
+        self._pending.remove(connection)
 
     def _sweep(self) -> None:
         now = time.monotonic()
         for channel, begun in list(self._channels.items()):
             silent = now - max(begun, channel.heard)
-            if channel.bound is None and not channel.serving and silent > VISIT_S:
-                channel.drop(f"silent for {VISIT_S:g} s without a link")
-        self._visitors.sweep(now - VISIT_S)
+            if channel.bound is None and not channel.serving and silent > PENDING_S:
+                channel.drop(f"silent for {PENDING_S:g} s without a link")
+        self._pending.sweep(now - PENDING_S)
         self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
 
 def warn_of_strangers(endpoint: Endpoint, stacklevel: int) -> None:
-    """Warn whoever is about to listen, without a key, where other hosts may reach it.
+    """Warn the caller that is about to listen, without a key, where other hosts may reach it.
 
     Args:
-        endpoint: where; nothing is said of one that cannot be had.
+        endpoint: where; no warning for one that cannot be resolved.
         stacklevel: as of `warnings.warn`: 1 is the caller of this function.
     """
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""A byte stream that feeds another one, no faster than that one takes it.
+"""A byte stream that feeds another one, no faster than the other can write.
 
-It reads and writes its socket itself: a transport of asyncio takes three turns of the loop to
+It reads and writes its socket itself: a transport of asyncio needs three iterations of the loop to
 begin, and a link has two of these at each end.
 """
 
@@ -11,15 +11,15 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-_AT_ONCE: Final = 256 << 10  # bytes that are read
-_HIGH, _LOW = 64 << 10, 16 << 10  # bytes that wait to be written: stop the source, and go on
+_READ_NBYTES: Final = 256 << 10  # at a time
+_HIGH, _LOW = 64 << 10, 16 << 10  # bytes to be written at which the source is paused, and resumed
 
 
 class Stream:
     """One side of a relay; it stops reading while the `other` side cannot write.
 
     Args:
-        receive: is called with what comes.
+        receive: is called with the bytes that arrive.
         ended: is called once, when the stream has ended by whichever side, with the error if any;
             never by a method of this class itself.
     """
@@ -33,64 +33,64 @@ class Stream:
         self._receive = receive
         self._ended = ended
         self._socket: socket.socket | None = None
-        self._waiting = bytearray()  # to be written
-        self._unwanted = self._paused = self._ending = self._is_full = False
+        self._unsent = bytearray()  # to be written
+        self._is_closing = self._is_paused = self._is_write_ended = self._is_full = False
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection, and its end was not told yet."""
+        """Whether there is a connection, whose end was not reported yet."""
         return self._socket is not None
 
     def attach(self, connection: socket.socket) -> None:
-        """Begin, on a non-blocking connection, which is the stream's from here on."""
+        """Begin, on a non-blocking connection, which the stream owns from here on."""
         self._socket = connection
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._unwanted:
+        if self._is_closing:
             self._loop.call_soon(self._lose, None)
-        elif not self._paused:
+        elif not self._is_paused:
             self._loop.add_reader(connection, self._read)
 
     def pause(self) -> None:
         """Read nothing until `resume`."""
-        self._paused = True
+        self._is_paused = True
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
 
     def resume(self) -> None:
         """Read again."""
-        if self._paused and self._socket is not None and not self._unwanted:
+        if self._is_paused and self._socket is not None and not self._is_closing:
             self._loop.add_reader(self._socket, self._read)
-        self._paused = False
+        self._is_paused = False
 
     def write(self, chunk: bytes) -> None:
         """Send, unless the stream has ended."""
-        if self._socket is None or self._unwanted or self._ending:
+        if self._socket is None or self._is_closing or self._is_write_ended:
             return
-        if not self._waiting:
+        if not self._unsent:
             chunk = chunk[self._send(chunk) :]
-            if not chunk or self._unwanted:
+            if not chunk or self._is_closing:
                 return
             self._loop.add_writer(self._socket, self._write)
-        self._waiting += chunk
-        if len(self._waiting) > _HIGH and not self._is_full:
+        self._unsent += chunk
+        if len(self._unsent) > _HIGH and not self._is_full:
             self._is_full = True
             self.other.pause()
 
     def end(self) -> None:
-        """Say that nothing more will be sent; what comes is still read."""
-        if self._socket is not None and not self._ending and not self._unwanted:
-            self._ending = True
-            if not self._waiting:
+        """Send nothing more; what arrives is still read."""
+        if self._socket is not None and not self._is_write_ended and not self._is_closing:
+            self._is_write_ended = True
+            if not self._unsent:
                 self._shut()
 
     def close(self) -> None:
-        """End, once what was written has left; where it was not connected yet, when it is."""
-        if self._socket is not None and not self._unwanted:
+        """End, once all that was written was sent; or, if not connected yet, when it is."""
+        if self._socket is not None and not self._is_closing:
             self._loop.remove_reader(self._socket)
-            if not self._waiting:
+            if not self._unsent:
                 self._loop.call_soon(self._lose, None)
-        self._unwanted = True
+        self._is_closing = True
 
     def abort(self) -> None:
         """End now, or when it is connected."""
@@ -99,7 +99,7 @@ class Stream:
     def _read(self) -> None:
         assert self._socket is not None
         try:
-            chunk = self._socket.recv(_AT_ONCE)
+            chunk = self._socket.recv(_READ_NBYTES)
         except BlockingIOError:
             return
         except OSError as error:
@@ -112,20 +112,20 @@ class Stream:
 
     def _write(self) -> None:
         assert self._socket is not None
-        del self._waiting[: self._send(self._waiting)]
-        if self._is_full and len(self._waiting) < _LOW:
+        del self._unsent[: self._send(self._unsent)]
+        if self._is_full and len(self._unsent) < _LOW:
             self._is_full = False
             self.other.resume()
-        if self._waiting:
+        if self._unsent:
             return
         self._loop.remove_writer(self._socket)
-        if self._unwanted:
+        if self._is_closing:
             self._loop.call_soon(self._lose, None)
-        elif self._ending:
+        elif self._is_write_ended:
             self._shut()
 
     def _send(self, chunk: bytes | bytearray) -> int:
-        """How much of it has left."""
+        """Returns how many bytes were sent."""
         assert self._socket is not None
         try:
             return self._socket.send(chunk)
@@ -143,10 +143,10 @@ class Stream:
             self._fail(error)
 
     def _fail(self, error: Exception | None) -> None:
-        """End now; what was written and has not left is lost."""
-        self._unwanted = True
-        self._waiting.clear()
-        if self._is_full:  # the source is to see its own end
+        """End now; what was written and not sent is lost."""
+        self._is_closing = True
+        self._unsent.clear()
+        if self._is_full:  # the source must read its own end
             self._is_full = False
             self.other.resume()
         if self._socket is not None:
@@ -155,7 +155,7 @@ class Stream:
             self._loop.call_soon(self._lose, error)
 
     def _lose(self, error: Exception | None) -> None:
-        if self._socket is not None:  # else it was told before
+        if self._socket is not None:  # else it was reported before
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()

@@ -10,11 +10,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvplan.control.cluster_key import ClusterKey, Keys
+from kvplan.control.auth import ClusterKey, Keys, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
 from kvplan.control.server import warn_of_strangers
-from kvplan.control.user_key import user_key
 from kvplan.links.dispatch import Listener, PeerHandler
 from kvplan.links.handshake import HandshakeAcceptor, HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvplan.control.cluster_key import Keys
+from kvplan.control.auth import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Offer
 from kvplan.links.values import link_failed

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.own_directory import check_above, private_directory, runtime_directory
 from kvplan.control.server import Server
+from kvplan.control.user_directories import check_above, private_directory, runtime_directory
 from kvplan.links.handshake import HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine
 from kvplan.links.peer_link import PeerLink

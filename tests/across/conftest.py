@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.auth import ClusterKey
 from tests.across import network
 from tests.across.engine import Engine
 from tools.namespaces import Namespace, NamespacesError, namespaces

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import kvplan
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.auth import ClusterKey
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvplan.control.cluster_key import ClusterKey
+from kvplan.control.auth import ClusterKey
 from kvplan.control.loop import ControlLoop
 from tests.control.conversation import Conversation, ListeningProcess
 

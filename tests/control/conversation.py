@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Sync, Synced

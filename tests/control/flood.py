@@ -30,16 +30,16 @@ def main() -> None:
         if select.select([sys.stdin], [], [], max(0.0, wait_s))[0]:
             break
         for _ in range(AT_ONCE):
-            visitor = socket.socket()
-            visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-            visitor.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT
-            visitor.bind((source, 0))
-            visitor.setblocking(False)
-            visitor.connect_ex((host, int(port)))
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            connection.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT
+            connection.bind((source, 0))
+            connection.setblocking(False)
+            connection.connect_ex((host, int(port)))
             if said:
                 with contextlib.suppress(OSError):
-                    visitor.send(bytes.fromhex(said))
-            held.append(visitor)
+                    connection.send(bytes.fromhex(said))
+            held.append(connection)
             count += 1
         while len(held) > HELD:
             held.popleft().close()

@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel
-from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Synced
 from kvplan.control.server import Server

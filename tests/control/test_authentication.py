@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Find, Sync, Synced, encode
 from kvplan.control.server import Server
-from kvplan.control.vetting import GREETING_NBYTES, UNUSED_AT, greeting
+from kvplan.control.zmtp import GREETING_NBYTES, UNUSED_AT, greeting
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Recorder
 from tests.control.tape import Tape
@@ -66,7 +66,7 @@ def test_a_server_without_a_key_is_not_talked_to(loop: ControlLoop, far_loop: Co
 
 
 def test_who_knows_the_public_half_only_is_refused(endpoint: Endpoint, far: Recorder) -> None:
-    """The server's public key lets a client speak CURVE; the gatekeeper wants more.
+    """The server's public key lets a client speak CURVE; the client's own key is checked too.
 
     Even of somebody who passes on the cookie of a peer that has the key.
     """

@@ -11,9 +11,9 @@ from contextlib import suppress
 import pytest
 
 from kvplan.control.channel import (
+    MAX_PENDING_REQUESTS,
     MAX_REQUESTS,
     MAX_UNDECODABLE,
-    MAX_VISITOR_REQUESTS,
     Channel,
     ChannelClosed,
 )
@@ -85,7 +85,7 @@ def test_replies_find_their_requests_when_they_overtake(conversation: Conversati
 
 
 def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversation) -> None:
-    conversation.far_channel().bound = object()  # to more requests at a time than visitors may
+    conversation.far_channel().bound = object()  # more requests at a time than without a link
 
     async def talk() -> None:
         async with asyncio.TaskGroup() as group:
@@ -185,7 +185,7 @@ def test_more_requests_at_a_time_than_allowed_are_refused(
     conversation: Conversation, bound: bool
 ) -> None:
     conversation.far_channel().bound = object() if bound else None
-    limit = MAX_REQUESTS if bound else MAX_VISITOR_REQUESTS
+    limit = MAX_REQUESTS if bound else MAX_PENDING_REQUESTS
     release = asyncio.Event()
 
     async def answer(_channel: Channel, _body: Body) -> Body:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync, Synced
@@ -278,22 +278,22 @@ def test_another_process_of_the_user_does_not_get_a_connections_private_end(
             pass
 
 
-def test_silent_visitors_are_many_for_a_while_only(far_loop: ControlLoop) -> None:
-    """A limit of open files makes room for few visitors; of more, some have to leave."""
+def test_silent_connections_are_many_for_a_while_only(far_loop: ControlLoop) -> None:
+    """A limit of open files makes room for few connections; of more, some are dropped."""
     script = (
         "import resource, select, socket\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
         "from tests.control.test_connect import *\n"
         "loop = ControlLoop(); loop.start(); server = listen(loop, '127.0.0.1:0')\n"
         "address = (server.endpoint.host, server.endpoint.port)\n"
-        "visitors = [socket.create_connection(address) for _ in range(40)]\n"
+        "connections = [socket.create_connection(address) for _ in range(40)]\n"
         "assert ask(loop, server.endpoint) == Synced(1)\n"
         "assert len(server.channels) <= 1, server.channels\n"
         "left = select.poll()\n"
-        "for visitor in visitors: left.register(visitor, select.POLLHUP)\n"
+        "for connection in connections: left.register(connection, select.POLLHUP)\n"
         "gone = lambda: len(left.poll(0)); deadline = time.monotonic() + DEADLINE_S\n"
         "while gone() < 24: assert time.monotonic() < deadline\n"
-        "[visitor.close() for visitor in visitors]; loop.stop()\n"
+        "[connection.close() for connection in connections]; loop.stop()\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
 

@@ -22,14 +22,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey, Keys
-from kvplan.control.data_streams import AcceptedStreams, DialledStreams
+from kvplan.control.data_streams import DialledStreams
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.loop import ControlLoop
+from kvplan.control.loop import ControlLoop, RefusalLog
 from kvplan.control.messages import Sync, Synced
-from kvplan.control.refusals import Refusals
-from kvplan.control.visitors import Visitor, Visitors
+from kvplan.control.pending_connections import (
+    AcceptedStreams,
+    PendingConnection,
+    PendingConnections,
+)
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Conversation, Recorder, call
 from tests.control.tape import Tape
@@ -306,7 +309,9 @@ def test_an_index_is_had_once(link: Link) -> None:
         assert ": authenticate: the peer has disconnected; the peer's log" in (
             refusal(link.near, 2).replace("Connection reset by peer", "the peer has disconnected")
         )
-        assert refusal(link.far, 2).endswith("opened before, or dropped: too many visitors")
+        assert refusal(link.far, 2).endswith(
+            "opened before, or dropped: too many pending connections"
+        )
         assert say(near, far) == b"data"
     link.check(3)
 
@@ -476,27 +481,27 @@ class TestClose:
 
 
 def test_a_connection_that_says_a_byte_now_and_then_is_ended_in_time(far_loop: ControlLoop) -> None:
-    refusals = Refusals()
+    refusals = RefusalLog()
 
-    async def visitors() -> Visitors:
-        return Visitors(8, lambda visitor: pytest.fail("it is none"), refusals)
+    async def pending_connections() -> PendingConnections:
+        return PendingConnections(8, lambda _: pytest.fail("it is not a conversation"), refusals)
 
-    some = far_loop.run(visitors())
+    pending = far_loop.run(pending_connections())
     with listening() as server, socket.create_connection(server.getsockname()) as slow:
         stream, name = server.accept()
         stream.setblocking(False)
-        visitor = Visitor(stream, name, None)
-        call(far_loop, some.arrive, visitor)
+        connection = PendingConnection(stream, name, None)
+        call(far_loop, pending.add, connection)
         slow.settimeout(DEADLINE_S)
         assert len(slow.recv(GREETING_NBYTES)) == GREETING_NBYTES
         before = time.monotonic()
         for byte in b"kvplan\1":
             slow.send(bytes((byte,)))
-            while not visitor.said.endswith(bytes((byte,))):
+            while not connection.received.endswith(bytes((byte,))):
                 assert time.monotonic() < before + DEADLINE_S
-        call(far_loop, some.sweep, visitor.since)
+        call(far_loop, pending.sweep, connection.since)
         assert select.select([slow], [], [], 0) == ([], [], [])
-        call(far_loop, some.sweep, before)
+        call(far_loop, pending.sweep, before)
         with pytest.raises(ConnectionResetError):
             slow.recv(1)
     assert refusals.count == 1
@@ -535,7 +540,7 @@ def test_noise_is_refused(conversation: Conversation, noise: bytes, begun: int) 
 FLOOD = Path(__file__).with_name("flood.py")
 
 
-def with_room_for_32_visitors(
+def with_room_for_32_connections(
     loop: ControlLoop, far_loop: ControlLoop, has_key: bool
 ) -> Conversation:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -546,11 +551,11 @@ def with_room_for_32_visitors(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_connection_that_was_taken_is_no_visitor_any_more(
+def test_a_connection_that_was_taken_is_not_pending_any_more(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
     refused = far_loop.refusals.count
-    link = new_link(with_room_for_32_visitors(loop, far_loop, has_key=True))
+    link = new_link(with_room_for_32_connections(loop, far_loop, has_key=True))
     with ExitStack() as held:
         for index in range(40):
             for stream in link.open(index):
@@ -561,7 +566,7 @@ def test_a_connection_that_was_taken_is_no_visitor_any_more(
 def test_of_connections_that_are_not_taken_there_are_few(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
-    link = new_link(with_room_for_32_visitors(loop, far_loop, has_key=True))
+    link = new_link(with_room_for_32_connections(loop, far_loop, has_key=True))
     with ExitStack() as held:
         for index in range(40):
             held.enter_context(open_one(link.near, index))
@@ -570,15 +575,15 @@ def test_of_connections_that_are_not_taken_there_are_few(
             try:
                 held.enter_context(open_one(link.far, index))
             except LLMException as error:
-                dropped += "dropped: too many visitors" in str(error)
+                dropped += "dropped: too many pending connections" in str(error)
     assert dropped == 8
 
 
-def test_a_connection_that_is_waited_for_is_no_visitor_any_more(
+def test_a_connection_that_is_waited_for_is_not_pending_any_more(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
     """While the others of its link are on their way, too."""
-    conversation = with_room_for_32_visitors(loop, far_loop, has_key=True)
+    conversation = with_room_for_32_connections(loop, far_loop, has_key=True)
     endpoint = conversation.server.endpoint
     link = new_link(conversation)
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
@@ -597,7 +602,7 @@ def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
     loop: ControlLoop, far_loop: ControlLoop, has_key: bool
 ) -> None:
     """Thousands in a second that begin as data connections do, from one address."""
-    conversation = with_room_for_32_visitors(loop, far_loop, has_key)
+    conversation = with_room_for_32_connections(loop, far_loop, has_key)
     endpoint = conversation.server.endpoint
     said = hello(b"c" * 16, bytes(64))[:40].hex()
     command = [sys.executable, str(FLOOD), endpoint.host, str(endpoint.port), "127.0.0.9", "5000"]

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from kvplan.control.auth import Keys
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Failed, Sync
 from tests.control.conversation import (

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey, Keys
-from kvplan.control.loop import ControlLoop
+from kvplan.control.loop import ControlLoop, RefusalLog
 from kvplan.control.messages import MAX_NBYTES, PROTOCOL_VERSION, Ping, Pong, Sync, Synced, encode
-from kvplan.control.refusals import Refusals
-from kvplan.control.vetting import greeting
+from kvplan.control.zmtp import greeting
 from tests.control.conversation import (
     DEADLINE_S,
     Conversation,
@@ -217,21 +216,21 @@ def test_more_connections_than_there_is_room_for(victim: Victim) -> None:
 
 def test_whoever_has_left_takes_no_room(loop: ControlLoop, far_loop: ControlLoop) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))  # room for 32 visitors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))  # room for 32 pending connections
     try:
         conversation = Conversation(loop, far_loop, None)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for _ in range(40):
-        visitor = conversation.connect()
-        call(loop, visitor.close)
-        loop.run(visitor.wait_closed())
+        channel = conversation.connect()
+        call(loop, channel.close)
+        loop.run(channel.wait_closed())
     assert conversation.request(Sync()) == Synced(1)
     assert far_loop.refusals.count == 0
 
 
 def test_of_many_refusals_at_a_time_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals()
+    refusals = RefusalLog()
     with caplog.at_level("WARNING", "kvplan.control"):
         for _ in range(5):
             refusals.note("somebody", "no reason")

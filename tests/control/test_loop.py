@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvplan.control.auth import Keys
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync
 from kvplan.control.server import Server
@@ -194,7 +194,7 @@ from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException
 
 before = len(os.listdir("/proc/self/fd"))
-mutex, waits, farewell = threading.RLock(), threading.Event(), threading.Event()
+mutex, waits, disconnecting = threading.RLock(), threading.Event(), threading.Event()
 loop = ControlLoop()
 loop.start()
 
@@ -203,14 +203,14 @@ def block():
     with mutex:
         pass
 
-async def say_farewell():
-    farewell.set()
+async def disconnect():
+    disconnecting.set()
 
 class Stopped(Exception):
     pass
 
 def stop(*_):
-    loop.stop(say_farewell)
+    loop.stop(disconnect)
     raise Stopped
 
 signal.signal(signal.SIGUSR1, stop)
@@ -221,7 +221,7 @@ try:
         signal.raise_signal(signal.SIGUSR1)
 except Stopped:
     pass
-assert farewell.wait(5)
+assert disconnecting.wait(5)
 for thread in threading.enumerate():
     if thread.name == "kvplan-control":
         thread.join(5)

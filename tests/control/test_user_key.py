@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvplan.control.cluster_key import ClusterKey, Keys
+from kvplan.control.auth import ClusterKey, Keys, describe, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.control.user_key import describe, user_key
 from kvplan.status import LLMException, LLMStatusCode
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +66,7 @@ def test_the_state_home_that_is_given_counts(
 
 def test_processes_that_start_at_once_have_one_key(home: Path) -> None:
     script = (
-        "import sys; from kvplan.control.user_key import user_key\n"
+        "import sys; from kvplan.control.auth import user_key\n"
         "print(flush=True); sys.stdin.readline(); print(user_key().public.hex())"
     )
     command, pipe = [sys.executable, "-c", script], subprocess.PIPE

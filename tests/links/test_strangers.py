@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import pytest
 
 from kvplan import LLMException, LlmRole, LLMStatusCode
+from kvplan.control.auth import ClusterKey, Keys, user_key
 from kvplan.control.channel import Channel
 from kvplan.control.client import connect
-from kvplan.control.cluster_key import ClusterKey, Keys
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
@@ -31,7 +31,6 @@ from kvplan.control.messages import (
     Unlink,
     Welcome,
 )
-from kvplan.control.user_key import user_key
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End

@@ -48,7 +48,7 @@ def _native_modules() -> dict[str, str]:
 
 
 def _user_key() -> dict[str, object]:
-    from kvplan.control.user_key import describe  # loads ZeroMQ, which no other command needs
+    from kvplan.control.auth import describe  # loads ZeroMQ, which no other command needs
 
     return describe()._asdict()
 

@@ -77,7 +77,7 @@ def between_engines(transport: str) -> str:
     Raises:
         LLMException: they cannot be moved, or came wrong.
     """
-    from kvplan.control.cluster_key import ClusterKey
+    from kvplan.control.auth import ClusterKey
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.options import Options
     from kvplan.links import ClusterInfo

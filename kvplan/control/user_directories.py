@@ -1,4 +1,4 @@
-"""Directories of this user alone: for sockets while it is logged in, and for what must last."""
+"""Directories that only this user can use: for sockets while it is logged in, and for state."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _OTHERS_WRITE = 0o022
 
 
 class StateFile(NamedTuple):
-    """Where a file of this user's state is, and why not below the home (empty: it is there)."""
+    """The path of a state file, and why it is not below the home (empty: it is)."""
 
     path: Path
     why_not_home: str
 
 
 def private_directory(directory: Path, name: str) -> Path:
-    """Make a directory unless it is there, and check that it is this user's alone.
+    """Make a directory if necessary, and check that only this user can use it.
 
     Args:
-        directory: which; the one above it must be there.
-        name: what messages call it.
+        directory: its path; the one above it must exist.
+        name: of it, for messages.
 
     Raises:
         LLMException: LLM_FAILED: it cannot be made, or others could use it.
@@ -46,17 +46,17 @@ def private_directory(directory: Path, name: str) -> Path:
 
 
 def check_above(directory: Path, name: str) -> None:
-    """Check that nobody else can put another directory in the place of this one.
+    """Check that no other user can replace this directory by another.
 
-    Whoever may write to a directory may rename what is in it, unless it is sticky; its owner may
-    always.
+    A user who may write to a directory may rename what is in it, unless it is sticky; its owner
+    always may.
 
     Raises:
-        LLMException: LLM_FAILED: somebody else can; says where, and what to do.
+        LLMException: LLM_FAILED: another user can; says where, and what to do.
     """
-    # Whoever owns the root directory rules here; a user namespace shows it under another number.
+    # The owner of the root directory is trusted; in a user namespace it may have another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # noqa: PTH116
-    # As it is called, where links may stand for others, and as it is.
+    # The parents by name, which may be symbolic links, and the real ones.
     for above in dict.fromkeys((*directory.absolute().parents, *directory.resolve().parents)):
         status = above.stat()
         mode = stat.S_IMODE(status.st_mode)
@@ -83,8 +83,8 @@ def runtime_directory() -> Path:
 def state_file(name: str) -> StateFile:
     """Where this user's state is: below XDG_STATE_HOME or the home, else the runtime directory.
 
-    A home is not there, or cannot be written to, in many containers; and a program that root runs
-    with the home of another user must not make what that user cannot read afterwards.
+    In many containers there is no home, or no write access to it; and a program that root runs with
+    the home of another user must not make files there that this user cannot read.
     """
     given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
     base = Path(given) if Path(given).is_absolute() else Path(home) / ".local" / "state"

@@ -1,12 +1,16 @@
-"""What may pass from a peer to ZeroMQ: whole handshakes and single frames, both of bounded size.
+"""What protects ZeroMQ from peers: their bytes are validated, and their keys authenticated.
 
 libzmq 4.3.5 keeps the parts of a multipart message until the last one has come, without any limit;
-a peer can have it take a gigabyte a second. It reads nothing here that was not looked at before.
+a peer can have it take a gigabyte a second. Here it reads only bytes that were validated before:
+whole handshakes and single frames, both of bounded size.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from typing import Final, cast
+
+import zmq
 
 from kvplan.control.messages import MAX_NBYTES
 
@@ -14,31 +18,35 @@ GREETING_NBYTES: Final = 64
 UNUSED_AT: Final = 33
 """Where the bytes of a greeting begin that ZMTP leaves unused, up to its end."""
 
-_SIGNATURE: Final = {0: 0xFF, 9: 0x7F}  # the bytes between are of no meaning
+_SIGNATURE: Final = {0: 0xFF, 9: 0x7F}  # the bytes between have no meaning
 _MECHANISM: Final = slice(12, 32)
 _MAJOR_VERSION: Final = 3
 _MAX_COMMAND_NBYTES: Final = 2048
 _LONG, _COMMAND = 0x02, 0x04
 _ERROR: Final = b"\x05ERROR"
 MAX_FRAME_NBYTES: Final = MAX_NBYTES + 64
-"""Of a message as it is sent: encryption adds 33 bytes."""
+"""Of a message on the wire: encryption adds 33 bytes."""
 
 _COMMANDS: Final = {b"NULL": 1, b"CURVE": 2}
 """Mechanisms, and how many commands each side sends in its handshake."""
 
+_ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+_ZAP_VERSION: Final = b"1.0"
+_ADMITTED, _REFUSED = (b"200", b"OK"), (b"400", b"not the key of this cluster")
+
 
 def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_AT)) -> bytes:
-    """What an end says first, with `unused` where ZMTP has no use for the bytes."""
+    """The first bytes of each side, with `unused` in those that ZMTP does not use."""
     mechanism = b"CURVE" if encrypted else b"NULL"
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(21, b"\0") + unused
 
 
 class Unacceptable(Exception):  # noqa: N818 - what it says of bytes
-    """Bytes that are no ZMTP 3 of the mechanism in use, or ask for too much."""
+    """Bytes that are not ZMTP 3 with the mechanism in use, or that exceed a limit."""
 
 
-class Vetting:
-    """Follows one direction of a ZMTP 3 connection, and stops it at the first bad byte."""
+class ZmtpValidator:
+    """Parses one direction of a ZMTP 3 connection, and stops at the first bad byte."""
 
     def __init__(self, *, encrypted: bool) -> None:
         self._mechanism = b"CURVE" if encrypted else b"NULL"
@@ -46,7 +54,7 @@ class Vetting:
         self._greeting = bytearray()
         self._header = bytearray()
         self._body = 0  # bytes of the current frame that are still to come
-        self._command: bytearray | None = None  # the handshake's, while it is not whole
+        self._command: bytearray | None = None  # of the handshake, while it is incomplete
 
     @property
     def greeted(self) -> bool:
@@ -55,7 +63,7 @@ class Vetting:
 
     @property
     def unused(self) -> bytes:
-        """What the greeting has where ZMTP has no use for it."""
+        """The bytes of the greeting that ZMTP does not use."""
         return bytes(self._greeting[UNUSED_AT:])
 
     @property
@@ -64,10 +72,10 @@ class Vetting:
         return self._commands == 0 and self._command is None
 
     def check(self, chunk: bytes) -> None:
-        """Follow the next bytes of the stream.
+        """Validate the next bytes of the stream.
 
         Raises:
-            Unacceptable: saying what is wrong; the connection must be cut.
+            Unacceptable: says what is wrong; the connection must be closed.
         """
         at = 0
         if (missing := GREETING_NBYTES - len(self._greeting)) > 0:
@@ -130,3 +138,41 @@ class Vetting:
         self._command = None
         if command.startswith(_ERROR):
             raise Unacceptable("it refuses this end's key")
+
+
+class ZapAuthenticator:
+    """Says which CURVE clients may connect: libzmq asks it (ZAP, ZeroMQ RFC 27) for each one.
+
+    It admits the clients whose public key is the domain's name in hexadecimal, and has no state.
+
+    Args:
+        socket: a ROUTER (REP would answer one at a time); closed by `close`.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket
+        self._socket.linger = 0
+        self._socket.bind(_ZAP_ADDRESS)
+        self._descriptor = cast(int, self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._answer)
+
+    def close(self) -> None:
+        """Stop answering: nobody is admitted any more."""
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            envelope, request = frames[: frames.index(b"") + 1], frames[frames.index(b"") + 1 :]
+            code, text = _REFUSED
+            match request:
+                case [b"1.0", _, domain, _, _, b"CURVE", public] if public.hex() == domain.decode():
+                    code, text = _ADMITTED
+            request_id = request[1] if len(request) > 1 else b""
+            reply = [_ZAP_VERSION, request_id, code, text, b"", b""]
+            self._socket.send_multipart([*envelope, *reply])

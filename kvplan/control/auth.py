@@ -1,26 +1,31 @@
-"""The key of a cluster: whoever holds it may link, and nobody else.
+"""The keys that guard conversations: who holds the key of a conversation may link, nobody else.
 
-All engines of a cluster share one CURVE key pair; its file holds the secret half, from which the
-public one follows.
+All engines of a cluster share one CURVE key pair, the cluster key; its file holds the secret half,
+from which the public one follows. Where there is no cluster key, engines of one user share the
+user's key inside a host: every user of a host can connect to loopback, so an address there proves
+nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.status import invalid
+from kvplan.control.user_directories import private_directory, state_file
+from kvplan.logs import Log
+from kvplan.status import LLMException, invalid
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
@@ -30,10 +35,15 @@ _PATTERN: Final = re.compile(r"kvplan-cluster-key 1 ([0-9a-f]{64})\n?")
 _MAX_NBYTES: Final = 256
 _MODE: Final = 0o600
 
+_USER_KEY: Final = "user.key"
+_REMEDY: Final = "or give kvplan.cluster_key_file ('kvplan keygen' makes one)"
+
 COOKIE_NBYTES: Final = 31
 """As many as ZMTP's greeting leaves unused."""
 
 ADVICE: Final = "give both ends the same kvplan.cluster_key_file"
+
+_log = Log("kvplan.control")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class ClusterKey:
     """A CURVE key pair; `secret` and `public` are 32 bytes each.
 
     Attributes:
-        advice: for whoever meets a peer that does not have it.
+        advice: what to do about a peer that does not have it.
     """
 
     secret: bytes = field(repr=False)
@@ -59,8 +69,8 @@ class ClusterKey:
         """Read the key from a file that `kvplan keygen` has made.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: there is none, it is no key file, or others than its
-                owner may read or write it.
+            LLMException: LLM_PARAM_INVALID: there is none, it is not a key file, or others than
+                its owner may read or write it.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -93,7 +103,7 @@ class ClusterKey:
         Raises:
             OSError: the file exists, or cannot be made.
         """
-        # Under another name until it is whole, so that nobody finds half a key.
+        # Under another name until it is complete, so that nobody reads half a key.
         part = f"{os.fspath(path)}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(part, flags, _MODE)
@@ -107,16 +117,16 @@ class ClusterKey:
             Path(part).unlink()
 
     def cookie(self, nonce: bytes) -> bytes:
-        """What only holders of the key can say to `nonce`; costs next to nothing to check."""
+        """The answer to `nonce` that only holders of the key can give; cheap to check."""
         kind = b"kvplan-cookie"
         return blake2b(nonce, key=self.secret, digest_size=COOKIE_NBYTES, person=kind).digest()
 
     def apply(self, socket: zmq.Socket[bytes], *, listening: bool) -> None:
-        """Have `socket` use this key, and where it listens, admit this key only."""
+        """Make `socket` use this key, and admit only this key if it listens."""
         if listening:
             socket.curve_server = True
-            socket.zap_domain = self.public.hex().encode()  # the gatekeeper reads it
-            # Nobody is admitted while nobody is there to say who may be.
+            socket.zap_domain = self.public.hex().encode()  # read by `ZapAuthenticator`
+            # Nobody is admitted while no authenticator answers.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         else:
             socket.curve_serverkey = self.public
@@ -133,9 +143,9 @@ class Keys:
     """Which key guards a conversation; used on the loop's thread.
 
     Args:
-        cluster: of every conversation; None: there is none.
-        user: makes or reads the key of conversations inside this host where the cluster has none;
-            None leaves them open. It is asked once.
+        cluster: of every conversation; None: there is no cluster key.
+        user: makes or reads the key of conversations inside this host, if there is no cluster key;
+            called once. None: those need no key.
     """
 
     def __init__(
@@ -146,13 +156,74 @@ class Keys:
         self._user: ClusterKey | None = None
 
     async def at(self, loop: ControlLoop, endpoint: Endpoint) -> ClusterKey | None:
-        """The key of conversations with who listens at `endpoint`.
+        """The key of conversations with the listener at `endpoint`.
 
         Raises:
-            LLMException: the user's key cannot be had; says why, and what to do.
+            LLMException: the user's key cannot be read or made; says why, and what to do.
         """
         if self.cluster is not None or self._read_user is None or not endpoint.is_loopback:
             return self.cluster
         if self._user is None:
-            self._user = await loop.in_worker(self._read_user)  # a home may be far away
+            self._user = await loop.in_worker(
+                self._read_user
+            )  # a home may be on a slow file system
         return self._user
+
+
+class UserKeyState(NamedTuple):
+    """The user's key, for `kvplan info`.
+
+    Attributes:
+        path: of its file.
+        is_made: whether the file exists.
+        why_not_home: why it is not below the home; empty: it is.
+        why_not: why it cannot be used; empty: it can.
+    """
+
+    path: str
+    is_made: bool
+    why_not_home: str
+    why_not: str
+
+
+def user_key() -> ClusterKey:
+    """The key of this user; made if there is none, by one of several processes at a time.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: its file or directory could be used by others, or cannot
+            be made; says what to do.
+    """
+    path, why_not_home = state_file(_USER_KEY)
+    if why_not_home:
+        _log.warning("event=user_key path=%s reason=%r", path, why_not_home)
+    try:
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        private_directory(path.parent, "directory of the user's key")
+        if not os.path.lexists(path):
+            with contextlib.suppress(FileExistsError):  # another process was faster: use its key
+                ClusterKey.generate().save(path)
+        key = ClusterKey.load(path)
+    except OSError as error:
+        raise invalid(
+            f"user's key {path}: {error.strerror}; make this possible, {_REMEDY}"
+        ) from None
+    except LLMException as error:
+        raise invalid(f"user's key: {error.args[0]}; mend or remove it, {_REMEDY}") from None
+    advice = (
+        f"this end uses the key of user {os.geteuid()} ({path}), as no kvplan.cluster_key_file is "
+        "given: engines of different users, homes or containers need one, the same at both ends"
+    )
+    return replace(key, advice=advice)
+
+
+def describe() -> UserKeyState:
+    """The state of the user's key; makes nothing."""
+    path, why_not_home = state_file(_USER_KEY)
+    why_not = ""
+    if is_made := os.path.lexists(path):
+        try:
+            private_directory(path.parent, "its directory")
+            ClusterKey.load(path)
+        except LLMException as error:
+            why_not = str(error.args[0])
+    return UserKeyState(str(path), is_made, why_not_home, why_not)

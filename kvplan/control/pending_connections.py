@@ -1,0 +1,360 @@
+"""Connections that are not authenticated yet: cheap to hold, and few of one address.
+
+A pending connection is greeted with a nonce, and becomes a conversation once it has answered with
+the key's cookie for it; until then it costs no more than a socket. Without a key every connection
+becomes a conversation, one address after another, and stays pending until it has a link: others may
+take its place. With or without a key, it becomes a data connection once it has proved that it knows
+the secret of a link that is being made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from kvplan.control.auth import COOKIE_NBYTES, ClusterKey
+from kvplan.control.data_streams import (
+    ENDED,
+    FIELDS,
+    HELLO_NBYTES,
+    DataStreams,
+    is_hello,
+    link_id_of,
+    prepare,
+)
+from kvplan.control.endpoint import IPC, endpoint_of
+from kvplan.control.zmtp import GREETING_NBYTES, UNUSED_AT, Unacceptable, ZmtpValidator, greeting
+from kvplan.status import LLMException
+
+if TYPE_CHECKING:
+    from kvplan.control.channel import Channel
+    from kvplan.control.loop import ControlLoop, RefusalLog
+
+_TOO_MANY: Final = "too many pending connections"
+_RESET: Final = struct.pack("2i", 1, 0)  # of SO_LINGER: close resets the connection
+_NEXT_64_HOSTS: Final = 8  # bytes of an IPv6 address that a site cannot choose
+
+
+class PendingConnection:
+    """One of them.
+
+    Attributes:
+        socket: of the connection, until a channel uses it.
+        name: the system's name of the other end.
+        source: what counts as one address.
+        key: of its conversation; None: none is needed.
+        since: when it was accepted, on the clock of `time.monotonic`.
+        greeting: what is sent to it.
+        received: what it has sent so far, at most as much as a greeting.
+        channel: its conversation, if it has one.
+    """
+
+    __slots__ = (
+        "channel", "greeting", "key", "name", "received", "since", "socket", "source", "validator"
+    )  # fmt: skip
+
+    def __init__(self, stream: socket.socket, name: Any, key: ClusterKey | None) -> None:
+        self.socket = stream
+        self.name = name
+        self.source = _source(name)
+        self.key = key
+        self.since = time.monotonic()
+        nonce = secrets.token_bytes(COOKIE_NBYTES)
+        self.greeting = greeting(encrypted=key is not None, unused=nonce)
+        self.received = bytearray()
+        self.validator = ZmtpValidator(encrypted=key is not None)
+        self.channel: Channel | None = None
+
+    @property
+    def peer(self) -> str:
+        """Its address, for messages."""
+        return str(endpoint_of(self.name)) if self.name else IPC
+
+    @property
+    def has_key(self) -> bool:
+        """Whether it has proved that it has the key."""
+        return self.key is not None and secrets.compare_digest(
+            self.validator.unused, self.key.cookie(self.greeting[UNUSED_AT:])
+        )
+
+
+class PendingConnections:
+    """All pending connections of a server; used on the loop's thread.
+
+    Args:
+        limit: how many there may be; beyond it one of the address that has the most is dropped.
+        open_channel: begins the conversation of a connection.
+        refusals: counts those that are refused.
+    """
+
+    def __init__(
+        self, limit: int, open_channel: Callable[[PendingConnection], Channel], refusals: RefusalLog
+    ) -> None:
+        self._limit = limit
+        self._open_channel = open_channel
+        self._refusals = refusals
+        self._loop = asyncio.get_running_loop()
+        self._by_source: dict[str, list[PendingConnection]] = {}
+        self._waiting: dict[str, list[PendingConnection]] = {}  # of them, for a channel
+        self._links: dict[bytes, AcceptedStreams] = {}  # that are being made, by id
+        self._count = 0
+
+    def add(self, connection: PendingConnection) -> None:
+        """Greet a new connection."""
+        try:
+            connection.socket.send(connection.greeting)
+        except OSError:
+            connection.socket.close()
+            return
+        self._by_source.setdefault(connection.source, []).append(connection)
+        self._count += 1
+        self._loop.add_reader(connection.socket, self._read, connection)
+        if self._count > self._limit:
+            self._drop_one()
+
+    def remove(self, connection: PendingConnection) -> None:
+        """It is not pending any more: it has proved its key, has a link, or has ended."""
+        _take(self._waiting, connection)
+        if _take(self._by_source, connection):
+            self._count -= 1
+
+    def sweep(self, earliest: float) -> None:
+        """Drop those older than `earliest` without a channel; remove those that are linked."""
+        for connection in self._all():
+            if connection.channel is None:
+                if connection.since < earliest:
+                    self._refuse(connection, "no handshake in time")
+            elif connection.channel.bound is not None:
+                self.remove(connection)
+
+    def close(self) -> None:
+        """Drop all without a channel; channels are closed elsewhere."""
+        for streams in tuple(self._links.values()):
+            streams.close_now()
+        for connection in self._all():
+            if connection.channel is None:
+                self.drop(connection)
+
+    def expect_link(self, streams: AcceptedStreams) -> None:
+        """Accept data connections of this link."""
+        self._links[streams.link_id] = streams
+
+    def forget_link(self, streams: AcceptedStreams) -> None:
+        """Accept no more data connections of this link."""
+        self._links.pop(streams.link_id, None)
+
+    def drop(self, connection: PendingConnection) -> None:
+        """Close a connection, if it is still pending."""
+        if connection.socket.fileno() >= 0:
+            self._loop.remove_reader(connection.socket)
+            connection.socket.close()
+            self.remove(connection)
+
+    def _all(self) -> list[PendingConnection]:
+        return [it for group in self._by_source.values() for it in group]
+
+    def _read(self, connection: PendingConnection) -> None:
+        try:
+            chunk = connection.socket.recv(GREETING_NBYTES - len(connection.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.drop(connection)
+            return
+        connection.received += chunk
+        try:
+            if is_hello(connection.received):
+                self._accept_data(connection)
+                return
+            connection.validator.check(chunk)
+        except Unacceptable as error:
+            self._refuse(connection, str(error))
+            return
+        if not connection.validator.greeted:
+            return
+        self._loop.remove_reader(connection.socket)
+        if connection.has_key:
+            self.remove(connection)
+            self._open_channel(connection)
+        elif connection.key is not None:
+            self._refuse(connection, f"it does not have this end's key; {connection.key.advice}")
+        else:
+            if not self._waiting:
+                self._loop.call_soon(self._open_next)
+            self._waiting.setdefault(connection.source, []).append(connection)
+
+    def _accept_data(self, connection: PendingConnection) -> None:
+        """Give a data connection to the link that its hello names, once that is complete."""
+        if len(connection.received) < HELLO_NBYTES:
+            return
+        streams = self._links.get(link_id_of(connection.received))
+        if streams is None:
+            raise Unacceptable("it is of no link that is being made")
+        self._loop.remove_reader(connection.socket)
+        streams.accept(connection)
+
+    def _open_next(self) -> None:
+        """Begin one conversation: each address that waits has the same chance."""
+        if not self._waiting:
+            return
+        connection = secrets.choice(self._waiting[secrets.choice(list(self._waiting))])
+        _take(self._waiting, connection)
+        connection.channel = self._open_channel(connection)
+        if self._waiting:
+            self._loop.call_soon(self._open_next)
+
+    def _drop_one(self) -> None:
+        group = max(self._by_source.values(), key=len)
+        connection = group[secrets.randbelow(max(1, len(group) - 1))]  # not the newest
+        if connection.channel is None:
+            self._refuse(connection, _TOO_MANY)
+            return
+        self.remove(connection)
+        if connection.channel.bound is None:  # else it is not pending any more
+            self._refusals.note(connection.peer, _TOO_MANY)
+            connection.channel.drop(_TOO_MANY)
+
+    def _refuse(self, connection: PendingConnection, reason: str) -> None:
+        self._refusals.note(connection.peer, reason)
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.drop(connection)
+
+
+class AcceptedStreams(DataStreams):
+    """Data connections that arrive at this end's listener; made on the loop's thread.
+
+    Until `open` waits for it, a connection stays pending.
+
+    Args:
+        challenge: of the handshake.
+        loop: of the listener.
+        pending: the connections of the listener.
+        way: both ends, for people.
+        private: whether the handshake was encrypted.
+    """
+
+    dials = False
+
+    def __init__(
+        self,
+        challenge: bytes,
+        loop: ControlLoop,
+        pending: PendingConnections,
+        way: str,
+        *,
+        private: bool,
+    ) -> None:
+        super().__init__(challenge, way, private=private)
+        self._loop = loop
+        self._pending = pending
+        self._closed = False
+        self._slots: dict[int, asyncio.Future[PendingConnection]] = {}
+        self._awaited: set[int] = set()
+        pending.expect_link(self)
+
+    def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        """Wait for connections; see `Streams.open`."""
+        return self._loop.run(self._accept_all(indices, timeout_s))
+
+    def close(self) -> None:
+        """End the calls of `open` that wait, and connections not taken; idempotent."""
+        with suppress(LLMException):  # the loop has ended, and all connections with it
+            self._loop.call_soon(self.close_now)
+
+    def close_now(self) -> None:
+        """As `close`, in the loop's thread, and complete on return."""
+        self._closed = True
+        self._pending.forget_link(self)
+        for slot in self._slots.values():
+            if not slot.done():
+                slot.set_exception(ConnectionError(ENDED))
+                slot.exception()  # no warning of asyncio if nobody waits
+            elif not slot.cancelled() and slot.exception() is None:
+                self._pending.drop(slot.result())
+
+    def accept(self, connection: PendingConnection) -> None:
+        """Accept a connection whose complete hello names this link; on the loop's thread.
+
+        Raises:
+            Unacceptable: it does not know the secret, or its index was used.
+        """
+        hello = bytes(connection.received)
+        fields, mac = hello[: FIELDS.size], hello[FIELDS.size :]
+        if not hmac.compare_digest(mac, self.mac(b"client", connection.greeting, fields)):
+            raise Unacceptable("it does not know the secret of the link that it names")
+        index = FIELDS.unpack(fields)[1]
+        slot = self._slot(index)
+        if slot.done():
+            raise Unacceptable("its index is in use, or not waited for any more")
+        answer = self.mac(b"server", connection.greeting, hello)
+        try:
+            prepare(connection.socket)
+            connection.socket.send(answer)  # a new connection has room
+        except OSError as error:
+            raise Unacceptable(f"it cannot be answered: {error.strerror}") from None
+        slot.set_result(connection)
+        if index in self._awaited:
+            self._pending.remove(connection)
+
+    async def _accept_all(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
+        accepted: list[PendingConnection] = []
+        if self._closed:
+            raise self._failed(indices[0], "accept", ENDED)
+        # All slots now: `close` ends the wait for those that exist.
+        slots = [self._slot(it) for it in indices]
+        self._awaited.update(indices)
+        for slot in slots:
+            if slot.done() and not slot.cancelled():
+                self._pending.remove(slot.result())
+        try:
+            async with asyncio.timeout(timeout_s):
+                for slot in slots:
+                    accepted.append(await slot)  # noqa: PERF401 - the error names the next
+        except TimeoutError:
+            reason = f"it has not come within {timeout_s * 1000:.0f} ms"
+            raise self._failed(indices[len(accepted)], "accept", reason) from None
+        except ConnectionError as error:
+            raise self._failed(indices[len(accepted)], "accept", str(error)) from None
+        for index, connection in zip(indices, accepted, strict=True):
+            if connection.socket.fileno() < 0:
+                reason = "it was opened before, or dropped: too many pending connections"
+                raise self._failed(index, "accept", reason)
+        streams = []
+        for connection in accepted:
+            streams.append(socket.socket(fileno=connection.socket.detach()))
+            streams[-1].setblocking(False)
+        return streams
+
+    def _slot(self, index: int) -> asyncio.Future[PendingConnection]:
+        if index not in self._slots:
+            self._slots[index] = asyncio.get_running_loop().create_future()
+        return self._slots[index]
+
+
+def _take(groups: dict[str, list[PendingConnection]], connection: PendingConnection) -> bool:
+    """Remove a connection, and return whether it was there."""
+    group = groups.get(connection.source, [])
+    if connection not in group:
+        return False
+    group.remove(connection)
+    if not group:
+        del groups[connection.source]
+    return True
+
+
+def _source(name: Any) -> str:
+    if not isinstance(name, tuple):
+        return ""
+    host: str = name[0].partition("%")[0]
+    if ":" not in host or host.startswith("::ffff:"):
+        return host
+    return socket.inet_pton(socket.AF_INET6, host)[:_NEXT_64_HOSTS].hex()
