@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine import operations
 from kvplan.engine.running import Running
-from kvplan.planning.kinds import DEFAULT_COALESCE
-from kvplan.planning.planner import ALL_LAYERS
+from kvplan.planning.planner import ALL_LAYERS, DEFAULT_COALESCE
 
 if TYPE_CHECKING:
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import LayerTask
     from kvplan.planning import Coalesce, Plan
-    from kvplan.planning.blocks import Blocks
+    from kvplan.planning.selection import Blocks
     from kvplan.types import BlocksCacheKey, Cache, CacheIndex, KvCacheExtParam
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine import operations
 from kvplan.engine.running import Running
-from kvplan.planning.kinds import DEFAULT_COALESCE
+from kvplan.planning.planner import DEFAULT_COALESCE
 
 if TYPE_CHECKING:
     from kvplan.execution import TransferTask

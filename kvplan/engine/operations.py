@@ -19,7 +19,7 @@ from kvplan.planning import (
     plan_push_cache,
     plan_swap_blocks,
 )
-from kvplan.planning.layer_range import source_tensors
+from kvplan.planning.selection import source_tensors
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 from kvplan.validation import check_type, shown
@@ -27,8 +27,8 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from kvplan.execution import TensorMemory
     from kvplan.planning import Coalesce, Plan
-    from kvplan.planning.blocks import Blocks
     from kvplan.planning.layout import Side
+    from kvplan.planning.selection import Blocks
     from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
 
 P = ParamSpec("P")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from kvplan.status import invalid
 from kvplan.types import (
@@ -16,8 +15,6 @@ from kvplan.types import (
     RemoteCache,
 )
 from kvplan.validation import check_index, check_type
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,6 @@ Described = CacheDesc | Cache | RemoteCache | Side
 for those who plan with one cache again and again."""
 
 
-def assembled(cls: type[_T], **fields: Any) -> _T:
-    """Return a frozen dataclass made of all its fields, as they are.
-
-    Its own constructor sets each through `object.__setattr__`: 1 us more for a plan.
-    """
-    value = cls.__new__(cls)
-    vars(value).update(fields)
-    return value
-
-
 def side(argument: str, cache: Described, *, paged: bool) -> Side:
     """Return the side for `cache`, read as paged (rows are blocks) or contiguous (slots).
 
@@ -89,8 +76,8 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         desc, name = cache.cache_desc, f"cache {cache.cache_id}" if cache.cache_id >= 0 else ""
     else:
         desc, name = check_type(argument, cache, CacheDesc), ""
-    return assembled(
-        Side,
+    found = Side.__new__(Side)
+    vars(found).update(  # past a constructor that sets each field through `object.__setattr__`
         num_tensors=desc.num_tensors,
         count=desc.batch_size,
         stride=desc.stride,
@@ -99,6 +86,7 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         name=name,
         way="",
     )
+    return found
 
 
 def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:

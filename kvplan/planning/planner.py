@@ -2,6 +2,8 @@
 
 Everywhere: `src` and `dst` say the direction of the bytes; a cache is given as `CacheDesc`,
 `Cache` or `RemoteCache`; offsets and sizes are bytes. `ext_param` cuts the transfer to layers.
+
+There are three kinds of transfer: slot to slot (C2C), slot to blocks (C2B), blocks to blocks (B2B).
 """
 
 from __future__ import annotations
@@ -11,22 +13,28 @@ from itertools import chain
 
 import numpy as np
 
-from kvplan.planning.blocks import Blocks, block_indices, check_distinct
-from kvplan.planning.kinds import (
-    DEFAULT_COALESCE,
-    block_to_block,
-    check_same_blocks,
-    slot_to_slot,
-    to_blocks,
+from kvplan.inspection.units import plural
+from kvplan.planning.layout import Described, Side, is_same_cache, side, slot_index
+from kvplan.planning.plan import Kind, Operation, Plan
+from kvplan.planning.segments import Coalesce, Segments, segments_of
+from kvplan.planning.selection import (
+    Blocks,
+    Indices,
+    block_indices,
+    block_table,
+    check_distinct,
+    check_indices,
+    sorted_pairs,
+    tensor_ranges,
 )
-from kvplan.planning.layout import Described, is_same_cache, side
-from kvplan.planning.plan import Plan
-from kvplan.planning.segments import Coalesce
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import KvCacheExtParam, Placement
-from kvplan.validation import check_mapping, shown
+from kvplan.validation import check_index, check_mapping, check_type, shown
 
 ALL_LAYERS = KvCacheExtParam()
+
+DEFAULT_COALESCE = Coalesce.SORTED
+"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
 
 _BLOCK_LISTS = (Sequence, np.ndarray)
 
@@ -55,7 +63,7 @@ def plan_pull_cache(
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for a slot, size, offset or layer out of range.
     """
-    return slot_to_slot(
+    return _slot_to_slot(
         "pull_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
         ext_param, coalesce,
     )  # fmt: skip
@@ -78,7 +86,7 @@ def plan_push_cache(
     Arguments and errors as for `plan_pull_cache`; the local row is the source. (The reference
     pushes whole rows only; sizes and offsets are kvplan's own.)
     """
-    return slot_to_slot(
+    return _slot_to_slot(
         "push_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
         ext_param, coalesce,
     )  # fmt: skip
@@ -104,7 +112,7 @@ def plan_copy_cache(
         TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID for a slot, size or offset out of range.
     """
-    return slot_to_slot(
+    return _slot_to_slot(
         "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
         ALL_LAYERS, coalesce,
     )  # fmt: skip
@@ -134,7 +142,7 @@ def plan_pull_blocks(
         LLMException: LLM_PARAM_INVALID for a block, slot or layer out of range, tables of unequal
             length, a destination block named twice, or blocks of unequal size.
     """
-    return to_blocks(
+    return _to_blocks(
         "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, ext_param, coalesce
     )
 
@@ -153,7 +161,7 @@ def plan_push_blocks(
 
     Arguments and errors as for `plan_pull_blocks`.
     """
-    return to_blocks(
+    return _to_blocks(
         "push_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, ext_param, coalesce
     )
 
@@ -181,7 +189,8 @@ def plan_copy_blocks(
     source = side("src", src, paged=True)
     within = dst is None or is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
-    check_same_blocks(source, target)
+    if source.stride != target.stride:
+        raise _unequal_blocks(source, target)
     odd = {kind for kind in set(map(type, blocks.values())) if not issubclass(kind, _BLOCK_LISTS)}
     if odd:
         block, to = next((block, to) for block, to in blocks.items() if type(to) in odd)
@@ -199,7 +208,9 @@ def plan_copy_blocks(
                 f"block {int(clash[0])} is both read and written by this copy inside one cache; "
                 "the result would depend on the order: copy in two steps"
             )
-    return block_to_block("copy_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce)
+    return _block_to_block(
+        "copy_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
+    )
 
 
 def plan_swap_blocks(
@@ -227,8 +238,177 @@ def plan_swap_blocks(
             f"src placement={source.placement.name} and dst placement={target.placement.name}: a "
             "swap needs one HOST and one DEVICE"
         )
-    check_same_blocks(source, target)
+    if source.stride != target.stride:
+        raise _unequal_blocks(source, target)
     src_table = block_indices("src_to_dst (source)", list(src_to_dst), source)
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
-    return block_to_block("swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce)
+    return _block_to_block(
+        "swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
+    )
+
+
+def _slot_to_slot(
+    operation: Operation,
+    src: Described,
+    dst: Described,
+    src_batch_index: int | None,
+    dst_batch_index: int | None,
+    size: int,
+    src_offset: int,
+    dst_offset: int,
+    ext_param: KvCacheExtParam,
+    how: Coalesce | bool,
+) -> Plan:
+    """Plan C2C: `size` bytes of a slot, from an offset into each row on."""
+    source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
+    target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
+    src_slot = slot_index("src_batch_index", src_batch_index, src, source)
+    dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
+    both = operation == "copy_cache"  # which has one offset
+    src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
+    check_index(src_name, src_offset, source.stride)
+    check_index(dst_name, dst_offset, target.stride)
+    if check_type("size", size, int) != -1 and size <= 0:
+        raise invalid(f"size={size} must be -1 or > 0")
+    # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
+    pulls = operation == "pull_cache"
+    rest = target.stride - dst_offset if pulls else source.stride - src_offset
+    nbytes = rest if size == -1 else size
+    if nbytes > source.stride - src_offset:
+        raise _too_long(size, nbytes, src_name, src_offset, "src", source)
+    if nbytes > target.stride - dst_offset:
+        raise _too_long(size, nbytes, dst_name, dst_offset, "dst", target)
+    segments = Segments.single(
+        src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
+    )
+    how = how if type(how) is Coalesce else _coalesce(how)
+    return _plan(operation, "C2C", source, target, segments, 1, nbytes, ext_param, how)
+
+
+def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
+    return invalid(
+        f"size={size}: {nbytes} bytes from {name}={offset} are out of range "
+        f"[1, {row.stride - offset}] of the {word} row of {row.stride} bytes"
+    )
+
+
+def _to_blocks(
+    operation: Operation,
+    src: Described,
+    dst: Described,
+    src_blocks: Blocks | None,
+    dst_blocks: Blocks,
+    src_batch_index: int | None,
+    ext_param: KvCacheExtParam,
+    how: Coalesce | bool,
+) -> Plan:
+    """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block."""
+    target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
+    dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
+    check_distinct("dst_blocks", dst_table, target)
+    given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
+    paged = given.size > 0
+    source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
+    if paged:
+        if src_batch_index is not None:  # only 0 will do
+            slot_index("src_batch_index", src_batch_index, src, source)
+        if source.stride != target.stride:
+            raise _unequal_blocks(source, target)
+        src_table = check_indices("src_blocks", given, source)
+        if len(src_table) != len(dst_table):
+            raise invalid(
+                f"src_blocks has {plural(len(src_table), 'block')} and dst_blocks "
+                f"{len(dst_table)}; they must be of equal length"
+            )
+        return _block_to_block(operation, source, target, src_table, dst_table, ext_param, how)
+
+    slot = slot_index("src_batch_index", src_batch_index, src, source)
+    starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
+    if int(starts[-1]) >= source.stride:
+        raise invalid(
+            f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
+            f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
+        )
+    how = _coalesce(how)
+    segments = segments_of(
+        (starts + slot * source.stride).view(np.uint64),
+        (dst_table * target.stride).view(np.uint64),
+        np.minimum(source.stride - starts, target.stride).view(np.uint64),
+        merged=how is not Coalesce.NONE,
+    )
+    nbytes = min(source.stride, len(dst_table) * target.stride)
+    return _plan(operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how)
+
+
+def _block_to_block(
+    operation: Operation,
+    source: Side,
+    target: Side,
+    src_table: Indices,
+    dst_table: Indices,
+    ext_param: KvCacheExtParam,
+    how: Coalesce | bool,
+) -> Plan:
+    """Plan B2B between checked tables: block `src_table[i]` to block `dst_table[i]`."""
+    if type(how) is not Coalesce:
+        how = _coalesce(how)
+    num_blocks, stride = len(src_table), target.stride
+    if num_blocks == 1:
+        segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
+    else:
+        if how is Coalesce.SORTED:
+            src_table, dst_table = sorted_pairs(src_table, dst_table)
+        segments = segments_of(
+            (src_table * stride).view(np.uint64),
+            (dst_table * stride).view(np.uint64),
+            np.full(num_blocks, stride, dtype=np.uint64),
+            merged=how is not Coalesce.NONE,
+        )
+    nbytes = num_blocks * stride
+    return _plan(operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how)
+
+
+def _plan(
+    operation: Operation,
+    kind: Kind,
+    source: Side,
+    target: Side,
+    segments: Segments,
+    num_slices: int,
+    nbytes_per_tensor: int,
+    ext_param: KvCacheExtParam,
+    how: Coalesce,
+) -> Plan:
+    src_tensors, dst_tensors = tensor_ranges(source, target, ext_param)
+    plan = Plan.__new__(Plan)
+    # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
+    vars(plan).update(
+        operation=operation,
+        kind=kind,
+        src=source,
+        dst=target,
+        src_tensors=src_tensors,
+        dst_tensors=dst_tensors,
+        tensors_per_layer=ext_param.tensor_num_per_layer,
+        segments=segments,
+        num_slices=num_slices,
+        coalesce=how,
+        # What a plan made otherwise has to sum.
+        nbytes_per_tensor=nbytes_per_tensor,
+        nbytes=len(src_tensors) * nbytes_per_tensor,
+    )
+    return plan
+
+
+def _coalesce(how: Coalesce | bool) -> Coalesce:
+    if isinstance(how, bool):
+        return DEFAULT_COALESCE if how else Coalesce.NONE
+    return check_type("coalesce", how, Coalesce)
+
+
+def _unequal_blocks(source: Side, target: Side) -> LLMException:
+    """The refusal of blocks of which one cannot hold what the other does."""
+    return invalid(
+        f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be equal"
+    )

@@ -15,6 +15,7 @@ from kvplan.validation import UINT64_MAX, shown
 Column = NDArray[np.uint64]
 
 _ROW = Struct("=3Q")
+_assign = object.__setattr__  # past the guard of a frozen table
 
 
 class Coalesce(StrEnum):
@@ -51,13 +52,8 @@ class Segments:
         ]
         if len(lengths := {len(column) for column in columns}) > 1:
             raise ValueError(f"columns of {sorted(lengths)} entries must be of one length")
-        self._own(*columns)
-
-    def _own(self, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> None:
-        assign = object.__setattr__
-        assign(self, "src_offsets", src_offsets)
-        assign(self, "dst_offsets", dst_offsets)
-        assign(self, "nbytes", nbytes)
+        for name, column in zip(self.columns(), columns, strict=True):
+            _assign(self, name, column)
 
     @classmethod
     def adopt(cls, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> Segments:
@@ -65,16 +61,16 @@ class Segments:
         for column in (src_offsets, dst_offsets, nbytes):
             column.setflags(write=False)
         segments = cls.__new__(cls)
-        segments._own(src_offsets, dst_offsets, nbytes)
+        _assign(segments, "src_offsets", src_offsets)
+        _assign(segments, "dst_offsets", dst_offsets)
+        _assign(segments, "nbytes", nbytes)
         return segments
 
     @classmethod
     def single(cls, src_offset: int, dst_offset: int, nbytes: int) -> Segments:
         """One segment; its columns lie in one piece of memory, which is read-only."""
         row = np.frombuffer(_ROW.pack(src_offset, dst_offset, nbytes), np.uint64)
-        segments = cls.__new__(cls)
-        segments._own(row[0:1], row[1:2], row[2:3])
-        return segments
+        return cls.adopt(row[0:1], row[1:2], row[2:3])
 
     @staticmethod
     def columns() -> tuple[str, str, str]:
@@ -125,16 +121,21 @@ def _column(name: str, values: ArrayLike) -> Column:
     return column
 
 
-def merge(slices: Segments) -> Segments:
-    """Merge neighbours that are adjacent on both sides; the bytes copied stay the same."""
-    src, dst, nbytes = slices.src_offsets, slices.dst_offsets, slices.nbytes
-    src_ends = src + nbytes
-    # The law of merging: a segment goes on where both sides go on.
-    adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
-    if not adjacent.any():
-        return slices
-    breaks = np.flatnonzero(~adjacent)
-    first = np.concatenate(([0], breaks + 1))
-    last = np.concatenate((breaks, [len(src) - 1]))
-    merged_src = src[first]
-    return Segments.adopt(merged_src, dst[first], src_ends[last] - merged_src)
+def segments_of(src: Column, dst: Column, nbytes: Column, *, merged: bool) -> Segments:
+    """The slices in columns that nobody else holds, as segments.
+
+    Args:
+        merged: whether neighbours that are adjacent on both sides become one; the bytes copied stay
+            the same.
+    """
+    if merged and len(src) > 1:
+        src_ends = src + nbytes
+        # The law of merging: a segment goes on where both sides go on.
+        adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
+        if adjacent.any():
+            breaks = np.flatnonzero(~adjacent)
+            first = np.concatenate(([0], breaks + 1))
+            last = np.concatenate((breaks, [len(src) - 1]))
+            src, dst = src[first], dst[first]
+            nbytes = src_ends[last] - src
+    return Segments.adopt(src, dst, nbytes)
