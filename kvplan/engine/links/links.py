@@ -228,9 +228,9 @@ class Links:
         Raises:
             LLMException: LLM_NOT_YET_LINK: there is none, and why the last try failed.
         """
-        self._check_usable()
         link = self._steps.links.get(cluster_id)
-        if link is None:
+        if link is None or self._closed or os.getpid() != self._pid:
+            self._check_usable()
             raise self._steps.not_linked(cluster_id)
         return link
 

@@ -98,21 +98,23 @@ class PeerLink(LinkLife):
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
                 not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
-        found = self._known(index)
         is_key = isinstance(index, BlocksCacheKey)
+        if isinstance(index, BlocksCacheKey):
+            offered, wanted = self._table.by_model, index.model_id
+        else:
+            offered, wanted = self._table.by_id, index.cache_id
+        found = offered.get(wanted)
         if found is None or (
             (is_key or writable) and self._may_be_freed(found, sure=not is_key, guess=guess)
         ):
             self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
-            found = self._known(index)
+            found = offered.get(wanted)
         if found is not None:
             return found
-        if isinstance(index, BlocksCacheKey):
-            wanted, there = f"model_id={index.model_id}", self._table.model_ids()
-        else:
-            wanted, there = f"cache_id={index.cache_id}", self._table.ids()
+        name = "model_id" if is_key else "cache_id"
         raise LLMException(
-            f"cluster {self.cluster_id} offers no cache with {wanted}; it offers {shown(there)}",
+            f"cluster {self.cluster_id} offers no cache with {name}={wanted}; it offers "
+            f"{shown(sorted(offered))}",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
@@ -154,7 +156,7 @@ class PeerLink(LinkLife):
         )
         self._memories[key] = (cache, memory)
         # Whoever changes the table, or ends the link, does that first and drops memories then.
-        if self._table.by_id(cache.cache_id) is not cache or not self.is_live:
+        if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
 
@@ -237,18 +239,6 @@ class PeerLink(LinkLife):
         assert self.channel is not None  # that the claim was granted on
         self._releases.tell(self.channel, Release(claim_id, pulled))
 
-    def end(
-        self,
-        operation: object,
-        nbytes_pulled: int = 0,
-        nbytes_pushed: int = 0,
-        error: BaseException | None = None,
-    ) -> None:
-        """An operation has its outcome; after an error no memory is taken for granted."""
-        if error is not None:
-            self.forget()
-        super().end(operation, nbytes_pulled, nbytes_pushed, error)
-
     def forget(self) -> None:
         """Have all memory anew from the transport when it is asked for again."""
         self._memories.clear()
@@ -312,15 +302,10 @@ class PeerLink(LinkLife):
             last_error=self.last_error,
         )
 
-    def _known(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache | None:
-        if isinstance(index, BlocksCacheKey):
-            return self._table.by_model(index.model_id)
-        return self._table.by_id(index.cache_id)
-
     def _told_with(self, found: Found) -> PeerCache:
         """The cache of an answer: the table's object where both say the same."""
         cache = PeerCache.of(self.cluster_id, found.entry)
-        known = self._table.by_id(cache.cache_id)
+        known = self._table.by_id.get(cache.cache_id)
         return known if known == cache else cache
 
     def _ask(self, question: Body, expected: type[_Answer]) -> _Answer:
