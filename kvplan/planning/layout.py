@@ -14,7 +14,7 @@ from kvplan.types import (
     Placement,
     RemoteCache,
 )
-from kvplan.validation import check_index, check_type
+from kvplan.validation import check_type
 
 
 @dataclass(frozen=True)
@@ -87,32 +87,3 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         way="",
     )
     return found
-
-
-def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
-    """Return the slot: `given`, or the one that the key of a remote cache names, or 0.
-
-    Raises:
-        TypeError: `given` is not an int.
-        LLMException: LLM_PARAM_INVALID out of range, in a paged cache other than 0, or not the
-            slot that the key names.
-    """
-    slot = 0 if given is None else given
-    if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
-        named = cache.key.batch_index
-        if given is not None and check_type(argument, given, int) != named:
-            raise invalid(f"{argument}={given} must be None or {named}, the slot of {cache.key}")
-        slot = named
-    if read_as.paged and check_type(argument, slot, int) != 0:
-        raise invalid(f"{argument}={slot} must be None or 0: a paged cache has no slots")
-    return check_index(argument, slot, read_as.count)
-
-
-def is_same_cache(a: Described, b: Described) -> bool:
-    """Whether both surely are one cache: one object, one cache id, or the same addresses."""
-    if a is b:
-        return True
-    if not (isinstance(a, Cache) and isinstance(b, Cache)):
-        return False
-    same_id = a.cache_id == b.cache_id >= 0
-    return same_id or (bool(a.tensor_addrs) and a.tensor_addrs == b.tensor_addrs)

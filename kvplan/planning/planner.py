@@ -14,9 +14,9 @@ from itertools import chain
 import numpy as np
 
 from kvplan.inspection.units import plural
-from kvplan.planning.layout import Described, Side, is_same_cache, side, slot_index
+from kvplan.planning.layout import Described, Side, side
 from kvplan.planning.plan import Kind, Operation, Plan
-from kvplan.planning.segments import Coalesce, Segments, segments_of
+from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.selection import (
     Blocks,
     Indices,
@@ -28,7 +28,13 @@ from kvplan.planning.selection import (
     tensor_ranges,
 )
 from kvplan.status import LLMException, invalid
-from kvplan.types import KvCacheExtParam, Placement
+from kvplan.types import (
+    Cache,
+    CacheKeyByIdAndIndex,
+    KvCacheExtParam,
+    Placement,
+    RemoteCache,
+)
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
 ALL_LAYERS = KvCacheExtParam()
@@ -187,7 +193,7 @@ def plan_copy_blocks(
     """
     check_mapping("blocks", blocks)
     source = side("src", src, paged=True)
-    within = dst is None or is_same_cache(src, dst)
+    within = dst is None or _is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
     if source.stride != target.stride:
         raise _unequal_blocks(source, target)
@@ -263,13 +269,16 @@ def _slot_to_slot(
     """Plan C2C: `size` bytes of a slot, from an offset into each row on."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
-    src_slot = slot_index("src_batch_index", src_batch_index, src, source)
-    dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
+    src_slot = _slot("src_batch_index", src_batch_index, src, source)
+    dst_slot = _slot("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
-    check_index(src_name, src_offset, source.stride)
-    check_index(dst_name, dst_offset, target.stride)
-    if check_type("size", size, int) != -1 and size <= 0:
+    for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
+        if type(offset) is not int or not 0 <= offset < row.stride:
+            check_index(name, offset, row.stride)
+    if type(size) is not int:
+        check_type("size", size, int)
+    if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
     # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
     pulls = operation == "pull_cache"
@@ -312,7 +321,7 @@ def _to_blocks(
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
     if paged:
         if src_batch_index is not None:  # only 0 will do
-            slot_index("src_batch_index", src_batch_index, src, source)
+            _slot("src_batch_index", src_batch_index, src, source)
         if source.stride != target.stride:
             raise _unequal_blocks(source, target)
         src_table = check_indices("src_blocks", given, source)
@@ -323,7 +332,7 @@ def _to_blocks(
             )
         return _block_to_block(operation, source, target, src_table, dst_table, ext_param, how)
 
-    slot = slot_index("src_batch_index", src_batch_index, src, source)
+    slot = _slot("src_batch_index", src_batch_index, src, source)
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if int(starts[-1]) >= source.stride:
         raise invalid(
@@ -331,7 +340,7 @@ def _to_blocks(
             f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
         )
     how = _coalesce(how)
-    segments = segments_of(
+    segments = Segments.adopt(
         (starts + slot * source.stride).view(np.uint64),
         (dst_table * target.stride).view(np.uint64),
         np.minimum(source.stride - starts, target.stride).view(np.uint64),
@@ -359,7 +368,7 @@ def _block_to_block(
     else:
         if how is Coalesce.SORTED:
             src_table, dst_table = sorted_pairs(src_table, dst_table)
-        segments = segments_of(
+        segments = Segments.adopt(
             (src_table * stride).view(np.uint64),
             (dst_table * stride).view(np.uint64),
             np.full(num_blocks, stride, dtype=np.uint64),
@@ -412,3 +421,34 @@ def _unequal_blocks(source: Side, target: Side) -> LLMException:
     return invalid(
         f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be equal"
     )
+
+
+def _slot(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
+    """Return the slot: `given`, or the one that the key of a remote cache names, or 0.
+
+    Raises:
+        TypeError: `given` is not an int.
+        LLMException: LLM_PARAM_INVALID out of range, in a paged cache other than 0, or not the
+            slot that the key names.
+    """
+    slot = 0 if given is None else given
+    if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
+        named = cache.key.batch_index
+        if given is not None and check_type(argument, given, int) != named:
+            raise invalid(f"{argument}={given} must be None or {named}, the slot of {cache.key}")
+        slot = named
+    if type(slot) is int and 0 <= slot < (1 if read_as.paged else read_as.count):
+        return slot
+    if read_as.paged and check_type(argument, slot, int) != 0:
+        raise invalid(f"{argument}={slot} must be None or 0: a paged cache has no slots")
+    return check_index(argument, slot, read_as.count)
+
+
+def _is_same_cache(a: Described, b: Described) -> bool:
+    """Whether both surely are one cache: one object, one cache id, or the same addresses."""
+    if a is b:
+        return True
+    if not (isinstance(a, Cache) and isinstance(b, Cache)):
+        return False
+    same_id = a.cache_id == b.cache_id >= 0
+    return same_id or (bool(a.tensor_addrs) and a.tensor_addrs == b.tensor_addrs)

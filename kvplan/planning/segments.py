@@ -56,14 +56,27 @@ class Segments:
             _assign(self, name, column)
 
     @classmethod
-    def adopt(cls, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> Segments:
-        """Take over columns that nobody else holds, without copying them."""
-        for column in (src_offsets, dst_offsets, nbytes):
-            column.setflags(write=False)
+    def adopt(cls, src: Column, dst: Column, nbytes: Column, *, merged: bool = False) -> Segments:
+        """Take over columns that nobody else holds, without copying them.
+
+        Args:
+            merged: whether neighbours that are adjacent on both sides become one; the bytes copied
+                stay the same.
+        """
+        if merged and len(src) > 1:
+            src_ends = src + nbytes
+            # The law of merging: a segment goes on where both sides go on.
+            adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
+            if adjacent.any():
+                breaks = np.flatnonzero(~adjacent)
+                first = np.concatenate(([0], breaks + 1))
+                last = np.concatenate((breaks, [len(src) - 1]))
+                src, dst = src[first], dst[first]
+                nbytes = src_ends[last] - src
         segments = cls.__new__(cls)
-        _assign(segments, "src_offsets", src_offsets)
-        _assign(segments, "dst_offsets", dst_offsets)
-        _assign(segments, "nbytes", nbytes)
+        for name, column in (("src_offsets", src), ("dst_offsets", dst), ("nbytes", nbytes)):
+            column.setflags(write=False)
+            _assign(segments, name, column)
         return segments
 
     @classmethod
@@ -119,23 +132,3 @@ def _column(name: str, values: ArrayLike) -> Column:
     column = np.array(given, dtype=np.uint64, order="C")
     column.setflags(write=False)
     return column
-
-
-def segments_of(src: Column, dst: Column, nbytes: Column, *, merged: bool) -> Segments:
-    """The slices in columns that nobody else holds, as segments.
-
-    Args:
-        merged: whether neighbours that are adjacent on both sides become one; the bytes copied stay
-            the same.
-    """
-    if merged and len(src) > 1:
-        src_ends = src + nbytes
-        # The law of merging: a segment goes on where both sides go on.
-        adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
-        if adjacent.any():
-            breaks = np.flatnonzero(~adjacent)
-            first = np.concatenate(([0], breaks + 1))
-            last = np.concatenate((breaks, [len(src) - 1]))
-            src, dst = src[first], dst[first]
-            nbytes = src_ends[last] - src
-    return Segments.adopt(src, dst, nbytes)

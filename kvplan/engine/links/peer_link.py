@@ -104,8 +104,12 @@ class PeerLink(LinkLife):
         else:
             offered, wanted = self._table.by_id, index.cache_id
         found = offered.get(wanted)
+        link = self.transport_link
         if found is None or (
-            (is_key or writable) and self._may_be_freed(found, sure=not is_key, guess=guess)
+            self._may_be_freed(found, guess=guess)
+            if is_key
+            # It is this cache that is meant, freed or not: the transfer may find that out itself.
+            else writable and (link is None or link.finds_freed == "after")
         ):
             self._ask(Sync(), Synced)  # all that the peer told before its answer is known then
             found = offered.get(wanted)
@@ -118,19 +122,15 @@ class PeerLink(LinkLife):
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
-    def _may_be_freed(self, cache: PeerCache, *, sure: bool = False, guess: bool = False) -> bool:
+    def _may_be_freed(self, cache: PeerCache, *, guess: bool = False) -> bool:
         """Whether the peer may have freed it, which news has not told yet: its key is another's.
 
         Args:
-            sure: that it is this cache that is meant, freed or not: enough if the transfer finds
-                that out before it moves a byte.
             guess: that whoever asks can bear to find it out so, and asks again.
         """
         link = self.transport_link
         if link is None or link.finds_freed == "after":
             return True
-        if sure:
-            return False
         if link.finds_freed == "before":
             return not guess
         try:
