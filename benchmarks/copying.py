@@ -14,9 +14,8 @@ from benchmarks.limits import COPIES, Columns, Team, repeat_seconds
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
 from kvnative._lower import Descriptors, lower
-from kvplan.execution.binding import bind
 from kvplan.execution.memory import HostMemory
-from kvplan.execution.transfers import Transfers
+from kvplan.execution.transfers import Transfers, bind
 from kvplan.planning import plan_pull_blocks
 from kvplan.types import CacheDesc, DataType
 

@@ -14,7 +14,7 @@ from benchmarks.engine_peer import BLOCKS, PAGED, SMALL, paged_key, small_key
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
 from kvplan import ClusterInfo, LlmDataDist, LlmRole
-from kvplan.execution.binding import bind
+from kvplan.execution.transfers import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -39,11 +39,11 @@ from kvplan.types import (
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.engine import PlanEvent
     from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
+    from kvplan.engine.runner import PlanEvent
     from kvplan.execution import (
         HostMemory,
         LayerProgress,
@@ -121,13 +121,13 @@ _LAZY = {
         "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
         "submit",
         "kvplan.engine.datadist": "LlmDataDist",
-        "kvplan.engine.engine": "PlanEvent",
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",
+        "kvplan.engine.runner": "PlanEvent",
     }.items()
     for name in names.split()
 }

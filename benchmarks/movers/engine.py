@@ -37,7 +37,7 @@ from kvplan import (
     LlmDataDist,
     LlmRole,
 )
-from kvplan.execution.binding import bind
+from kvplan.execution.transfers import bind
 
 SERVING, MOVING = 1, 2
 PAGED = CacheDesc(TENSORS, (POOL_BLOCKS, BLOCK), DataType.DT_UINT8)

@@ -1,4 +1,4 @@
-/* Outcomes of the native layer. kvplan/execution/outcome.py maps them to LLMStatusCode. */
+/* Outcomes of the native layer. kvplan/execution/task.py maps them to LLMStatusCode. */
 #ifndef KVNATIVE_STATUS_H
 #define KVNATIVE_STATUS_H
 

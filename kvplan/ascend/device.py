@@ -11,7 +11,7 @@ from weakref import WeakSet
 from kvnative._backend import NativeError
 from kvplan.ascend.library import load_library
 from kvplan.ascend.products import product_of
-from kvplan.execution.outcome import status_code_of
+from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.engine.arrays import tensor_arrays
 from kvplan.engine.contents import read_tensors, write_tensors
-from kvplan.engine.running import Running
+from kvplan.engine.runner import OperationRunner
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
 from kvplan.validation import check_type
 
@@ -44,7 +44,7 @@ class CacheStatus:
     age_s: float
 
 
-class CacheOperations(Running):
+class CacheOperations(OperationRunner):
     """Caches and their keys. Each method may raise, besides what it says itself, the following.
 
     Raises:

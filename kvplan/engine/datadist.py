@@ -10,14 +10,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
 from kvplan.engine.cache_operations import CacheOperations
-from kvplan.engine.engine import Engine, PlanHook
-from kvplan.engine.layer_operations import LayerOperations
-from kvplan.engine.local_operations import LocalOperations
+from kvplan.engine.engine import Engine
+from kvplan.engine.layer_transfers import LayerOperations
+from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.log import log_operation
 from kvplan.engine.metrics import EngineMetrics, Metrics
 from kvplan.engine.options import Options
-from kvplan.engine.release import finalized, release, released_with
-from kvplan.engine.remote_operations import RemoteOperations
+from kvplan.engine.release import release, released_with
+from kvplan.engine.runner import PlanHook
+from kvplan.engine.transfers import RemoteOperations
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import LlmRole
@@ -286,22 +287,11 @@ class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOpera
                 cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
         return {
             "cluster_id": self._cluster_id,
-            "in_flight": 0 if engine is None else engine.in_flight,
+            "in_flight": 0 if engine is None else len(engine.in_flight),
             "links": dict(links),
             "cache_bytes": dict(cache_bytes),
             "operations": self._metrics.snapshot(),
         }
-
-    def _running(self) -> Engine:
-        engine = self._engine
-        if engine is None:
-            if self._was_finalized:
-                raise finalized()
-            raise LLMException(
-                f"cluster {self._cluster_id} is not initialized; call initialize() first"
-            )
-        engine.check_process()
-        return engine
 
     def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
         for it in results:

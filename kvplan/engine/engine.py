@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from threading import Condition, RLock
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import ref
+from threading import RLock
+from typing import TYPE_CHECKING
 
 from kvplan.ascend.choice import open_accelerator
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
-from kvplan.engine.release import finalized, stopped
+from kvplan.engine.release import stopped
 from kvplan.engine.remapping import checked_ranges, remapped
+from kvplan.engine.runner import InFlight
 from kvplan.execution import default_transfers
 from kvplan.links import Links, LinkState
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.choice import TransportOptions, make_transports
 
 if TYPE_CHECKING:
-    from kvplan.engine.call import Call
     from kvplan.engine.metrics import Metrics
     from kvplan.engine.options import Options
     from kvplan.execution import Transfers
-    from kvplan.planning import Plan
     from kvplan.types import LlmRole
 
 _STOPPED_S = 1.0  # by then a transfer that was told to stop has stopped
-
-
-class PlanEvent(NamedTuple):
-    """A plan that is about to be executed.
-
-    Attributes:
-        plan: the plan.
-        operation: the call, such as "pull_cache".
-        cache_id: of the cache of this process that takes part; the source, where both do.
-        cluster_id: of the peer; None inside one process.
-    """
-
-    plan: Plan
-    operation: str
-    cache_id: int
-    cluster_id: int | None
-
-
-PlanHook = Callable[[PlanEvent], object]
 
 
 class Engine:
@@ -66,7 +45,7 @@ class Engine:
         transfers: Transfers | None,
         metrics: Metrics,
     ) -> None:
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.cluster_id = cluster_id
         self.role = role
         self.options = options
@@ -75,12 +54,7 @@ class Engine:
         self.wait_ms: float = options.sync_kv_cache_wait_time
         self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
         self._listen_at = ""
-        # Transferring calls, from before they look at a cache until their outcome. No lock: a call
-        # is put in before it asks whether the engine closes, and `close` says so before it looks.
-        # Weakly: an interrupt between any two steps may drop a call, which takes itself out then.
-        self._calls: set[ref[Call]] = set()
-        self._closing = False
-        self._changed = Condition(RLock())
+        self.in_flight = InFlight()
         self._remapping = RLock()
         with ExitStack() as held:
             self.device = open_accelerator(options.accelerator, options.device_id)
@@ -119,13 +93,13 @@ class Engine:
     @property
     def inherited(self) -> bool:
         """Whether this is a forked child of the process that the engine belongs to."""
-        return os.getpid() != self._pid
+        return os.getpid() != self.pid
 
     def check_process(self) -> None:
         """Raise LLMException (LLM_FAILED) in a forked child."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise LLMException(
-                f"cluster {self.cluster_id} was initialized by process {self._pid}; this is its "
+                f"cluster {self.cluster_id} was initialized by process {self.pid}; this is its "
                 f"forked child {os.getpid()}, which needs an engine of its own"
             )
 
@@ -173,34 +147,6 @@ class Engine:
             self.registry.renew(remapped(entries, given))
         self.links.tell_all(self.wait_ms / 1000)
 
-    def enter(self, call: Call) -> None:
-        """Begin a transferring call; `leave` ends it.
-
-        Raises:
-            LLMException: LLM_ENGINE_FINALIZED.
-        """
-        self._calls.add(ref(call, self._calls.discard))
-        if self._closing:
-            self.leave(call)
-            raise finalized()
-
-    def leave(self, call: Call) -> None:
-        """End a transferring call: it touches nothing of this engine any more. Idempotent."""
-        self._calls.discard(ref(call))
-        if self._closing:
-            with self._changed:
-                self._changed.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closing
-
-    @property
-    def in_flight(self) -> int:
-        """Transferring calls that have no outcome yet."""
-        return len(self._calls)
-
     def close(self) -> None:
         """Wait for the transfers in flight as long as a pull may take, stop them, release all.
 
@@ -208,18 +154,12 @@ class Engine:
         """
         if self.inherited:
             return
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
+        if not self.in_flight.close():
+            return
         with self._held as held:  # whatever goes wrong here, an interrupt say: from the last on
             held.callback(self.outcomes.close, _STOPPED_S)
-            held.callback(self._idle, _STOPPED_S)
+            held.callback(self.in_flight.wait, _STOPPED_S)
             # Also what a call that is under way still has to begin.
             held.callback(self.transfers.close, cancel=True)
-            if not self._idle(self.wait_ms / 1000):
+            if not self.in_flight.wait(self.wait_ms / 1000):
                 self.outcomes.cancel(stopped())
-
-    def _idle(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._calls, timeout_s)

@@ -27,7 +27,7 @@ def released_with(owner: object, engine: Engine) -> None:
 def _release_soon(held: weakref.ref[Engine]) -> None:
     # The collector runs in any thread, also in one that `close` would wait for, and holding locks.
     engine = held()
-    if not (engine is None or engine.inherited or engine.closed):
+    if not (engine is None or engine.inherited or engine.in_flight.closed):
         with suppress(RuntimeError):  # no more threads: then at exit
             Thread(target=release, args=(engine,), name="kvplan-release", daemon=True).start()
 

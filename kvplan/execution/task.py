@@ -4,18 +4,59 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from threading import RLock
+from contextlib import suppress
+from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any
 
-from kvnative._executor import KVN_OK, KVN_PENDING, NativeError
-from kvplan.execution.outcome import outcome
+from kvnative._executor import (
+    KVN_CANCELLED,
+    KVN_DENIED,
+    KVN_DEVICE_MEMORY,
+    KVN_FAILED,
+    KVN_INVALID,
+    KVN_NO_DEVICE_MEMORY,
+    KVN_NO_MEMORY,
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_PENDING,
+    KVN_SUSPECT_REMOTE,
+    KVN_TIMEOUT,
+    KVN_UNMAPPED,
+    KVN_UNSUPPORTED,
+    NativeError,
+)
 from kvplan.inspection.units import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
+    import asyncio
+
     from kvnative._executor import Report, StagedTask, Task
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
+
+_ABANDONED = {KVN_TIMEOUT, KVN_CANCELLED}
+_LOSING = {KVN_UNMAPPED, KVN_PEER_GONE, KVN_FAILED}
+_FAILED = LLMStatusCode.LLM_FAILED
+_CODES = {
+    KVN_TIMEOUT: LLMStatusCode.LLM_TIMEOUT,
+    KVN_CANCELLED: LLMStatusCode.LLM_FAILED,
+    KVN_INVALID: LLMStatusCode.LLM_PARAM_INVALID,
+    KVN_NO_MEMORY: LLMStatusCode.LLM_OUT_OF_MEMORY,
+    KVN_PEER_GONE: LLMStatusCode.LLM_LINK_FAILED,
+    KVN_DENIED: LLMStatusCode.LLM_LINK_FAILED,
+    KVN_UNMAPPED: LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    KVN_UNSUPPORTED: LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    KVN_FAILED: LLMStatusCode.LLM_FAILED,
+    KVN_DEVICE_MEMORY: LLMStatusCode.LLM_DEVICE_MEM_ERROR,
+    KVN_SUSPECT_REMOTE: LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR,
+    KVN_NO_DEVICE_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
+}
+
+
+def status_code_of(status: int | None) -> LLMStatusCode:
+    """The code of the interface for a KVN_ status; of what has none, or is none: LLM_FAILED."""
+    return _FAILED if status is None else _CODES.get(status, _FAILED)
 
 
 class TransferTask:
@@ -88,10 +129,7 @@ class TransferTask:
         return ""
 
     def __await__(self) -> Generator[Any, None, None]:
-        # Where nobody awaits, asyncio need not be there.
-        from kvplan.execution.awaiting import wait_in_thread
-
-        return wait_in_thread(self).__await__()
+        return _wait_in_thread(self).__await__()
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
@@ -122,10 +160,14 @@ class TransferTask:
             if self._concluded:
                 return
             report = self._task.report
-            missing = "" if report.status == KVN_OK else self._missing()
-            self._error = outcome(
-                self.plan, report, self._memories, missing, self._lost, self._reason
-            )
+            lost = self._lost
+            if lost is None and report.status == KVN_OK:
+                lost = _lost(self._memories)
+            if lost is not None or report.status != KVN_OK:
+                missing = "" if report.status == KVN_OK else self._missing()
+                self._error = failure(
+                    self.plan, report, self._memories, missing, lost, self._reason
+                )
             # Only now: what interrupts the checks must not leave a success behind.
             self._concluded = True
             on_outcome, self._on_outcome = self._on_outcome, None
@@ -156,3 +198,101 @@ class TransferTask:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'done' if self.done else 'in flight'}: {self.plan!r}>"
+
+
+def failure(
+    plan: Plan,
+    report: Report,
+    memories: tuple[TensorMemory, TensorMemory],
+    missing: str = "",
+    lost: LLMException | None = None,
+    reason: LLMException | None = None,
+) -> LLMException:
+    """What went wrong with a transfer that is not reported to be whole, or lost a memory.
+
+    Args:
+        missing: what a transfer that was given up still waited for besides the copying.
+        lost: the failed check of a memory that the transfer was given up for, or that followed it.
+        reason: what else it was cancelled for, if it was.
+    """
+    if lost is None:
+        # It may have failed because a side's owner, or the way to it, has gone: then that is the
+        # reason.
+        cause = _lost(memories) if report.status in _LOSING else None
+        if report.status == KVN_CANCELLED:
+            cause = cause or reason
+        return _failure(plan, report, cause, missing if report.status in _ABANDONED else "")
+    # What was copied went through, but to or from what is not what was registered.
+    return LLMException(
+        f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed",
+        status_code=lost.status_code,
+        unconfirmed=((0, plan.num_descriptors),),
+    )
+
+
+def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
+    try:
+        for memory in memories:
+            memory.check()
+    except LLMException as error:
+        return error
+    return None
+
+
+def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: str) -> LLMException:
+    """What a report says; `cause` is why the memory went, or why it was cancelled, if known."""
+    origin = None if report.failed is None else plan.origin(report.failed)
+    open_descriptors = sum(last - first for first, last in report.unconfirmed)
+    told = cause.args[0] if cause and cause.args else report.message
+    parts = [f"{plan.operation} {plan.kind}: {told}{missing}"]
+    if report.failed is not None:
+        parts.append(f"descriptor {report.failed} ({origin})")
+    if cause is not None or report.status not in _ABANDONED:  # that report tells it itself
+        parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
+    return LLMException(
+        "; ".join(parts),
+        status_code=cause.status_code if cause else status_code_of(report.status),
+        origin=origin,
+        unconfirmed=report.unconfirmed,
+    )
+
+
+async def _wait_in_thread(task: TransferTask) -> None:
+    """Wait for `task` in a daemon thread of its own; cancelled, cancel the transfer.
+
+    Raises:
+        LLMException: as `TransferTask.wait`.
+        RuntimeError: the process may have no more threads.
+    """
+    import asyncio  # where nobody awaits, it need not be there
+
+    if task.done:
+        task.wait()
+        return
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    Thread(target=_wait, args=(task, loop, ended), name="kvplan-await", daemon=True).start()
+    try:
+        await ended
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+
+
+def _wait(task: TransferTask, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
+    error: BaseException | None = None
+    try:
+        task.wait()
+    except BaseException as raised:  # for whoever awaits: nobody sees it here
+        error = raised
+    with suppress(RuntimeError):  # the loop was closed meanwhile: nobody awaits any more
+        loop.call_soon_threadsafe(_set_outcome, ended, error)
+
+
+def _set_outcome(ended: asyncio.Future[None], error: BaseException | None) -> None:
+    if ended.done():  # cancelled
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)

@@ -223,9 +223,9 @@ class Links:
         Raises:
             LLMException: LLM_NOT_YET_LINK: there is none, and why the last attempt failed.
         """
-        self._check_usable()
         link = self._transitions.links.get(cluster_id)
-        if link is None:
+        if link is None or self._closed or os.getpid() != self._pid:
+            self._check_usable()
             raise self._transitions.not_linked(cluster_id)
         return link
 

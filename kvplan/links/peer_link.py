@@ -97,40 +97,41 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
                 not answer; LLM_LINK_FAILED, LLM_NOT_YET_LINK: the link has ended.
         """
-        found = self._lookup(index)
         is_key = isinstance(index, BlocksCacheKey)
+        if isinstance(index, BlocksCacheKey):
+            offered, wanted = self._table.by_model, index.model_id
+        else:
+            offered, wanted = self._table.by_id, index.cache_id
+        found = offered.get(wanted)
+        link = self.transport_link
         if found is None or (
-            (is_key or writable) and self._may_be_freed(found, by_id=not is_key, guess=guess)
+            self._may_be_freed(found, guess=guess)
+            if is_key
+            # It is this cache that is meant, freed or not: the transfer may find that out itself.
+            else writable and (link is None or link.finds_freed == "after")
         ):
-            self._request(
-                Sync(), Synced
-            )  # all that the peer has published arrives before its answer
-            found = self._lookup(index)
+            # All that the peer has published arrives before its answer.
+            self._request(Sync(), Synced)
+            found = offered.get(wanted)
         if found is not None:
             return found
-        if isinstance(index, BlocksCacheKey):
-            wanted, offered = f"model_id={index.model_id}", self._table.model_ids()
-        else:
-            wanted, offered = f"cache_id={index.cache_id}", self._table.ids()
+        name = "model_id" if is_key else "cache_id"
         raise LLMException(
-            f"cluster {self.cluster_id} offers no cache with {wanted}; it offers {shown(offered)}",
+            f"cluster {self.cluster_id} offers no cache with {name}={wanted}; it offers "
+            f"{shown(sorted(offered))}",
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
-    def _may_be_freed(self, cache: PeerCache, *, by_id: bool = False, guess: bool = False) -> bool:
+    def _may_be_freed(self, cache: PeerCache, *, guess: bool = False) -> bool:
         """Whether the peer may have freed it, and its key is another cache's, without our knowing.
 
         Args:
             cache: as it was last published.
-            by_id: the caller means this very cache, freed or not: it is enough that the transfer
-                notices before it moves a byte.
             guess: the caller accepts that the transfer may fail, and tries again then.
         """
         link = self.transport_link
         if link is None or link.finds_freed == "after":
             return True
-        if by_id:
-            return False
         if link.finds_freed == "before":
             return not guess
         try:
@@ -156,7 +157,7 @@ class PeerLink(LinkLifecycle):
         )
         self._memories[key] = (cache, memory)
         # Whoever changes the table or ends the link does so first, and clears memories after.
-        if self._table.by_id(cache.cache_id) is not cache or not self.is_live:
+        if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
 
@@ -244,18 +245,6 @@ class PeerLink(LinkLifecycle):
         cache = self._cache_of(found)
         return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
-    def end(
-        self,
-        operation: object,
-        nbytes_pulled: int = 0,
-        nbytes_pushed: int = 0,
-        error: BaseException | None = None,
-    ) -> None:
-        """An operation has its outcome; after an error no memory is assumed to be valid."""
-        if error is not None:
-            self.forget()
-        super().end(operation, nbytes_pulled, nbytes_pushed, error)
-
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
         self._memories.clear()
@@ -319,15 +308,10 @@ class PeerLink(LinkLifecycle):
             last_error=self.last_error,
         )
 
-    def _lookup(self, index: CacheKeyByIdAndIndex | BlocksCacheKey) -> PeerCache | None:
-        if isinstance(index, BlocksCacheKey):
-            return self._table.by_model(index.model_id)
-        return self._table.by_id(index.cache_id)
-
     def _cache_of(self, found: Found) -> PeerCache:
         """The cache of a reply: the object in the table, if they are equal."""
         cache = PeerCache.of(self.cluster_id, found.entry)
-        known = self._table.by_id(cache.cache_id)
+        known = self._table.by_id.get(cache.cache_id)
         return known if known == cache else cache
 
     def _request(self, body: Body, expected: type[_Reply]) -> _Reply:

@@ -103,13 +103,17 @@ class PeerTable:
 
     Args:
         cluster_id: of the peer.
+
+    Attributes:
+        by_id: the caches that are offered, by their id.
+        by_model: those with a BlocksCacheKey, by its model id.
     """
 
     def __init__(self, cluster_id: int) -> None:
         self.version = 0
         self._cluster_id = cluster_id
-        self._caches: dict[int, PeerCache] = {}
-        self._of_model: dict[int, PeerCache] = {}
+        self.by_id: dict[int, PeerCache] = {}
+        self.by_model: dict[int, PeerCache] = {}
         self._nbytes = 0  # of all that are offered
 
     def apply(self, table: Table) -> list[int]:
@@ -119,55 +123,39 @@ class PeerTable:
             LLMException: LLM_PARAM_INVALID: an impossible cache, or too many of them.
         """
         added = [PeerCache.of(self._cluster_id, entry) for entry in table.entries]
-        removed = list(self._caches) if table.first else list(table.removed)
+        removed = list(self.by_id) if table.first else list(table.removed)
         for cache_id in removed:
             self._remove(cache_id)
         for cache in added:
             self._remove(cache.cache_id)
-            self._caches[cache.cache_id] = cache
+            self.by_id[cache.cache_id] = cache
             self._nbytes += cache.nbytes
             if cache.model_id is not None:
-                self._of_model[cache.model_id] = cache
-        if len(self._caches) > MAX_CACHES or self._nbytes > MAX_NBYTES:
+                self.by_model[cache.model_id] = cache
+        if len(self.by_id) > MAX_CACHES or self._nbytes > MAX_NBYTES:
             raise invalid(
-                f"the peer offers {len(self._caches)} caches of {self._nbytes} bytes; at most "
+                f"the peer offers {len(self.by_id)} caches of {self._nbytes} bytes; at most "
                 f"{MAX_CACHES} of {MAX_NBYTES} can be"
             )
         self.version = table.version
         return removed + [cache.cache_id for cache in added]
 
-    def by_id(self, cache_id: int) -> PeerCache | None:
-        """The cache of this id, if it is offered."""
-        return self._caches.get(cache_id)
-
-    def by_model(self, model_id: int) -> PeerCache | None:
-        """The cache whose BlocksCacheKey has this model id, if it is offered."""
-        return self._of_model.get(model_id)
-
     def caches(self) -> tuple[PeerCache, ...]:
         """All that are offered."""
-        return tuple(self._caches.values())
-
-    def ids(self) -> list[int]:
-        """The ids of all that are offered."""
-        return sorted(self._caches)
-
-    def model_ids(self) -> list[int]:
-        """The model ids of all that are offered with a BlocksCacheKey."""
-        return sorted(self._of_model)
+        return tuple(self.by_id.values())
 
     def __len__(self) -> int:
-        return len(self._caches)
+        return len(self.by_id)
 
     def _remove(self, cache_id: int) -> None:
-        cache = self._caches.pop(cache_id, None)
+        cache = self.by_id.pop(cache_id, None)
         if cache is None:
             return
         self._nbytes -= cache.nbytes
         if cache.model_id is None:
             return
-        if self._of_model.get(cache.model_id) is cache:
-            del self._of_model[cache.model_id]
+        if self.by_model.get(cache.model_id) is cache:
+            del self.by_model[cache.model_id]
 
 
 class AddressedCache(NamedTuple):

@@ -114,17 +114,13 @@ class Plan:
         """Descriptors that lowering will make."""
         return self.num_tensor_pairs * len(self.segments)
 
-    @property
+    # These two the planner knows and has set; they are computed for a plan that was read, or cut.
+    @cached_property
     def nbytes_per_tensor(self) -> int:
         """Bytes copied from one tensor to its pair."""
-        nbytes = self.segments.nbytes
-        return int(nbytes.item()) if nbytes.size == 1 else self._sum  # 0.1 us, or 1 the first time
-
-    @cached_property
-    def _sum(self) -> int:
         return int(self.segments.nbytes.sum())
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes copied in all."""
         return len(self.src_tensors) * self.nbytes_per_tensor

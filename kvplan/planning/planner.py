@@ -2,6 +2,8 @@
 
 Everywhere: `src` and `dst` say the direction of the bytes; a cache is given as `CacheDesc`,
 `Cache` or `RemoteCache`; offsets and sizes are bytes. `ext_param` cuts the transfer to layers.
+
+There are three kinds of transfer: slot to slot (C2C), slot to blocks (C2B), blocks to blocks (B2B).
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from itertools import chain
 import numpy as np
 
 from kvplan.inspection.units import plural
-from kvplan.planning.blocks import (
+from kvplan.planning.layout import Described, Side, side
+from kvplan.planning.plan import Kind, Operation, Plan
+from kvplan.planning.segments import Coalesce, Segments
+from kvplan.planning.selection import (
     Blocks,
     Indices,
     block_indices,
@@ -20,23 +25,22 @@ from kvplan.planning.blocks import (
     check_distinct,
     check_indices,
     sorted_pairs,
-)
-from kvplan.planning.layout import (
-    Described,
-    Side,
-    assembled,
-    is_same_cache,
-    side,
-    slot_index,
     tensor_ranges,
 )
-from kvplan.planning.plan import Kind, Operation, Plan
-from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments, merge
 from kvplan.status import LLMException, invalid
-from kvplan.types import KvCacheExtParam, Placement
+from kvplan.types import (
+    Cache,
+    CacheKeyByIdAndIndex,
+    KvCacheExtParam,
+    Placement,
+    RemoteCache,
+)
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
 ALL_LAYERS = KvCacheExtParam()
+
+DEFAULT_COALESCE = Coalesce.SORTED
+"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
 
 _BLOCK_LISTS = (Sequence, np.ndarray)
 
@@ -189,9 +193,10 @@ def plan_copy_blocks(
     """
     check_mapping("blocks", blocks)
     source = side("src", src, paged=True)
-    within = dst is None or is_same_cache(src, dst)
+    within = dst is None or _is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
-    _check_same_blocks(source, target)
+    if source.stride != target.stride:
+        raise _unequal_blocks(source, target)
     odd = {kind for kind in set(map(type, blocks.values())) if not issubclass(kind, _BLOCK_LISTS)}
     if odd:
         block, to = next((block, to) for block, to in blocks.items() if type(to) in odd)
@@ -201,7 +206,7 @@ def plan_copy_blocks(
     check_distinct("blocks (destination)", dst_table, target)
     src_table = np.repeat(read, list(map(len, blocks.values())))
     if within:
-        # A block copied to itself changes nothing, so no read of it can come too late.
+        # A block copied to itself changes nothing, so nobody can read it too late.
         moved = dst_table[src_table != dst_table]
         clash = moved[np.isin(moved, src_table)]
         if len(clash):
@@ -239,16 +244,14 @@ def plan_swap_blocks(
             f"src placement={source.placement.name} and dst placement={target.placement.name}: a "
             "swap needs one HOST and one DEVICE"
         )
-    _check_same_blocks(source, target)
+    if source.stride != target.stride:
+        raise _unequal_blocks(source, target)
     src_table = block_indices("src_to_dst (source)", list(src_to_dst), source)
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
     return _block_to_block(
         "swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
     )
-
-
-# The kinds of transfer: each checks what it is given, lays out the slices, and makes the Plan.
 
 
 def _slot_to_slot(
@@ -264,14 +267,18 @@ def _slot_to_slot(
     how: Coalesce | bool,
 ) -> Plan:
     """Plan C2C: `size` bytes of a slot, from an offset into each row on."""
-    source, target = side("src", src, paged=False), side("dst", dst, paged=False)
-    src_slot = slot_index("src_batch_index", src_batch_index, src, source)
-    dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
+    source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
+    target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
+    src_slot = _slot("src_batch_index", src_batch_index, src, source)
+    dst_slot = _slot("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
-    check_index(src_name, src_offset, source.stride)
-    check_index(dst_name, dst_offset, target.stride)
-    if check_type("size", size, int) != -1 and size <= 0:
+    for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
+        if type(offset) is not int or not 0 <= offset < row.stride:
+            check_index(name, offset, row.stride)
+    if type(size) is not int:
+        check_type("size", size, int)
+    if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
     # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
     pulls = operation == "pull_cache"
@@ -284,7 +291,8 @@ def _slot_to_slot(
     segments = Segments.single(
         src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
     )
-    return _plan(operation, "C2C", source, target, segments, ext_param, how)
+    how = how if type(how) is Coalesce else _coalesce(how)
+    return _plan(operation, "C2C", source, target, segments, 1, nbytes, ext_param, how)
 
 
 def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
@@ -305,14 +313,17 @@ def _to_blocks(
     how: Coalesce | bool,
 ) -> Plan:
     """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block."""
-    target = side("dst", dst, paged=True)
-    dst_table = block_indices("dst_blocks", dst_blocks, target)
+    target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
+    dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
     check_distinct("dst_blocks", dst_table, target)
     given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
-    source = side("src", src, paged=given.size > 0)
-    slot = slot_index("src_batch_index", src_batch_index, src, source)
-    if source.paged:
-        _check_same_blocks(source, target)
+    paged = given.size > 0
+    source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
+    if paged:
+        if src_batch_index is not None:  # only 0 will do
+            _slot("src_batch_index", src_batch_index, src, source)
+        if source.stride != target.stride:
+            raise _unequal_blocks(source, target)
         src_table = check_indices("src_blocks", given, source)
         if len(src_table) != len(dst_table):
             raise invalid(
@@ -321,18 +332,22 @@ def _to_blocks(
             )
         return _block_to_block(operation, source, target, src_table, dst_table, ext_param, how)
 
+    slot = _slot("src_batch_index", src_batch_index, src, source)
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if int(starts[-1]) >= source.stride:
         raise invalid(
             f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
             f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
         )
+    how = _coalesce(how)
     segments = Segments.adopt(
         (starts + slot * source.stride).view(np.uint64),
         (dst_table * target.stride).view(np.uint64),
         np.minimum(source.stride - starts, target.stride).view(np.uint64),
+        merged=how is not Coalesce.NONE,
     )
-    return _plan(operation, "C2B", source, target, segments, ext_param, how)
+    nbytes = min(source.stride, len(dst_table) * target.stride)
+    return _plan(operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how)
 
 
 def _block_to_block(
@@ -345,20 +360,22 @@ def _block_to_block(
     how: Coalesce | bool,
 ) -> Plan:
     """Plan B2B between checked tables: block `src_table[i]` to block `dst_table[i]`."""
-    how = _coalesce(how)
-    if len(src_table) == 1:
-        src_block, dst_block, stride = src_table.item(), dst_table.item(), target.stride
-        segments = Segments.single(src_block * stride, dst_block * stride, stride)
-        return _plan(operation, "B2B", source, target, segments, ext_param, how)
-
-    if how is Coalesce.SORTED:
-        src_table, dst_table = sorted_pairs(src_table, dst_table)
-    segments = Segments.adopt(
-        (src_table * source.stride).view(np.uint64),
-        (dst_table * target.stride).view(np.uint64),
-        np.full(len(src_table), target.stride, dtype=np.uint64),
-    )
-    return _plan(operation, "B2B", source, target, segments, ext_param, how)
+    if type(how) is not Coalesce:
+        how = _coalesce(how)
+    num_blocks, stride = len(src_table), target.stride
+    if num_blocks == 1:
+        segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
+    else:
+        if how is Coalesce.SORTED:
+            src_table, dst_table = sorted_pairs(src_table, dst_table)
+        segments = Segments.adopt(
+            (src_table * stride).view(np.uint64),
+            (dst_table * stride).view(np.uint64),
+            np.full(num_blocks, stride, dtype=np.uint64),
+            merged=how is not Coalesce.NONE,
+        )
+    nbytes = num_blocks * stride
+    return _plan(operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how)
 
 
 def _plan(
@@ -366,15 +383,16 @@ def _plan(
     kind: Kind,
     source: Side,
     target: Side,
-    slices: Segments,
+    segments: Segments,
+    num_slices: int,
+    nbytes_per_tensor: int,
     ext_param: KvCacheExtParam,
-    how: Coalesce | bool,
+    how: Coalesce,
 ) -> Plan:
-    how = _coalesce(how)
     src_tensors, dst_tensors = tensor_ranges(source, target, ext_param)
-    num_slices = len(slices)
-    return assembled(
-        Plan,
+    plan = Plan.__new__(Plan)
+    # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
+    vars(plan).update(
         operation=operation,
         kind=kind,
         src=source,
@@ -382,24 +400,55 @@ def _plan(
         src_tensors=src_tensors,
         dst_tensors=dst_tensors,
         tensors_per_layer=ext_param.tensor_num_per_layer,
-        segments=slices if num_slices == 1 or how is Coalesce.NONE else merge(slices),
+        segments=segments,
         num_slices=num_slices,
         coalesce=how,
+        # What a plan made otherwise has to sum.
+        nbytes_per_tensor=nbytes_per_tensor,
+        nbytes=len(src_tensors) * nbytes_per_tensor,
     )
+    return plan
 
 
 def _coalesce(how: Coalesce | bool) -> Coalesce:
-    if type(how) is Coalesce:  # almost always
-        return how
     if isinstance(how, bool):
         return DEFAULT_COALESCE if how else Coalesce.NONE
     return check_type("coalesce", how, Coalesce)
 
 
-def _check_same_blocks(source: Side, target: Side) -> None:
-    """Refuse blocks of unequal size: one cannot hold what the other does."""
-    if source.stride != target.stride:
-        raise invalid(
-            f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be "
-            "equal"
-        )
+def _unequal_blocks(source: Side, target: Side) -> LLMException:
+    """The refusal of blocks of which one cannot hold what the other does."""
+    return invalid(
+        f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be equal"
+    )
+
+
+def _slot(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
+    """Return the slot: `given`, or the one that the key of a remote cache names, or 0.
+
+    Raises:
+        TypeError: `given` is not an int.
+        LLMException: LLM_PARAM_INVALID out of range, in a paged cache other than 0, or not the
+            slot that the key names.
+    """
+    slot = 0 if given is None else given
+    if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
+        named = cache.key.batch_index
+        if given is not None and check_type(argument, given, int) != named:
+            raise invalid(f"{argument}={given} must be None or {named}, the slot of {cache.key}")
+        slot = named
+    if type(slot) is int and 0 <= slot < (1 if read_as.paged else read_as.count):
+        return slot
+    if read_as.paged and check_type(argument, slot, int) != 0:
+        raise invalid(f"{argument}={slot} must be None or 0: a paged cache has no slots")
+    return check_index(argument, slot, read_as.count)
+
+
+def _is_same_cache(a: Described, b: Described) -> bool:
+    """Whether both surely are one cache: one object, one cache id, or the same addresses."""
+    if a is b:
+        return True
+    if not (isinstance(a, Cache) and isinstance(b, Cache)):
+        return False
+    same_id = a.cache_id == b.cache_id >= 0
+    return same_id or (bool(a.tensor_addrs) and a.tensor_addrs == b.tensor_addrs)

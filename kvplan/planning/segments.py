@@ -15,6 +15,7 @@ from kvplan.validation import UINT64_MAX, shown
 Column = NDArray[np.uint64]
 
 _ROW = Struct("=3Q")
+_assign = object.__setattr__  # past the guard of a frozen table
 
 
 class Coalesce(StrEnum):
@@ -25,10 +26,6 @@ class Coalesce(StrEnum):
     """Merge neighbours in the caller's block order."""
     SORTED = "sorted"
     """Sort by source, then destination offset: finds runs in descending or shuffled tables too."""
-
-
-DEFAULT_COALESCE = Coalesce.SORTED
-"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
 
 
 class Segments:
@@ -55,30 +52,38 @@ class Segments:
         ]
         if len(lengths := {len(column) for column in columns}) > 1:
             raise ValueError(f"columns of {sorted(lengths)} entries must be of one length")
-        self._own(*columns)
-
-    def _own(self, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> None:
-        assign = object.__setattr__
-        assign(self, "src_offsets", src_offsets)
-        assign(self, "dst_offsets", dst_offsets)
-        assign(self, "nbytes", nbytes)
+        for name, column in zip(self.columns(), columns, strict=True):
+            _assign(self, name, column)
 
     @classmethod
-    def adopt(cls, src_offsets: Column, dst_offsets: Column, nbytes: Column) -> Segments:
-        """Take over columns that have no other holder, without copying them."""
-        for column in (src_offsets, dst_offsets, nbytes):
-            column.setflags(write=False)
+    def adopt(cls, src: Column, dst: Column, nbytes: Column, *, merged: bool = False) -> Segments:
+        """Take over columns that nobody else holds, without copying them.
+
+        Args:
+            merged: whether neighbours that are adjacent on both sides become one; the bytes copied
+                stay the same.
+        """
+        if merged and len(src) > 1:
+            src_ends = src + nbytes
+            # The law of merging: a segment goes on where both sides go on.
+            adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
+            if adjacent.any():
+                breaks = np.flatnonzero(~adjacent)
+                first = np.concatenate(([0], breaks + 1))
+                last = np.concatenate((breaks, [len(src) - 1]))
+                src, dst = src[first], dst[first]
+                nbytes = src_ends[last] - src
         segments = cls.__new__(cls)
-        segments._own(src_offsets, dst_offsets, nbytes)
+        for name, column in (("src_offsets", src), ("dst_offsets", dst), ("nbytes", nbytes)):
+            column.setflags(write=False)
+            _assign(segments, name, column)
         return segments
 
     @classmethod
     def single(cls, src_offset: int, dst_offset: int, nbytes: int) -> Segments:
         """One segment; its columns lie in one piece of memory, which is read-only."""
         row = np.frombuffer(_ROW.pack(src_offset, dst_offset, nbytes), np.uint64)
-        segments = cls.__new__(cls)
-        segments._own(row[0:1], row[1:2], row[2:3])
-        return segments
+        return cls.adopt(row[0:1], row[1:2], row[2:3])
 
     @staticmethod
     def columns() -> tuple[str, str, str]:
@@ -127,21 +132,6 @@ def _column(name: str, values: ArrayLike) -> Column:
     column = np.array(given, dtype=np.uint64, order="C")
     column.setflags(write=False)
     return column
-
-
-def merge(slices: Segments) -> Segments:
-    """Merge neighbours that are adjacent on both sides; the bytes copied stay the same."""
-    src, dst, nbytes = slices.src_offsets, slices.dst_offsets, slices.nbytes
-    src_ends = src + nbytes
-    # The law of merging: a segment continues where both sides continue.
-    adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
-    if not adjacent.any():
-        return slices
-    breaks = np.flatnonzero(~adjacent)
-    first = np.concatenate(([0], breaks + 1))
-    last = np.concatenate((breaks, [len(src) - 1]))
-    merged_src = src[first]
-    return Segments.adopt(merged_src, dst[first], src_ends[last] - merged_src)
 
 
 def first_overlap(starts: Column, nbytes: Column) -> tuple[int, int] | None:

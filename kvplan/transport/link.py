@@ -39,6 +39,8 @@ class Link:
 
     Attributes:
         is_to_self: whether the peer is this process: its memory is never mapped anew.
+        pid: of the process that the link belongs to.
+        peer: what the system says of the peer, and of its ranges.
         renewable: nothing, as memory is reached as it comes.
     """
 
@@ -47,8 +49,8 @@ class Link:
     finds_freed: Literal["check"] = "check"
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
-        self._pid = os.getpid()
-        self.is_to_self = metadata.identity.pid == self._pid
+        self.pid = os.getpid()
+        self.is_to_self = metadata.identity.pid == self.pid
         self._known = metadata, RangeTable(metadata.identity.pid, metadata.ranges)
         self._arenas = PeerArenas(metadata.identity.pid, prefault=prefault)
         self._can_reach_registered = False
@@ -58,17 +60,17 @@ class Link:
             f"the link to peer {metadata.identity.pid} is closed",
             LLMStatusCode.LLM_NOT_YET_LINK,
         )
-        self._peer = hold(metadata.identity)
+        self.peer = hold(metadata.identity)
         board = metadata.board
         try:
-            self._peer.attach(board.fd, board.inode, board.num_slots)
+            self.peer.attach(board.fd, board.inode, board.num_slots)
             if any(it.arena is None for it in metadata.ranges):
                 self._probe()
         except (OSError, ValueError, MemoryError) as error:
-            self._peer.close()
+            self.peer.close()
             raise self._refusal(error, "cannot be reached") from error
         except LLMException:
-            self._peer.close()
+            self.peer.close()
             raise
 
     @property
@@ -82,7 +84,7 @@ class Link:
 
         It is the link's: stop polling it before `close`.
         """
-        pidfd = self._peer.pidfd
+        pidfd = self.peer.pidfd
         return pidfd if pidfd >= 0 else None
 
     def update(self, metadata: bytes) -> None:
@@ -154,13 +156,13 @@ class Link:
             alive: whether to ask the system if the peer lives, and if this is no forked child:
                 5 us, or 50 where something else was computed in between. False: it is not asked.
         """
-        if alive and os.getpid() != self._pid:
+        if alive and os.getpid() != self.pid:
             raise LLMException(
-                f"the link belongs to process {self._pid}; this is its forked child {os.getpid()}, "
+                f"the link belongs to process {self.pid}; this is its forked child {os.getpid()}, "
                 "which needs one of its own"
             )
         try:
-            look = self._peer.check if alive else self._peer.stale
+            look = self.peer.check if alive else self.peer.stale
             stale = look(slots, generations)
         except ValueError:
             message, status = self._why_closed
@@ -192,14 +194,12 @@ class Link:
         Arenas that `PeerMemory` objects still use stay mapped until those are gone, but their
         checks fail from here on, with the message and status of `why`.
         """
-        if why is not None and not self._peer.closed:
+        if why is not None and not self.peer.closed:
             self._why_closed = why.args[0], why.status_code
-        if (
-            os.getpid() == self._pid
-        ):  # else the lock may be held for ever, by a thread of the parent
+        if os.getpid() == self.pid:  # else the lock may be held for ever, by a thread of the parent
             self._arenas.close()
         self._writer = None  # memory that is in use keeps it
-        self._peer.close()
+        self.peer.close()
 
     def __enter__(self) -> Link:
         return self
@@ -208,7 +208,7 @@ class Link:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._peer.closed else f"{len(self.metadata.ranges)} ranges"
+        state = "closed" if self.peer.closed else f"{len(self.metadata.ranges)} ranges"
         return f"<Link to process {self.metadata.identity.pid}: {state}>"
 
     def _read(self, metadata: bytes) -> tuple[Metadata, RangeTable[Range]]:
@@ -258,7 +258,7 @@ class Link:
         if self._can_reach_registered:
             return
         try:
-            self._peer.probe(self.metadata.board.address)
+            self.peer.probe(self.metadata.board.address)
         except (OSError, ValueError) as error:
             self.check()
             raise self._refusal(error, "has registered memory, which cannot be reached") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ class PeerMemory:
         addresses: of each tensor, as this process reaches it: in a mapped arena, or the peer's own.
         nbytes: of each tensor.
         writable: whether a transfer may write to them.
+        in_process: whether the addresses are of this process: mapped here, or the peer is this one.
     """
 
     on_device = False
@@ -52,13 +54,9 @@ class PeerMemory:
         self._slots, self._generations = columns(ranges)
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
+        self.in_process = bool(arenas) or link.is_to_self
         self._writer = writer  # that announces what is written; None: not writable
         self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the addresses are of this process: mapped here, or the peer is this process."""
-        return bool(self._arenas) or self._link.is_to_self
 
     def backend(
         self, pool: ThreadPool, direction: Direction, other: TensorMemory
@@ -103,7 +101,13 @@ class PeerMemory:
                 closed its transport; LLM_KV_CACHE_NOT_EXIST: it has deregistered a range;
                 LLM_NOT_YET_LINK: the link was closed.
         """
-        self._link.check_ranges(self._ranges, self._slots, self._generations)
+        link = self._link
+        try:
+            if os.getpid() == link.pid and link.peer.check(self._slots, self._generations) < 0:
+                return
+        except (ValueError, OSError):
+            pass
+        link.check_ranges(self._ranges, self._slots, self._generations)  # says what is wrong
 
     def check_tensors(self, tensors: range) -> None:
         """Call before a part of a transfer moves; all ranges are looked at, whatever the part.

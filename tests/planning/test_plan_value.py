@@ -191,6 +191,8 @@ def test_a_planned_plan_is_the_one_made_by_hand(how: Coalesce) -> None:
     for plan in (slot, block, make(coalesce=how)):
         again = dataclasses.replace(plan, segments=Segments(*columns_of(plan)))
         assert again == plan
+        computed = again.nbytes, again.nbytes_per_tensor  # what the planner knows without
+        assert computed == (plan.nbytes, plan.nbytes_per_tensor)
         assert vars(again).keys() == vars(plan).keys()
         for side in (plan.src, plan.dst):
             assert vars(side) == vars(dataclasses.replace(side))

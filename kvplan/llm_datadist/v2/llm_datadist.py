@@ -9,9 +9,9 @@ from threading import RLock
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.links import RegisterMemStatus
 from kvplan.engine.option_rows import LISTENING
 from kvplan.engine.options import unknown_key
+from kvplan.links import RegisterMemStatus
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.installation import SEVERAL_ENGINES
 from kvplan.llm_datadist.utils import log

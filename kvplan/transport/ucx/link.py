@@ -9,7 +9,7 @@ import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._ucx import ucx_backend
-from kvplan.execution.outcome import status_code_of
+from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.columns import sized_tensors
 from kvplan.transport.identity import link_failed

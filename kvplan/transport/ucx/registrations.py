@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kvnative._backend import NativeError
 from kvnative._host import Board
-from kvplan.execution.outcome import status_code_of
+from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.host_range import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from kvnative._backend import KVN_TIMEOUT, NativeError
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
-from kvplan.execution.outcome import status_code_of
+from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.arenas import new_arena

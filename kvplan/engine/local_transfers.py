@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvplan.engine import operations
-from kvplan.engine.running import Running
-from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.planning.planner import (
+    DEFAULT_COALESCE,
+    plan_copy_blocks,
+    plan_copy_cache,
+    plan_swap_blocks,
+)
 
 if TYPE_CHECKING:
     from kvplan.execution import TransferTask
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 
-class LocalOperations(Running):
+class LocalOperations(OperationRunner):
     """Each operation three times: executed, only planned, and submitted.
 
     Each may raise the following.
@@ -49,17 +53,12 @@ class LocalOperations(Running):
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
         """
-        self._execute(
-            operations.copy_cache,
-            timeout_ms,
-            src,
-            dst,
-            src_batch_index,
-            dst_batch_index,
-            offset,
-            size,
-            coalesce,
-        )
+        with Operation(self._running(), "copy_cache") as operation:
+            while not operation.done:
+                prepared = _copy_cache(
+                    operation, src, dst, src_batch_index, dst_batch_index, offset, size, coalesce
+                )
+                self._execute(operation, prepared, timeout_ms)
 
     def plan_copy_cache(
         self,
@@ -73,16 +72,10 @@ class LocalOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `copy_cache`; nothing moves."""
-        return self._plan(
-            operations.copy_cache,
-            src,
-            dst,
-            src_batch_index,
-            dst_batch_index,
-            offset,
-            size,
-            coalesce,
-        )
+        operation = Operation(self._running(), "copy_cache")
+        return _copy_cache(
+            operation, src, dst, src_batch_index, dst_batch_index, offset, size, coalesce
+        )[0]
 
     def submit_copy_cache(
         self,
@@ -96,16 +89,11 @@ class LocalOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `copy_cache` and return its task."""
-        return self._submit(
-            operations.copy_cache,
-            src,
-            dst,
-            src_batch_index,
-            dst_batch_index,
-            offset,
-            size,
-            coalesce,
-        )
+        with Operation(self._running(), "copy_cache") as operation:
+            prepared = _copy_cache(
+                operation, src, dst, src_batch_index, dst_batch_index, offset, size, coalesce
+            )
+            return self._submit(operation, prepared)
 
     def copy_blocks(
         self,
@@ -127,7 +115,10 @@ class LocalOperations(Running):
         if blocks == {}:
             self._running()
             return
-        self._execute(operations.copy_blocks, timeout_ms, cache, blocks, coalesce)
+        with Operation(self._running(), "copy_blocks") as operation:
+            while not operation.done:
+                prepared = _copy_blocks(operation, cache, blocks, coalesce)
+                self._execute(operation, prepared, timeout_ms)
 
     def plan_copy_blocks(
         self,
@@ -137,7 +128,8 @@ class LocalOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `copy_blocks`; nothing moves."""
-        return self._plan(operations.copy_blocks, cache, blocks, coalesce)
+        operation = Operation(self._running(), "copy_blocks")
+        return _copy_blocks(operation, cache, blocks, coalesce)[0]
 
     def submit_copy_blocks(
         self,
@@ -147,7 +139,9 @@ class LocalOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `copy_blocks` and return its task."""
-        return self._submit(operations.copy_blocks, cache, blocks, coalesce)
+        with Operation(self._running(), "copy_blocks") as operation:
+            prepared = _copy_blocks(operation, cache, blocks, coalesce)
+            return self._submit(operation, prepared)
 
     def swap_blocks(
         self,
@@ -166,7 +160,10 @@ class LocalOperations(Running):
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
         """
-        self._execute(operations.swap_blocks, timeout_ms, src, dst, src_to_dst, coalesce)
+        with Operation(self._running(), "swap_blocks") as operation:
+            while not operation.done:
+                prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce)
+                self._execute(operation, prepared, timeout_ms)
 
     def plan_swap_blocks(
         self,
@@ -177,7 +174,8 @@ class LocalOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `swap_blocks`; nothing moves."""
-        return self._plan(operations.swap_blocks, src, dst, src_to_dst, coalesce)
+        operation = Operation(self._running(), "swap_blocks")
+        return _swap_blocks(operation, src, dst, src_to_dst, coalesce)[0]
 
     def submit_swap_blocks(
         self,
@@ -188,4 +186,57 @@ class LocalOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `swap_blocks` and return its task."""
-        return self._submit(operations.swap_blocks, src, dst, src_to_dst, coalesce)
+        with Operation(self._running(), "swap_blocks") as operation:
+            prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce)
+            return self._submit(operation, prepared)
+
+
+def _copy_cache(
+    operation: Operation,
+    src: Cache,
+    dst: Cache,
+    src_batch_index: int,
+    dst_batch_index: int,
+    offset: int,
+    size: int,
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """A local slot into another."""
+    source, src_memory = operation.own("src", src, paged=False)
+    target, dst_memory = operation.own("dst", dst, paged=False)
+    plan = plan_copy_cache(
+        source,
+        target,
+        src_batch_index=src_batch_index,
+        dst_batch_index=dst_batch_index,
+        offset=offset,
+        size=size,
+        coalesce=coalesce,
+    )
+    return plan, src_memory, dst_memory
+
+
+def _copy_blocks(
+    operation: Operation,
+    cache: Cache,
+    blocks: Mapping[int, Sequence[int]],
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """Blocks of one cache to others of it."""
+    own, memory = operation.own("cache", cache, paged=True)
+    plan = plan_copy_blocks(own, blocks, coalesce=coalesce)
+    return plan, memory, memory
+
+
+def _swap_blocks(
+    operation: Operation,
+    src: Cache,
+    dst: Cache,
+    src_to_dst: Mapping[int, int],
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """Local blocks of a host cache to a device cache, or the other way round."""
+    source, src_memory = operation.own("src", src, paged=True)
+    target, dst_memory = operation.own("dst", dst, paged=True)
+    plan = plan_swap_blocks(source, target, src_to_dst, coalesce=coalesce)
+    return plan, src_memory, dst_memory

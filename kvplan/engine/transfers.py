@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
-from kvplan.engine import operations
-from kvplan.engine.running import Running
-from kvplan.planning.planner import ALL_LAYERS
-from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.planning.planner import (
+    ALL_LAYERS,
+    DEFAULT_COALESCE,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_push_blocks,
+    plan_push_cache,
+)
+from kvplan.status import invalid
+from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
+from kvplan.validation import check_type
 
 if TYPE_CHECKING:
     from kvplan.execution import TransferTask
     from kvplan.planning import Coalesce, Plan
-    from kvplan.planning.blocks import Blocks
-    from kvplan.types import (
-        AnyCacheKey,
-        BlocksCacheKey,
-        Cache,
-        CacheIndex,
-        CacheKey,
-        KvCacheExtParam,
-    )
+    from kvplan.planning.selection import Blocks
+    from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
 
 
-class RemoteOperations(Running):
+class RemoteOperations(OperationRunner):
     """Each operation three times: executed, only planned, and submitted.
 
     All layers of an operation are one plan and one submission. Each may raise the following.
@@ -66,18 +68,20 @@ class RemoteOperations(Running):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
         """
-        self._execute(
-            operations.pull_cache,
-            timeout_ms,
-            src,
-            dst,
-            batch_index,
-            size,
-            ext_param,
-            src_offset,
-            dst_offset,
-            coalesce,
-        )
+        with Operation(self._running(), "pull_cache") as operation:
+            while not operation.done:
+                prepared = _pull_cache(
+                    operation,
+                    src,
+                    dst,
+                    batch_index,
+                    size,
+                    ext_param,
+                    src_offset,
+                    dst_offset,
+                    coalesce,
+                )
+                self._execute(operation, prepared, timeout_ms)
 
     def plan_pull_cache(
         self,
@@ -92,17 +96,10 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `pull_cache` with the peer's own description; nothing moves, no key is claimed."""
-        return self._plan(
-            operations.pull_cache,
-            src,
-            dst,
-            batch_index,
-            size,
-            ext_param,
-            src_offset,
-            dst_offset,
-            coalesce,
-        )
+        operation = Operation(self._running(), "pull_cache")
+        return _pull_cache(
+            operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset, coalesce
+        )[0]
 
     def submit_pull_cache(
         self,
@@ -117,17 +114,11 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
-        return self._submit(
-            operations.pull_cache,
-            src,
-            dst,
-            batch_index,
-            size,
-            ext_param,
-            src_offset,
-            dst_offset,
-            coalesce,
-        )
+        with Operation(self._running(), "pull_cache") as operation:
+            prepared = _pull_cache(
+                operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset, coalesce
+            )
+            return self._submit(operation, prepared)
 
     def pull_blocks(
         self,
@@ -152,16 +143,12 @@ class RemoteOperations(Running):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
         """
-        self._execute(
-            operations.pull_blocks,
-            timeout_ms,
-            src,
-            dst,
-            src_blocks,
-            dst_blocks,
-            ext_param,
-            coalesce,
-        )
+        with Operation(self._running(), "pull_blocks", speculative=True) as operation:
+            while not operation.done:
+                prepared = _pull_blocks(
+                    operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+                )
+                self._execute(operation, prepared, timeout_ms)
 
     def plan_pull_blocks(
         self,
@@ -174,9 +161,8 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `pull_blocks` with the peer's own description; nothing moves, no key is claimed."""
-        return self._plan(
-            operations.pull_blocks, src, dst, src_blocks, dst_blocks, ext_param, coalesce
-        )
+        operation = Operation(self._running(), "pull_blocks")
+        return _pull_blocks(operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce)[0]
 
     def submit_pull_blocks(
         self,
@@ -189,9 +175,11 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `pull_blocks` and return its task; the key is claimed until the outcome."""
-        return self._submit(
-            operations.pull_blocks, src, dst, src_blocks, dst_blocks, ext_param, coalesce
-        )
+        with Operation(self._running(), "pull_blocks") as operation:
+            prepared = _pull_blocks(
+                operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+            )
+            return self._submit(operation, prepared)
 
     def push_cache(
         self,
@@ -215,9 +203,12 @@ class RemoteOperations(Running):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
         """
-        self._execute(
-            operations.push_cache, timeout_ms, src, dst, src_batch_index, size, ext_param, coalesce
-        )
+        with Operation(self._running(), "push_cache") as operation:
+            while not operation.done:
+                prepared = _push_cache(
+                    operation, src, dst, src_batch_index, size, ext_param, coalesce
+                )
+                self._execute(operation, prepared, timeout_ms)
 
     def plan_push_cache(
         self,
@@ -230,9 +221,8 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `push_cache` with the peer's own description; nothing moves."""
-        return self._plan(
-            operations.push_cache, src, dst, src_batch_index, size, ext_param, coalesce
-        )
+        operation = Operation(self._running(), "push_cache")
+        return _push_cache(operation, src, dst, src_batch_index, size, ext_param, coalesce)[0]
 
     def submit_push_cache(
         self,
@@ -245,9 +235,9 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `push_cache` and return its task."""
-        return self._submit(
-            operations.push_cache, src, dst, src_batch_index, size, ext_param, coalesce
-        )
+        with Operation(self._running(), "push_cache") as operation:
+            prepared = _push_cache(operation, src, dst, src_batch_index, size, ext_param, coalesce)
+            return self._submit(operation, prepared)
 
     def push_blocks(
         self,
@@ -271,16 +261,12 @@ class RemoteOperations(Running):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
         """
-        self._execute(
-            operations.push_blocks,
-            timeout_ms,
-            src,
-            dst,
-            src_blocks,
-            dst_blocks,
-            ext_param,
-            coalesce,
-        )
+        with Operation(self._running(), "push_blocks", speculative=True) as operation:
+            while not operation.done:
+                prepared = _push_blocks(
+                    operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+                )
+                self._execute(operation, prepared, timeout_ms)
 
     def plan_push_blocks(
         self,
@@ -293,9 +279,8 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> Plan:
         """Plan `push_blocks` with the peer's own description; nothing moves."""
-        return self._plan(
-            operations.push_blocks, src, dst, src_blocks, dst_blocks, ext_param, coalesce
-        )
+        operation = Operation(self._running(), "push_blocks")
+        return _push_blocks(operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce)[0]
 
     def submit_push_blocks(
         self,
@@ -308,6 +293,123 @@ class RemoteOperations(Running):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> TransferTask:
         """Begin `push_blocks` and return its task."""
-        return self._submit(
-            operations.push_blocks, src, dst, src_blocks, dst_blocks, ext_param, coalesce
-        )
+        with Operation(self._running(), "push_blocks") as operation:
+            prepared = _push_blocks(
+                operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+            )
+            return self._submit(operation, prepared)
+
+
+def _pull_cache(
+    operation: Operation,
+    src: CacheIndex | CacheKey,
+    dst: Cache,
+    batch_index: int,
+    size: int,
+    ext_param: KvCacheExtParam,
+    src_offset: int,
+    dst_offset: int,
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """A remote slot into a local one."""
+    target, ours = operation.own("dst", dst, paged=False)
+    source, slot, theirs = operation.peer(
+        "src", src, (CacheIndex, CacheKey), paged=False, writable=False
+    )
+    plan = plan_pull_cache(
+        source,
+        target,
+        src_batch_index=slot,
+        dst_batch_index=batch_index,
+        size=size,
+        src_offset=src_offset,
+        dst_offset=dst_offset,
+        ext_param=ext_param,
+        coalesce=coalesce,
+    )
+    return plan, theirs, ours
+
+
+def _pull_blocks(
+    operation: Operation,
+    src: AnyCacheKey,
+    dst: Cache,
+    src_blocks: Blocks | None,
+    dst_blocks: Blocks,
+    ext_param: KvCacheExtParam,
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
+    target, ours = operation.own("dst", dst, paged=True)
+    kinds = (CacheIndex, CacheKey, BlocksCacheKey)
+    source, slot, theirs = operation.peer(
+        "src", src, kinds, paged=has_blocks(src_blocks), writable=False, table="src_blocks"
+    )
+    plan = plan_pull_blocks(
+        source,
+        target,
+        src_blocks,
+        dst_blocks,
+        src_batch_index=None if source.paged else slot,
+        ext_param=ext_param,
+        coalesce=coalesce,
+    )
+    return plan, theirs, ours
+
+
+def _push_cache(
+    operation: Operation,
+    src: Cache,
+    dst: CacheIndex,
+    src_batch_index: int,
+    size: int,
+    ext_param: KvCacheExtParam,
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """A local slot into a remote one."""
+    if type(size) is not int or size != -1:
+        check_type("size", size, int)
+        raise invalid(f"size={size} must be -1: a push moves the whole row")
+    source, ours = operation.own("src", src, paged=False)
+    target, slot, theirs = operation.peer("dst", dst, (CacheIndex,), paged=False, writable=True)
+    plan = plan_push_cache(
+        source,
+        target,
+        src_batch_index=src_batch_index,
+        dst_batch_index=slot,
+        ext_param=ext_param,
+        coalesce=coalesce,
+    )
+    return plan, ours, theirs
+
+
+def _push_blocks(
+    operation: Operation,
+    src: Cache,
+    dst: CacheIndex | BlocksCacheKey,
+    src_blocks: Blocks,
+    dst_blocks: Blocks,
+    ext_param: KvCacheExtParam,
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """Local blocks into remote ones."""
+    if not has_blocks(src_blocks):
+        raise invalid(f"src_blocks={src_blocks} must name a block for each of dst_blocks")
+    source, ours = operation.own("src", src, paged=True)
+    target, _, theirs = operation.peer(
+        "dst", dst, (CacheIndex, BlocksCacheKey), paged=True, writable=True
+    )
+    plan = plan_push_blocks(
+        source,
+        target,
+        src_blocks,
+        dst_blocks,
+        ext_param=ext_param,
+        coalesce=coalesce,
+    )
+    return plan, ours, theirs
+
+
+def has_blocks(blocks: object) -> bool:
+    """Whether a block table was given; what is none is the planner's to refuse."""
+    return blocks is not None and not (isinstance(blocks, Sized) and len(blocks) == 0)

@@ -1,0 +1,144 @@
+"""Pushes that go on while the source is still being computed: layer by layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvplan.engine.peer_tensors import PeerTensors
+from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.engine.transfers import has_blocks
+from kvplan.planning.planner import ALL_LAYERS, DEFAULT_COALESCE, plan_push_blocks, plan_push_cache
+from kvplan.planning.selection import source_tensors
+from kvplan.status import invalid
+from kvplan.types import BlocksCacheKey, CacheIndex
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.execution import LayerTask
+    from kvplan.planning import Coalesce, Plan
+    from kvplan.planning.layout import Side
+    from kvplan.planning.selection import Blocks
+    from kvplan.types import Cache, KvCacheExtParam
+
+
+class LayerOperations(OperationRunner):
+    """Planned, checked and lowered as one transfer, and moved one layer at a time."""
+
+    def push_layers(
+        self,
+        src: Cache,
+        dst: CacheIndex | BlocksCacheKey | PeerTensors,
+        *,
+        src_batch_index: int = 0,
+        src_blocks: Blocks | None = None,
+        dst_blocks: Blocks | None = None,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    ) -> LayerTask:
+        """Begin a push of which nothing moves until its task is told that a layer is ready.
+
+        Without block tables a slot goes into a slot; with both, blocks into blocks; with
+        `dst_blocks` alone a slot is cut into chunks of one block, and chunk i goes to
+        `dst_blocks[i]`.
+
+        Args:
+            src: the local cache; only its id matters, if it has one.
+            dst: the remote slot or paged cache, or addresses, which then are all destination
+                tensors: a `dst_layer_range` must be None or hold all of them.
+            src_batch_index: the local slot.
+            src_blocks: local blocks, one for each of `dst_blocks`.
+            dst_blocks: remote blocks.
+            ext_param: the layers.
+            coalesce: how slices become segments.
+
+        Returns:
+            The task: `ready(layer)` submits a source layer, `wait()` ends when all have arrived.
+            Several destinations are several tasks, each of which fails alone. Until its end it
+            keeps its link: `unlink_clusters` waits, then reports LLM_LINK_BUSY.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID: a slot, block or layer out of range, a cache of the
+                wrong kind, `src_blocks` alone, addresses of several caches, or this engine's own
+                cluster; LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: it is broken;
+                LLM_KV_CACHE_NOT_EXIST: no such cache here, or no such cache or address there (any
+                more); LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+        """
+        with Operation(self._running(), "push_layers") as operation:
+            prepared = _push_layers(
+                operation, src, dst, src_batch_index, src_blocks, dst_blocks, ext_param, coalesce
+            )
+            return self._layer(operation, prepared)
+
+    def plan_push_layers(
+        self,
+        src: Cache,
+        dst: CacheIndex | BlocksCacheKey | PeerTensors,
+        *,
+        src_batch_index: int = 0,
+        src_blocks: Blocks | None = None,
+        dst_blocks: Blocks | None = None,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    ) -> Plan:
+        """Plan `push_layers` with the peer's own description; nothing moves."""
+        operation = Operation(self._running(), "push_layers")
+        return _push_layers(
+            operation, src, dst, src_batch_index, src_blocks, dst_blocks, ext_param, coalesce
+        )[0]
+
+
+def _push_layers(
+    operation: Operation,
+    src: Cache,
+    dst: CacheIndex | BlocksCacheKey | PeerTensors,
+    src_batch_index: int,
+    src_blocks: Blocks | None,
+    dst_blocks: Blocks | None,
+    ext_param: KvCacheExtParam,
+    coalesce: Coalesce | bool,
+) -> Prepared:
+    """A local slot into a remote one or into remote blocks, or local blocks into remote ones."""
+    from_blocks, to_blocks = has_blocks(src_blocks), dst_blocks is not None
+    if from_blocks and not to_blocks:
+        raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
+    source, ours = operation.own("src", src, paged=from_blocks, table="src_blocks")
+    slot: int | None = None
+    target: Side
+    if isinstance(dst, PeerTensors):
+        _check_addresses(dst, source, ext_param)
+        target, theirs = operation.peer_tensors("dst", dst, source.stride, paged=to_blocks)
+    else:
+        kinds = (CacheIndex, BlocksCacheKey)
+        target, slot, theirs = operation.peer(
+            "dst", dst, kinds, paged=to_blocks, writable=True, table="dst_blocks"
+        )
+    if dst_blocks is None:
+        plan = plan_push_cache(
+            source,
+            target,
+            src_batch_index=src_batch_index,
+            dst_batch_index=slot,
+            ext_param=ext_param,
+            coalesce=coalesce,
+        )
+    else:
+        plan = plan_push_blocks(
+            source,
+            target,
+            src_blocks,
+            dst_blocks,
+            src_batch_index=src_batch_index,
+            ext_param=ext_param,
+            coalesce=coalesce,
+        )
+    return plan, ours, theirs
+
+
+def _check_addresses(dst: PeerTensors, source: Side, ext_param: KvCacheExtParam) -> None:
+    needed = len(source_tensors(source, ext_param))
+    if len(dst.addresses) != needed:
+        raise invalid(
+            f"addresses has {len(dst.addresses)} elements; {needed} are needed, one for each "
+            "tensor of src that is transferred"
+        )

@@ -1,0 +1,442 @@
+"""How an operation runs: planned, executed or submitted; and what it holds until its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition, RLock
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeAlias
+from weakref import ref
+
+from kvplan.engine.log import log_operation, logger, status_of
+from kvplan.engine.release import finalized
+from kvplan.inspection.units import plural
+from kvplan.planning.layout import Side, side
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import NO_ID, BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
+from kvplan.validation import mismatch, shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine
+    from kvplan.engine.peer_tensors import PeerTensors
+    from kvplan.execution import LayerTask, TensorMemory, TransferTask
+    from kvplan.links import PeerClaim, PeerLink
+    from kvplan.planning import Plan
+    from kvplan.types import AnyCacheKey
+
+Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory]"
+"""What is executed: the plan, and the memory of src and of dst."""
+
+_OTHER_KIND = {
+    f"{verb}_{kind}": f"; {verb}_{other} takes a {takes} one"
+    for verb in ("pull", "push", "copy")
+    for kind, other, takes in (("cache", "blocks", "paged"), ("blocks", "cache", "contiguous"))
+}
+"""What takes the other kind of cache than an operation does."""
+
+
+class PlanEvent(NamedTuple):
+    """A plan that is about to be executed.
+
+    Attributes:
+        plan: the plan.
+        operation: the call, such as "pull_cache".
+        cache_id: of the cache of this process that takes part; the source, where both do.
+        cluster_id: of the peer; None inside one process.
+    """
+
+    plan: Plan
+    operation: str
+    cache_id: int
+    cluster_id: int | None
+
+
+PlanHook = Callable[[PlanEvent], object]
+
+
+class Operation:
+    """One operation: what it has found, and what it holds inside its `with` block.
+
+    In flight from the beginning of that to its end; once submitted, to the outcome of its task. One
+    that is only planned has no such block: it holds nothing, and is not counted.
+
+    Args:
+        name: of the public call.
+        speculative: whether the caller can prepare again what `speculated`.
+
+    Attributes:
+        name: as given.
+        cache_id: of the cache of this process that takes part, the source where both do; -1: none
+            was found so far.
+        plan: what is executed; set when it is known.
+        link: to the peer that takes part; None inside one process.
+        speculated: whether a key is taken to be the cache's that had it, as far as is known here:
+            then the transfer says if that was freed, and before it moves a byte of another.
+        engine: that runs it.
+        submitted: whether a task ends it, with its outcome.
+        started: when, by `perf_counter`.
+        done: whether every byte has arrived; if not, it is to be prepared and executed.
+        retried: whether that is for the second time, as what was taken for granted was wrong.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_claim",
+        "_moves",
+        "_speculative",
+        "cache_id",
+        "done",
+        "engine",
+        "link",
+        "name",
+        "plan",
+        "retried",
+        "speculated",
+        "started",
+        "submitted",
+    )
+
+    def __init__(self, engine: Engine, name: str, *, speculative: bool = False) -> None:
+        self.engine = engine
+        self.name = name
+        self._speculative = speculative
+        self._moves = self.submitted = False
+        self.cache_id = -1
+        self._claim: PeerClaim | None = None
+        self.started = perf_counter()
+        self.done = self.retried = self.speculated = False
+        self.link: PeerLink | None = None
+        self.plan: Plan | None = None
+
+    def __enter__(self) -> Self:
+        self._moves = True
+        self.engine.in_flight.add(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self.submitted:  # else its task ends it
+            self.end(error)
+
+    def own(
+        self, argument: str, cache: Cache, *, paged: bool, table: str = ""
+    ) -> tuple[Side, TensorMemory]:
+        """Return the cache of this process that an argument names, to plan with and to transfer.
+
+        Args:
+            table: the argument that would name blocks of it, where the caller might have given it.
+
+        Raises:
+            TypeError: no Cache.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: there is none; LLM_PARAM_INVALID: it is contiguous
+                where a paged one is needed, or the other way round.
+        """
+        registry = self.engine.registry
+        if type(cache) is Cache and cache.cache_id != -1:
+            entry = registry.get(cache.cache_id)
+        else:
+            entry = registry.resolve(cache, argument)
+        if self.cache_id < 0:
+            self.cache_id = entry.cache.cache_id
+        found = entry.side
+        if found is None:  # addresses alone do not say which kind they are
+            return side(argument, entry.cache, paged=paged), entry.memory
+        if found.paged is not paged:
+            self._refuse_kind(argument, found.name, paged, table)
+        return found, entry.memory
+
+    def peer(
+        self,
+        argument: str,
+        key: AnyCacheKey,
+        kinds: tuple[type[AnyCacheKey], ...],
+        *,
+        paged: bool,
+        writable: bool,
+        table: str = "",
+    ) -> tuple[Side, int, TensorMemory]:
+        """Return the cache and the slot of a peer that an argument names; by CacheKey: claimed.
+
+        Args:
+            kinds: of key that the operation takes.
+            table: as for `own`.
+
+        Raises:
+            TypeError: another kind of key.
+            LLMException: LLM_PARAM_INVALID: this engine's own cluster, a key of both or neither
+                request and prefix, a slot of a paged cache, or a cache that is not `paged` as
+                needed; LLM_NOT_YET_LINK, LLM_LINK_FAILED, LLM_KV_CACHE_NOT_EXIST,
+                LLM_REPEAT_REQUEST.
+        """
+        if not isinstance(key, kinds):
+            raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
+        if key.cluster_id == self.engine.cluster_id:
+            raise _own_cluster(argument, key)
+        link = self.engine.links.get(key.cluster_id)
+        if self._moves and self.link is None:
+            self.link = link  # first: what ends has not begun, at worst
+            link.begin(self)
+        slot = 0
+        if isinstance(key, CacheKeyByIdAndIndex):
+            found, slot = link.cache(key, writable=writable), key.batch_index
+        elif isinstance(key, BlocksCacheKey):
+            found = link.cache(key, writable=writable, guess=self._speculative)
+            self.speculated = self._speculative
+        else:
+            _check_names_one(argument, key)
+            if self._moves:
+                self._claim = claim = link.claim(key)
+                found, slot = claim.cache, claim.batch_index
+            else:
+                found, slot = link.find(key)
+        theirs = link.side(found)
+        if theirs.paged is not paged:
+            self._refuse_kind(argument, str(key), paged, table)
+        if slot >= (1 if paged else theirs.count):
+            _refuse_slot(argument, key, theirs)
+        return theirs, slot, link.memory(found, writable=writable)
+
+    def peer_tensors(
+        self, argument: str, given: PeerTensors, stride: int, *, paged: bool
+    ) -> tuple[Side, TensorMemory]:
+        """Return the memory of a peer that an argument names by addresses, to be written.
+
+        Args:
+            stride: bytes of a row, where `given` does not say it.
+            paged: whether rows are blocks.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: this engine's own cluster, addresses of several caches,
+                no room for a row, or a cache that must not be written; LLM_KV_CACHE_NOT_EXIST: an
+                address that lies in no cache of the peer; LLM_NOT_YET_LINK, LLM_LINK_FAILED.
+        """
+        if given.cluster_id == self.engine.cluster_id:
+            raise _own_cluster(argument, given)
+        link = self.engine.links.get(given.cluster_id)
+        if self._moves and self.link is None:
+            self.link = link  # first, as for `peer`
+            link.begin(self)
+        return link.tensors(given.addresses, given.stride or stride, paged=paged)
+
+    def disable_speculation(self) -> None:
+        """Have the peer asked for what was taken for granted, when it is prepared again."""
+        self._speculative = self.speculated = False
+        self.retried = True
+
+    @property
+    def cluster_id(self) -> int | None:
+        """Of the peer that takes part; None: none does."""
+        return None if self.link is None else self.link.cluster_id
+
+    def end(self, error: BaseException | None) -> None:
+        """Give back what the operation holds, and record how it went. Once, whatever it came to."""
+        seconds = perf_counter() - self.started
+        engine, plan, link = self.engine, self.plan, self.link
+        moved = plan if error is None else None  # every byte of it has arrived
+        nbytes = 0 if moved is None else moved.nbytes
+        status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+        try:
+            # First: the link stays until its peer knows whether the key is consumed.
+            if self._claim is not None:
+                self._claim.release(None if moved is None else moved.src_tensors)
+        finally:
+            engine.metrics.record(self.name, status, nbytes, seconds)
+            engine.in_flight.remove(self)
+            # Last: whoever has unlinked finds the operation counted, and no longer in flight.
+            if link is not None:
+                if error is not None:
+                    link.forget()  # no memory of the peer is taken for granted
+                pulls = self.name.startswith("pull")
+                link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
+        if logger.logger.isEnabledFor(logging.INFO if error is None else logging.WARNING):
+            log_operation(
+                self.name,
+                seconds,
+                error,
+                cluster=engine.cluster_id,
+                peer=self.cluster_id,
+                cache=self.cache_id,
+                kind=plan and plan.kind,
+                descriptors=plan and plan.num_descriptors,
+                bytes=nbytes,
+            )
+
+    def _refuse_kind(self, argument: str, name: str, paged: bool, table: str) -> NoReturn:
+        found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
+        if table and not paged:
+            raise invalid(f"{argument}={name} is a paged cache; {table} must name blocks of it")
+        message = f"{argument}={name} is a {found} cache; {self.name} needs a {needed} one"
+        if table:
+            raise invalid(f"{message}, or no {table}: then a slot is moved")
+        raise invalid(message + _OTHER_KIND.get(self.name, ""))
+
+
+def _own_cluster(argument: str, key: AnyCacheKey | PeerTensors) -> LLMException:
+    return invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
+
+
+def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
+    if found.paged:
+        raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
+    raise LLMException(
+        f"{argument}={key} is out of range: that cache has {plural(found.count, 'slot')}",
+        status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    )
+
+
+def _check_names_one(argument: str, key: CacheKey) -> None:
+    if (key.req_id == NO_ID) is (key.prefix_id == NO_ID):
+        raise invalid(f"{argument}={key} must name either a request (req_id) or a prefix")
+
+
+class InFlight:
+    """The operations of an engine in flight: from before they look at a cache to their outcome.
+
+    No lock: an operation is put in before it asks whether the engine closes, and `close` says so
+    before it looks. Weakly: an interrupt between any two steps may drop an operation, which takes
+    itself out then.
+
+    Attributes:
+        closed: whether `close` was called.
+    """
+
+    def __init__(self) -> None:
+        self._operations: set[ref[Operation]] = set()
+        self.closed = False
+        self._changed = Condition(RLock())
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def add(self, operation: Operation) -> None:
+        """An operation begins; `remove` ends it.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED.
+        """
+        self._operations.add(ref(operation, self._operations.discard))
+        if self.closed:
+            self.remove(operation)
+            raise finalized()
+
+    def remove(self, operation: Operation) -> None:
+        """It touches nothing of the engine any more. Idempotent."""
+        self._operations.discard(ref(operation))
+        if self.closed:
+            with self._changed:
+                self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Take no more; returns False if that was so already."""
+        with self._changed:
+            if self.closed:
+                return False
+            self.closed = True
+            return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until none is in flight; returns whether that came to be in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._operations, timeout_s)
+
+
+class OperationRunner:
+    """What the public operations are made with."""
+
+    _cluster_id: int
+    _engine: Engine | None
+    _was_finalized: bool
+    # Not the engine's, nor an operation's: a hook may hold this object, which would then never be
+    # dropped.
+    _hooks: dict[object, PlanHook]
+
+    def _running(self) -> Engine:
+        """The engine, if it is initialized.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
+        """
+        engine = self._engine
+        if engine is None:
+            if self._was_finalized:
+                raise finalized()
+            raise LLMException(
+                f"cluster {self._cluster_id} is not initialized; call initialize() first"
+            )
+        if os.getpid() != engine.pid:
+            engine.check_process()
+        return engine
+
+    @contextmanager
+    def _recorded(self, operation: str, **fields: object) -> Iterator[Engine]:
+        """Count and log what happens inside, if there is an engine for it."""
+        engine = self._running()
+        started = perf_counter()
+        failure: BaseException | None = None
+        try:
+            yield engine
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            seconds = perf_counter() - started
+            engine.metrics.record(operation, status_of(failure), 0, seconds)
+            log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
+
+    def _execute(self, operation: Operation, prepared: Prepared, timeout_ms: float | None) -> None:
+        """Move what was prepared: it is done then, or `operation` is to be prepared again."""
+        plan, src, dst = prepared
+        operation.plan = plan
+        if self._hooks:
+            self._show(operation, plan)
+        if timeout_ms is None and operation.link is not None:
+            timeout_ms = operation.engine.wait_ms
+        if operation.retried and timeout_ms is not None:
+            timeout_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
+        try:
+            operation.engine.transfers.execute(plan, src, dst, timeout_ms)
+        except LLMException as error:
+            missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+            if not (operation.speculated and missing):
+                raise
+            operation.disable_speculation()  # the key may be another cache's by now
+        else:
+            operation.done = True
+
+    def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
+        """Begin to move what was prepared; `operation` ends with the task."""
+        plan, src, dst = prepared
+        operation.plan = plan
+        if self._hooks:
+            self._show(operation, plan)
+        engine = operation.engine
+        task = engine.transfers.submit(plan, src, dst, operation.end)
+        operation.submitted = True
+        engine.outcomes.expect(task)
+        return task
+
+    def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
+        """As `_submit`, and each layer moves when the task is told that it is ready."""
+        plan, src, dst = prepared
+        operation.plan = plan
+        if self._hooks:
+            self._show(operation, plan)
+        engine = operation.engine
+        task = engine.transfers.stage(plan, src, dst, operation.end, engine.outcomes.expect)
+        operation.submitted = True
+        engine.outcomes.watch(task)
+        return task
+
+    def _show(self, operation: Operation, plan: Plan) -> None:
+        """Let the hooks see the plan that is about to be executed."""
+        event = PlanEvent(plan, operation.name, operation.cache_id, operation.cluster_id)
+        for hook in tuple(self._hooks.values()):
+            hook(event)

@@ -1,0 +1,105 @@
+"""How many Python calls, through how many files, lie between a pull and the native call."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import pytest
+
+import kvplan
+from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LlmDataDist, LlmRole
+from tests.datadist.peer import Peer
+
+MAX_FILES = 12
+MAX_CALLS = 40
+
+PACKAGE = Path(kvplan.__file__).parent
+DESC = CacheDesc(4, (8, 1024), DataType.DT_FLOAT)
+THERE, HERE = [1, 2, 5], [0, 3, 4]
+
+
+class Seen(NamedTuple):
+    """A call of a function of kvplan: how deep below the first, in which file, and which."""
+
+    depth: int
+    file: str
+    function: str
+
+
+def calls_of(action: Callable[[], object]) -> list[Seen]:
+    """Return the calls of Python functions of kvplan that `action` makes, in this thread."""
+    seen: list[Seen] = []
+    folder = str(PACKAGE) + os.sep
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folder):
+            depth, outer = 0, frame.f_back
+            while outer is not None and outer.f_code.co_filename.startswith(folder):
+                depth, outer = depth + 1, outer.f_back
+            seen.append(Seen(depth, code.co_filename.removeprefix(folder), code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def operations() -> Iterator[dict[str, Callable[[], object]]]:
+    """Transfers of a user with a peer in another process, over transport local."""
+    peer = Peer()
+    try:
+        blocks, slots = peer.run(
+            """
+            desc = CacheDesc(4, (8, 1024), DataType.DT_FLOAT)
+            made = datadist.allocate_blocks_cache(desc), datadist.allocate_cache(desc)
+            result = [it.cache_id for it in made]
+            """
+        )
+        with LlmDataDist(2, LlmRole.DECODER) as user:
+            user.initialize()
+            user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
+            assert user.links()[0].transport == "local"
+            paged, contiguous = user.allocate_blocks_cache(DESC), user.allocate_cache(DESC)
+            theirs, slot = CacheIndex(1, blocks), CacheIndex(1, slots, 2)
+            yield {
+                "pull_blocks": lambda: user.pull_blocks(theirs, paged, THERE, HERE),
+                "push_blocks": lambda: user.push_blocks(paged, theirs, HERE, THERE),
+                "pull_cache": lambda: user.pull_cache(slot, contiguous, 1),
+                "push_cache": lambda: user.push_cache(contiguous, slot, 1),
+            }
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize("name", ["pull_blocks", "push_blocks", "pull_cache", "push_cache"])
+def test_the_main_path_is_short(operations: dict[str, Callable[[], object]], name: str) -> None:
+    """A reader follows it from the public call to the native one: each call is one jump."""
+    operation = operations[name]
+    operation()
+    seen = calls_of(operation)
+    files = sorted({it.file for it in seen})
+    listed = "\n".join(
+        [
+            f"{name}: {len(seen)} calls (at most {MAX_CALLS}), {len(files)} files (at most "
+            f"{MAX_FILES})",
+            *(f"  {'  ' * it.depth}{it.function}  {it.file}" for it in seen),
+            *files,
+        ]
+    )
+    assert seen[0].function.endswith(f".{name}"), listed
+    assert len(seen) <= MAX_CALLS, listed
+    assert len(files) <= MAX_FILES, listed
+
+
+def test_each_level_has_the_same_verb(operations: dict[str, Callable[[], object]]) -> None:
+    functions = [it.function for it in calls_of(operations["pull_blocks"])]
+    verbs = [it for it in functions if it.endswith("pull_blocks")]
+    assert verbs == ["RemoteOperations.pull_blocks", "_pull_blocks", "plan_pull_blocks"]
