@@ -13,7 +13,7 @@ from kvplan.ascend.choice import ACCELERATORS
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS
-from kvplan.transport.ucx.settings import check_devices, check_settings
+from kvplan.transport.ucx.library import check_devices, check_settings
 from kvplan.validation import UINT32_MAX, check_type, check_width, shown
 
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.hccl.device_address import DeviceAddress
+from kvplan.transport.hccl.addresses import DeviceAddress
 from kvplan.transport.hccl.metadata import BoardRef, Metadata, Range, RegionRef
 
 EXAMPLE = Metadata(

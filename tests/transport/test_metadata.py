@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.identity import Identity
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.metadata import MAX_NBYTES, ArenaRef, BoardRef, Metadata, Range, WritersRef
+from kvplan.transport.local.identity import Identity
+from kvplan.transport.local.metadata import ArenaRef, BoardRef, Metadata, Range, WritersRef
+from kvplan.transport.wire import PEER
 
 uint64 = st.integers(0, 2**64 - 1)
 fd = st.integers(0, 2**31 - 1)
@@ -182,7 +183,7 @@ def test_fields_that_must_fit_each_other(field: str, value: Any, message: str) -
         b'{"schema":"kvplan.local","schema":1}',
         b"\xff\xfe",
         b"",
-        b" " * (MAX_NBYTES + 1),
+        b" " * (PEER.max_nbytes + 1),
     ],
     ids=["open", "deep", "nested", "long", "twice", "encoding", "empty", "large"],
 )
@@ -213,7 +214,8 @@ def test_bytes_only() -> None:
 
 def test_a_forked_child_is_another_process() -> None:
     script = (
-        "import os; from kvplan.transport.identity import Identity; parent = Identity.of_self()\n"
+        "import os; from kvplan.transport.local.identity import Identity\n"
+        "parent = Identity.of_self()\n"
         "if pid := os.fork(): assert os.waitpid(pid, 0)[1] == 0\n"
         "else: os._exit(Identity.of_self().pid != os.getpid() or Identity.of_self() == parent)\n"
     )

@@ -103,7 +103,7 @@ def _of_library(library: AclLibrary) -> dict[str, object]:
 
 def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, object]:
     from kvplan.ascend.device import AscendDevice
-    from kvplan.transport.hccl.discovery import device_address
+    from kvplan.transport.hccl.addresses import device_address
 
     note(step=f"opening device {device_id}")
     try:

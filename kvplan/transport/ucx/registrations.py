@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kvnative._backend import NativeError
 from kvnative._host import Board
 from kvplan.execution.outcome import status_code_of
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.host_range import host_range, released_if_refused
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registration import RegisteredMemory, ranges_of
+from kvplan.transport.registrations import (
+    Registration,
+    RegistrationTable,
+    check_slots,
+    slots_taken,
+    transport_closed,
+)
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Range, RegionRef
-from kvplan.validation import check_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,13 +41,14 @@ class Shown(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration(RegisteredMemory[Range]):
-    """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
+class UcxRegistration(Registration[Range]):
+    """Memory that peers may reach over UCX.
 
-    range: Range
-    pin: Pin | None  # keeps the memory where it is; None: the caller does
-    region: UcxRegion  # that it lies in: itself, or the arena that it is a part of
-    keep: object = None  # what else must not go before
+    Attributes:
+        region: that it lies in: itself, or the arena that it is a part of.
+    """
+
+    region: UcxRegion
 
     def release(self) -> None:
         """Let go of the memory: no peer writes to it any more. Idempotent."""
@@ -66,11 +71,8 @@ class Registrations:
     """
 
     def __init__(self, worker: UcxWorker, num_slots: int) -> None:
-        if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
-            raise invalid(f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]")
-        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self._mutex = threading.RLock()
-        self._by_slot: dict[int, Registration] = {}
+        check_slots(num_slots, MAX_SLOTS)
+        self._table = RegistrationTable(UcxRegistration, "a ucx transport")
         self._board = Board(num_slots)
         self._worker: UcxWorker | None = worker  # None: closed
         self._shown = _mapped(worker, self._board.address, num_slots * _WORD_NBYTES, self._board)
@@ -80,12 +82,12 @@ class Registrations:
         )
 
     def __len__(self) -> int:
-        return len(self._by_slot)
+        return len(self._table)
 
-    def add(self, memory: Registrable, *, writable: bool, keep: object) -> Registration:
+    def add(self, memory: Registrable, *, writable: bool, keep: object) -> UcxRegistration:
         """See `UcxTransport.register`."""
         address, nbytes, pin, region = self._map(memory, writable=writable)
-        with self._mutex:
+        with self._table.mutex:
             try:
                 slot, generation = self._take()
             except LLMException:
@@ -93,27 +95,27 @@ class Registrations:
                 raise
             # Which of the regions it is in, `shown` says.
             known = Range(address, nbytes, slot, generation, writable, 0)
-            it = self._by_slot[slot] = Registration(known, pin, region, keep)
+            it = UcxRegistration(known, pin, keep, region)
+            self._table.add(it)
         return it
 
-    def end(self, registration: protocol.Registration) -> Registration:
+    def end(self, registration: protocol.Registration) -> UcxRegistration:
         """From here on no peer begins to read or write it. A second time is fine.
 
         Raises:
             TypeError: it is no `Registration`.
         """
-        it = _own(registration)
-        with self._mutex:
-            if self._by_slot.get(it.range.slot) is it:
-                del self._by_slot[it.range.slot]
+        it = self._table.own(registration)
+        with self._table.mutex:
+            if self._table.remove(it):
                 self._board.release(it.range.slot, it.range.generation)
         return it
 
-    def end_all(self) -> list[Registration]:
+    def end_all(self) -> list[UcxRegistration]:
         """As `end`, of all that there are, and take no more."""
-        with self._mutex:
+        with self._table.mutex:
             self._worker = None
-            return [self.end(it) for it in tuple(self._by_slot.values())]
+            return [self.end(it) for it in self._table.select()]
 
     def shown(self, registrations: Iterable[protocol.Registration] | None) -> Shown:
         """What peers are told of `registrations`; None: all.
@@ -122,17 +124,12 @@ class Registrations:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
             TypeError: one of them is no `Registration`.
         """
-        given = None if registrations is None else [_own(it) for it in registrations]
-        with self._mutex:
-            ranges = ranges_of(given, self._by_slot)
-            held_by = [self._by_slot[it.slot].region for it in ranges]
+        named = self._table.select(registrations)
+        held_by = [it.region for it in named]
         regions = {_name(it): it for it in held_by}
         numbers = {name: i for i, name in enumerate(regions)}
         return Shown(
-            tuple(
-                replace(it, region=numbers[_name(region)])
-                for it, region in zip(ranges, held_by, strict=True)
-            ),
+            tuple(replace(it.range, region=numbers[_name(it.region)]) for it in named),
             tuple(_ref(numbers[name], it) for name, it in regions.items()),
             _ref(0, self._shown),
             _ref(0, self._tickets),
@@ -146,21 +143,17 @@ class Registrations:
 
     def _take(self) -> tuple[int, int]:
         if self._worker is None:
-            raise LLMException("the transport is closed")
+            raise transport_closed()
         try:
             return self._board.take()
         except MemoryError as error:
-            raise LLMException(
-                f"{error}: deregister memory, or make the transport with more max_registrations "
-                f"({MAX_SLOTS} at most)",
-                status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
-            ) from error
+            raise slots_taken(error, MAX_SLOTS) from error
 
     def _map(
         self, memory: Registrable, *, writable: bool
     ) -> tuple[int, int, Pin | None, UcxRegion]:
         if (worker := self._worker) is None:
-            raise LLMException("the transport is closed")
+            raise transport_closed()
         if isinstance(memory, DeviceRange):
             if "device" not in self.reaches:
                 raise LLMException(
@@ -204,7 +197,3 @@ def _name(region: UcxRegion) -> tuple[int, int]:
 
 def _ref(number: int, region: UcxRegion) -> RegionRef:
     return RegionRef(number, region.address, region.nbytes, region.rkey)
-
-
-def _own(registration: protocol.Registration) -> Registration:
-    return Registration.own(registration, "a ucx transport")

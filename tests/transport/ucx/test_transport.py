@@ -21,7 +21,7 @@ from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ucx.library import why_no_rdma
 from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
-from kvplan.transport.ucx.registrations import Registration
+from kvplan.transport.ucx.registrations import UcxRegistration
 from kvplan.transport.ucx.transport import UcxTransport
 from tests.held import Held
 from tests.transport.owner import Owner
@@ -221,7 +221,7 @@ class TestWriters:
         yield writer
         writer.close()
 
-    def begin(self, transport: UcxTransport, writer: UcxOwner, memory: Bytes) -> Registration:
+    def begin(self, transport: UcxTransport, writer: UcxOwner, memory: Bytes) -> UcxRegistration:
         registration = transport.register(memory)
         metadata = transport.metadata([registration])
         where = memory.ctypes.data, memory.nbytes, self.TIMES

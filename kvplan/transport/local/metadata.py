@@ -10,40 +10,45 @@ from dataclasses import dataclass
 from reprlib import repr as show  # short, however long or deep the value is
 from typing import Final
 
-from kvplan.transport.documents import Document, fields_of, write_schema
-from kvplan.transport.identity import Identity
+from kvplan.transport import ranges
+from kvplan.transport.base import PeerMetadata
+from kvplan.transport.local.identity import Identity
+from kvplan.transport.wire import (
+    ADDRESS,
+    PEER,
+    SIZE,
+    UINT64,
+    fields_of,
+    range_bounds,
+    write_schema,
+)
 
 SCHEMA: Final = "kvplan.local"
 SCHEMA_VERSION: Final = 2  # of 1 writers did not announce what they write
-MAX_NBYTES: Final = 32 << 20
 
-_PEER: Final = Document("peer metadata", MAX_NBYTES)
-
-_UINT64 = (0, 2**64 - 1)
 _INT31 = (0, 2**31 - 1)
-_SIZE = (1, 2**63 - 1)
 _BOOT_ID_LENGTH = 36
 
 _IDENTITY = {
     "pid": (1, 2**22),
-    "start_time": _UINT64,
-    "pid_namespace": _UINT64,
-    "user_namespace": _UINT64,
+    "start_time": UINT64,
+    "pid_namespace": UINT64,
+    "user_namespace": UINT64,
 }
 _BOARD = {
     "fd": _INT31,
-    "inode": _UINT64,
+    "inode": UINT64,
     "num_slots": (1, 2**24),
-    "address": (1, 2**64 - 1),
+    "address": ADDRESS,
 }
 _WRITERS = {
     "fd": _INT31,
-    "inode": _UINT64,
+    "inode": UINT64,
     "num_entries": (1, 2**16),
-    "address": (1, 2**64 - 1),
+    "address": ADDRESS,
 }
-_RANGE = {"address": (1, 2**64 - 1), "nbytes": _SIZE, "slot": _INT31, "generation": _UINT64}
-_ARENA = {"fd": _INT31, "inode": _UINT64, "address": (1, 2**64 - 1), "nbytes": _SIZE}
+_RANGE = range_bounds(_INT31, UINT64)
+_ARENA = {"fd": _INT31, "inode": UINT64, "address": ADDRESS, "nbytes": SIZE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +85,19 @@ class ArenaRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Registered memory [address, address + nbytes) of a process, in bytes.
+class Range(ranges.Range):
+    """Registered memory [address, address + nbytes) of a process.
 
-    `slot` and `generation` say on the board whether it is still registered; `arena` is what it is
-    a part of, None for memory that is reached by process_vm_readv only.
+    Attributes:
+        arena: what it is a part of; None: memory that is reached by process_vm_readv only.
     """
 
-    address: int
-    nbytes: int
-    slot: int
-    generation: int
-    writable: bool
     arena: ArenaRef | None
+
+    @property
+    def is_preferred(self) -> bool:
+        """An arena is, which is reached by a plain copy."""
+        return self.arena is not None
 
     def __str__(self) -> str:
         kind = "registered" if self.arena is None else "arena"
@@ -101,13 +106,25 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class Metadata(PeerMetadata):
     """All that a peer needs to reach this process's memory."""
 
     identity: Identity
     board: BoardRef
     writers: WritersRef
     ranges: tuple[Range, ...]
+
+    def __str__(self) -> str:
+        return f"peer {self.identity.pid}"
+
+    @property
+    def owner(self) -> str:
+        """See `PeerMetadata.owner`."""
+        return f"process {self.identity.pid}, started at {self.identity.start_time}"
+
+    def is_of_owner(self, other: Metadata) -> bool:
+        """See `PeerMetadata.is_of_owner`."""
+        return (self.identity, self.board) == (other.identity, other.board)
 
     def to_bytes(self) -> bytes:
         """As JSON, UTF-8."""
@@ -130,42 +147,35 @@ class Metadata:
             LLMException: LLM_PARAM_INVALID, naming the field, its value and the allowed range.
             TypeError: `blob` is not bytes.
         """
-        document = _PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
+        document = PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
         names = {"schema", "schema_version", "identity", "board", "writers", "ranges"}
-        fields = _PEER.fields("", document, names)
-        identity = _PEER.fields("identity", fields["identity"], {"boot_id", *_IDENTITY})
+        fields = PEER.fields("", document, names)
+        identity = PEER.fields("identity", fields["identity"], {"boot_id", *_IDENTITY})
         boot_id = identity["boot_id"]
         if not isinstance(boot_id, str) or len(boot_id) != _BOOT_ID_LENGTH:
-            raise _PEER.bad(
+            raise PEER.bad(
                 f"identity.boot_id is {show(boot_id)}; it must be a UUID of 36 characters"
             )
-        board = BoardRef(
-            **_PEER.numbers("board", _PEER.fields("board", fields["board"], set(_BOARD)), _BOARD)
-        )
-        writers = _PEER.fields("writers", fields["writers"], set(_WRITERS))
-        ranges = _PEER.elements("ranges", fields["ranges"])
+        board = BoardRef(**PEER.record("board", fields["board"], _BOARD))
+        writers = WritersRef(**PEER.record("writers", fields["writers"], _WRITERS))
+        found = PEER.elements("ranges", fields["ranges"])
         return cls(
-            Identity(boot_id=boot_id, **_PEER.numbers("identity", identity, _IDENTITY)),
+            Identity(boot_id=boot_id, **PEER.numbers("identity", identity, _IDENTITY)),
             board,
-            WritersRef(**_PEER.numbers("writers", writers, _WRITERS)),
-            tuple(_range(f"ranges[{i}]", it, board) for i, it in enumerate(ranges)),
+            writers,
+            tuple(_range(f"ranges[{i}]", it, board) for i, it in enumerate(found)),
         )
 
 
 def _range(path: str, value: object, board: BoardRef) -> Range:
-    fields = _PEER.fields(path, value, {"writable", "arena", *_RANGE})
-    numbers = _PEER.numbers(path, fields, _RANGE)
-    writable = _PEER.flag(f"{path}.writable", fields["writable"])
-    _PEER.check_range(path, numbers, board.num_slots)
+    common, fields = PEER.range(path, value, _RANGE, board.num_slots, {"arena"})
     arena = None
     if fields["arena"] is not None:
-        arena_path = f"{path}.arena"
-        found = _PEER.fields(arena_path, fields["arena"], set(_ARENA))
-        arena = ArenaRef(**_PEER.numbers(arena_path, found, _ARENA))
-        offset = numbers["address"] - arena.address
-        if offset < 0 or offset + numbers["nbytes"] > arena.nbytes:
-            raise _PEER.bad(
-                f"{path} is not inside its arena: address {numbers['address']}, nbytes "
-                f"{numbers['nbytes']}; arena at {arena.address}, nbytes {arena.nbytes}"
+        arena = ArenaRef(**PEER.record(f"{path}.arena", fields["arena"], _ARENA))
+        offset = common["address"] - arena.address
+        if offset < 0 or offset + common["nbytes"] > arena.nbytes:
+            raise PEER.bad(
+                f"{path} is not inside its arena: address {common['address']}, nbytes "
+                f"{common['nbytes']}; arena at {arena.address}, nbytes {arena.nbytes}"
             )
-    return Range(writable=writable, arena=arena, **numbers)
+    return Range(**common, arena=arena)
