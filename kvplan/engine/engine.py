@@ -9,9 +9,9 @@ from threading import Condition, RLock
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
-from kvplan.ascend.choice import open_accelerator
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
+from kvplan.device.choice import open_accelerator
 from kvplan.engine.links import Links, LinkState
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvnative._acl import DeviceBuffer
-    from kvplan.ascend.device import AscendDevice, PinnedMemory
+    from kvplan.device.device import Device as AscendDevice
+    from kvplan.device.device import PinnedMemory
     from kvplan.transport.protocol import Registrable, Transport
 
     Ground = Arena | DeviceBuffer

@@ -100,7 +100,7 @@ class BaseTransport(ABC):
 
 
 class PeerMetadata(ABC):
-    """What a process tells its peers, as far as links of all transports use it.
+    """What a process publishes to its peers, as far as links of all transports use it.
 
     `str()` of it names the peer, for messages: "process 12 of node3".
 

@@ -1,4 +1,4 @@
-"""What processes tell their peers, as JSON. Nothing that comes from outside is believed."""
+"""Metadata that processes send their peers, as JSON. All that comes from outside is checked."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Document:
         if address + nbytes > 2**64:
             raise self.bad(f"{path} ends past 2**64: address {address} + nbytes {nbytes}")
         if slot >= num_slots:
-            raise self.bad(f"{path}.slot is {slot}; the board has {num_slots} slots")
+            raise self.bad(f"{path}.slot is {slot}; the generation table has {num_slots} slots")
         return {**numbers, "writable": self.flag(f"{path}.writable", fields["writable"])}, fields
 
     def flag(self, path: str, value: object) -> bool:

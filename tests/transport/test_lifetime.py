@@ -105,7 +105,7 @@ class TestBefore:
         owner.run(f"""
             import os
             transport.close()
-            os.dup2(os.memfd_create("another"), {link.metadata.board.fd})
+            os.dup2(os.memfd_create("another"), {link.metadata.generations.fd})
         """)
         refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
 

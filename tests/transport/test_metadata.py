@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.identity import Identity
-from kvplan.transport.local.metadata import ArenaRef, BoardRef, Metadata, Range, WritersRef
+from kvplan.transport.local.metadata import (
+    ArenaRef,
+    GenerationTableRef,
+    Metadata,
+    Range,
+    WritersRef,
+)
 from kvplan.transport.wire import PEER
 
 uint64 = st.integers(0, 2**64 - 1)
@@ -48,7 +54,7 @@ parts = st.builds(
     after=st.integers(0, 2**62),
 )
 boards = st.builds(
-    BoardRef,
+    GenerationTableRef,
     fd=fd,
     inode=uint64,
     num_slots=st.integers(100, 2**24),
@@ -67,7 +73,7 @@ metadata = st.builds(
 
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
-    BoardRef(fd=6, inode=7, num_slots=8, address=4096),
+    GenerationTableRef(fd=6, inode=7, num_slots=8, address=4096),
     WritersRef(fd=11, inode=12, num_entries=13, address=8192),
     (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10, 4000, 200)),),
 )
@@ -158,7 +164,7 @@ def test_every_field_is_checked(path: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("slot", 8, "the board has 8 slots"),
+        ("slot", 8, "the generation table has 8 slots"),
         ("nbytes", 2**63, f"in [1, {2**63 - 1}]"),
         ("address", 2**64 - 50, "ends past 2**64"),
         ("address", 3999, "not inside its arena"),

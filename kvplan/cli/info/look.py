@@ -21,7 +21,7 @@ from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvnative._acl import AclLibrary
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.ascend import AscendDevice
     from kvplan.transport.choice import TransportOptions
     from kvplan.transport.ucx.transport import UcxTransport
 
@@ -63,8 +63,7 @@ def look(note: Note, device_id: int) -> None:
 @contextmanager
 def _open_device(note: Note, device_id: int) -> Iterator[AscendDevice | None]:
     """Look at all devices, and hold that one open; None where it cannot be."""
-    from kvplan.ascend.device import AscendDevice
-    from kvplan.ascend.library import load_library
+    from kvplan.device.ascend import AscendDevice, load_library
 
     note(step="opening the ACL library", accelerator={"places": places.of_acl()})
     try:
@@ -102,7 +101,7 @@ def _of_library(library: AclLibrary) -> dict[str, object]:
 
 
 def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, object]:
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.ascend import AscendDevice
     from kvplan.transport.hccl.addresses import device_address
 
     note(step=f"opening device {device_id}")
@@ -146,7 +145,7 @@ def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
         note(step=f"making transport {name}")
         found: dict[str, object] = {"name": name, "works": False, "reaches": [], "ways": []}
         try:
-            found |= {"works": True, **_of_transport(note, name, options)}
+            found |= {"works": True, **_of_transport(note, name, device, options)}
         except Exception as error:  # as above
             found["why_not"] = _reason(error)
             if name == "ucx":
@@ -154,7 +153,9 @@ def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
         note(transports=found)
 
 
-def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str, object]:
+def _of_transport(
+    note: Note, name: str, device: AscendDevice | None, options: TransportOptions
+) -> dict[str, object]:
     from kvplan.transport.choice import TRANSPORTS
 
     make = TRANSPORTS[name]
@@ -169,7 +170,7 @@ def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str,
         note(step="trying a copy over tcp")
         found["tried"] = trial.between_engines(name)
     with closing(make(options)) as transport:
-        ways = ways_between(name, transport.reaches, options.device, options)
+        ways = ways_between(name, transport.reaches, device, options)
         found |= {"reaches": sorted(transport.reaches), "ways": [it._asdict() for it in ways]}
     return found
 

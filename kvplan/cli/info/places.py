@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvnative.ascend_files import HOME_VARIABLES, homes
-from kvplan.ascend.library import OVERRIDE
+from kvplan.device.ascend import OVERRIDE
 
 Place = dict[str, object]
 

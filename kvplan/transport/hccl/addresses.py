@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplan.ascend.products import A2, A3
+from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import link_failed
 from kvplan.transport.wire import Document
@@ -22,8 +22,7 @@ from kvplan.transport.wire import Document
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvplan.ascend.device import AscendDevice
-    from kvplan.ascend.products import Product
+    from kvplan.device.ascend import AscendDevice, Product
 
 VERSIONS: Final = ("1.0", "1.2")
 """Of rank tables: of A2, and of A3, which knows super pods."""
@@ -253,7 +252,7 @@ class RankTable:
 
     Attributes:
         text: as HCCL takes it, JSON.
-        rank: of this end.
+        rank: of this process.
         remote_rank: of the other.
     """
 
@@ -276,7 +275,7 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
     version = min(here.version, there.version)
     ranked = sorted((here, there), key=_order)
     table: dict[str, Any] = {"version": version}
-    # Of one host or super pod addresses need not be known: then neither is told.
+    # Of one host or super pod addresses need not be known: then neither is given.
     with_ip = None not in (here.device_ip, there.device_ip)
     servers = [
         {

@@ -51,7 +51,7 @@ class Connections:
         table: both ranks.
         session: what both ends name it by.
         is_hccs: whether HCCL takes HCCS to the peer.
-        own_metadata: tells the peer what is bound.
+        own_metadata: says to the peer what is bound.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Connections:
     def adopt(self, generation: int, metadata: bytes) -> None:
         """See `Renewable`."""
         newer = Metadata.from_bytes(metadata)
-        if (newer.instance, newer.board) != (self._peer.instance, self._peer.board):
+        if (newer.instance, newer.generations) != (self._peer.instance, self._peer.generations):
             raise link_failed(f"metadata is of instance {newer.instance}, not of the linked one")
         self._use(generation, newer.newest)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import Communicator, Region, Staging
-from kvplan.ascend.device import device_error
+from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import invalid
 from kvplan.transport.hccl.regions import Pinning, Regions
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvnative._hccl import HcclLibrary
-    from kvplan.ascend.device import AscendDevice, PinnedMemory
-    from kvplan.ascend.products import Product
+    from kvplan.device.ascend import Product
+    from kvplan.device.device import Device, PinnedMemory
     from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
-    from kvplan.transport.hccl.registrations import DeviceBoard
+    from kvplan.transport.hccl.registrations import GenerationTable
 
 _LOG = Log("kvplan")
 _MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region of a device, of the host
@@ -74,21 +74,21 @@ class HcclDevice:
         library: HCCL.
         device: of this process.
         product: of the device.
-        board: of registrations.
+        generations: of registrations.
         staging: for local memory that HCCL does not take as it is; None: that is refused.
         background: takes connections down.
         traffic_class, service_level: for RDMA; None: the system's.
 
     Raises:
-        NativeError: HCCL does not take the board.
+        NativeError: HCCL does not take the generation table.
     """
 
     def __init__(
         self,
         library: HcclLibrary,
-        device: AscendDevice,
+        device: Device,
         product: Product,
-        board: DeviceBoard,
+        generations: GenerationTable,
         staging: Staging | None,
         background: BackgroundWorker,
         traffic_class: int | None,
@@ -97,22 +97,22 @@ class HcclDevice:
         self.library = library
         self.device = device
         self.product = product
-        self.board = board
+        self.generations = generations
         self.staging = staging
         self.background = background
         self.regions = Regions(self._make_region)
         self._pinning = Pinning(device)
         self._traffic_class = traffic_class
         self._service_level = service_level
-        words = board.ref
-        address, nbytes = whole_pages(device.native, words.address, words.num_slots * WORD_NBYTES)
-        self._board_region = Region(
+        words = generations.ref
+        address, nbytes = whole_pages(device, words.address, words.num_slots * WORD_NBYTES)
+        self._table_region = Region(
             library,
             device.native,
             address,
             nbytes,
             on_device=True,
-            owner=board.buffer,
+            owner=generations.buffer,
         )
         self._open: set[Communicator] = set()
         self._mutex = threading.Lock()  # of what is open
@@ -145,7 +145,7 @@ class HcclDevice:
                 with self._mutex:
                     self._open.add(communicator)
                 newest = self.regions.newest
-                communicator.bind(self._board_region)
+                communicator.bind(self._table_region)
                 if self.staging is not None:
                     communicator.bind(self.staging.region)
                 kinds = self.product.local_kinds(is_hccs=is_hccs)
@@ -190,8 +190,8 @@ class HcclDevice:
             if not self._is_shutting or self._open or self._is_shut:
                 return
             self._is_shut = True
-        self._give_back(self._board_region.close)
-        self.board.close()
+        self._give_back(self._table_region.close)
+        self.generations.close()
         if self.staging is not None:
             self._give_back(self.staging.close)
 

@@ -8,7 +8,7 @@ from weakref import ref
 import numpy as np
 
 from kvnative._hccl import MAX_GUARDS, Guards
-from kvplan.ascend.memory import DeviceMemory
+from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import BaseLink, BasePeerMemory, columns
 from kvplan.transport.hccl.metadata import Metadata, Range
@@ -178,15 +178,15 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         return HcclPeerMemory(self, starts, sizes, ranges, newest, writable=writable)
 
     def guards(self, ranges: Sequence[Range]) -> Guards:
-        """What transfers must find on the peer's board after their bytes."""
+        """What transfers must find in the peer's generation table after their bytes."""
         if len(ranges) > MAX_GUARDS:
             raise invalid(
                 f"{len(ranges)} registrations of {self.peer} are used at once; HCCL transfers "
                 f"check at most {MAX_GUARDS}: register larger pieces"
             )
-        board = self.metadata.board.address
+        words = self.metadata.generations.address
         slots, generations = columns(ranges, "slot", "generation")
-        return Guards(slots * np.uint64(WORD_NBYTES) + np.uint64(board), generations)
+        return Guards(slots * np.uint64(WORD_NBYTES) + np.uint64(words), generations)
 
     def connection(self) -> Connection:
         """What transfers go over now.

@@ -1,4 +1,4 @@
-"""What a process tells its peers about its device and the memory it has registered, as JSON.
+"""What a process publishes to its peers about its device and the memory it has registered, as JSON.
 
 Checked as strictly as the local transport's: it comes from outside.
 """
@@ -25,15 +25,15 @@ SCHEMA: Final = "kvplan.hccl"
 SCHEMA_VERSION: Final = 1
 MAX_SLOTS: Final = 1 << 24
 
-_BOARD = {"address": ADDRESS, "num_slots": (1, MAX_SLOTS)}
+_GENERATION_TABLE = {"address": ADDRESS, "num_slots": (1, MAX_SLOTS)}
 _RANGE = range_bounds((0, MAX_SLOTS - 1))
 _REGION = {"number": NUMBER, "address": ADDRESS, "nbytes": SIZE}
 _TOP = ("instance", "product", "device", "board", "newest", "ranges")
 
 
 @dataclass(frozen=True, slots=True)
-class BoardRef:
-    """Where the registration board lies in the device's memory: a word of 8 bytes for each slot."""
+class GenerationTableRef:
+    """Where the generation table lies in the device's memory: a word of 8 bytes for each slot."""
 
     address: int
     num_slots: int
@@ -81,7 +81,7 @@ class Metadata(PeerMetadata):
         instance: 32 hexadecimal digits, which no other transport has.
         product: of the device, such as "A2".
         device: where it is.
-        board: of registrations.
+        generations: of registrations.
         newest: the highest number of a region so far; a connection that is made later has bound
             all of them, but for those that have gone.
         ranges: that it names.
@@ -90,7 +90,7 @@ class Metadata(PeerMetadata):
     instance: str
     product: str
     device: DeviceAddress
-    board: BoardRef
+    generations: GenerationTableRef
     newest: int
     ranges: tuple[Range, ...] = ()
 
@@ -104,7 +104,7 @@ class Metadata(PeerMetadata):
 
     def is_of_owner(self, other: Metadata) -> bool:
         """See `PeerMetadata.is_of_owner`."""
-        return (self.instance, self.board) == (other.instance, other.board)
+        return (self.instance, self.generations) == (other.instance, other.generations)
 
     def to_bytes(self) -> bytes:
         """As JSON, UTF-8."""
@@ -112,7 +112,7 @@ class Metadata(PeerMetadata):
             "instance": self.instance,
             "product": self.product,
             "device": self.device.to_dict(),
-            "board": fields_of(self.board),
+            "board": fields_of(self.generations),
             "newest": self.newest,
             "ranges": [
                 {**fields_of(it), "regions": [fields_of(region) for region in it.regions]}
@@ -131,7 +131,7 @@ class Metadata(PeerMetadata):
         """
         document = PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
         fields = PEER.fields("", document, {"schema", "schema_version", *_TOP})
-        ref = BoardRef(**PEER.record("board", fields["board"], _BOARD))
+        ref = GenerationTableRef(**PEER.record("board", fields["board"], _GENERATION_TABLE))
         newest = PEER.numbers("document", fields, {"newest": NUMBER})["newest"]
         named = PEER.elements("ranges", fields["ranges"])
         return cls(
@@ -144,8 +144,10 @@ class Metadata(PeerMetadata):
         )
 
 
-def _range(path: str, value: object, board: BoardRef, newest: int) -> Range:
-    common, fields = PEER.range(path, value, _RANGE, board.num_slots, {"on_device", "regions"})
+def _range(path: str, value: object, generations: GenerationTableRef, newest: int) -> Range:
+    common, fields = PEER.range(
+        path, value, _RANGE, generations.num_slots, {"on_device", "regions"}
+    )
     on_device = PEER.flag(f"{path}.on_device", fields["on_device"])
     regions = []
     at, end = common["address"], common["address"] + common["nbytes"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._hccl import Region
-    from kvplan.ascend.device import AscendDevice, PinnedMemory
+    from kvplan.device.device import Device, PinnedMemory
 
     Column = NDArray[np.uint64]
 
@@ -46,7 +46,7 @@ class HeldRegion:
     Attributes:
         native: as HCCL knows it.
         pinned: what pins it.
-        ref: as peers are told it.
+        ref: as it is published to peers.
         on_device: whether it is memory of the device.
         is_kept: whether something keeps its memory where it is, as long as HCCL knows it.
     """
@@ -221,7 +221,7 @@ class _Pin(NamedTuple):
 class Pinning:
     """Pins whole pages, each once: memory inside of what is pinned already shares its pin.
 
-    HCCL is told no memory that begins in one pinned range and ends behind it: whether it takes that
+    HCCL gets no memory that begins in one pinned range and ends behind it: whether it takes that
     shows only when a connection is prepared, which then fails with all that is bound to it.
 
     Not for several threads at once.
@@ -230,7 +230,7 @@ class Pinning:
         device: that shall reach the memory.
     """
 
-    def __init__(self, device: AscendDevice) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._pins: list[_Pin] = []  # disjoint, by page
 

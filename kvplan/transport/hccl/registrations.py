@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
-from kvplan.transport.hccl.metadata import MAX_SLOTS, BoardRef, Range
+from kvplan.transport.hccl.metadata import MAX_SLOTS, GenerationTableRef, Range
 from kvplan.transport.host_memory import host_range
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registrations import Registration, RegistrationTable, Slots
@@ -16,8 +16,8 @@ from kvplan.transport.registrations import Registration, RegistrationTable, Slot
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvnative._acl import Device, DeviceBuffer
-    from kvplan.ascend.device import AscendDevice
+    from kvnative._acl import DeviceBuffer
+    from kvplan.device.device import Device
     from kvplan.transport import protocol
     from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.hccl.regions import HeldRegion
@@ -27,25 +27,25 @@ _LOG = Log("kvplan")
 WORD_NBYTES: Final = 8
 
 
-class DeviceBoard:
+class GenerationTable:
     """A word for each slot: the generation of the registration that has it, or 0.
 
     A peer that transfers reads the words of the ranges that it used after its bytes, in the order
-    of its stream: where one is not what it was told, nothing of the transfer counts.
+    of its stream: where one is not what was published, nothing of the transfer counts.
 
     Args:
-        device: whose memory the board lies in.
+        device: whose memory it lies in.
         num_slots: registrations that there can be at once.
 
     Raises:
         LLMException: LLM_DEVICE_OUT_OF_MEMORY, or what else the device says.
     """
 
-    def __init__(self, device: AscendDevice, num_slots: int) -> None:
+    def __init__(self, device: Device, num_slots: int) -> None:
         self._slots = Slots(num_slots, MAX_SLOTS)
         self._device = device
         self.buffer: DeviceBuffer | None = device.allocate(num_slots * WORD_NBYTES)
-        self.ref = BoardRef(self.buffer.address, num_slots)
+        self.ref = GenerationTableRef(self.buffer.address, num_slots)
         device.write(self.ref.address, bytes(num_slots * WORD_NBYTES))
         self._mutex = threading.Lock()
 
@@ -139,7 +139,7 @@ class Registrations:
         found = self._find(memory, writable=writable)
         regions = self._cover(found)
         try:
-            slot, generation = self._hccl.board.take()
+            slot, generation = self._hccl.generations.take()
         except BaseException:
             self._release(regions)
             raise
@@ -162,7 +162,7 @@ class Registrations:
             self._end_one(it)
 
     def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
-        """As peers are told `registrations`; None: all."""
+        """What is published of `registrations`; None: all."""
         return tuple(it.range for it in self._table.select(registrations))
 
     def close(self) -> None:
@@ -196,9 +196,9 @@ class Registrations:
     def _cover(self, found: _Found) -> tuple[HeldRegion, ...]:
         address, nbytes, on_device, keep, whole = found
         if on_device:
-            native = self._hccl.device.native
-            address, nbytes = whole_pages(native, address, nbytes)
-            whole = whole and whole_pages(native, *whole)
+            device = self._hccl.device
+            address, nbytes = whole_pages(device, address, nbytes)
+            whole = whole and whole_pages(device, *whole)
         regions = self._hccl.regions.cover(
             address, nbytes, on_device=on_device, owner=keep, whole=whole
         )
@@ -210,7 +210,7 @@ class Registrations:
     def _end_one(self, it: HcclRegistration) -> None:
         try:
             # First: from here on no transfer of a peer succeeds, whatever still moves.
-            self._hccl.board.release(it.range.slot)
+            self._hccl.generations.release(it.range.slot)
         except LLMException as error:
             _LOG.warning("event=board_lost device=%d reason=%s", self._hccl.device.id, error)
         self._release(it.regions)
@@ -224,6 +224,6 @@ def whole_pages(device: Device, address: int, nbytes: int) -> tuple[int, int]:
 
     HCCS shares memory by the page. Of one that is refused no connection could be made at all.
     """
-    page = device.page_nbytes(address) or 1
+    page = device.native.page_nbytes(address) or 1
     start = address - address % page
     return start, -((start - address - nbytes) // page) * page

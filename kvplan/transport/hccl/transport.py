@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import HcclLibrary, Staging
-from kvplan.ascend.device import device_error
+from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.base import BaseTransport, link_failed
@@ -18,13 +18,12 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.registrations import DeviceBoard, HcclRegistration, Registrations
+from kvplan.transport.hccl.registrations import GenerationTable, HcclRegistration, Registrations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvplan.ascend.device import AscendDevice
-    from kvplan.ascend.products import Product
+    from kvplan.device.ascend import AscendDevice, Product
     from kvplan.transport import protocol
     from kvplan.transport.hccl.metadata import Range
     from kvplan.transport.protocol import Kind, Registrable
@@ -82,7 +81,7 @@ class HcclTransport(BaseTransport):
         self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
         try:
             library = HcclLibrary.load(device.native.library)
-            self._board = DeviceBoard(device, max_registrations)
+            self._generations = GenerationTable(device, max_registrations)
             buffer_nbytes = staging_nbytes // (_BUFFERS * _BUFFER_SETS)
             staging = (
                 Staging(
@@ -99,7 +98,7 @@ class HcclTransport(BaseTransport):
                 library,
                 device,
                 self._product,
-                self._board,
+                self._generations,
                 staging,
                 self._background,
                 traffic_class,
@@ -137,7 +136,7 @@ class HcclTransport(BaseTransport):
             memory: a DeviceRange; or of the host, where the product allows it: anything with a
                 contiguous buffer, which is then held, or (address, nbytes), which the caller holds.
             writable: whether peers may write to it.
-            keep: of no account: what peers write is not seen.
+            keep: not used: what peers write is not seen.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not of this device, or not as asked, or
@@ -182,7 +181,7 @@ class HcclTransport(BaseTransport):
                 renewed the connection (`Renewable`).
             timeout_ms: milliseconds to wait for the peer; HCCL takes whole seconds.
             session: the same at both ends, and no other attempt's.
-            streams: of no account: HCCL makes connections of its own.
+            streams: not used: HCCL makes connections of its own.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, has not come in time, or HCCL says
@@ -207,7 +206,7 @@ class HcclTransport(BaseTransport):
         return HcclLink(self._hccl, peer, connections)
 
     def close(self) -> None:
-        """Close the links, deregister everything, take the board down; idempotent.
+        """Close the links, deregister everything, take the generation table down; idempotent.
 
         Connections whose transfers are in flight are taken down after those, and so is the rest.
         """
@@ -233,7 +232,7 @@ class HcclTransport(BaseTransport):
     def _metadata(self, ranges: tuple[Range, ...] = ()) -> Metadata:
         newest = self._hccl.regions.newest
         return Metadata(
-            self._instance, self._product.name, self._address, self._board.ref, newest, ranges
+            self._instance, self._product.name, self._address, self._generations.ref, newest, ranges
         )
 
     def _refusal(self, peer: Metadata) -> str | None:

@@ -49,9 +49,9 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         self._mutex = threading.RLock()  # of the writer: one for all memory that is written to
         self._writer: Writer | None = None
         self._process = hold(metadata.identity)
-        board = metadata.board
+        generations = metadata.generations
         try:
-            self._process.attach(board.fd, board.inode, board.num_slots)
+            self._process.attach(generations.fd, generations.inode, generations.num_slots)
             if any(it.arena is None for it in metadata.ranges):
                 self._probe()
         except (OSError, ValueError, MemoryError) as error:
@@ -184,7 +184,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         if self._can_reach_registered:
             return
         try:
-            self._process.probe(self.metadata.board.address)
+            self._process.probe(self.metadata.generations.address)
         except (OSError, ValueError) as error:
             self.check()
             raise self._refusal(error, "has registered memory, which cannot be reached") from error
@@ -193,15 +193,15 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     def _writer_there(self) -> Writer:
         """What announces to the peer what this process writes to its memory."""
         peer = self.metadata
-        board, table = peer.board, peer.writers
+        generations, table = peer.generations, peer.writers
         with self._mutex:
             if self._writer is None:
                 try:
                     self._writer = Writer(
                         peer.identity.pid,
-                        board_fd=board.fd,
-                        board_inode=board.inode,
-                        num_slots=board.num_slots,
+                        board_fd=generations.fd,
+                        board_inode=generations.inode,
+                        num_slots=generations.num_slots,
                         table_fd=table.fd,
                         table_inode=table.inode,
                         num_entries=table.num_entries,

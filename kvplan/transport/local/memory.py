@@ -158,9 +158,9 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
 
         What is mapped here stays the same memory, whatever becomes of the peer: an arena lives as
         long as its last mapping, and no reused pid leads elsewhere. So it is enough that the peer
-        still has it registered, which its board says without a system call; that it has exited, or
-        executes another program, is for `check` to find after the last part. Addresses of the
-        peer's own are reached by its pid, so they are checked wholly each time.
+        still has it registered, which its generation table says without a system call; that it has
+        exited, or executes another program, is for `check` to find after the last part. Addresses
+        of the peer's own are reached by its pid, so they are checked wholly each time.
 
         Raises:
             LLMException: as `check`; of memory that is mapped here LLM_LINK_FAILED is left to it,

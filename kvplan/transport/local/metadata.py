@@ -1,4 +1,4 @@
-"""What a process tells its peers about itself and its registered memory, as checked JSON.
+"""What a process publishes to its peers about itself and its registered memory, as checked JSON.
 
 Whoever holds it gets no rights by it: the system decides who may reach whose memory. It comes from
 outside, though, so nothing in it is believed before it is checked.
@@ -35,7 +35,7 @@ _IDENTITY = {
     "pid_namespace": UINT64,
     "user_namespace": UINT64,
 }
-_BOARD = {
+_GENERATION_TABLE = {
     "fd": _INT31,
     "inode": UINT64,
     "num_slots": (1, 2**24),
@@ -52,8 +52,8 @@ _ARENA = {"fd": _INT31, "inode": UINT64, "address": ADDRESS, "nbytes": SIZE}
 
 
 @dataclass(frozen=True, slots=True)
-class BoardRef:
-    """Where a process's registration board is found: its descriptor and inode, and its address.
+class GenerationTableRef:
+    """Where a process's generation table is found: its descriptor and inode, and its address.
 
     The address is always mapped there, so it tells whether this process's memory can be reached.
     """
@@ -110,7 +110,7 @@ class Metadata(PeerMetadata):
     """All that a peer needs to reach this process's memory."""
 
     identity: Identity
-    board: BoardRef
+    generations: GenerationTableRef
     writers: WritersRef
     ranges: tuple[Range, ...]
 
@@ -124,13 +124,13 @@ class Metadata(PeerMetadata):
 
     def is_of_owner(self, other: Metadata) -> bool:
         """See `PeerMetadata.is_of_owner`."""
-        return (self.identity, self.board) == (other.identity, other.board)
+        return (self.identity, self.generations) == (other.identity, other.generations)
 
     def to_bytes(self) -> bytes:
         """As JSON, UTF-8."""
         fields = {
             "identity": fields_of(self.identity),
-            "board": fields_of(self.board),
+            "board": fields_of(self.generations),
             "writers": fields_of(self.writers),
             "ranges": [
                 {**fields_of(it), "arena": None if it.arena is None else fields_of(it.arena)}
@@ -156,19 +156,19 @@ class Metadata(PeerMetadata):
             raise PEER.bad(
                 f"identity.boot_id is {show(boot_id)}; it must be a UUID of 36 characters"
             )
-        board = BoardRef(**PEER.record("board", fields["board"], _BOARD))
+        generations = GenerationTableRef(**PEER.record("board", fields["board"], _GENERATION_TABLE))
         writers = WritersRef(**PEER.record("writers", fields["writers"], _WRITERS))
         found = PEER.elements("ranges", fields["ranges"])
         return cls(
             Identity(boot_id=boot_id, **PEER.numbers("identity", identity, _IDENTITY)),
-            board,
+            generations,
             writers,
-            tuple(_range(f"ranges[{i}]", it, board) for i, it in enumerate(found)),
+            tuple(_range(f"ranges[{i}]", it, generations) for i, it in enumerate(found)),
         )
 
 
-def _range(path: str, value: object, board: BoardRef) -> Range:
-    common, fields = PEER.range(path, value, _RANGE, board.num_slots, {"arena"})
+def _range(path: str, value: object, generations: GenerationTableRef) -> Range:
+    common, fields = PEER.range(path, value, _RANGE, generations.num_slots, {"arena"})
     arena = None
     if fields["arena"] is not None:
         arena = ArenaRef(**PEER.record(f"{path}.arena", fields["arena"], _ARENA))

@@ -15,7 +15,7 @@ from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.local.identity import Identity
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.memory import offer
-from kvplan.transport.local.metadata import BoardRef, Metadata, Range, WritersRef
+from kvplan.transport.local.metadata import GenerationTableRef, Metadata, Range, WritersRef
 from kvplan.transport.registrations import (
     PATIENCE_S,
     QUARANTINE,
@@ -69,7 +69,7 @@ class LocalTransport(BaseTransport):
         super().__init__()
         try:
             self._identity = Identity.of_self()
-            self._board = Board(max_registrations)
+            self._generations = Board(max_registrations)
             self._writers = WriterTable()
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
@@ -101,7 +101,7 @@ class LocalTransport(BaseTransport):
             try:
                 with released_if_refused(pin):
                     self._check_open()
-                    slot, generation = self._board.take()
+                    slot, generation = self._generations.take()
             except MemoryError as error:
                 raise LLMException(
                     f"{error}: deregister memory, or make the transport with more "
@@ -137,8 +137,10 @@ class LocalTransport(BaseTransport):
         self._check_open()
         with self._registrations.mutex:
             self._check_open()
-            board, table = self._board, self._writers
-            ref = BoardRef(board.fd, board.inode, board.num_slots, board.address)
+            generations, table = self._generations, self._writers
+            ref = GenerationTableRef(
+                generations.fd, generations.inode, generations.num_slots, generations.address
+            )
             ranges = tuple(it.range for it in self._registrations.select(registrations))
         writers = WritersRef(table.fd, table.inode, table.num_entries, table.address)
         return Metadata(self._identity, ref, writers, ranges).to_bytes()
@@ -156,7 +158,7 @@ class LocalTransport(BaseTransport):
 
         Args:
             metadata: the peer's.
-            timeout_ms, session, streams: of no account, since nobody is waited for.
+            timeout_ms, session, streams: not used, since nobody is waited for.
             prefault: map the pages of an arena with it, which costs time and page tables, instead
                 of one fault a page at first use.
 
@@ -168,21 +170,21 @@ class LocalTransport(BaseTransport):
         return LocalLink(Metadata.from_bytes(metadata), prefault=prefault)
 
     def close(self) -> None:
-        """Deregister everything, as `deregister`, and take the board down; idempotent.
+        """Deregister everything, as `deregister`, and take the generation table down; idempotent.
 
         Links live on.
         """
         self._writers.close()
         if os.getpid() != self._pid:
             self._closed = True
-            self._board.close()  # only the child's own mapping: the slots are the parent's
+            self._generations.close()  # only the child's own mapping: the slots are the parent's
             return
         with self._registrations.mutex:
             ended = self._registrations.select()
             for it in ended:
                 self._remove(it)
             self._closed = True
-            self._board.close()
+            self._generations.close()
         self._wait_for_writers(ended)
 
     def __repr__(self) -> str:
@@ -195,7 +197,7 @@ class LocalTransport(BaseTransport):
     def _remove(self, it: LocalRegistration) -> None:
         with self._registrations.mutex:
             if self._registrations.remove(it):
-                self._board.release(it.range.slot, it.range.generation)
+                self._generations.release(it.range.slot, it.range.generation)
 
     def _wait_for_writers(self, ended: Sequence[LocalRegistration]) -> None:
         """Wait for the peers that write, and let go of what they cannot write to any more."""

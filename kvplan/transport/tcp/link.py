@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
-from kvplan.ascend.memory import DeviceMemory
+from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed
 from kvplan.transport.ranges import Range
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._tcp import TcpNativeLink
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.execution.memory import Direction, TensorMemory
 
     Column = NDArray[np.uint64]
@@ -90,7 +90,7 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
     finds_freed: Literal["before"] = "before"
 
     def __init__(
-        self, native: TcpNativeLink, metadata: Metadata, way: str, device: AscendDevice | None
+        self, native: TcpNativeLink, metadata: Metadata, way: str, device: Device | None
     ) -> None:
         super().__init__(metadata)
         self.native = native

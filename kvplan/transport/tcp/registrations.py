@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvnative._acl import DeviceBuffer
     from kvnative._host import Pin
     from kvnative._tcp import TcpService
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Registrable
 
@@ -45,7 +45,7 @@ class Registrations:
         device: whose memory can be registered, besides that of the host; None: none.
     """
 
-    def __init__(self, num_slots: int, device: AscendDevice | None) -> None:
+    def __init__(self, num_slots: int, device: Device | None) -> None:
         self._slots = Slots(num_slots, MAX_SLOTS)
         self.num_slots = num_slots
         self.device = device

@@ -23,7 +23,7 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable, Streams
 
@@ -44,7 +44,7 @@ class TcpTransport(BaseTransport):
     def __init__(
         self,
         *,
-        device: AscendDevice | None = None,
+        device: Device | None = None,
         connections: int | None = None,
         encrypt: bool = False,
         congestion: str = "",
@@ -93,7 +93,7 @@ class TcpTransport(BaseTransport):
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
     ) -> TcpRegistration:
-        """See `Transport.register`; `keep` is of no account: no peer writes by itself."""
+        """See `Transport.register`; `keep` is not used: no peer writes by itself."""
         self._check_open()
         return self._registrations.add(memory, writable=writable)
 
@@ -118,7 +118,7 @@ class TcpTransport(BaseTransport):
         session: bytes = b"",
         streams: Streams | None = None,
     ) -> TcpLink:
-        """See `Transport.connect`; `session` is of no account, `streams` are for this link alone.
+        """See `Transport.connect`; `session` is not used, `streams` are for this link alone.
 
         The end that dials sends its requests over connections of even index, the other over those
         of odd index.

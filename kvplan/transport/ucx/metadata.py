@@ -1,4 +1,4 @@
-"""What a process tells its peers about its UCX and the memory it has registered, as checked JSON.
+"""What a process publishes to its peers about its UCX and its registered memory, as checked JSON.
 
 Checked as strictly as the local transport's: it comes from outside.
 """
@@ -67,7 +67,7 @@ class Metadata(PeerMetadata):
         address: of UCX's worker.
         ranges: that it names.
         regions: that those lie in.
-        board: of registrations, a word of 8 bytes for each slot.
+        generations: of registrations: a word of 8 bytes for each slot.
         tickets: what it is writing to memory of peers; see `kvnative._ucx`.
     """
 
@@ -79,7 +79,7 @@ class Metadata(PeerMetadata):
     address: bytes
     ranges: tuple[Range, ...]
     regions: tuple[RegionRef, ...]
-    board: RegionRef
+    generations: RegionRef
     tickets: RegionRef
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Metadata(PeerMetadata):
             "address": _text_of(self.address),
             "ranges": [fields_of(it) for it in self.ranges],
             "regions": [_fields_of_region(it) for it in self.regions],
-            "board": _fields_of_region(self.board),
+            "board": _fields_of_region(self.generations),
             "tickets": _fields_of_region(self.tickets),
         }
         return write_schema(SCHEMA, SCHEMA_VERSION, fields)

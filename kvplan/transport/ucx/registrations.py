@@ -1,4 +1,4 @@
-"""What peers may reach of this process over UCX: memory that it knows, and a board."""
+"""What peers may reach of this process over UCX: memory that it knows, and a generation table."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WORD_NBYTES: Final = 8
 
 
 class Shown(NamedTuple):
-    """What peers are told; see `Metadata`."""
+    """What is published to peers; see `Metadata`."""
 
     ranges: tuple[Range, ...]
     regions: tuple[RegionRef, ...]
-    board: RegionRef
+    generations: RegionRef
     tickets: RegionRef
 
 
@@ -58,8 +58,8 @@ class UcxRegistration(Registration[Range]):
 class Registrations:
     """Those of one transport; may be used from several threads.
 
-    Peers read and write the memory without asking; what they read from the board beside it tells
-    them whether that counts. An arena is made known to UCX as a whole, and once.
+    Peers read and write the memory without asking; what they read from the generation table says
+    whether that counts. An arena is made known to UCX as a whole, and once.
 
     Args:
         worker: of this process.
@@ -67,15 +67,17 @@ class Registrations:
 
     Raises:
         TypeError, LLMException: LLM_PARAM_INVALID: `num_slots`; otherwise UCX does not take the
-            board's memory, and why.
+            generation table's memory, and why.
     """
 
     def __init__(self, worker: UcxWorker, num_slots: int) -> None:
         check_slots(num_slots, MAX_SLOTS)
         self._table = RegistrationTable(UcxRegistration, "a ucx transport")
-        self._board = Board(num_slots)
+        self._generations = Board(num_slots)
         self._worker: UcxWorker | None = worker  # None: closed
-        self._shown = _mapped(worker, self._board.address, num_slots * _WORD_NBYTES, self._board)
+        self._shown = _mapped(
+            worker, self._generations.address, num_slots * _WORD_NBYTES, self._generations
+        )
         self._tickets = worker.tickets()
         self.reaches: frozenset[Kind] = frozenset(
             {"host", "device"} if "cuda" in worker.transports else {"host"}
@@ -108,7 +110,7 @@ class Registrations:
         it = self._table.own(registration)
         with self._table.mutex:
             if self._table.remove(it):
-                self._board.release(it.range.slot, it.range.generation)
+                self._generations.release(it.range.slot, it.range.generation)
         return it
 
     def end_all(self) -> list[UcxRegistration]:
@@ -118,7 +120,7 @@ class Registrations:
             return [self.end(it) for it in self._table.select()]
 
     def shown(self, registrations: Iterable[protocol.Registration] | None) -> Shown:
-        """What peers are told of `registrations`; None: all.
+        """What is published of `registrations`; None: all.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
@@ -139,13 +141,13 @@ class Registrations:
         """Let go of what peers looked at; the worker, over which they reached it, is closed."""
         self._shown.release()
         self._tickets.release()
-        self._board.close()
+        self._generations.close()
 
     def _take(self) -> tuple[int, int]:
         if self._worker is None:
             raise transport_closed()
         try:
-            return self._board.take()
+            return self._generations.take()
         except MemoryError as error:
             raise slots_taken(error, MAX_SLOTS) from error
 

@@ -191,7 +191,7 @@ class UcxTransport(BaseTransport):
         Args:
             metadata: the peer's.
             timeout_ms: milliseconds that it may take.
-            session, streams: of no account.
+            session, streams: not used.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, or has not answered in time;
@@ -266,9 +266,9 @@ class UcxTransport(BaseTransport):
         try:
             return self._running().endpoint(
                 peer.address,
-                board_address=peer.board.address,
-                board_slots=peer.board.nbytes // 8,
-                board_rkey=peer.board.key,
+                board_address=peer.generations.address,
+                board_slots=peer.generations.nbytes // 8,
+                board_rkey=peer.generations.key,
                 tickets_address=peer.tickets.address,
                 tickets_rkey=peer.tickets.key,
                 tag=_tag_of(peer.instance),

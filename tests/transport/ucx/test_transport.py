@@ -182,7 +182,7 @@ def test_who_cannot_be_reached(transport: UcxTransport, owner: UcxOwner) -> None
     with found(), UcxTransport(settings='{"UCX_TLS": "self"}') as alone:
         assert "UCX cannot reach the peer" in str(alone.refusal(owner.metadata()))
     theirs = Metadata.from_bytes(owner.metadata())
-    forged = replace(theirs, board=replace(theirs.board, address=4096)).to_bytes()
+    forged = replace(theirs, generations=replace(theirs.generations, address=4096)).to_bytes()
     with pytest.raises(LLMException, match=rf"process {owner.pid} of .* cannot be reached") as late:
         transport.connect(forged, timeout_ms=TIMEOUT_MS)
     assert late.value.status_code is LLMStatusCode.LLM_LINK_FAILED
