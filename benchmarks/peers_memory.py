@@ -31,7 +31,7 @@ from kvplan.transport.local import LocalTransport
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvplan.transport.link import Link
+    from kvplan.transport.local.link import LocalLink
 
 TOPIC = Topic()
 BLOCK, TOTAL = 32 * KIB, GIB
@@ -39,7 +39,7 @@ ROUNDS = 11
 
 
 @contextmanager
-def linked(kind: Literal["arena", "registered"]) -> Iterator[tuple[Link, int, int]]:
+def linked(kind: Literal["arena", "registered"]) -> Iterator[tuple[LocalLink, int, int]]:
     """A link to a new process, the address of its pool there, and its process id."""
     command = [sys.executable, "-m", "benchmarks.peer", kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.ascend.device import AscendDevice
+from kvplan.device.ascend import AscendDevice
 
 
 class Tensors:

@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = (
     "kvplan",
-    "kvplan.ascend.device",
-    "kvplan.ascend.memory",
     "kvplan.cli",
+    "kvplan.device.ascend",
+    "kvplan.device.device",
+    "kvplan.device.memory",
     "kvplan.engine.metrics",
     "kvplan.engine.option_rows",
     "kvplan.engine.prometheus",

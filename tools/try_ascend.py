@@ -36,8 +36,8 @@ from kvplan import (
     execute,
     plan_pull_blocks,
 )
-from kvplan.ascend.device import AscendDevice
-from kvplan.ascend.memory import DeviceMemory
+from kvplan.device.ascend import AscendDevice
+from kvplan.device.memory import DeviceMemory
 
 SERVER, CLIENT = 1, 2
 MODELS = {Placement.DEVICE: 1, Placement.HOST: 2}  # the model_id of each cache's key

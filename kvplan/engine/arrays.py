@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.ascend.memory import DeviceMemory
+from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import CacheDesc, DataType
 

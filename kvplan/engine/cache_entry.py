@@ -19,7 +19,7 @@ from kvplan.transport.protocol import kind_of
 from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device as AscendDevice
     from kvplan.transport.protocol import Registrable, Registration, Transport
 
 _LOG = Log("kvplan")

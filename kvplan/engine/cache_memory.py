@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.ascend.memory import DeviceMemory
+from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory
 from kvplan.status import invalid
 from kvplan.transport.protocol import DeviceRange
@@ -16,7 +16,7 @@ from kvplan.types import CacheDesc, Placement
 from kvplan.validation import UINT64_MAX, check_width
 
 if TYPE_CHECKING:
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device as AscendDevice
     from kvplan.engine.pools import Span
     from kvplan.transport.protocol import Registrable
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.ascend.memory import DeviceMemory
+from kvplan.device.memory import DeviceMemory
 from kvplan.engine.arrays import tensor_arrays, tensor_form
 from kvplan.engine.cache_memory import CacheMemory
 from kvplan.status import invalid

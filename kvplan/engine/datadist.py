@@ -25,7 +25,7 @@ from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device as AscendDevice
     from kvplan.execution import Transfers
     from kvplan.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from kvplan.ascend.choice import open_accelerator
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
+from kvplan.device.choice import open_accelerator
 from kvplan.engine.outcomes import Outcomes
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.release import stopped

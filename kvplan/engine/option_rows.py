@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvplan.ascend.choice import ACCELERATORS
+from kvplan.device.choice import ACCELERATORS
 from kvplan.engine.pools import PoolConfig
 from kvplan.status import invalid
-from kvplan.transport.tcp.metadata import MAX_CONNECTIONS
-from kvplan.transport.ucx.settings import check_devices, check_settings
+from kvplan.transport.choice import MAX_CONNECTIONS, check_devices, check_settings
 from kvplan.validation import UINT32_MAX, check_type, check_width, shown
 
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"

@@ -12,7 +12,7 @@ from kvnative._host import Arena
 from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.arenas import new_arena
+from kvplan.transport.host_memory import new_arena
 from kvplan.transport.protocol import DeviceRange, kind_of
 from kvplan.types import Placement
 from kvplan.validation import check_type
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvnative._acl import DeviceBuffer
-    from kvplan.ascend.device import AscendDevice, PinnedMemory
+    from kvplan.device.device import Device as AscendDevice
+    from kvplan.device.device import PinnedMemory
     from kvplan.transport.protocol import Registrable, Transport
 
     Ground = Arena | DeviceBuffer

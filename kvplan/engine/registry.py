@@ -31,7 +31,7 @@ from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device as AscendDevice
     from kvplan.transport.protocol import Registrable, Transport
 
 _T = TypeVar("_T")

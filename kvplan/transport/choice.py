@@ -1,4 +1,4 @@
-"""Which ways of reaching another process there are, and which of them work here."""
+"""The table of transports, which alone names them: what they are made with, which work here."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.tcp.metadata import MAX_CONNECTIONS
+from kvplan.transport.ucx.library import check_devices, check_settings
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.transport.protocol import Transport
+
+__all__ = [
+    "MAX_CONNECTIONS",
+    "TRANSPORTS",
+    "WHERE_MISSING",
+    "TransportOptions",
+    "Transports",
+    "check_devices",
+    "check_settings",
+    "make_transports",
+]
 
 _LOGGER = Log("kvplan")
 
@@ -39,7 +52,7 @@ class TransportOptions:
     """
 
     permit_any_peer: bool = False
-    device: AscendDevice | None = None
+    device: Device | None = None
     local_comm_res: str = ""
     rdma_traffic_class: int | None = None
     rdma_service_level: int | None = None
@@ -65,12 +78,14 @@ class Transports(NamedTuple):
 
 
 def _hccl(options: TransportOptions) -> Transport:
-    if options.device is None:
+    from kvplan.device.ascend import AscendDevice  # its modules only where it is used
+
+    if not isinstance(options.device, AscendDevice):
         raise LLMException(
             "there is no accelerator (kvplan.accelerator)",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
-    from kvplan.transport.hccl.transport import HcclTransport  # its modules only where it is used
+    from kvplan.transport.hccl.transport import HcclTransport
 
     return HcclTransport(
         options.device,

@@ -1,8 +1,10 @@
-"""In which of a peer's registered ranges its tensors lie."""
+"""Registered memory as peers name it, and in which of those ranges tensors lie."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -18,57 +20,61 @@ if TYPE_CHECKING:
 _SHOWN_RANGES = 8
 
 
-class RegisteredRange(Protocol):
-    """Memory [address, address + nbytes) of a peer.
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Registered memory [address, address + nbytes) of a process.
 
     Attributes:
-        address: of the first byte, in the peer.
-        nbytes: its size in bytes.
-        writable: whether it may be written to.
-        arena: what it is a part of, which is taken where there is a choice; None: nothing.
+        address, nbytes: of the memory, in that process.
+        slot, generation: of the registration, by which its owner, or a word of the owner's
+            generation table, tells whether it is still registered.
+        writable: whether peers may write to it.
     """
 
-    @property
-    def address(self) -> int:
-        """See above."""
+    address: int
+    nbytes: int
+    slot: int
+    generation: int
+    writable: bool
 
     @property
-    def nbytes(self) -> int:
-        """See above."""
+    def is_preferred(self) -> bool:
+        """Whether it is taken before other ranges that hold the same tensor."""
+        return False
 
-    @property
-    def writable(self) -> bool:
-        """See above."""
-
-    @property
-    def arena(self) -> object | None:
-        """See above."""
+    def __str__(self) -> str:
+        return f"{self.address:#x}+{self.nbytes}{'' if self.writable else ' (read-only)'}"
 
 
-_Range = TypeVar("_Range", bound=RegisteredRange)
+_Range = TypeVar("_Range", bound=Range)
 
 
 class RangeTable(Generic[_Range]):
-    """What `peer` has registered, sorted so that a tensor's range is found by bisection."""
+    """What `peer` has registered, sorted so that a tensor's range is found by bisection.
 
-    def __init__(self, peer: int | str, ranges: Sequence[_Range]) -> None:
+    Args:
+        peer: for messages, such as "process 12 of node3".
+        ranges: of that peer.
+    """
+
+    def __init__(self, peer: str, ranges: Sequence[_Range]) -> None:
         self._peer = peer
-        # Of ranges that begin together the last is looked at first: an arena's, writable, shortest.
+        # Of ranges that begin together the last is looked at first: preferred, writable, shortest.
         self._ranges = sorted(
-            ranges, key=lambda it: (it.address, it.arena is not None, it.writable, -it.nbytes)
+            ranges, key=lambda it: (it.address, it.is_preferred, it.writable, -it.nbytes)
         )
         self._firsts = np.array([it.address for it in self._ranges], dtype=np.uint64)
         # Last bytes, not ends: a range may end at 2**64.
         self._lasts = np.array([it.address + it.nbytes - 1 for it in self._ranges], dtype=np.uint64)
         self._writable = np.array([it.writable for it in self._ranges], dtype=np.bool_)
-        self._in_arena = np.array([it.arena is not None for it in self._ranges], dtype=np.bool_)
+        self._preferred = np.array([it.is_preferred for it in self._ranges], dtype=np.bool_)
 
     def locate(
         self, starts: Column, sizes: Column, *, writable: bool
     ) -> tuple[list[_Range], NDArray[np.intp]]:
         """The ranges that hold the tensors, each once, and which of them holds each tensor.
 
-        An arena is taken where there is a choice.
+        A preferred one is taken where there is a choice.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one range;
@@ -88,7 +94,7 @@ class RangeTable(Generic[_Range]):
         sure[sure] = (
             (lasts[sure] <= self._lasts[near])
             & (self._writable[near] if writable else True)
-            & (self._in_arena[near] | (not self._in_arena.any()))
+            & (self._preferred[near] | (not self._preferred.any()))
         )
         for i in np.flatnonzero(~sure).tolist():  # ranges that overlap, or a refusal
             found[i] = self._search(i, int(starts[i]), int(sizes[i]), writable=writable)
@@ -101,7 +107,7 @@ class RangeTable(Generic[_Range]):
         if not inside.size:
             raise LLMException(
                 f"tensor {i} at address {start:#x}, nbytes {size}, is not inside one range that "
-                f"peer {self._peer} has registered: {self._listed()}",
+                f"{self._peer} has registered: {self._listed()}",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
         fitting = inside[self._writable[inside]] if writable else inside
@@ -110,9 +116,40 @@ class RangeTable(Generic[_Range]):
                 f"tensor {i} at address {start:#x} is to be written, but its peer registered "
                 f"{self._ranges[inside[0]]} with writable=False"
             )
-        return int(fitting[self._in_arena[fitting].argmax()])
+        return int(fitting[self._preferred[fitting].argmax()])
 
     def _listed(self) -> str:
         shown = ", ".join(str(it) for it in self._ranges[:_SHOWN_RANGES])
         more = len(self._ranges) - _SHOWN_RANGES
         return f"{shown} and {more} more" if more > 0 else shown or "none at all"
+
+
+def sized_tensors(
+    addresses: Sequence[int] | Column, nbytes: int | Sequence[int] | Column
+) -> tuple[Column, Column]:
+    """The address and the size of each tensor, in fresh columns.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: no tensor, another number of sizes than one or as many, or
+            a number of more than 64 bits.
+        TypeError: not whole numbers.
+    """
+    starts = _uint64("addresses", addresses)
+    sizes = _uint64("nbytes", [nbytes] if isinstance(nbytes, int) else nbytes)
+    if not starts.size or sizes.size not in (1, starts.size):
+        raise invalid(
+            f"addresses are {starts.size} and nbytes {sizes.size}; at least one address is "
+            "needed, and one nbytes for each or one for all"
+        )
+    return starts, np.broadcast_to(sizes, starts.shape).copy()
+
+
+def _uint64(name: str, values: Sequence[int] | Column) -> Column:
+    """A fresh column; what is no whole number of 64 bits is refused and not rounded."""
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {values.dtype}; it must be of whole numbers")
+    numbers = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
+    for number in numbers:
+        if not 0 <= index(number) < 2**64:
+            raise invalid(f"{name} holds {number}; it must be in [0, 2**64)")
+    return np.array(numbers, dtype=np.uint64)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvplan import Cache, LlmDataDist, Options, Transfers
-from kvplan.ascend.device import AscendDevice
-from kvplan.ascend.memory import DeviceMemory
+from kvplan.device.ascend import AscendDevice
+from kvplan.device.memory import DeviceMemory
 from kvplan.engine.arrays import tensor_arrays
 from tests.ascend.simulator import controls
 from tests.over_tcp import FIELDS

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan import CacheDesc, DataType, plan_pull_blocks, plan_push_blocks
-from kvplan.ascend.device import AscendDevice
-from kvplan.ascend.memory import DeviceMemory
-from kvplan.transport.hccl.link import HcclLink
-from kvplan.transport.hccl.memory import HcclPeerMemory
+from kvplan.device.ascend import AscendDevice
+from kvplan.device.memory import DeviceMemory
+from kvplan.transport.hccl.link import HcclLink, HcclPeerMemory
 from kvplan.transport.hccl.transport import HcclTransport
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.simulator import controls

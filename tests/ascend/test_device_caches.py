@@ -10,7 +10,7 @@ import pytest
 
 import kvplan
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, PoolConfig
-from kvplan.ascend.device import AscendDevice
+from kvplan.device.ascend import AscendDevice
 from tests.ascend.engines import DEVICE, HOST, contents, engine_on, refused, same
 from tests.ascend.simulator import Controls, Log
 

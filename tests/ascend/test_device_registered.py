@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
-from kvplan.ascend.device import AscendDevice
+from kvplan.device.ascend import AscendDevice
 from tests.ascend.engines import (
     DEVICE,
     HOST,

@@ -56,7 +56,7 @@ def test_the_transport_is_closed_while_it_connects(one: Side, two: Side) -> None
     metadata = two.transport.metadata()
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(refusal, one.transport.connect, metadata, timeout_ms=1000)
-        while not one.transport._end._open:
+        while not one.transport._hccl._open:
             pass
         one.transport.close()
         error = call.result(DEADLINE_S)

@@ -8,9 +8,9 @@ import numpy as np
 
 import kvplan
 from kvplan import LLMException, LLMStatusCode
+from kvplan.transport.hccl.addresses import table_of
 from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.rank_table import table_of
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, Side, link_both, moved
 from tests.ascend.hccl_sides import MakeSide, refusal
@@ -44,12 +44,12 @@ def test_the_peer_is_told_what_is_bound_and_not_what_came_meanwhile(one: Side, t
     def own_metadata() -> Metadata:
         kept.append(one.device.allocate(4096))
         ours.register(DeviceRange(kept[-1].address, 4096, kept[-1]))
-        numbers.append(ours._end.regions.newest)
+        numbers.append(ours._hccl.regions.newest)
         return ours._metadata()
 
     peer = Metadata.from_bytes(two.transport.metadata())
     table = table_of(ours._address, peer.device)
-    connections = Connections(ours._end, peer, table, b"session", own_metadata, is_hccs=False)
+    connections = Connections(ours._hccl, peer, table, b"session", own_metadata, is_hccs=False)
     told = Metadata.from_bytes(connections.open(0))
     connections.close(LLMException("enough"))
     before, after = numbers  # for the name, and when all was bound
@@ -107,12 +107,12 @@ def test_the_old_connection_goes_when_neither_end_uses_it(
     kvplan.execute(PULL, two.peer_memory(link, metadata=two.transport.metadata()), one.memory)
     sim_log.restart()
     for it in (one, two):
-        assert it.transport._aside.wait(DEADLINE_S)
+        assert it.transport._background.wait(DEADLINE_S)
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 0}
     assert held.communicator.state == "ready"
     del held
     for it in (one, two, one, two):
-        assert it.transport._aside.wait(DEADLINE_S)
+        assert it.transport._background.wait(DEADLINE_S)
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 2}
 
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.hccl.device_address import DeviceAddress
-from kvplan.transport.hccl.metadata import BoardRef, Metadata, Range, RegionRef
+from kvplan.transport.hccl.addresses import DeviceAddress
+from kvplan.transport.hccl.metadata import GenerationTableRef, Metadata, Range, RegionRef
 
 EXAMPLE = Metadata(
     "0123456789abcdef" * 2,
     "A2",
     DeviceAddress("1.0", "host", "3", "10.0.0.3"),
-    BoardRef(4096, 16),
+    GenerationTableRef(4096, 16),
     7,
     (
         Range(1000, 100, 3, 5, True, True, (RegionRef(7, 900, 400),)),
@@ -43,7 +43,7 @@ def ranges(draw: st.DrawFn) -> Range:
 
 @given(st.lists(ranges(), max_size=4))
 def test_what_is_written_is_read(given: list[Range]) -> None:
-    told = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.board, 99, tuple(given))
+    told = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.generations, 99, tuple(given))
     assert Metadata.from_bytes(told.to_bytes()) == told
 
 
@@ -79,7 +79,7 @@ def put(*path: Any) -> Callable[[Any], object]:
         (put("newest", -1), "document.newest is -1"),
         (put("newest", 6), "ranges[0].regions[0].number is 7; the newest region is 6"),
         (put("ranges", {}), "ranges is {}"),
-        (put("ranges", 0, "slot", 16), "ranges[0].slot is 16; the board has 16 slots"),
+        (put("ranges", 0, "slot", 16), "ranges[0].slot is 16; the generation table has 16 slots"),
         (put("ranges", 0, "nbytes", 0), "ranges[0].nbytes is 0"),
         (put("ranges", 0, "address", 2**64 - 9), "ranges[0] ends past 2**64"),
         (put("ranges", 0, "writable", 1), "ranges[0].writable is 1"),

@@ -66,7 +66,7 @@ def test_one_range_twice_ends_twice(one: Side, two: Side) -> None:
     )
     two.transport.deregister(second)
     two.transport.deregister(second)
-    assert two.transport._end.regions.all() == []
+    assert two.transport._hccl.regions.all() == []
 
 
 def test_another_devices_memory_is_refused(one: Side, two: Side) -> None:
@@ -93,7 +93,7 @@ def test_all_slots_of_the_board(make_side: MakeSide) -> None:
     again = side.register()
     for it in (other, again):
         side.transport.deregister(it)
-    assert side.transport._end.regions.all() == []  # nor does what was refused hold any
+    assert side.transport._hccl.regions.all() == []  # nor does what was refused hold any
 
 
 def test_another_transports_metadata_is_refused(one: Side, two: Side) -> None:

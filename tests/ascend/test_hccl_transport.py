@@ -91,8 +91,8 @@ def test_host_memory_of_the_peer_is_not_reached_over_hccs(one: Side, two: Side) 
     assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     assert "HCCL does not reach over HCCS" in str(error)
     for end in (one, two):  # nor is it bound: HCCL would map it for nothing
-        regions = [it for it in end.transport._end.regions.all() if not it.on_device]
-        bound = end.transport._end._open
+        regions = [it for it in end.transport._hccl.regions.all() if not it.on_device]
+        bound = end.transport._hccl._open
         assert regions
         assert all(it.native not in each.regions for it in regions for each in bound)
 
@@ -103,7 +103,7 @@ def test_device_memory_is_registered_by_whole_pages(make_side: MakeSide, one: Si
     ours = one.fill(1)
     for tensor in range(TENSORS):  # none begins with a page
         two.transport.register(DeviceRange(two.buffer.address + tensor * TENSOR, TENSOR))
-    (region,) = two.transport._end.regions.all()
+    (region,) = two.transport._hccl.regions.all()
     assert (region.ref.address, region.ref.nbytes) == (two.buffer.address, 2 << 20)
     link, _ = link_both(one, two)
     kvplan.execute(PULL, two.peer_memory(link), one.memory)

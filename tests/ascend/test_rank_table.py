@@ -11,9 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.documents import Document
-from kvplan.transport.hccl.device_address import DeviceAddress, device_ip_of
-from kvplan.transport.hccl.rank_table import table_of, why_not
+from kvplan.transport.hccl.addresses import DeviceAddress, device_ip_of, table_of, why_not
+from kvplan.transport.wire import Document
 
 A2 = {
     "version": "1.0",

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan.ascend.products import A2, A3, A950
 from kvplan.cli.info.look import COSTS
+from kvplan.device.ascend import A2, A3, A950
 from kvplan.transport.tcp.transport import connections_of
 from tests.ascend_sim.build import build
 

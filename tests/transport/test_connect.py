@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport import identity
-from kvplan.transport.local import LocalTransport
+from kvplan.transport.local import LocalTransport, identity
 from tests.transport.owner import Owner
 
 NOBODY = 65534
@@ -403,10 +402,10 @@ class TestMemory:
         with transport.connect(transport.metadata()) as link, pytest.raises(TypeError):
             link.memory(addresses, 1)
 
-    def test_only_the_same_transport_updates_a_link(self, transport: LocalTransport) -> None:
+    def test_only_metadata_of_the_same_transport(self, transport: LocalTransport) -> None:
         with LocalTransport() as other:
             foreign = other.metadata()
             link = transport.connect(transport.metadata())
             with pytest.raises(LLMException, match="another transport") as refused:
-                link.update(foreign)
+                link.memory([1], 1, metadata=foreign)
         assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID

@@ -15,8 +15,8 @@ import pytest
 import kvplan
 from kvnative._executor import limit_bandwidth
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
-from kvplan.transport.link import Link
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.link import LocalLink
 from tests.held import Held
 from tests.transport.owner import Owner
 
@@ -50,15 +50,17 @@ EXEC = """
 
 
 @pytest.fixture
-def link(owner: Owner, transport: LocalTransport, setup: str) -> Iterator[Link]:
+def link(owner: Owner, transport: LocalTransport, setup: str) -> Iterator[LocalLink]:
     """A link to an owner whose memory was registered by `setup`."""
     owner.run(setup)
     with transport.connect(owner.metadata()) as link:
         yield link
 
 
-def pull(link: Link, transfers: Transfers | None = None) -> np.ndarray:
-    memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+def pull(
+    link: LocalLink, transfers: Transfers | None = None, *, metadata: bytes | None = None
+) -> np.ndarray:
+    memory = link.memory([link.metadata.ranges[0].address], NBYTES, metadata=metadata)
     local = np.zeros(NBYTES, dtype=np.uint8)
     (transfers or kvplan).execute(EVERY_BLOCK, memory, [local])
     return local
@@ -77,7 +79,7 @@ def refuses(
 class TestBefore:
     """What ended before the transfer starts."""
 
-    def test_a_dead_peer(self, owner: Owner, link: Link, setup: str) -> None:
+    def test_a_dead_peer(self, owner: Owner, link: LocalLink, setup: str) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         owner.kill()
         refuses(LLMStatusCode.LLM_LINK_FAILED, f"process {owner.pid} has exited", memory.check)
@@ -85,43 +87,46 @@ class TestBefore:
         refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", link.check)
 
     def test_a_peer_that_executes_another_program(
-        self, owner: Owner, link: Link, setup: str
+        self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         link.check()
         assert owner.run(EXEC) == "another"
         refuses(LLMStatusCode.LLM_LINK_FAILED, "executes another program", pull, link)
 
-    def test_a_transport_that_its_owner_closed(self, owner: Owner, link: Link, setup: str) -> None:
+    def test_a_transport_that_its_owner_closed(
+        self, owner: Owner, link: LocalLink, setup: str
+    ) -> None:
         owner.run("transport.close()")
         refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
 
     def test_a_board_whose_number_is_another_files(
-        self, owner: Owner, link: Link, setup: str
+        self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run(f"""
             import os
             transport.close()
-            os.dup2(os.memfd_create("another"), {link.metadata.board.fd})
+            os.dup2(os.memfd_create("another"), {link.metadata.generations.fd})
         """)
         refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
 
-    def test_a_deregistered_range(self, owner: Owner, link: Link, setup: str) -> None:
+    def test_a_deregistered_range(self, owner: Owner, link: LocalLink, setup: str) -> None:
         pull(link)
         owner.run("transport.deregister(memory)")
         refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered", pull, link)
 
     def test_a_range_that_was_registered_anew_at_the_same_address(
-        self, owner: Owner, link: Link, setup: str
+        self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run("""
             transport.deregister(memory)
             again = [transport.register((memory.address, memory.nbytes)) for _ in range(100)]
         """)
         refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered", pull, link)
-        link.update(owner.metadata())
-        pull(link)
+        pull(link, metadata=owner.metadata())
 
-    def test_between_two_parts_of_a_transfer(self, owner: Owner, link: Link, setup: str) -> None:
+    def test_between_two_parts_of_a_transfer(
+        self, owner: Owner, link: LocalLink, setup: str
+    ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         memory.check_tensors(range(1))
         owner.run("transport.deregister(memory)")
@@ -135,7 +140,7 @@ class TestBefore:
         refuses(LLMStatusCode.LLM_NOT_YET_LINK, "is closed", memory.check_tensors, range(1))
 
     def test_a_peer_that_exits_between_two_parts(
-        self, owner: Owner, link: Link, setup: str
+        self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         owner.kill()
@@ -145,14 +150,14 @@ class TestBefore:
             refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", memory.check_tensors, range(1))
         refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", memory.check)
 
-    def test_a_closed_link(self, owner: Owner, link: Link, setup: str) -> None:
+    def test_a_closed_link(self, owner: Owner, link: LocalLink, setup: str) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         link.close()
         link.close()
         refuses(LLMStatusCode.LLM_NOT_YET_LINK, "is closed", memory.check)
 
     def test_a_link_that_was_closed_for_a_reason(
-        self, owner: Owner, link: Link, setup: str
+        self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         link.close(LLMException("lost", status_code=LLMStatusCode.LLM_LINK_FAILED))
@@ -171,7 +176,7 @@ class TestUnmapped:
             error = refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{base:#x}", pull, link)
         assert "remote memory" in str(error)
 
-    def test_in_part(self, owner: Owner, link: Link, setup: str) -> None:
+    def test_in_part(self, owner: Owner, link: LocalLink, setup: str) -> None:
         pull(link)
         owner.run(f"libc.munmap(ctypes.c_void_p(address + {5 * PAGE}), ctypes.c_size_t({PAGE}))")
         hole = link.metadata.ranges[0].address + 5 * PAGE
@@ -182,7 +187,7 @@ class TestUnmapped:
         assert error.unconfirmed
 
     def test_while_bytes_move_after_deregistering(
-        self, owner: Owner, link: Link, setup: str
+        self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         """The range is gone because its owner was through with it: that is the reason to tell."""
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
@@ -222,7 +227,7 @@ class TestDuring:
     def test_it(
         self,
         owner: Owner,
-        link: Link,
+        link: LocalLink,
         setup: str,
         end: Callable[[Owner], None],
         code: LLMStatusCode,

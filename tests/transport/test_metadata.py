@@ -14,9 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.identity import Identity
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.metadata import MAX_NBYTES, ArenaRef, BoardRef, Metadata, Range, WritersRef
+from kvplan.transport.local.identity import Identity
+from kvplan.transport.local.metadata import (
+    ArenaRef,
+    GenerationTableRef,
+    Metadata,
+    Range,
+    WritersRef,
+)
+from kvplan.transport.wire import PEER
 
 uint64 = st.integers(0, 2**64 - 1)
 fd = st.integers(0, 2**31 - 1)
@@ -47,7 +54,7 @@ parts = st.builds(
     after=st.integers(0, 2**62),
 )
 boards = st.builds(
-    BoardRef,
+    GenerationTableRef,
     fd=fd,
     inode=uint64,
     num_slots=st.integers(100, 2**24),
@@ -66,7 +73,7 @@ metadata = st.builds(
 
 EXAMPLE = Metadata(
     Identity("0" * 36, pid=12, start_time=3, pid_namespace=4, user_namespace=5),
-    BoardRef(fd=6, inode=7, num_slots=8, address=4096),
+    GenerationTableRef(fd=6, inode=7, num_slots=8, address=4096),
     WritersRef(fd=11, inode=12, num_entries=13, address=8192),
     (Range(4096, 100, slot=0, generation=1, writable=True, arena=ArenaRef(9, 10, 4000, 200)),),
 )
@@ -157,7 +164,7 @@ def test_every_field_is_checked(path: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("slot", 8, "the board has 8 slots"),
+        ("slot", 8, "the generation table has 8 slots"),
         ("nbytes", 2**63, f"in [1, {2**63 - 1}]"),
         ("address", 2**64 - 50, "ends past 2**64"),
         ("address", 3999, "not inside its arena"),
@@ -182,7 +189,7 @@ def test_fields_that_must_fit_each_other(field: str, value: Any, message: str) -
         b'{"schema":"kvplan.local","schema":1}',
         b"\xff\xfe",
         b"",
-        b" " * (MAX_NBYTES + 1),
+        b" " * (PEER.max_nbytes + 1),
     ],
     ids=["open", "deep", "nested", "long", "twice", "encoding", "empty", "large"],
 )
@@ -213,7 +220,8 @@ def test_bytes_only() -> None:
 
 def test_a_forked_child_is_another_process() -> None:
     script = (
-        "import os; from kvplan.transport.identity import Identity; parent = Identity.of_self()\n"
+        "import os; from kvplan.transport.local.identity import Identity\n"
+        "parent = Identity.of_self()\n"
         "if pid := os.fork(): assert os.waitpid(pid, 0)[1] == 0\n"
         "else: os._exit(Identity.of_self().pid != os.getpid() or Identity.of_self() == parent)\n"
     )

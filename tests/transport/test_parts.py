@@ -18,10 +18,9 @@ import kvplan
 from kvnative._executor import ThreadPool, limit_bandwidth
 from kvnative._host import Arena
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
-from kvplan.transport.arenas import PeerArenas
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.metadata import Metadata
-from kvplan.transport.peer_memory import PeerMemory
+from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas
+from kvplan.transport.local.metadata import Metadata
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
 
@@ -57,7 +56,7 @@ class Pool:
             self.owner.run(f"result = transport.metadata({registrations}).decode()")
         ).encode()
 
-    def part(self, i: int, *, writable: bool = False) -> PeerMemory:
+    def part(self, i: int, *, writable: bool = False) -> LocalPeerMemory:
         metadata = self.metadata(f"[registrations[{i}]]")
         address = self.base + i * PART
         return self.link.memory([address], PART, writable=writable, metadata=metadata)
@@ -73,7 +72,7 @@ def expected(i: int) -> np.ndarray:
     return whole[i, ::-1].reshape(-1)
 
 
-def pulled(memory: PeerMemory) -> np.ndarray:
+def pulled(memory: LocalPeerMemory) -> np.ndarray:
     local = np.zeros(PART, dtype=np.uint8)
     kvplan.execute(PLAN, memory, [local])
     return local
@@ -85,7 +84,7 @@ def mappings(inode: int) -> int:
     return sum(line.split()[4] == str(inode) for line in lines)
 
 
-def not_exist(memory: PeerMemory) -> None:
+def not_exist(memory: LocalPeerMemory) -> None:
     with pytest.raises(LLMException, match="has deregistered") as refused:
         pulled(memory)
     assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -279,7 +278,7 @@ def test_threads_that_ask_at_once_share_the_mapping(pool: Pool) -> None:
     metadata = pool.metadata("None")
     start = Barrier(8)
 
-    def ask(i: int) -> PeerMemory:
+    def ask(i: int) -> LocalPeerMemory:
         start.wait(timeout=30)
         for _ in range(100):
             memory = pool.link.memory([pool.base + i * PART], PART, metadata=metadata)

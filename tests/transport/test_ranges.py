@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import LLMException, LLMStatusCode
-from kvplan.transport.metadata import ArenaRef, Range
+from kvplan.transport.local.metadata import ArenaRef, Range
 from kvplan.transport.ranges import RangeTable
 
 ARENA = ArenaRef(fd=3, inode=4, address=1, nbytes=100)
@@ -34,7 +34,7 @@ def test_every_tensor_gets_a_range_that_holds_it(
     fitting = [[it for it in them if it.writable or not writable] for them in holding]
     starts, sizes = np.array(wanted, dtype=np.uint64).T.copy()
     try:
-        used, which = RangeTable(1, offered).locate(starts, sizes, writable=writable)
+        used, which = RangeTable("peer 1", offered).locate(starts, sizes, writable=writable)
     except LLMException as error:
         assert not all(fitting)
         missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -49,7 +49,7 @@ def test_every_tensor_gets_a_range_that_holds_it(
 
 def test_a_range_that_ends_with_the_address_space() -> None:
     last = Range(2**64 - 10, 10, slot=0, generation=1, writable=True, arena=None)
-    table = RangeTable(1, [last])
+    table = RangeTable("peer 1", [last])
     used, _ = table.locate(
         np.array([2**64 - 1], np.uint64), np.array([1], np.uint64), writable=False
     )

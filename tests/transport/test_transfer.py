@@ -8,9 +8,9 @@ import pytest
 import kvplan
 from kvnative._executor import ThreadPool
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode
-from kvplan.transport.link import Link
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.peer_memory import PeerMemory
+from kvplan.transport.local.link import LocalLink
+from kvplan.transport.local.memory import LocalPeerMemory
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
 
@@ -44,9 +44,11 @@ def owner(renewed_owner: Owner) -> Owner:
     return renewed_owner
 
 
-def tensors_of(link: Link, base: int, *, writable: bool) -> PeerMemory:
+def tensors_of(
+    link: LocalLink, base: int, *, writable: bool, metadata: bytes | None = None
+) -> LocalPeerMemory:
     addresses = [base + i * TENSOR for i in range(TENSORS)]
-    return link.memory(addresses, TENSOR, writable=writable)
+    return link.memory(addresses, TENSOR, writable=writable, metadata=metadata)
 
 
 def tensors(seed: int) -> list[np.ndarray]:
@@ -215,11 +217,10 @@ def test_what_was_registered_after_linking_can_be_reached(
         with pytest.raises(LLMException, match="none at all") as refused:
             tensors_of(link, base, writable=False)
         assert refused.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        link.update(owner.metadata())
-        tensors_of(link, base, writable=True).check()
+        tensors_of(link, base, writable=True, metadata=owner.metadata()).check()
         owner.run("arena = transport.allocate(4096); transport.register(arena)")
-        link.update(owner.metadata())
-        link.memory([owner.run("result = arena.address")], 4096).check()
+        address = owner.run("result = arena.address")
+        link.memory([address], 4096, metadata=owner.metadata()).check()
 
 
 def test_prefault_maps_the_pages_with_the_arena(owner: Owner, transport: LocalTransport) -> None:

@@ -20,11 +20,11 @@ def test_they_say_what_they_are(transport: LocalTransport) -> None:
     assert repr(transport) == f"<LocalTransport of process {pid}: 1 registrations>"
     link = transport.connect(transport.metadata())
     memory = link.memory([registration.address, registration.address + 100], 100)
-    assert repr(link) == f"<Link to process {pid}: 1 ranges>"
-    assert repr(memory) == f"<PeerMemory 2 tensors, 200 bytes: {link!r}>"
+    assert repr(link) == f"<LocalLink to peer {pid}: mapped arenas, process_vm>"
+    assert repr(memory) == f"<LocalPeerMemory 2 tensors, 200 bytes: {link!r}>"
     link.close()
     transport.close()
-    assert repr(link) == f"<Link to process {pid}: closed>"
+    assert repr(link) == f"<LocalLink to peer {pid}: closed>"
     assert repr(transport) == f"<LocalTransport of process {pid}: closed>"
     with Transfers(2) as transfers:
         assert repr(transfers) == "<Transfers of 2 threads>"

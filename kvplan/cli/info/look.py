@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvnative._backend import NativeError
 from kvnative.ascend_files import HOME_VARIABLES, homes
-from kvplan.ascend.library import OVERRIDE, load_library
 from kvplan.cli.info import trial
 from kvplan.cli.info.ways import ways_between, ways_within
+from kvplan.device.ascend import OVERRIDE, load_library
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
     from kvnative._acl import AclLibrary
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.ascend import AscendDevice
     from kvplan.transport.choice import TransportOptions
     from kvplan.transport.ucx.transport import UcxTransport
 
@@ -69,7 +69,7 @@ def look(note: Note, device_id: int) -> None:
 @contextmanager
 def _open_device(note: Note, device_id: int) -> Iterator[AscendDevice | None]:
     """Look at all devices, and hold that one open; None where it cannot be."""
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.ascend import AscendDevice
 
     note(step="opening the ACL library", accelerator={"places": _places_of_acl()})
     try:
@@ -107,8 +107,8 @@ def _of_library(library: AclLibrary) -> dict[str, object]:
 
 
 def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, object]:
-    from kvplan.ascend.device import AscendDevice
-    from kvplan.transport.hccl.discovery import device_address
+    from kvplan.device.ascend import AscendDevice
+    from kvplan.transport.hccl.addresses import device_address
 
     note(step=f"opening device {device_id}")
     try:
@@ -151,7 +151,7 @@ def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
         note(step=f"making transport {name}")
         found: dict[str, object] = {"name": name, "works": False, "reaches": [], "ways": []}
         try:
-            found |= {"works": True, **_of_transport(note, name, options)}
+            found |= {"works": True, **_of_transport(note, name, device, options)}
         except Exception as error:  # as above
             found["why_not"] = _reason(error)
             if name == "ucx":
@@ -159,7 +159,9 @@ def _look_at_transports(note: Note, device: AscendDevice | None) -> None:
         note(transports=found)
 
 
-def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str, object]:
+def _of_transport(
+    note: Note, name: str, device: AscendDevice | None, options: TransportOptions
+) -> dict[str, object]:
     from kvplan.transport.choice import TRANSPORTS
 
     make = TRANSPORTS[name]
@@ -174,7 +176,7 @@ def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str,
         note(step="trying a copy over tcp")
         found["tried"] = trial.between_engines(name)
     with closing(make(options)) as transport:
-        ways = ways_between(name, transport.reaches, options.device, options)
+        ways = ways_between(name, transport.reaches, device, options)
         found |= {"reaches": sorted(transport.reaches), "ways": [it._asdict() for it in ways]}
     return found
 

@@ -24,9 +24,9 @@ from kvplan.types import BlocksCacheKey, CacheDesc, DataType, LlmRole
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.ascend.device import AscendDevice
-    from kvplan.ascend.memory import DeviceMemory
     from kvplan.cli.info.ways import Way
+    from kvplan.device.ascend import AscendDevice
+    from kvplan.device.memory import DeviceMemory
     from kvplan.transport.ucx.link import UcxLink
     from kvplan.transport.ucx.transport import UcxTransport
 
@@ -165,7 +165,7 @@ def _host(device: AscendDevice | None, stack: ExitStack) -> NDArray[np.uint8]:
 
 
 def _on(device: AscendDevice) -> DeviceMemory:
-    from kvplan.ascend.memory import DeviceMemory
+    from kvplan.device.memory import DeviceMemory
 
     buffer = device.allocate(_DESC.nbytes)
     addresses = [buffer.address + i * _DESC.tensor_nbytes for i in range(_DESC.num_tensors)]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from kvplan.transport.protocol import Kind
 
 if TYPE_CHECKING:
-    from kvplan.ascend.device import AscendDevice
-    from kvplan.ascend.products import Product
+    from kvplan.device.ascend import AscendDevice, Product
     from kvplan.transport.choice import TransportOptions
 
 How = Literal["direct", "staged", "refused"]

@@ -11,15 +11,15 @@ from weakref import finalize, ref
 
 from kvnative._backend import NativeError
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.identity import link_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvnative._hccl import Communicator
-    from kvplan.transport.hccl.end import HcclEnd
-    from kvplan.transport.hccl.rank_table import RankTable
+    from kvplan.transport.hccl.addresses import RankTable
+    from kvplan.transport.hccl.device import HcclDevice
 
 
 @dataclass(eq=False)
@@ -46,17 +46,17 @@ class Connections:
     one end transfers over it, the other must hold it.
 
     Args:
-        end: this one.
+        hccl: the device of this process.
         peer: whom it is to.
         table: both ranks.
         session: what both ends name it by.
         is_hccs: whether HCCL takes HCCS to the peer.
-        own_metadata: tells the peer what is bound.
+        own_metadata: says to the peer what is bound.
     """
 
     def __init__(
         self,
-        end: HcclEnd,
+        hccl: HcclDevice,
         peer: Metadata,
         table: RankTable,
         session: bytes,
@@ -67,7 +67,7 @@ class Connections:
         self.is_hccs = is_hccs
         self.ask: Callable[[], None] | None = None
         self.tell_unused: Callable[[int], None] = _nobody_is_told
-        self._end = end
+        self._hccl = hccl
         self._peer = peer
         self._table = table
         self._session = session
@@ -110,7 +110,7 @@ class Connections:
         """See `Renewable`."""
         name = self._name(generation)
         try:
-            communicator, newest = self._end.open(self._table, name, is_hccs=self.is_hccs)
+            communicator, newest = self._hccl.open(self._table, name, is_hccs=self.is_hccs)
         except NativeError as error:
             raise link_failed(f"HCCL communicator {name}: {error}") from error
         try:
@@ -120,7 +120,7 @@ class Connections:
                 self._communicators[generation] = communicator
                 self._opened[generation] = newest
         except BaseException:
-            self._end.close(communicator)
+            self._hccl.close(communicator)
             raise
         return metadata
 
@@ -139,7 +139,7 @@ class Connections:
         except BaseException as error:
             with self._mutex:
                 self._communicators.pop(generation, None)
-            self._end.close(communicator)
+            self._hccl.close(communicator)
             if not isinstance(error, NativeError):
                 raise
             self._check_wanted(generation)  # else that is the reason
@@ -151,7 +151,7 @@ class Connections:
     def adopt(self, generation: int, metadata: bytes) -> None:
         """See `Renewable`."""
         newer = Metadata.from_bytes(metadata)
-        if (newer.instance, newer.board) != (self._peer.instance, self._peer.board):
+        if (newer.instance, newer.generations) != (self._peer.instance, self._peer.generations):
             raise link_failed(f"metadata is of instance {newer.instance}, not of the linked one")
         self._use(generation, newer.newest)
 
@@ -217,14 +217,14 @@ class Connections:
     def _keep(self, generation: int, communicator: Communicator, newest: int) -> None:
         """It is made: a connection that is let go of with its last user."""
         held = Connection(generation, communicator, newest)
-        let_go = partial(_let_go, ref(self), self._end, generation, communicator)
+        let_go = partial(_let_go, ref(self), self._hccl, generation, communicator)
         with self._mutex:
             self._check_wanted(generation)
-            finalize(held, self._end.aside.do, let_go)
+            finalize(held, self._hccl.background.do, let_go)
             self._made[generation] = held
 
     def _take_down(self, communicator: Communicator) -> None:
-        self._end.aside.do(partial(self._end.close, communicator))
+        self._hccl.background.do(partial(self._hccl.close, communicator))
 
     def _check_wanted(self, generation: int) -> None:
         if self._why_closed is not None:
@@ -259,12 +259,12 @@ class Connections:
 
 
 def _let_go(
-    owner: ref[Connections], end: HcclEnd, generation: int, communicator: Communicator
+    owner: ref[Connections], hccl: HcclDevice, generation: int, communicator: Communicator
 ) -> None:
     """The last user of a connection has gone; not in its thread, which may hold anything."""
     connections = owner()
     if connections is None or connections._retire(generation):
-        end.close(communicator)
+        hccl.close(communicator)
 
 
 def _given_up(generation: int) -> LLMException:

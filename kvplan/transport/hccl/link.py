@@ -1,99 +1,173 @@
-"""A link to a peer's device: its registered memory, reached over HCCL without its help."""
+"""A link to a peer's device, and tensors in its registered memory, reached without its help."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Literal
+from weakref import ref
 
 import numpy as np
 
 from kvnative._hccl import MAX_GUARDS, Guards
+from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.columns import sized_tensors
-from kvplan.transport.hccl.board import WORD_NBYTES
-from kvplan.transport.hccl.memory import HcclPeerMemory
-from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.ranges import RangeTable
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns
+from kvplan.transport.hccl.metadata import Metadata, Range
+from kvplan.transport.hccl.registrations import WORD_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from kvnative._backend import Backend, ThreadPool
+    from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.transport.hccl.connections import Connection, Connections
-    from kvplan.transport.hccl.end import HcclEnd
-    from kvplan.transport.hccl.metadata import Range
+    from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.protocol import Renewable
 
     Column = NDArray[np.uint64]
+    # Of the local side: which memory it is, and whether it goes through the staging memory.
+    Way = tuple[Literal["device", "host"], bool]
+
+_TRIES = 3  # what is registered while a connection is renewed needs another
 
 
-class HcclLink:
-    """Made by `HcclTransport.connect`; also a context manager.
+class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
+    """Tensors in a peer, as `HcclLink.memory` found them."""
+
+    def __init__(
+        self,
+        link: HcclLink,
+        addresses: Column,
+        nbytes: Column,
+        ranges: Sequence[Range],
+        newest: int,
+        *,
+        writable: bool,
+    ) -> None:
+        on_device = ranges[0].on_device
+        super().__init__(link, addresses, nbytes, ranges, writable=writable, on_device=on_device)
+        self._newest = newest  # the highest number of the peer's regions that hold them
+        self._guards = link.guards(ranges)
+        # A connection that was used once is held: a transfer over it may be in flight.
+        self._backends: dict[tuple[Connection, Direction, Way], Backend] = {}
+        self._seen: tuple[ref[TensorMemory], int, int | None] | None = None
+
+    def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
+        """What moves bytes between the peer and `other`, over the connection of now.
+
+        One that was made before either side's memory was registered is renewed first, by both ends.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: `other` is reached in no way, and why;
+                LLM_TIMEOUT, LLM_LINK_FAILED: the connection could not be renewed; or as `check`.
+        """
+        for _ in range(_TRIES):
+            connection = self._link.connection()
+            way = self._way(other, connection)
+            if way is not None and not self._link.needs_renewal(connection, self._newest):
+                return self._backend(connection, direction, way)
+            self._link.renew(connection)
+        raise LLMException(
+            f"the connection to {self._link.peer} was renewed {_TRIES} times, and memory was "
+            "registered during each: try again",
+            status_code=LLMStatusCode.LLM_TIMEOUT,
+        )
+
+    def _backend(self, connection: Connection, direction: Direction, way: Way) -> Backend:
+        key = connection, direction, way
+        if (known := self._backends.get(key)) is None:
+            local, is_staged = way
+            made = connection.communicator.backend(
+                direction,
+                self._guards,
+                self._link.hccl.staging if is_staged else None,
+                local,
+            )
+            known = self._backends.setdefault(key, made)
+        return known
+
+    def _way(self, other: TensorMemory, connection: Connection) -> Way | None:
+        """How `other` is reached; None: over a newer connection.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: in no way.
+        """
+        hccl = self._link.hccl
+        local: Literal["device", "host"] = "device" if other.on_device else "host"
+        if isinstance(other, DeviceMemory) and other.device.native is not hccl.device.native:
+            raise LLMException(
+                f"the local side is on device {other.device.id}, the link to {self._link.peer} is "
+                f"device {hccl.device.id}'s: use the engine of that device",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        kinds = hccl.product.local_kinds(is_hccs=self._link.is_hccs)
+        newest = self._newest_region(other) if local in kinds else None
+        if newest is not None:
+            return (local, False) if newest <= connection.newest else None
+        if hccl.staging is None:
+            takes = " and ".join(sorted(kinds))
+            raise LLMException(
+                f"the local side is {local} memory that is not registered with HCCL, and there is "
+                "no staging memory (kvplan.staging_nbytes=0): on this product "
+                f"({hccl.product.name}) register {takes} memory, or give staging memory",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        return local, True
+
+    def _newest_region(self, other: TensorMemory) -> int | None:
+        """The highest number of the local regions that hold `other`; None: none do."""
+        regions, seen = self._link.hccl.regions, self._seen
+        changes = regions.changes
+        if seen is not None and seen[0]() is other and seen[1] == changes:
+            return seen[2]
+        newest = regions.newest_of(other.addresses, other.nbytes, on_device=other.on_device)
+        self._seen = ref(other), changes, newest
+        return newest
+
+
+class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
+    """Made by `HcclTransport.connect`.
+
+    Who watches over it must do so by other means than `death_fd`: the peer may be on another host.
 
     Attributes:
-        end: this one.
-        metadata: of the peer, when the link was made.
+        hccl: the device of this process.
+        is_hccs: whether HCCL takes HCCS, and not RDMA.
     """
 
     finds_freed: Literal["after"] = "after"
-    death_fd = None
-    """Who watches over the link must do so by other means: the peer may be on another host."""
 
-    def __init__(self, end: HcclEnd, metadata: Metadata, connections: Connections) -> None:
-        self._pid = os.getpid()
-        self.end = end
-        self.metadata = metadata
+    def __init__(self, hccl: HcclDevice, metadata: Metadata, connections: Connections) -> None:
+        super().__init__(metadata)
+        self.hccl = hccl
         self._connections = connections
+        self.renewable: Renewable = connections
+        self.is_hccs = connections.is_hccs
+        self.way = "one-sided over HCCS" if self.is_hccs else "one-sided over RoCE"
 
     @property
-    def renewable(self) -> Renewable:
-        """See `TransportLink`."""
-        return self._connections
+    def closed(self) -> bool:
+        """Whether it, or the transport, was closed."""
+        return self._connections.closed
 
-    @property
-    def peer(self) -> str:
-        """The peer, for messages."""
-        device = self.metadata.device
-        return f"device {device.device_id} of host {device.server_id}"
-
-    def memory(
+    def _memory(
         self,
-        addresses: Sequence[int] | Column,
-        nbytes: int | Sequence[int] | Column,
+        starts: Column,
+        sizes: Column,
+        ranges: Sequence[Range],
+        held_by: NDArray[np.intp],
+        known: Metadata,
         *,
-        writable: bool = False,
-        metadata: bytes | None = None,
+        writable: bool,
     ) -> HcclPeerMemory:
-        """The peer's tensors, for use as the remote side of a transfer.
-
-        Args:
-            addresses: of each tensor, in the peer.
-            nbytes: of each tensor, or one number for all.
-            writable: whether the transfer writes to them.
-            metadata: the peer's, naming the registrations that hold them; None: the one that the
-                link was made with.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration (one
-                that has ended by now shows in the transfer); LLM_FEATURE_NOT_ENABLED: a tensor lies
-                in memory that HCCL knows in parts, or is not reached over HCCS;
-                LLM_PARAM_INVALID: bad sizes or metadata,
-                another peer's metadata, memory of host and device at once, or a read-only
-                registration to be written; LLM_NOT_YET_LINK: the link was closed.
-            TypeError: not whole numbers.
-        """
-        self.check()
-        starts, sizes = sized_tensors(addresses, nbytes)
-        known = self.metadata if metadata is None else self._read(metadata)
-        table = RangeTable(self.peer, known.ranges)
-        ranges, held_by = table.locate(starts, sizes, writable=writable)
         if len({it.on_device for it in ranges}) > 1:
             raise invalid(
                 f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
                 "one way"
             )
-        if not ranges[0].on_device and "host" not in self._remote_kinds():
+        takes = self.hccl.product.remote_kinds(is_hccs=self.is_hccs)
+        if not ranges[0].on_device and "host" not in takes:
             raise LLMException(
                 f"tensors of {self.peer} are in its host's memory, which HCCL does not reach over "
                 "HCCS, as devices of one host or super pod are connected: have that cache on the "
@@ -101,33 +175,18 @@ class HcclLink:
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         newest = _newest_region(ranges, starts, sizes, held_by)
-        return HcclPeerMemory(self, starts, sizes, writable, ranges, newest)
-
-    @property
-    def way(self) -> str:
-        """See `TransportLink`."""
-        return "one-sided over HCCS" if self.is_hccs else "one-sided over RoCE"
-
-    @property
-    def is_hccs(self) -> bool:
-        """Whether HCCL takes HCCS, and not RDMA."""
-        return self._connections.is_hccs
-
-    def _remote_kinds(self) -> frozenset[str]:
-        return self.end.product.remote_kinds(is_hccs=self.is_hccs)
+        return HcclPeerMemory(self, starts, sizes, ranges, newest, writable=writable)
 
     def guards(self, ranges: Sequence[Range]) -> Guards:
-        """What transfers must find on the peer's board after their bytes."""
+        """What transfers must find in the peer's generation table after their bytes."""
         if len(ranges) > MAX_GUARDS:
             raise invalid(
                 f"{len(ranges)} registrations of {self.peer} are used at once; HCCL transfers "
                 f"check at most {MAX_GUARDS}: register larger pieces"
             )
-        board = self.metadata.board.address
-        return Guards(
-            np.array([board + WORD_NBYTES * it.slot for it in ranges], dtype=np.uint64),
-            np.array([it.generation for it in ranges], dtype=np.uint64),
-        )
+        words = self.metadata.generations.address
+        slots, generations = columns(ranges, "slot", "generation")
+        return Guards(slots * np.uint64(WORD_NBYTES) + np.uint64(words), generations)
 
     def connection(self) -> Connection:
         """What transfers go over now.
@@ -160,52 +219,11 @@ class HcclLink:
             )
         self._connections.ask()
 
-    def check(self) -> None:
-        """Raise LLMException unless the link is open; whether the peer lives shows in transfers.
+    def _check_peer(self) -> None:
+        self._connections.current()  # whether the peer lives shows in transfers
 
-        Raises:
-            LLMException: LLM_NOT_YET_LINK, or what it was closed with; LLM_FAILED: this is a forked
-                child, whose parent's link it is.
-        """
-        if os.getpid() != self._pid:
-            raise LLMException(
-                f"the link belongs to process {self._pid}; this is its forked child {os.getpid()}, "
-                "which needs one of its own"
-            )
-        self._connections.current()
-
-    def close(self, why: LLMException | None = None) -> None:
-        """Let go of the peer, without waiting for anything; idempotent.
-
-        Transfers in flight end, with the message and status of `why`.
-        """
-        if os.getpid() != self._pid:
-            return
-        self._connections.close(
-            why
-            or LLMException(
-                f"the link to {self.peer} is closed",
-                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-            )
-        )
-
-    def __enter__(self) -> HcclLink:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<HcclLink to {self.peer}{': closed' if self._connections.closed else ''}>"
-
-    def _read(self, metadata: bytes) -> Metadata:
-        newer, peer = Metadata.from_bytes(metadata), self.metadata
-        if (newer.instance, newer.board) != (peer.instance, peer.board):
-            raise invalid(
-                f"metadata is of the transport {newer.instance}; this link is to another, "
-                f"{peer.instance}"
-            )
-        return newer
+    def _disconnect(self, why: LLMException) -> None:
+        self._connections.close(why)
 
 
 def _newest_region(

@@ -1,4 +1,4 @@
-"""What a process tells its peers about its device and the memory it has registered, as JSON.
+"""What a process publishes to its peers about its device and the memory it has registered, as JSON.
 
 Checked as strictly as the local transport's: it comes from outside.
 """
@@ -8,27 +8,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvplan.transport.documents import Document, fields_of, write_schema
-from kvplan.transport.hccl.device_address import DeviceAddress
+from kvplan.transport import ranges
+from kvplan.transport.base import PeerMetadata
+from kvplan.transport.hccl.addresses import DeviceAddress
+from kvplan.transport.wire import (
+    ADDRESS,
+    NUMBER,
+    PEER,
+    SIZE,
+    fields_of,
+    range_bounds,
+    write_schema,
+)
 
 SCHEMA: Final = "kvplan.hccl"
 SCHEMA_VERSION: Final = 1
-MAX_NBYTES: Final = 32 << 20
 MAX_SLOTS: Final = 1 << 24
 
-_PEER: Final = Document("peer metadata", MAX_NBYTES)
-_ADDRESS = (1, 2**64 - 1)
-_SIZE = (1, 2**63 - 1)
-_NUMBER = (0, 2**63 - 1)
-_BOARD = {"address": _ADDRESS, "num_slots": (1, MAX_SLOTS)}
-_RANGE = {"address": _ADDRESS, "nbytes": _SIZE, "slot": (0, MAX_SLOTS - 1), "generation": _NUMBER}
-_REGION = {"number": _NUMBER, "address": _ADDRESS, "nbytes": _SIZE}
+_GENERATION_TABLE = {"address": ADDRESS, "num_slots": (1, MAX_SLOTS)}
+_RANGE = range_bounds((0, MAX_SLOTS - 1))
+_REGION = {"number": NUMBER, "address": ADDRESS, "nbytes": SIZE}
 _TOP = ("instance", "product", "device", "board", "newest", "ranges")
 
 
 @dataclass(frozen=True, slots=True)
-class BoardRef:
-    """Where the registration board lies in the device's memory: a word of 8 bytes for each slot."""
+class GenerationTableRef:
+    """Where the generation table lies in the device's memory: a word of 8 bytes for each slot."""
 
     address: int
     num_slots: int
@@ -48,24 +53,16 @@ class RegionRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class Range(ranges.Range):
     """Registered memory [address, address + nbytes) of a process.
 
-    `slot` and `generation` say on the board whether it is still registered; `regions` are what HCCL
-    knows it as, in the order of addresses.
+    Attributes:
+        on_device: whether it is memory of the device.
+        regions: what HCCL knows it as, in the order of addresses.
     """
 
-    address: int
-    nbytes: int
-    slot: int
-    generation: int
-    writable: bool
     on_device: bool
     regions: tuple[RegionRef, ...]
-
-    @property
-    def arena(self) -> None:
-        """None: nothing of it is mapped anywhere."""
 
     def region_of(self, address: int, nbytes: int) -> RegionRef | None:
         """The one region that holds [address, address + nbytes); None: it takes several."""
@@ -77,14 +74,14 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class Metadata(PeerMetadata):
     """All that a peer needs to reach this process's device.
 
     Attributes:
         instance: 32 hexadecimal digits, which no other transport has.
         product: of the device, such as "A2".
         device: where it is.
-        board: of registrations.
+        generations: of registrations.
         newest: the highest number of a region so far; a connection that is made later has bound
             all of them, but for those that have gone.
         ranges: that it names.
@@ -93,9 +90,21 @@ class Metadata:
     instance: str
     product: str
     device: DeviceAddress
-    board: BoardRef
+    generations: GenerationTableRef
     newest: int
     ranges: tuple[Range, ...] = ()
+
+    def __str__(self) -> str:
+        return f"device {self.device.device_id} of host {self.device.server_id}"
+
+    @property
+    def owner(self) -> str:
+        """See `PeerMetadata.owner`."""
+        return f"instance {self.instance}"
+
+    def is_of_owner(self, other: Metadata) -> bool:
+        """See `PeerMetadata.is_of_owner`."""
+        return (self.instance, self.generations) == (other.instance, other.generations)
 
     def to_bytes(self) -> bytes:
         """As JSON, UTF-8."""
@@ -103,7 +112,7 @@ class Metadata:
             "instance": self.instance,
             "product": self.product,
             "device": self.device.to_dict(),
-            "board": fields_of(self.board),
+            "board": fields_of(self.generations),
             "newest": self.newest,
             "ranges": [
                 {**fields_of(it), "regions": [fields_of(region) for region in it.regions]}
@@ -120,51 +129,39 @@ class Metadata:
             LLMException: LLM_PARAM_INVALID, naming the field, its value and the allowed range.
             TypeError: `blob` is not bytes.
         """
-        document = _PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
-        fields = _PEER.fields("", document, {"schema", "schema_version", *_TOP})
-        board = _PEER.fields("board", fields["board"], set(_BOARD))
-        ref = BoardRef(**_PEER.numbers("board", board, _BOARD))
-        newest = _PEER.numbers("document", fields, {"newest": _NUMBER})["newest"]
-        ranges = _PEER.elements("ranges", fields["ranges"])
+        document = PEER.read_schema(blob, SCHEMA, SCHEMA_VERSION)
+        fields = PEER.fields("", document, {"schema", "schema_version", *_TOP})
+        ref = GenerationTableRef(**PEER.record("board", fields["board"], _GENERATION_TABLE))
+        newest = PEER.numbers("document", fields, {"newest": NUMBER})["newest"]
+        named = PEER.elements("ranges", fields["ranges"])
         return cls(
-            _PEER.text("instance", fields["instance"], _is_instance, "32 hexadecimal digits"),
-            _PEER.text("product", fields["product"], _is_name, "1 to 64 printable characters"),
-            DeviceAddress.of_fields(_PEER, "device", fields["device"]),
+            PEER.instance(fields["instance"]),
+            PEER.printable("product", fields["product"]),
+            DeviceAddress.of_fields(PEER, "device", fields["device"]),
             ref,
             newest,
-            tuple(_range(f"ranges[{i}]", it, ref, newest) for i, it in enumerate(ranges)),
+            tuple(_range(f"ranges[{i}]", it, ref, newest) for i, it in enumerate(named)),
         )
 
 
-def _range(path: str, value: object, board: BoardRef, newest: int) -> Range:
-    fields = _PEER.fields(path, value, {"writable", "on_device", "regions", *_RANGE})
-    numbers = _PEER.numbers(path, fields, _RANGE)
-    writable = _PEER.flag(f"{path}.writable", fields["writable"])
-    on_device = _PEER.flag(f"{path}.on_device", fields["on_device"])
-    _PEER.check_range(path, numbers, board.num_slots)
+def _range(path: str, value: object, generations: GenerationTableRef, newest: int) -> Range:
+    common, fields = PEER.range(
+        path, value, _RANGE, generations.num_slots, {"on_device", "regions"}
+    )
+    on_device = PEER.flag(f"{path}.on_device", fields["on_device"])
     regions = []
-    at, end = numbers["address"], numbers["address"] + numbers["nbytes"]
-    for i, given in enumerate(_PEER.elements(f"{path}.regions", fields["regions"])):
+    at, end = common["address"], common["address"] + common["nbytes"]
+    for i, given in enumerate(PEER.elements(f"{path}.regions", fields["regions"])):
         where = f"{path}.regions[{i}]"
-        region = RegionRef(
-            **_PEER.numbers(where, _PEER.fields(where, given, set(_REGION)), _REGION)
-        )
+        region = RegionRef(**PEER.record(where, given, _REGION))
         if region.number > newest:
-            raise _PEER.bad(f"{where}.number is {region.number}; the newest region is {newest}")
+            raise PEER.bad(f"{where}.number is {region.number}; the newest region is {newest}")
         if not region.address <= at < region.address + region.nbytes:
-            raise _PEER.bad(
+            raise PEER.bad(
                 f"{where} at {region.address}, nbytes {region.nbytes}, does not have byte {at}"
             )
         at = min(end, region.address + region.nbytes)
         regions.append(region)
     if at < end:
-        raise _PEER.bad(f"{path}.regions end at {at}; the range ends at {end}")
-    return Range(writable=writable, on_device=on_device, regions=tuple(regions), **numbers)
-
-
-def _is_instance(text: str) -> bool:
-    return len(text) == 32 and all(it in "0123456789abcdef" for it in text)
-
-
-def _is_name(text: str) -> bool:
-    return 0 < len(text) <= 64 and text.isprintable()
+        raise PEER.bad(f"{path}.regions end at {at}; the range ends at {end}")
+    return Range(**common, on_device=on_device, regions=tuple(regions))

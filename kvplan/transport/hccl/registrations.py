@@ -1,37 +1,101 @@
-"""What peers may reach of this process over HCCL: registrations, and the regions that hold them."""
+"""What peers may reach of this process over HCCL: registrations, and which of them still stand."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
-from kvplan.transport.hccl.end import whole_pages
-from kvplan.transport.hccl.metadata import Range
-from kvplan.transport.host_range import host_range
+from kvplan.transport.hccl.metadata import MAX_SLOTS, GenerationTableRef, Range
+from kvplan.transport.host_memory import host_range
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registration import RegisteredMemory, ranges_of
+from kvplan.transport.registrations import Registration, RegistrationTable, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvnative._acl import DeviceBuffer
+    from kvplan.device.device import Device
     from kvplan.transport import protocol
-    from kvplan.transport.hccl.end import HcclEnd
+    from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.hccl.regions import HeldRegion
     from kvplan.transport.protocol import Registrable
 
 _LOG = Log("kvplan")
+WORD_NBYTES: Final = 8
+
+
+class GenerationTable:
+    """A word for each slot: the generation of the registration that has it, or 0.
+
+    A peer that transfers reads the words of the ranges that it used after its bytes, in the order
+    of its stream: where one is not what was published, nothing of the transfer counts.
+
+    Args:
+        device: whose memory it lies in.
+        num_slots: registrations that there can be at once.
+
+    Raises:
+        LLMException: LLM_DEVICE_OUT_OF_MEMORY, or what else the device says.
+    """
+
+    def __init__(self, device: Device, num_slots: int) -> None:
+        self._slots = Slots(num_slots, MAX_SLOTS)
+        self._device = device
+        self.buffer: DeviceBuffer | None = device.allocate(num_slots * WORD_NBYTES)
+        self.ref = GenerationTableRef(self.buffer.address, num_slots)
+        device.write(self.ref.address, bytes(num_slots * WORD_NBYTES))
+        self._mutex = threading.Lock()
+
+    def take(self) -> tuple[int, int]:
+        """A slot, and the generation that its word says from here on.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY: all are taken; what the device says.
+        """
+        with self._mutex:
+            slot, generation = self._slots.take()
+        try:
+            self._write(slot, generation)
+        except LLMException:
+            with self._mutex:
+                self._slots.release(slot)
+            raise
+        return slot, generation
+
+    def release(self, slot: int) -> None:
+        """From here on no transfer that uses the slot's registration succeeds.
+
+        Raises:
+            LLMException: what the device says; the slot is not used again then.
+        """
+        self._write(slot, 0)
+        with self._mutex:
+            self._slots.release(slot)
+
+    def close(self) -> None:
+        """Let go of the memory: no connection reaches it any more."""
+        self.buffer = None
+
+    def address_of(self, slot: int) -> int:
+        """Of a slot's word."""
+        return self.ref.address + WORD_NBYTES * slot
+
+    def _write(self, slot: int, generation: int) -> None:
+        self._device.write(self.address_of(slot), generation.to_bytes(WORD_NBYTES, "little"))
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration(RegisteredMemory[Range]):
-    """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
+class HcclRegistration(Registration[Range]):
+    """Memory that peers may reach over HCCL.
 
-    range: Range
+    Attributes:
+        regions: that hold it, as HCCL knows them.
+    """
+
     regions: tuple[HeldRegion, ...]
-    keep: object  # keeps the memory where it is; None: the caller does
 
 
 class _Found(NamedTuple):
@@ -48,36 +112,34 @@ class Registrations:
     """Those of one transport; may be used from several threads.
 
     Args:
-        end: the device.
+        hccl: the device.
     """
 
-    def __init__(self, end: HcclEnd) -> None:
-        self._end = end
-        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self._mutex = threading.RLock()
-        self._by_slot: dict[int, Registration] = {}
-        self._expected: list[tuple[HeldRegion, ...]] = []
+    def __init__(self, hccl: HcclDevice) -> None:
+        self._hccl = hccl
+        self._table = RegistrationTable(HcclRegistration, "an hccl transport")
+        self._pools: list[tuple[HeldRegion, ...]] = []
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._by_slot)
+        return len(self._table)
 
     def expect(self, memory: Registrable, keep: object) -> None:
         """Let HCCL know memory whose parts will be registered."""
         found = self._find(memory, writable=True)
         regions = self._cover(found._replace(keep=(found.keep, keep)))
-        with self._mutex:
+        with self._table.mutex:
             if not self._closed:
-                self._expected.append(regions)
+                self._pools.append(regions)
                 return
         self._release(regions)
 
-    def add(self, memory: Registrable, *, writable: bool) -> Registration:
+    def add(self, memory: Registrable, *, writable: bool) -> HcclRegistration:
         """See `HcclTransport.register`."""
         found = self._find(memory, writable=writable)
         regions = self._cover(found)
         try:
-            slot, generation = self._end.board.take()
+            slot, generation = self._hccl.generations.take()
         except BaseException:
             self._release(regions)
             raise
@@ -85,53 +147,43 @@ class Registrations:
         known = Range(
             found.address, found.nbytes, slot, generation, writable, found.on_device, refs
         )
-        it = Registration(known, regions, found.keep)
-        with self._mutex:
-            if not self._closed:
-                self._by_slot[slot] = it
-                return it
-        self._end_one(it)
-        raise LLMException("the transport is closed")
+        it = HcclRegistration(known, None, found.keep, regions)
+        try:
+            self._table.add(it)
+        except LLMException:
+            self._end_one(it)
+            raise
+        return it
 
     def remove(self, registration: protocol.Registration) -> None:
         """See `HcclTransport.deregister`."""
-        it = _own(registration)
-        with self._mutex:
-            if self._by_slot.get(it.range.slot) is not it:
-                return
-            del self._by_slot[it.range.slot]
-        self._end_one(it)
+        it = self._table.own(registration)
+        if self._table.remove(it):
+            self._end_one(it)
 
     def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
-        """As peers are told `registrations`; None: all.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
-            TypeError: one of them is no `Registration`.
-        """
-        given = None if registrations is None else [_own(it) for it in registrations]
-        with self._mutex:
-            return ranges_of(given, self._by_slot)
+        """What is published of `registrations`; None: all."""
+        return tuple(it.range for it in self._table.select(registrations))
 
     def close(self) -> None:
         """End all, and take no more."""
-        with self._mutex:
+        with self._table.mutex:
             self._closed = True
-            ending, self._by_slot = list(self._by_slot.values()), {}
-            expected, self._expected = self._expected, []
-        for it in ending:
+            ended = self._table.close()
+            pools, self._pools = self._pools, []
+        for it in ended:
             self._end_one(it)
-        for regions in expected:
+        for regions in pools:
             self._release(regions)
 
     def _find(self, memory: Registrable, *, writable: bool) -> _Found:
         if isinstance(memory, DeviceRange):
             buffer = memory.buffer
             if buffer is None:
-                self._end.device.check_range("memory", memory.address, memory.nbytes)
+                self._hccl.device.check_range("memory", memory.address, memory.nbytes)
             whole = None if buffer is None else (buffer.address, buffer.nbytes)
             return _Found(memory.address, memory.nbytes, True, buffer, whole)
-        product = self._end.product
+        product = self._hccl.product
         if "host" not in product.registers:
             raise TypeError(
                 f"memory is of the host; on this product ({product.name}) HCCL reaches device "
@@ -144,10 +196,10 @@ class Registrations:
     def _cover(self, found: _Found) -> tuple[HeldRegion, ...]:
         address, nbytes, on_device, keep, whole = found
         if on_device:
-            native = self._end.device.native
-            address, nbytes = whole_pages(native, address, nbytes)
-            whole = whole and whole_pages(native, *whole)
-        regions = self._end.regions.cover(
+            device = self._hccl.device
+            address, nbytes = whole_pages(device, address, nbytes)
+            whole = whole and whole_pages(device, *whole)
+        regions = self._hccl.regions.cover(
             address, nbytes, on_device=on_device, owner=keep, whole=whole
         )
         if any(it.on_device is not on_device for it in regions):
@@ -155,17 +207,23 @@ class Registrations:
             raise invalid(f"memory at {address:#x} is registered already, as another kind")
         return regions
 
-    def _end_one(self, it: Registration) -> None:
+    def _end_one(self, it: HcclRegistration) -> None:
         try:
             # First: from here on no transfer of a peer succeeds, whatever still moves.
-            self._end.board.release(it.range.slot)
+            self._hccl.generations.release(it.range.slot)
         except LLMException as error:
-            _LOG.warning("event=board_lost device=%d reason=%s", self._end.device.id, error)
+            _LOG.warning("event=board_lost device=%d reason=%s", self._hccl.device.id, error)
         self._release(it.regions)
 
     def _release(self, regions: tuple[HeldRegion, ...]) -> None:
-        self._end.regions.release(regions, self._end.end_region)
+        self._hccl.regions.release(regions, self._hccl.forget)
 
 
-def _own(registration: protocol.Registration) -> Registration:
-    return Registration.own(registration, "an hccl transport")
+def whole_pages(device: Device, address: int, nbytes: int) -> tuple[int, int]:
+    """The pages of a device that [address, address + nbytes) lies in: (address, nbytes).
+
+    HCCS shares memory by the page. Of one that is refused no connection could be made at all.
+    """
+    page = device.native.page_nbytes(address) or 1
+    start = address - address % page
+    return start, -((start - address - nbytes) // page) * page

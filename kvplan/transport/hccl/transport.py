@@ -9,37 +9,32 @@ from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import HcclLibrary, Staging
-from kvplan.ascend.device import device_error
+from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.arenas import new_arena
-from kvplan.transport.hccl.aside import Aside
-from kvplan.transport.hccl.board import DeviceBoard
+from kvplan.transport.base import BaseTransport, link_failed
+from kvplan.transport.hccl.addresses import device_address, is_over_hccs, table_of, why_not
 from kvplan.transport.hccl.connections import Connections
-from kvplan.transport.hccl.discovery import device_address
-from kvplan.transport.hccl.end import HcclEnd
+from kvplan.transport.hccl.device import BackgroundWorker, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.rank_table import is_over_hccs, table_of, why_not
-from kvplan.transport.hccl.registrations import Registration, Registrations
-from kvplan.transport.identity import link_failed
+from kvplan.transport.hccl.registrations import GenerationTable, HcclRegistration, Registrations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvnative._host import Arena
-    from kvplan.ascend.device import AscendDevice
-    from kvplan.ascend.products import Product
+    from kvplan.device.ascend import AscendDevice, Product
     from kvplan.transport import protocol
     from kvplan.transport.hccl.metadata import Range
     from kvplan.transport.protocol import Kind, Registrable
 
 _LOG = Log("kvplan")
 _CLOSING_S = 2.0  # for connections that nobody uses any more to be taken down
-_SLOTS, _LANES = 4, 2  # of the staging memory: two transfers at once, in a pipeline of four each
+# Of the staging memory: two transfers at once, each in a pipeline of four buffers.
+_BUFFERS, _BUFFER_SETS = 4, 2
 
 
-class HcclTransport:
+class HcclTransport(BaseTransport):
     """What this process lets its peers on other devices reach, and its links to them.
 
     Close it before the device, and before the memory goes. In a forked child it is of no use.
@@ -76,49 +71,45 @@ class HcclTransport:
                 HCCL, or an address that is not known; LLM_PARAM_INVALID: `local_comm_res`;
                 LLM_DEVICE_OUT_OF_MEMORY; what HCCL says.
         """
-        self._pid = os.getpid()
-        self._closed = False
+        super().__init__()
         self._product = _product_of(device)
         self._address = device_address(device, local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
         self._mutex = threading.Lock()
         self._links: set[Connections] = set()
-        self._aside = Aside(f"kvplan-hccl-{device.id}")
+        self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
         try:
             library = HcclLibrary.load(device.native.library)
-            self._board = DeviceBoard(device, max_registrations)
-            slot_nbytes = staging_nbytes // (_SLOTS * _LANES)
+            self._generations = GenerationTable(device, max_registrations)
+            buffer_nbytes = staging_nbytes // (_BUFFERS * _BUFFER_SETS)
             staging = (
-                Staging(library, device.native, slot_nbytes=slot_nbytes, slots=_SLOTS, lanes=_LANES)
-                if slot_nbytes
+                Staging(
+                    library,
+                    device.native,
+                    slot_nbytes=buffer_nbytes,
+                    slots=_BUFFERS,
+                    lanes=_BUFFER_SETS,
+                )
+                if buffer_nbytes
                 else None
             )
-            self._end = HcclEnd(
+            self._hccl = HcclDevice(
                 library,
                 device,
                 self._product,
-                self._board,
+                self._generations,
                 staging,
-                self._aside,
+                self._background,
                 traffic_class,
                 service_level,
             )
-            self._registrations = Registrations(self._end)
+            self._registrations = Registrations(self._hccl)
         except BaseException as error:
-            self._aside.close()
+            self._background.close()
             if isinstance(error, NativeError):
                 raise device_error(error, f"HCCL on device {device.id}") from error
             raise
-
-    def allocate(self, nbytes: int) -> Arena:
-        """New zeroed memory of the host, which is registered with HCCL where that takes any.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
-        """
-        self._check_process()
-        return new_arena(nbytes)
 
     def expect(self, memory: Registrable, keep: object = None) -> None:
         """Let HCCL know a pool as one region: its parts need no connection to be renewed.
@@ -130,12 +121,12 @@ class HcclTransport:
         Raises:
             LLMException: as `register`.
         """
-        self._check_process()
+        self._check_open()
         self._registrations.expect(memory, keep)
 
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
-    ) -> Registration:
+    ) -> HcclRegistration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Memory may be registered several times, and a part of what is registered. What lies partly
@@ -145,7 +136,7 @@ class HcclTransport:
             memory: a DeviceRange; or of the host, where the product allows it: anything with a
                 contiguous buffer, which is then held, or (address, nbytes), which the caller holds.
             writable: whether peers may write to it.
-            keep: of no account: what peers write is not seen.
+            keep: not used: what peers write is not seen.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not of this device, or not as asked, or
@@ -153,7 +144,7 @@ class HcclTransport:
                 registered already; what HCCL says.
             TypeError: neither of these.
         """
-        self._check_process()
+        self._check_open()
         return self._registrations.add(memory, writable=writable)
 
     def deregister(self, registration: protocol.Registration) -> None:
@@ -162,7 +153,7 @@ class HcclTransport:
         A peer's `put` that is in flight at this moment may still write to it, or fail; agree on the
         end of transfers first. A second time is fine.
         """
-        self._check_process()
+        self._check_open()
         self._registrations.remove(registration)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
@@ -172,16 +163,8 @@ class HcclTransport:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
             TypeError: one of them is no `Registration`.
         """
-        self._check_process()
+        self._check_open()
         return self._metadata(self._registrations.ranges(registrations)).to_bytes()
-
-    def refusal(self, metadata: bytes) -> str | None:
-        """Why the device of `metadata` cannot be reached from here; None: it may be."""
-        self._check_process()
-        try:
-            return self._refusal(Metadata.from_bytes(metadata))
-        except LLMException as error:
-            return str(error.args[0])
 
     def connect(
         self,
@@ -198,21 +181,21 @@ class HcclTransport:
                 renewed the connection (`Renewable`).
             timeout_ms: milliseconds to wait for the peer; HCCL takes whole seconds.
             session: the same at both ends, and no other attempt's.
-            streams: of no account: HCCL makes connections of its own.
+            streams: not used: HCCL makes connections of its own.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, has not come in time, or HCCL says
                 why not; LLM_PARAM_INVALID: bad metadata.
         """
-        self._check_process()
+        self._check_open()
         peer = Metadata.from_bytes(metadata)
         if reason := self._refusal(peer):
             raise link_failed(reason)
         table = table_of(self._address, peer.device)
         is_hccs = is_over_hccs(self._product, self._address, peer.device)
-        connections = Connections(self._end, peer, table, session, self._metadata, is_hccs=is_hccs)
+        connections = Connections(self._hccl, peer, table, session, self._metadata, is_hccs=is_hccs)
         with self._mutex:
-            self._check_process()
+            self._check_open()
             self._links = {it for it in self._links if not it.closed}
             self._links.add(connections)
         try:
@@ -220,10 +203,10 @@ class HcclTransport:
         except BaseException as error:
             connections.close(link_failed(f"it was never connected: {error}"))
             raise
-        return HcclLink(self._end, peer, connections)
+        return HcclLink(self._hccl, peer, connections)
 
     def close(self) -> None:
-        """Close the links, deregister everything, take the board down; idempotent.
+        """Close the links, deregister everything, take the generation table down; idempotent.
 
         Connections whose transfers are in flight are taken down after those, and so is the rest.
         """
@@ -237,25 +220,19 @@ class HcclTransport:
         for connections in links:
             connections.close(link_failed("the transport is closed"))
         self._registrations.close()
-        self._aside.do(self._end.shut)
-        if not self._aside.wait(_CLOSING_S):
-            _LOG.warning("event=closes_late transport=hccl device=%d", self._end.device.id)
-        self._aside.close()
-
-    def __enter__(self) -> HcclTransport:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._background.do(self._hccl.shut)
+        if not self._background.wait(_CLOSING_S):
+            _LOG.warning("event=closes_late transport=hccl device=%d", self._hccl.device.id)
+        self._background.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._registrations)} registrations"
-        return f"<HcclTransport of {self._end.device!r}: {state}>"
+        return f"<HcclTransport of {self._hccl.device!r}: {state}>"
 
     def _metadata(self, ranges: tuple[Range, ...] = ()) -> Metadata:
-        newest = self._end.regions.newest
+        newest = self._hccl.regions.newest
         return Metadata(
-            self._instance, self._product.name, self._address, self._board.ref, newest, ranges
+            self._instance, self._product.name, self._address, self._generations.ref, newest, ranges
         )
 
     def _refusal(self, peer: Metadata) -> str | None:
@@ -266,14 +243,9 @@ class HcclTransport:
             )
         return why_not(self._address, peer.device)
 
-    def _check_process(self) -> None:
-        if self._closed:
-            raise LLMException("the transport is closed")
-        if os.getpid() != self._pid:
-            raise LLMException(
-                f"the transport belongs to process {self._pid}; this is its forked child "
-                f"{os.getpid()}, which needs one of its own"
-            )
+    def _check_reachable(self, metadata: bytes) -> None:
+        if reason := self._refusal(Metadata.from_bytes(metadata)):
+            raise link_failed(reason)
 
 
 def _product_of(device: AscendDevice) -> Product:

@@ -2,135 +2,46 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Final, Literal
-
-import numpy as np
 
 from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
-from kvplan.ascend.memory import DeviceMemory
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.columns import sized_tensors
-from kvplan.transport.identity import link_failed
-from kvplan.transport.ranges import RangeTable
+from kvplan.device.memory import DeviceMemory
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed
+from kvplan.transport.ranges import Range
+from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._tcp import TcpNativeLink
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.execution.memory import Direction, TensorMemory
-    from kvplan.transport.tcp.metadata import Range
 
     Column = NDArray[np.uint64]
 
 _STRIPE_NBYTES: Final = 1 << 20  # that another connection moves at least: 0.3 ms of its time
 
 
-class TcpLink:
-    """Made by `TcpTransport.connect`; see `TransportLink`."""
-
-    # The owner looks at each range before a byte of it moves; what comes later is reached as well.
-    finds_freed: Literal["before"] = "before"
-    renewable = None
-
-    def __init__(
-        self, native: TcpNativeLink, metadata: Metadata, way: str, device: AscendDevice | None
-    ) -> None:
-        self._pid = os.getpid()
-        self.native = native
-        self._instance = metadata.instance
-        self._table = RangeTable(str(metadata), metadata.ranges)
-        self._why: LLMException | None = None  # it was closed
-        self.peer = str(metadata)  # for messages
-        self.way = way
-        self.device = device
-
-    @property
-    def death_fd(self) -> int | None:
-        """See `TransportLink.death_fd`."""
-        return file if (file := self.native.death_fd) >= 0 else None
-
-    def memory(
-        self,
-        addresses: Sequence[int] | Column,
-        nbytes: int | Sequence[int] | Column,
-        *,
-        writable: bool = False,
-        metadata: bytes | None = None,
-    ) -> TcpPeerMemory:
-        """See `TransportLink.memory`; a registration that has ended shows in the transfer."""
-        self.check()
-        starts, sizes = sized_tensors(addresses, nbytes)
-        table = self._table if metadata is None else self._read(metadata)
-        ranges, _ = table.locate(starts, sizes, writable=writable)
-        return TcpPeerMemory(self, starts, sizes, writable, ranges)
-
-    def check(self) -> None:
-        """See `TransportLink.check`; LLM_FAILED: this is a forked child of the link's process."""
-        if os.getpid() != self._pid:
-            raise LLMException(
-                f"the link belongs to process {self._pid}; this is its forked child {os.getpid()}, "
-                "which needs one of its own"
-            )
-        if (why := self._why) is not None:
-            raise LLMException(why.args[0], status_code=why.status_code)
-        if (failure := self.native.failure) is not None:
-            raise link_failed(f"{self.peer}: {failure[1]}")
-        if self.native.death_fd < 0:
-            raise LLMException("the transport is closed")
-
-    def close(self, why: LLMException | None = None) -> None:
-        """See `TransportLink.close`; on return nothing here is read or written for the peer.
-
-        In a forked child nothing happens: all of it is the parent's.
-        """
-        if self._why is not None:
-            return
-        self._why = why or LLMException(
-            f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-        )
-        self.native.close(str(self._why.args[0]))
-
-    def __repr__(self) -> str:
-        return f"<TcpLink to {self.peer}: {'closed' if self._why else self.way}>"
-
-    def _read(self, metadata: bytes) -> RangeTable[Range]:
-        newer = Metadata.from_bytes(metadata)
-        if newer.instance != self._instance:
-            raise invalid(
-                f"metadata is of the transport {newer.instance}; this link is to another, "
-                f"{self._instance}"
-            )
-        return RangeTable(self.peer, newer.ranges)
-
-
-class TcpPeerMemory:
-    """Tensors in a peer, as `TcpLink.memory` found them; see `TensorMemory`."""
-
-    in_process = False
-    on_device = False
+class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
+    """Tensors in a peer, as `TcpLink.memory` found them."""
 
     def __init__(
         self,
         link: TcpLink,
         addresses: Column,
         nbytes: Column,
-        writable: bool,
         ranges: Sequence[Range],
+        *,
+        writable: bool,
     ) -> None:
-        for column in (addresses, nbytes):
-            column.flags.writeable = False
-        self.addresses = addresses
-        self.nbytes = nbytes
-        self.writable = writable
-        self._link = link
-        self._ranges = ranges
+        super().__init__(link, addresses, nbytes, ranges, writable=writable)
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
@@ -140,9 +51,8 @@ class TcpPeerMemory:
         if (known := self._backends.get((direction, other.on_device))) is not None:
             return known
         self.check()
-        slots, generations, addresses, nbytes = (
-            np.array([getattr(it, name) for it in self._ranges], dtype=np.uint64)
-            for name in ("slot", "generation", "address", "nbytes")
+        slots, generations, addresses, nbytes = columns(
+            self._ranges, "slot", "generation", "address", "nbytes"
         )
         native = self._link.native
         try:
@@ -159,14 +69,6 @@ class TcpPeerMemory:
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
         return self._backends.setdefault((direction, other.on_device), made)
 
-    def check(self) -> None:
-        """As `TcpLink.check`: whether the ranges are still registered each transfer finds."""
-        self._link.check()
-
-    def check_tensors(self, tensors: range) -> None:
-        """As `check`."""
-        self._link.check()
-
     def _check_device(self, local: TensorMemory) -> None:
         """Refuse memory of another device than the link moves."""
         ours = self._link.device
@@ -179,3 +81,44 @@ class TcpPeerMemory:
             f"{which}: use the engine of that device, or a cache with Placement.HOST",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
+
+
+class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
+    """Made by `TcpTransport.connect`."""
+
+    # The owner looks at each range before a byte of it moves; what comes later is reached as well.
+    finds_freed: Literal["before"] = "before"
+
+    def __init__(
+        self, native: TcpNativeLink, metadata: Metadata, way: str, device: Device | None
+    ) -> None:
+        super().__init__(metadata)
+        self.native = native
+        self.way = way
+        self.device = device
+
+    @property
+    def death_fd(self) -> int | None:
+        """See `TransportLink.death_fd`."""
+        return file if (file := self.native.death_fd) >= 0 else None
+
+    def _memory(
+        self,
+        starts: Column,
+        sizes: Column,
+        ranges: Sequence[Range],
+        held_by: NDArray[np.intp],
+        known: Metadata,
+        *,
+        writable: bool,
+    ) -> TcpPeerMemory:
+        return TcpPeerMemory(self, starts, sizes, ranges, writable=writable)
+
+    def _check_peer(self) -> None:
+        if (failure := self.native.failure) is not None:
+            raise link_failed(f"{self.peer}: {failure[1]}")
+        if self.native.death_fd < 0:
+            raise transport_closed()
+
+    def _disconnect(self, why: LLMException) -> None:
+        self.native.close(str(why.args[0]))  # on return nothing here moves for the peer

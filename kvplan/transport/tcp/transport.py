@@ -14,23 +14,23 @@ from kvnative._backend import NativeError
 from kvnative._tcp import TcpService, check_encryption
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.identity import link_failed
+from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
-from kvplan.transport.tcp.registrations import Registration, Registrations
+from kvplan.transport.tcp.registrations import Registrations, TcpRegistration
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvplan.ascend.device import AscendDevice
+    from kvplan.device.device import Device
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable, Streams
 
 _ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
-class TcpTransport:
+class TcpTransport(BaseTransport):
     """What this process lets its peers reach over TCP, and its links to them: see `Transport`.
 
     It opens no port: `connect` is given connections, as `Streams`. An engine makes them through the
@@ -44,7 +44,7 @@ class TcpTransport:
     def __init__(
         self,
         *,
-        device: AscendDevice | None = None,
+        device: Device | None = None,
         connections: int | None = None,
         encrypt: bool = False,
         congestion: str = "",
@@ -69,6 +69,7 @@ class TcpTransport:
                 a congestion control that the kernel lacks or forbids; no libcrypto to encrypt with.
             TypeError: an argument of another type.
         """
+        super().__init__()
         if connections is None:
             connections = connections_of(len(os.sched_getaffinity(0)))
         if not 1 <= check_type("connections", connections, int) <= MAX_CONNECTIONS:
@@ -83,45 +84,31 @@ class TcpTransport:
         self.reaches = frozenset(kinds)
         self._device = device
         self._label = label
-        self._pid = os.getpid()
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
         self._mutex = threading.RLock()  # re-entrant: a signal handler may close it
         self._service: TcpService | None = None  # None: there was no link yet
         self._connecting: set[Streams] = set()
-        self._closed = False
-
-    def expect(self, memory: Registrable, keep: object = None) -> None:
-        """Do nothing: parts are registered when they are, whatever links there are."""
 
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
-    ) -> Registration:
-        """See `Transport.register`; `keep` is of no account: no peer writes by itself."""
-        self._check_process()
+    ) -> TcpRegistration:
+        """See `Transport.register`; `keep` is not used: no peer writes by itself."""
+        self._check_open()
         return self._registrations.add(memory, writable=writable)
 
     def deregister(self, registration: protocol.Registration) -> None:
         """See `Transport.deregister`; on return no byte of it is read or written for a peer."""
-        self._check_process()
+        self._check_open()
         self._registrations.remove(registration)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """See `Transport.metadata`."""
-        self._check_process()
+        self._check_open()
         ranges = self._registrations.ranges(registrations)
         return Metadata(
             self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
         ).to_bytes()
-
-    def refusal(self, metadata: bytes) -> str | None:
-        """Why the process of `metadata` cannot be reached from here; None: it may be."""
-        self._check_process()
-        try:
-            self._peer(metadata)
-        except LLMException as error:
-            return str(error.args[0])
-        return None
 
     def connect(
         self,
@@ -131,13 +118,13 @@ class TcpTransport:
         session: bytes = b"",
         streams: Streams | None = None,
     ) -> TcpLink:
-        """See `Transport.connect`; `session` is of no account, `streams` are for this link alone.
+        """See `Transport.connect`; `session` is not used, `streams` are for this link alone.
 
         The end that dials sends its requests over connections of even index, the other over those
         of odd index.
         """
         deadline = time.monotonic() + timeout_ms / 1e3
-        self._check_process()
+        self._check_open()
         peer = self._peer(metadata)
         if streams is None:
             raise link_failed(
@@ -153,7 +140,7 @@ class TcpTransport:
         try:
             service = self._serving()
             with self._mutex:
-                self._check_process()
+                self._check_open()
                 self._connecting.add(streams)
             count = min(self._connections, peer.connections)
             files = self._open(streams, 2 * count, deadline)
@@ -189,16 +176,13 @@ class TcpTransport:
             self._service.close()
         self._registrations.close()
 
-    def __enter__(self) -> TcpTransport:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _check_reachable(self, metadata: bytes) -> None:
+        self._peer(metadata)
 
     def _serving(self) -> TcpService:
         """The threads that serve peers; they begin with the first call."""
         with self._mutex:
-            self._check_process()
+            self._check_open()
             if self._service is None:
                 try:
                     service = TcpService(
@@ -234,15 +218,6 @@ class TcpTransport:
                 it.close()
             raise
         return [it.detach() for it in opened]
-
-    def _check_process(self) -> None:
-        if self._closed:
-            raise LLMException("the transport is closed")
-        if os.getpid() != self._pid:
-            raise LLMException(
-                f"the transport belongs to process {self._pid}; this is its forked child "
-                f"{os.getpid()}, which needs one of its own"
-            )
 
 
 def connections_of(cores: int) -> int:

@@ -1,7 +1,8 @@
-"""The UCX library of this host, and its RDMA: found here without loading it; never linked."""
+"""The UCX library of this host, and its RDMA: found without loading it; and what a user may set."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -9,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +26,11 @@ NAME: Final = "libucp.so.0"
 _WHEEL: Final = "libucx"
 """The package that libucx-cu12 installs, as do its like for other versions of CUDA, which kvplan
 does not need: it names that one in its extra `ucx`."""
+
+DEVICES: Final = "UCX_NET_DEVICES"
+TRANSPORTS: Final = "UCX_TLS"
+_MAX_SETTINGS: Final = 256
+_MAX_LENGTH: Final = 4096
 
 _RDMA: Final = Path("/sys/class/infiniband")
 _VERBS: Final = "libuct_ib.so*"
@@ -149,3 +156,60 @@ def _in_installation(named: str) -> Path | None:
         return root if root.is_file() else None
     files = (root / folder / NAME for folder in (".", "lib", "lib64"))
     return next(filter(Path.is_file, files), None)
+
+
+def check_devices(name: str, value: object) -> str:
+    """`value`, if it may be a list of devices as UCX takes them: "mlx5_0:1,mlx5_1:1", or empty.
+
+    Raises:
+        TypeError: not a str.
+        LLMException: LLM_PARAM_INVALID.
+    """
+    text = check_type(name, value, str)
+    if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", it) for it in text.split(",")):
+        raise invalid(
+            f"{name}={shown(text)} must be names of devices with commas between, such as "
+            '"mlx5_0:1,mlx5_1:1", or empty'
+        )
+    return text
+
+
+def check_settings(name: str, value: object) -> str:
+    """`value`, if it is what `read_settings` reads.
+
+    Raises:
+        TypeError: not a str.
+        LLMException: LLM_PARAM_INVALID.
+    """
+    text = check_type(name, value, str)
+    read_settings(name, text)
+    return text
+
+
+def read_settings(name: str, text: str) -> dict[str, str]:
+    """The settings of UCX that a JSON object names, each with its prefix: {"UCX_TLS": "rc"}.
+
+    Whether UCX knows them, it says when it is loaded.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    if not text:
+        return {}
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{name}={shown(text)} is no JSON: {error}") from None
+    if not isinstance(document, dict) or len(document) > _MAX_SETTINGS:
+        raise invalid(
+            f"{name}={shown(text)} must be a JSON object of at most {_MAX_SETTINGS} settings"
+        )
+    for key, value in document.items():
+        if not re.fullmatch("UCX_[A-Z0-9_]{1,64}", key):
+            raise invalid(f'{name} has the key {shown(key)}; it must be like "UCX_TLS"')
+        if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_LENGTH:
+            raise invalid(
+                f"{name} has {key}={shown(value)}; it must be text of at most {_MAX_LENGTH} "
+                'printable characters, such as "16"'
+            )
+    return document

@@ -1,20 +1,24 @@
-"""What peers may reach of this process over UCX: memory that it knows, and a board."""
+"""What peers may reach of this process over UCX: memory that it knows, and a generation table."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kvnative._backend import NativeError
 from kvnative._host import Board
 from kvplan.execution.task import status_code_of
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.host_range import host_range, released_if_refused
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registration import RegisteredMemory, ranges_of
+from kvplan.transport.registrations import (
+    Registration,
+    RegistrationTable,
+    check_slots,
+    slots_taken,
+    transport_closed,
+)
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Range, RegionRef
-from kvplan.validation import check_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,22 +32,23 @@ _WORD_NBYTES: Final = 8
 
 
 class Shown(NamedTuple):
-    """What peers are told; see `Metadata`."""
+    """What is published to peers; see `Metadata`."""
 
     ranges: tuple[Range, ...]
     regions: tuple[RegionRef, ...]
-    board: RegionRef
+    generations: RegionRef
     tickets: RegionRef
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration(RegisteredMemory[Range]):
-    """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
+class UcxRegistration(Registration[Range]):
+    """Memory that peers may reach over UCX.
 
-    range: Range
-    pin: Pin | None  # keeps the memory where it is; None: the caller does
-    region: UcxRegion  # that it lies in: itself, or the arena that it is a part of
-    keep: object = None  # what else must not go before
+    Attributes:
+        region: that it lies in: itself, or the arena that it is a part of.
+    """
+
+    region: UcxRegion
 
     def release(self) -> None:
         """Let go of the memory: no peer writes to it any more. Idempotent."""
@@ -53,8 +58,8 @@ class Registration(RegisteredMemory[Range]):
 class Registrations:
     """Those of one transport; may be used from several threads.
 
-    Peers read and write the memory without asking; what they read from the board beside it tells
-    them whether that counts. An arena is made known to UCX as a whole, and once.
+    Peers read and write the memory without asking; what they read from the generation table says
+    whether that counts. An arena is made known to UCX as a whole, and once.
 
     Args:
         worker: of this process.
@@ -62,30 +67,29 @@ class Registrations:
 
     Raises:
         TypeError, LLMException: LLM_PARAM_INVALID: `num_slots`; otherwise UCX does not take the
-            board's memory, and why.
+            generation table's memory, and why.
     """
 
     def __init__(self, worker: UcxWorker, num_slots: int) -> None:
-        if not 1 <= check_type("max_registrations", num_slots, int) <= MAX_SLOTS:
-            raise invalid(f"max_registrations={num_slots} is out of range [1, {MAX_SLOTS}]")
-        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self._mutex = threading.RLock()
-        self._by_slot: dict[int, Registration] = {}
-        self._board = Board(num_slots)
+        check_slots(num_slots, MAX_SLOTS)
+        self._table = RegistrationTable(UcxRegistration, "a ucx transport")
+        self._generations = Board(num_slots)
         self._worker: UcxWorker | None = worker  # None: closed
-        self._shown = _mapped(worker, self._board.address, num_slots * _WORD_NBYTES, self._board)
+        self._shown = _mapped(
+            worker, self._generations.address, num_slots * _WORD_NBYTES, self._generations
+        )
         self._tickets = worker.tickets()
         self.reaches: frozenset[Kind] = frozenset(
             {"host", "device"} if "cuda" in worker.transports else {"host"}
         )
 
     def __len__(self) -> int:
-        return len(self._by_slot)
+        return len(self._table)
 
-    def add(self, memory: Registrable, *, writable: bool, keep: object) -> Registration:
+    def add(self, memory: Registrable, *, writable: bool, keep: object) -> UcxRegistration:
         """See `UcxTransport.register`."""
         address, nbytes, pin, region = self._map(memory, writable=writable)
-        with self._mutex:
+        with self._table.mutex:
             try:
                 slot, generation = self._take()
             except LLMException:
@@ -93,46 +97,41 @@ class Registrations:
                 raise
             # Which of the regions it is in, `shown` says.
             known = Range(address, nbytes, slot, generation, writable, 0)
-            it = self._by_slot[slot] = Registration(known, pin, region, keep)
+            it = UcxRegistration(known, pin, keep, region)
+            self._table.add(it)
         return it
 
-    def end(self, registration: protocol.Registration) -> Registration:
+    def end(self, registration: protocol.Registration) -> UcxRegistration:
         """From here on no peer begins to read or write it. A second time is fine.
 
         Raises:
             TypeError: it is no `Registration`.
         """
-        it = _own(registration)
-        with self._mutex:
-            if self._by_slot.get(it.range.slot) is it:
-                del self._by_slot[it.range.slot]
-                self._board.release(it.range.slot, it.range.generation)
+        it = self._table.own(registration)
+        with self._table.mutex:
+            if self._table.remove(it):
+                self._generations.release(it.range.slot, it.range.generation)
         return it
 
-    def end_all(self) -> list[Registration]:
+    def end_all(self) -> list[UcxRegistration]:
         """As `end`, of all that there are, and take no more."""
-        with self._mutex:
+        with self._table.mutex:
             self._worker = None
-            return [self.end(it) for it in tuple(self._by_slot.values())]
+            return [self.end(it) for it in self._table.select()]
 
     def shown(self, registrations: Iterable[protocol.Registration] | None) -> Shown:
-        """What peers are told of `registrations`; None: all.
+        """What is published of `registrations`; None: all.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
             TypeError: one of them is no `Registration`.
         """
-        given = None if registrations is None else [_own(it) for it in registrations]
-        with self._mutex:
-            ranges = ranges_of(given, self._by_slot)
-            held_by = [self._by_slot[it.slot].region for it in ranges]
+        named = self._table.select(registrations)
+        held_by = [it.region for it in named]
         regions = {_name(it): it for it in held_by}
         numbers = {name: i for i, name in enumerate(regions)}
         return Shown(
-            tuple(
-                replace(it, region=numbers[_name(region)])
-                for it, region in zip(ranges, held_by, strict=True)
-            ),
+            tuple(replace(it.range, region=numbers[_name(it.region)]) for it in named),
             tuple(_ref(numbers[name], it) for name, it in regions.items()),
             _ref(0, self._shown),
             _ref(0, self._tickets),
@@ -142,25 +141,21 @@ class Registrations:
         """Let go of what peers looked at; the worker, over which they reached it, is closed."""
         self._shown.release()
         self._tickets.release()
-        self._board.close()
+        self._generations.close()
 
     def _take(self) -> tuple[int, int]:
         if self._worker is None:
-            raise LLMException("the transport is closed")
+            raise transport_closed()
         try:
-            return self._board.take()
+            return self._generations.take()
         except MemoryError as error:
-            raise LLMException(
-                f"{error}: deregister memory, or make the transport with more max_registrations "
-                f"({MAX_SLOTS} at most)",
-                status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
-            ) from error
+            raise slots_taken(error, MAX_SLOTS) from error
 
     def _map(
         self, memory: Registrable, *, writable: bool
     ) -> tuple[int, int, Pin | None, UcxRegion]:
         if (worker := self._worker) is None:
-            raise LLMException("the transport is closed")
+            raise transport_closed()
         if isinstance(memory, DeviceRange):
             if "device" not in self.reaches:
                 raise LLMException(
@@ -204,7 +199,3 @@ def _name(region: UcxRegion) -> tuple[int, int]:
 
 def _ref(number: int, region: UcxRegion) -> RegionRef:
     return RegionRef(number, region.address, region.nbytes, region.rkey)
-
-
-def _own(registration: protocol.Registration) -> Registration:
-    return Registration.own(registration, "a ucx transport")

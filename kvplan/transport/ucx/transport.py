@@ -15,23 +15,28 @@ from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.arenas import new_arena
-from kvplan.transport.identity import link_failed
-from kvplan.transport.quarantine import PATIENCE_S, QUARANTINE
-from kvplan.transport.ucx.library import Found, find, why_no_rdma
+from kvplan.transport.base import BaseTransport, link_failed
+from kvplan.transport.registrations import PATIENCE_S, QUARANTINE, transport_closed
+from kvplan.transport.ucx.library import (
+    DEVICES,
+    TRANSPORTS,
+    Found,
+    check_devices,
+    find,
+    read_settings,
+    why_no_rdma,
+)
 from kvplan.transport.ucx.link import UcxLink
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Metadata
 from kvplan.transport.ucx.registrations import Registrations
-from kvplan.transport.ucx.settings import DEVICES, TRANSPORTS, check_devices, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvnative._host import Arena
     from kvnative._ucx import UcxEndpoint
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
-    from kvplan.transport.ucx.registrations import Registration
+    from kvplan.transport.ucx.registrations import UcxRegistration
 
 
 _LOG = Log("kvplan")
@@ -61,7 +66,7 @@ class _Writer:
         return bool(self._tickets)
 
 
-class UcxTransport:
+class UcxTransport(BaseTransport):
     """What this process lets its peers reach over UCX, and its links to them.
 
     UCX is loaded at once, with a thread that progresses it, since it must know the memory. Close it
@@ -93,6 +98,7 @@ class UcxTransport:
                 what to do; LLM_PARAM_INVALID: an argument, or a setting that UCX does not take.
             TypeError: an argument of another type.
         """
+        super().__init__()
         check_devices("devices", devices)
         given = read_settings("settings", settings)
         if devices:
@@ -104,7 +110,6 @@ class UcxTransport:
                 'kvplan.ucx_settings={"UCX_TLS": "cuda,shm"} or {"UCX_TLS": "shm"}',
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        self._pid = os.getpid()
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
         self._version, worker = _open(found, given, label)
@@ -122,21 +127,9 @@ class UcxTransport:
         """Host memory, and that of a CUDA GPU where UCX reaches it."""
         return self._registrations.reaches
 
-    def allocate(self, nbytes: int) -> Arena:
-        """New zeroed memory of the host.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY; LLM_FAILED.
-        """
-        self._check_open()
-        return new_arena(nbytes)
-
-    def expect(self, memory: Registrable, keep: object = None) -> None:
-        """Do nothing: parts are registered when they are, whatever links there are."""
-
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
-    ) -> Registration:
+    ) -> UcxRegistration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Args:
@@ -173,7 +166,7 @@ class UcxTransport:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
             TypeError: one of them is no `Registration`.
         """
-        worker = self._check_open()
+        worker = self._running()
         shown = self._registrations.shown(registrations)
         return Metadata(
             self._instance,
@@ -184,25 +177,6 @@ class UcxTransport:
             worker.address,
             *shown,
         ).to_bytes()
-
-    def refusal(self, metadata: bytes) -> str | None:
-        """Why the process of `metadata` cannot be reached from here; None: it may be.
-
-        An endpoint is made, without waiting for the peer: UCX knows whether they have a fabric in
-        common.
-        """
-        self._check_open()
-        try:
-            peer = Metadata.from_bytes(metadata)
-            endpoint = self._endpoint(peer)
-        except LLMException as error:
-            return str(error.args[0])
-        try:
-            endpoint.connect(_AT_ONCE_MS)
-        except NativeError as error:
-            is_late = getattr(error, "status", None) == KVN_TIMEOUT
-            return None if is_late else str(self._unreached(peer, error).args[0])
-        return None
 
     def connect(
         self,
@@ -217,7 +191,7 @@ class UcxTransport:
         Args:
             metadata: the peer's.
             timeout_ms: milliseconds that it may take.
-            session, streams: of no account.
+            session, streams: not used.
 
         Raises:
             LLMException: LLM_LINK_FAILED: it cannot be reached, or has not answered in time;
@@ -242,25 +216,28 @@ class UcxTransport:
         if os.getpid() != self._pid:
             return
         with self._mutex:
+            self._closed = True
             worker, self._worker = self._worker, None  # its files go with its last user
         if worker is not None:
             self._wait_for_writers(self._registrations.end_all())
             worker.close()
             self._registrations.close()
 
-    def __enter__(self) -> UcxTransport:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         held = f"{len(self._registrations)} registrations"
-        return (
-            f"<UcxTransport of process {self._pid}: {'closed' if self._worker is None else held}>"
-        )
+        return f"<UcxTransport of process {self._pid}: {'closed' if self._closed else held}>"
 
-    def _wait_for_writers(self, ended: Sequence[Registration]) -> None:
+    def _check_reachable(self, metadata: bytes) -> None:
+        # Without waiting for the peer: UCX knows whether they have a fabric in common.
+        peer = Metadata.from_bytes(metadata)
+        endpoint = self._endpoint(peer)
+        try:
+            endpoint.connect(_AT_ONCE_MS)
+        except NativeError as error:
+            if getattr(error, "status", None) != KVN_TIMEOUT:
+                raise self._unreached(peer, error) from error
+
+    def _wait_for_writers(self, ended: Sequence[UcxRegistration]) -> None:
         """Wait for the peers that write, and let go of what they cannot write to any more."""
         with self._mutex:
             endpoints = tuple(self._endpoints) if any(it.writable for it in ended) else ()
@@ -287,11 +264,11 @@ class UcxTransport:
         if peer.instance == self._instance:
             raise link_failed(f"{peer} is this transport itself")
         try:
-            return self._check_open().endpoint(
+            return self._running().endpoint(
                 peer.address,
-                board_address=peer.board.address,
-                board_slots=peer.board.nbytes // 8,
-                board_rkey=peer.board.key,
+                board_address=peer.generations.address,
+                board_slots=peer.generations.nbytes // 8,
+                board_rkey=peer.generations.key,
                 tickets_address=peer.tickets.address,
                 tickets_rkey=peer.tickets.key,
                 tag=_tag_of(peer.instance),
@@ -303,15 +280,11 @@ class UcxTransport:
         theirs = f"UCX {peer.version} there, with {peer.over}; {self._version} here"
         return link_failed(f"{peer} cannot be reached ({theirs}): {error}")
 
-    def _check_open(self) -> UcxWorker:
-        if self._worker is None:
-            raise LLMException("the transport is closed")
-        if os.getpid() != self._pid:
-            raise LLMException(
-                f"the transport belongs to process {self._pid}; this is its forked child "
-                f"{os.getpid()}, which needs one of its own"
-            )
-        return self._worker
+    def _running(self) -> UcxWorker:
+        self._check_open()
+        if (worker := self._worker) is None:
+            raise transport_closed()
+        return worker
 
 
 def _open(found: Found, settings: Mapping[str, str], label: str) -> tuple[str, UcxWorker]:

@@ -21,7 +21,7 @@ from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ucx.library import why_no_rdma
 from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
-from kvplan.transport.ucx.registrations import Registration
+from kvplan.transport.ucx.registrations import UcxRegistration
 from kvplan.transport.ucx.transport import UcxTransport
 from tests.held import Held
 from tests.transport.owner import Owner
@@ -182,7 +182,7 @@ def test_who_cannot_be_reached(transport: UcxTransport, owner: UcxOwner) -> None
     with found(), UcxTransport(settings='{"UCX_TLS": "self"}') as alone:
         assert "UCX cannot reach the peer" in str(alone.refusal(owner.metadata()))
     theirs = Metadata.from_bytes(owner.metadata())
-    forged = replace(theirs, board=replace(theirs.board, address=4096)).to_bytes()
+    forged = replace(theirs, generations=replace(theirs.generations, address=4096)).to_bytes()
     with pytest.raises(LLMException, match=rf"process {owner.pid} of .* cannot be reached") as late:
         transport.connect(forged, timeout_ms=TIMEOUT_MS)
     assert late.value.status_code is LLMStatusCode.LLM_LINK_FAILED
@@ -221,7 +221,7 @@ class TestWriters:
         yield writer
         writer.close()
 
-    def begin(self, transport: UcxTransport, writer: UcxOwner, memory: Bytes) -> Registration:
+    def begin(self, transport: UcxTransport, writer: UcxOwner, memory: Bytes) -> UcxRegistration:
         registration = transport.register(memory)
         metadata = transport.metadata([registration])
         where = memory.ctypes.data, memory.nbytes, self.TIMES

@@ -1,25 +1,23 @@
-"""Arenas: the one that memory of this process lies in, and a peer's that are mapped here."""
+"""Memory of the host: new arenas, and what is to be registered: where it is, and what holds it."""
 
 from __future__ import annotations
 
 import math
 import re
-import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 
-from kvnative._host import Arena
+from kvnative._host import Arena, Pin, check_memory
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.metadata import ArenaRef
+from kvplan.transport.protocol import DeviceRange
 
 if TYPE_CHECKING:
-    from kvplan.transport.metadata import Range
+    from collections.abc import Iterator
 
-# What this process offers, so that a link to itself finds the arena instead of mapping it anew.
-_OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
+    from kvplan.transport.protocol import Registrable
 
 
 class MemoryLimit(NamedTuple):
@@ -122,58 +120,65 @@ def arena_of(memory: object) -> Arena | None:
     return memory if isinstance(memory, Arena) and memory.fd >= 0 else None
 
 
-def offer(arena: Arena) -> ArenaRef:
-    """How peers find `arena`, and a link to this process too."""
-    ref = ArenaRef(arena.fd, arena.inode, arena.address, arena.nbytes)
-    _OFFERED[ref] = arena
-    return ref
+class HostRange(NamedTuple):
+    """Memory [address, address + nbytes) of this process.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: its size in bytes.
+        pin: keeps it where it is; None: the caller does.
+        arena: that it is a part of; None: of none.
+    """
+
+    address: int
+    nbytes: int
+    pin: Pin | None
+    arena: Arena | None
 
 
-def offered(ref: ArenaRef) -> Arena | None:
-    """The arena of this process that was offered as `ref`, if it is still there."""
-    return _OFFERED.get(ref)
+@contextmanager
+def released_if_refused(pin: Pin | None) -> Iterator[None]:
+    """Release the pin if an exception passes: whoever keeps that shall not keep the memory too."""
+    try:
+        yield
+    except BaseException:
+        if pin is not None:
+            pin.release()
+        raise
 
 
-class PeerArenas:
-    """The arenas of process `pid` that are mapped here, each once however many use it."""
+def host_range(memory: Registrable, *, writable: bool) -> HostRange:
+    """Look at what is to be registered: a contiguous buffer, or (address, nbytes).
 
-    def __init__(self, pid: int, *, prefault: bool) -> None:
-        self._pid = pid
-        self._prefault = prefault
-        self._mutex = threading.RLock()  # a signal handler may close the link
-        self._mapped: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
-        self._kept: dict[ArenaRef, Arena] = {}
-        self._closed = False
-
-    def map(self, it: Range) -> Arena:
-        """The arena that `it` is a part of. OSError, ValueError, MemoryError as `Arena.of_peer`."""
-        ref = it.arena
-        assert ref is not None
-        with self._mutex:
-            arena = self._mapped.get(ref)
-            if arena is None or (it.writable and not arena.writable):
-                # A good moment to let go of what its owner has closed meanwhile.
-                self._kept = {key: kept for key, kept in self._kept.items() if self._is_open(key)}
-                arena = Arena.of_peer(
-                    self._pid, ref.fd, ref.inode, ref.nbytes, writable=it.writable
-                )
-                if self._prefault:
-                    arena.populate()
-                self._mapped[ref] = arena
-            # One that is offered whole goes with its last user here. One that is offered in parts
-            # stays: it is a pool, whose parts come and go while its pages are mapped once.
-            if it.nbytes < ref.nbytes and not self._closed:
-                self._kept[ref] = arena
-            return arena
-
-    def close(self) -> None:
-        """Keep nothing that is not in use; idempotent."""
-        with self._mutex:
-            self._closed = True
-            self._kept = {}
-
-    def _is_open(self, ref: ArenaRef) -> bool:
+    Raises:
+        LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or not
+            contiguous; LLM_FAILED: /proc cannot be read.
+        TypeError: neither of these, or memory of a device.
+    """
+    pin = arena = None
+    if isinstance(memory, DeviceRange):
+        raise TypeError("memory is of a device; this transport reaches host memory alone")
+    if isinstance(memory, tuple):
+        if len(memory) != 2:
+            raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")
+        address, nbytes = memory
+    elif getattr(getattr(memory, "dtype", None), "hasobject", False):
+        raise TypeError("memory holds references to Python objects, which no peer may write")
+    else:
         try:
-            return Path(f"/proc/{self._pid}/fd/{ref.fd}").stat().st_ino == ref.inode
-        except OSError:
-            return False
+            pin = Pin(memory, writable=writable)
+        except (BufferError, ValueError) as error:
+            raise invalid(f"memory of type {type(memory).__name__}: {error}") from error
+        address, nbytes = pin.address, pin.nbytes
+        arena = arena_of(memory)
+    try:
+        with released_if_refused(pin):
+            check_memory(address, nbytes, writable)
+    except ValueError as error:
+        raise invalid(f"memory: {error}") from error
+    except OSError as error:  # /proc is not there, or no descriptor is left to read it
+        raise LLMException(f"memory: {error}") from error
+    # as_strided makes arrays that reach beyond what they are over.
+    if arena is not None and not arena.address <= address <= arena.address + arena.nbytes - nbytes:
+        arena = None
+    return HostRange(address, nbytes, pin, arena)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
-from kvplan.ascend.library import load_library
-from kvplan.ascend.products import product_of
 from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -18,9 +16,11 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from kvnative._acl import AclLibrary, Device, DeviceBuffer, Pinned
+    # What another accelerator's library offers, too; see `kvnative._acl`.
+    from kvnative._acl import AclLibrary as NativeLibrary
+    from kvnative._acl import Device as NativeDevice
+    from kvnative._acl import DeviceBuffer, Pinned
     from kvnative._backend import Backend
-    from kvplan.ascend.products import Product
 
 CopyDirection = Literal["host_to_device", "device_to_host", "device_to_device"]
 
@@ -37,9 +37,9 @@ _WHERE = {
 class _Shared:
     """What all users of a device in this process have in common."""
 
-    native: Device
+    native: NativeDevice
     users: int = 0
-    told_fallback: bool = False
+    logged_fallback: bool = False
     backends: dict[CopyDirection, Backend] = field(default_factory=dict)
 
 
@@ -47,29 +47,28 @@ _shared: dict[tuple[int, str, int], _Shared] = {}  # by process, library and dev
 _mutex = threading.RLock()
 
 
-class AscendDevice:
+class Device:
     """A device of this process, as long as one engine uses it.
 
     May be used from several threads; in a forked child it is of no use.
 
     Args:
         device_id: its logical number.
-        library: of ACL; None: the one that is found.
+        library: of the accelerator.
 
     Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what ACL says.
+        LLMException: LLM_FEATURE_NOT_ENABLED: no such device; what the library says.
 
     Attributes:
         id: its logical number.
         native: the device itself, which other users in this process share.
     """
 
-    def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
-        self._key = os.getpid(), "", device_id
+    def __init__(self, device_id: int, library: NativeLibrary) -> None:
+        self._key = os.getpid(), library.path, device_id
         self._pinned: WeakSet[PinnedMemory] = WeakSet()
         self._closed = True  # until there is something to close
         self.id = device_id
-        library = library or load_library()
         try:
             count = library.device_count()
             if not 0 <= device_id < count:
@@ -78,7 +77,6 @@ class AscendDevice:
                     f"{count} devices",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
-            self._key = os.getpid(), library.path, device_id
             with _mutex:
                 shared = _shared.get(self._key)
                 if shared is None:
@@ -95,16 +93,11 @@ class AscendDevice:
         """The name of its chip, such as "Ascend910B3"."""
         return self.native.soc_name
 
-    @property
-    def product(self) -> Product | None:
-        """Its generation; None: one that does not transfer one-sided."""
-        return product_of(self.native.soc_name)
-
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """New zeroed memory of the device; it goes with its last reference.
 
         Raises:
-            LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else ACL says.
+            LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else its library says.
         """
         try:
             buffer = self.native.allocate(nbytes)
@@ -122,7 +115,7 @@ class AscendDevice:
 
         Raises:
             LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
-                what ACL says.
+                what its library says.
         """
         try:
             pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
@@ -139,7 +132,7 @@ class AscendDevice:
         """Refuse a range that is not memory of this device, by its first and last byte.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: what it is instead; what ACL says.
+            LLMException: LLM_PARAM_INVALID: what it is instead; what its library says.
         """
         for at in (address, address + nbytes - 1):
             kind, device_id = self._locate(at)
@@ -155,7 +148,7 @@ class AscendDevice:
         """Refuse an address that is memory of a device.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID; what ACL says.
+            LLMException: LLM_PARAM_INVALID; what its library says.
         """
         kind, device_id = self._locate(address)
         if kind == "device":
@@ -190,20 +183,18 @@ class AscendDevice:
         if (known := shared.backends.get(direction)) is None:
             with _mutex:
                 known = shared.backends.setdefault(direction, self.native.backend(direction))
-        if (reason := self.native.fallback_reason) and not shared.told_fallback:
-            shared.told_fallback = True
+        if (reason := self.native.fallback_reason) and not shared.logged_fallback:
+            shared.logged_fallback = True
             _LOG.warning("device=%d copies one by one, and not in batches: %s", self.id, reason)
         return known
 
     def describe(self) -> dict[str, object]:
         """What people want to know of it, by name."""
         free, total = self.native.memory()
-        product = self.product
         return {
             "id": self.id,
             "physical_id": self.native.physical_id,
             "soc": self.soc_name,
-            "product": None if product is None else product.name,
             "library": self.native.library.path,
             "version": self.native.library.version,
             "free_bytes": free,
@@ -230,7 +221,8 @@ class AscendDevice:
             self.native.close()
 
     def __repr__(self) -> str:
-        return f"<AscendDevice {self.id}, {self.soc_name}{': closed' if self._closed else ''}>"
+        state = ": closed" if self._closed else ""
+        return f"<{type(self).__name__} {self.id}, {self.soc_name}{state}>"
 
     def _locate(self, address: int) -> tuple[str, int]:
         try:

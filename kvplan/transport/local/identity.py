@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvnative._process import Peer
-from kvplan.status import LLMException, LLMStatusCode
-
-
-def link_failed(message: str) -> LLMException:
-    """The peer cannot be reached, or no longer: LLM_LINK_FAILED."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
+from kvplan.transport.base import link_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +83,7 @@ def hold(peer: Identity) -> Peer:
     if Path("/proc/self").readlink().name != str(here.pid):
         raise link_failed(
             "the /proc mounted here belongs to another PID namespace, so no peer can be looked up; "
-            "mount it anew, as with `unshare --mount-proc`"
+            "mount it again, as with `unshare --mount-proc`"
         )
     try:
         process = Peer(peer.pid)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.ascend.device import AscendDevice
+from kvplan.device.device import Device
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import Cache, CacheDesc
 
@@ -34,7 +34,7 @@ class DeviceMemory:
 
     def __init__(
         self,
-        device: AscendDevice,
+        device: Device,
         addresses: Addresses,
         nbytes: NDArray[np.uint64],
         *,
@@ -52,7 +52,7 @@ class DeviceMemory:
     @classmethod
     def from_addresses(
         cls,
-        device: AscendDevice,
+        device: Device,
         desc: CacheDesc,
         addresses: Sequence[int],
         *,

@@ -1,60 +1,111 @@
-"""Tensors in a peer's memory, as a side of a transfer."""
+"""Memory of a peer on this host: its arenas, mapped here once, and tensors as a transfer's side."""
 
 from __future__ import annotations
 
 import os
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-import numpy as np
+from kvnative._host import Arena
+from kvplan.transport.base import BasePeerMemory, columns
+from kvplan.transport.local.metadata import ArenaRef, Range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
-    from kvnative._host import Arena, Pin
+    from kvnative._host import Pin
     from kvnative._writers import Writer
     from kvplan.execution.memory import Direction, TensorMemory
-    from kvplan.transport.link import Link
-    from kvplan.transport.metadata import Range
+    from kvplan.transport.local.link import LocalLink
 
     Column = NDArray[np.uint64]
 
+# What this process offers, so that a link to itself finds the arena instead of mapping it again.
+_OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
 
-class PeerMemory:
-    """Tensors in a peer, as `Link.memory` found them.
 
-    Attributes:
-        addresses: of each tensor, as this process reaches it: in a mapped arena, or the peer's own.
-        nbytes: of each tensor.
-        writable: whether a transfer may write to them.
-        in_process: whether the addresses are of this process: mapped here, or the peer is this one.
-    """
+def offer(arena: Arena) -> ArenaRef:
+    """How peers find `arena`, and a link to this process too."""
+    ref = ArenaRef(arena.fd, arena.inode, arena.address, arena.nbytes)
+    _OFFERED[ref] = arena
+    return ref
 
-    on_device = False
+
+def offered(ref: ArenaRef) -> Arena | None:
+    """The arena of this process that was offered as `ref`, if it is still there."""
+    return _OFFERED.get(ref)
+
+
+class PeerArenas:
+    """The arenas of process `pid` that are mapped here, each once however many use it."""
+
+    def __init__(self, pid: int, *, prefault: bool) -> None:
+        self._pid = pid
+        self._prefault = prefault
+        self._mutex = threading.RLock()  # a signal handler may close the link
+        self._mapped: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
+        self._kept: dict[ArenaRef, Arena] = {}
+        self._closed = False
+
+    def map(self, it: Range) -> Arena:
+        """The arena that `it` is a part of. OSError, ValueError, MemoryError as `Arena.of_peer`."""
+        ref = it.arena
+        assert ref is not None
+        with self._mutex:
+            arena = self._mapped.get(ref)
+            if arena is None or (it.writable and not arena.writable):
+                # A good moment to let go of what its owner has closed meanwhile.
+                self._kept = {key: kept for key, kept in self._kept.items() if self._is_open(key)}
+                arena = Arena.of_peer(
+                    self._pid, ref.fd, ref.inode, ref.nbytes, writable=it.writable
+                )
+                if self._prefault:
+                    arena.populate()
+                self._mapped[ref] = arena
+            # One that is offered whole goes with its last user here. One that is offered in parts
+            # stays: it is a pool, whose parts come and go while its pages are mapped once.
+            if it.nbytes < ref.nbytes and not self._closed:
+                self._kept[ref] = arena
+            return arena
+
+    def close(self) -> None:
+        """Keep nothing that is not in use; idempotent."""
+        with self._mutex:
+            self._closed = True
+            self._kept = {}
+
+    def _is_open(self, ref: ArenaRef) -> bool:
+        try:
+            return Path(f"/proc/{self._pid}/fd/{ref.fd}").stat().st_ino == ref.inode
+        except OSError:
+            return False
+
+
+class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
+    """Tensors in a peer, as `LocalLink.memory` found them: mapped here, or at its own addresses."""
 
     def __init__(
         self,
-        link: Link,
+        link: LocalLink,
         addresses: Column,
         nbytes: Column,
-        writable: bool,
         ranges: Sequence[Range],
         arenas: Sequence[Arena | Pin],
         writer: Writer | None,
+        *,
+        writable: bool,
     ) -> None:
-        for column in (addresses, nbytes):
-            column.flags.writeable = False
-        self.addresses = addresses
-        self.nbytes = nbytes
-        self.writable = writable
-        self._link = link
-        self._ranges = ranges
-        self._slots, self._generations = columns(ranges)
+        in_process = bool(arenas) or link.is_to_self
+        super().__init__(link, addresses, nbytes, ranges, writable=writable, in_process=in_process)
+        self._slots, self._generations = columns(ranges, "slot", "generation")
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
-        self.in_process = bool(arenas) or link.is_to_self
         self._writer = writer  # that announces what is written; None: not writable
         self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
 
@@ -103,7 +154,7 @@ class PeerMemory:
         """
         link = self._link
         try:
-            if os.getpid() == link.pid and link.peer.check(self._slots, self._generations) < 0:
+            if os.getpid() == link.pid and link.process.check(self._slots, self._generations) < 0:
                 return
         except (ValueError, OSError):
             pass
@@ -114,9 +165,9 @@ class PeerMemory:
 
         What is mapped here stays the same memory, whatever becomes of the peer: an arena lives as
         long as its last mapping, and no reused pid leads elsewhere. So it is enough that the peer
-        still has it registered, which its board says without a system call; that it has exited, or
-        executes another program, is for `check` to find after the last part. Addresses of the
-        peer's own are reached by its pid, so they are checked wholly each time.
+        still has it registered, which its generation table says without a system call; that it has
+        exited, or executes another program, is for `check` to find after the last part. Addresses
+        of the peer's own are reached by its pid, so they are checked wholly each time.
 
         Raises:
             LLMException: as `check`; of memory that is mapped here LLM_LINK_FAILED is left to it,
@@ -125,16 +176,3 @@ class PeerMemory:
         self._link.check_ranges(
             self._ranges, self._slots, self._generations, alive=not self._arenas
         )
-
-    def __repr__(self) -> str:
-        return (
-            f"<PeerMemory {len(self.addresses)} tensors, {self.nbytes.sum()} bytes: {self._link}>"
-        )
-
-
-def columns(ranges: Sequence[Range]) -> tuple[Column, Column]:
-    """Return the slots and generations of `ranges`, as `Peer.check` takes them."""
-    return (
-        np.array([it.slot for it in ranges], dtype=np.uint64),
-        np.array([it.generation for it in ranges], dtype=np.uint64),
-    )

@@ -1,91 +1,118 @@
-"""This end of all connections: the device, and what of its memory is bound to each connection."""
+"""The device of this process as HCCL has it: what of its memory is bound to each connection."""
 
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import Communicator, Region, Staging
-from kvplan.ascend.device import device_error
+from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import invalid
-from kvplan.transport.hccl.board import WORD_NBYTES
-from kvplan.transport.hccl.pinning import Pinning
-from kvplan.transport.hccl.regions import Regions
+from kvplan.transport.hccl.regions import Pinning, Regions
+from kvplan.transport.hccl.registrations import WORD_NBYTES, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvnative._acl import Device
     from kvnative._hccl import HcclLibrary
-    from kvplan.ascend.device import AscendDevice, PinnedMemory
-    from kvplan.ascend.products import Product
-    from kvplan.transport.hccl.aside import Aside
-    from kvplan.transport.hccl.board import DeviceBoard
-    from kvplan.transport.hccl.rank_table import RankTable
+    from kvplan.device.ascend import Product
+    from kvplan.device.device import Device, PinnedMemory
+    from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
+    from kvplan.transport.hccl.registrations import GenerationTable
 
 _LOG = Log("kvplan")
 _MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region of a device, of the host
 
 
-def whole_pages(device: Device, address: int, nbytes: int) -> tuple[int, int]:
-    """The pages of a device that [address, address + nbytes) lies in: (address, nbytes).
+class BackgroundWorker:
+    """A thread for what may block and nobody needs to wait for, such as taking connections down.
 
-    HCCS shares memory by the page. Of one that is refused no connection could be made at all.
+    It does one thing after the other. `do` may be called from anywhere, a finalizer that interrupts
+    a holder of locks too.
     """
-    page = device.page_nbytes(address) or 1
-    start = address - address % page
-    return start, -((start - address - nbytes) // page) * page
+
+    def __init__(self, name: str) -> None:
+        self._todo: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=_run, args=(self._todo,), name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, job: Callable[[], object]) -> None:
+        """Have `job()` called later, unless closed; what it raises is logged."""
+        if not self._is_closed:  # else it would be held for ever
+            self._todo.put(job)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all that was given so far is done; returns whether it was in time."""
+        done = threading.Event()
+        self._todo.put(done.set)
+        return done.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread once all is done; what comes later is not done any more."""
+        self._is_closed = True
+        self._todo.put(None)
 
 
-class HcclEnd:
+def _run(todo: SimpleQueue[Callable[[], object] | None]) -> None:
+    while (job := todo.get()) is not None:
+        try:
+            job()
+        except Exception:
+            _LOG.exception("event=background_failed thread=%s", threading.current_thread().name)
+        del job  # it holds what it was about
+
+
+class HcclDevice:
     """The device of this process as HCCL has it; may be used from several threads.
 
     Args:
         library: HCCL.
         device: of this process.
         product: of the device.
-        board: of registrations.
+        generations: of registrations.
         staging: for local memory that HCCL does not take as it is; None: that is refused.
-        aside: takes connections down.
+        background: takes connections down.
         traffic_class, service_level: for RDMA; None: the system's.
 
     Raises:
-        NativeError: HCCL does not take the board.
+        NativeError: HCCL does not take the generation table.
     """
 
     def __init__(
         self,
         library: HcclLibrary,
-        device: AscendDevice,
+        device: Device,
         product: Product,
-        board: DeviceBoard,
+        generations: GenerationTable,
         staging: Staging | None,
-        aside: Aside,
+        background: BackgroundWorker,
         traffic_class: int | None,
         service_level: int | None,
     ) -> None:
         self.library = library
         self.device = device
         self.product = product
-        self.board = board
+        self.generations = generations
         self.staging = staging
-        self.aside = aside
+        self.background = background
         self.regions = Regions(self._make_region)
         self._pinning = Pinning(device)
         self._traffic_class = traffic_class
         self._service_level = service_level
-        words = board.ref
-        address, nbytes = whole_pages(device.native, words.address, words.num_slots * WORD_NBYTES)
-        self._board_region = Region(
+        words = generations.ref
+        address, nbytes = whole_pages(device, words.address, words.num_slots * WORD_NBYTES)
+        self._table_region = Region(
             library,
             device.native,
             address,
             nbytes,
             on_device=True,
-            owner=board.buffer,
+            owner=generations.buffer,
         )
         self._open: set[Communicator] = set()
         self._mutex = threading.Lock()  # of what is open
@@ -118,7 +145,7 @@ class HcclEnd:
                 with self._mutex:
                     self._open.add(communicator)
                 newest = self.regions.newest
-                communicator.bind(self._board_region)
+                communicator.bind(self._table_region)
                 if self.staging is not None:
                     communicator.bind(self.staging.region)
                 kinds = self.product.local_kinds(is_hccs=is_hccs)
@@ -141,16 +168,16 @@ class HcclEnd:
                 self._open.discard(communicator)
         self._finish()
 
-    def end_region(self, held: HeldRegion) -> None:
+    def forget(self, held: HeldRegion) -> None:
         """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
         # Pinned memory of the host may be unpinned next, by whoever pinned it.
         if held.is_kept and held.on_device:
-            self.aside.do(lambda: self._end_region(held))
+            self.background.do(lambda: self._forget(held))
         else:
-            self._end_region(held)
+            self._forget(held)
 
     def shut(self) -> None:
-        """Take all connections down, and when the last is, let HCCL forget all of this end."""
+        """Take all connections down, and when the last is, let HCCL forget all of this device."""
         with self._mutex:
             communicators = list(self._open)
             self._is_shutting = True
@@ -163,12 +190,12 @@ class HcclEnd:
             if not self._is_shutting or self._open or self._is_shut:
                 return
             self._is_shut = True
-        self._give_back(self._board_region.close)
-        self.board.close()
+        self._give_back(self._table_region.close)
+        self.generations.close()
         if self.staging is not None:
             self._give_back(self.staging.close)
 
-    def _end_region(self, held: HeldRegion) -> None:
+    def _forget(self, held: HeldRegion) -> None:
         with self._mutex:
             communicators = [it for it in self._open if held.native in it.regions]
         for it in communicators:

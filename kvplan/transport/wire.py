@@ -1,11 +1,12 @@
-"""Checks of JSON that comes from outside: of a peer, or of the user. Nothing in it is believed."""
+"""Metadata that processes send their peers, as JSON. All that comes from outside is checked."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from reprlib import repr as show  # short, however long or deep the value is
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvplan.status import LLMException, invalid
 
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Bounds = tuple[int, int]
+
+ADDRESS: Final[Bounds] = (1, 2**64 - 1)
+SIZE: Final[Bounds] = (1, 2**63 - 1)
+NUMBER: Final[Bounds] = (0, 2**63 - 1)
+UINT64: Final[Bounds] = (0, 2**64 - 1)
+
+
+def range_bounds(slots: Bounds, generations: Bounds = NUMBER) -> dict[str, Bounds]:
+    """What the numbers of a registered range may be."""
+    return {"address": ADDRESS, "nbytes": SIZE, "slot": slots, "generation": generations}
 
 
 def write_schema(schema: str, version: int, fields: Mapping[str, object]) -> bytes:
@@ -107,13 +118,27 @@ class Document:
                 )
         return {name: fields[name] for name in bounds}
 
-    def check_range(self, path: str, numbers: Mapping[str, int], num_slots: int) -> None:
-        """Refuse a registered range that ends nowhere, or has no slot on a board of `num_slots`."""
+    def record(self, path: str, value: object, bounds: Mapping[str, Bounds]) -> dict[str, int]:
+        """`value`, if it is an object with just the whole numbers that `bounds` names."""
+        return self.numbers(path, self.fields(path, value, bounds.keys()), bounds)
+
+    def range(
+        self,
+        path: str,
+        value: object,
+        bounds: Mapping[str, Bounds],
+        num_slots: int,
+        more: Collection[str] = (),
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A registered range: the fields of `Range`, and all, with those of `more` unchecked."""
+        fields = self.fields(path, value, {"writable", *bounds, *more})
+        numbers = self.numbers(path, fields, bounds)
         address, nbytes, slot = (numbers[it] for it in ("address", "nbytes", "slot"))
         if address + nbytes > 2**64:
             raise self.bad(f"{path} ends past 2**64: address {address} + nbytes {nbytes}")
         if slot >= num_slots:
-            raise self.bad(f"{path}.slot is {slot}; the board has {num_slots} slots")
+            raise self.bad(f"{path}.slot is {slot}; the generation table has {num_slots} slots")
+        return {**numbers, "writable": self.flag(f"{path}.writable", fields["writable"])}, fields
 
     def flag(self, path: str, value: object) -> bool:
         """`value`, if it is true or false."""
@@ -127,6 +152,26 @@ class Document:
             raise self.bad(f"{path} is {show(value)}; it must be {must_be}")
         return value
 
+    def instance(self, value: object) -> str:
+        """`value`, if it may be the `instance` of a transport: what no other has."""
+        return self.text("instance", value, _is_instance, "32 hexadecimal digits")
+
+    def printable(self, path: str, value: object) -> str:
+        """`value`, if it may be called that, for people."""
+        return self.text(path, value, _is_name, "1 to 64 printable characters")
+
     def bad(self, message: str) -> LLMException:
         """LLM_PARAM_INVALID, naming the document."""
         return invalid(f"{self.name}: {message}")
+
+
+PEER: Final = Document("peer metadata", max_nbytes=32 << 20)
+"""The metadata of a peer, of any transport."""
+
+
+def _is_instance(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", text) is not None
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= 64 and text.isprintable()

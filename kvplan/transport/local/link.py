@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING, Literal
 
@@ -11,13 +10,11 @@ import numpy as np
 from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvnative._writers import Writer
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.arenas import PeerArenas, offered
-from kvplan.transport.columns import sized_tensors
-from kvplan.transport.identity import advice, hold, link_failed
-from kvplan.transport.metadata import Metadata
-from kvplan.transport.peer_memory import PeerMemory, columns
-from kvplan.transport.ranges import RangeTable
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.base import BaseLink, check_process, columns, link_failed
+from kvplan.transport.local.identity import advice, hold
+from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered
+from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,57 +23,43 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
-    from kvplan.transport.metadata import Range
 
     Column = NDArray[np.uint64]
 
 
-class Link:
-    """Made by `LocalTransport.connect`; also a context manager.
+class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
+    """Made by `LocalTransport.connect`.
 
     The peer's Python takes no part in anything here. Each check finds the peer dead, or a range
     deregistered, that was so before it: a transfer between two passed checks moved what it should.
 
     Attributes:
-        is_to_self: whether the peer is this process: its memory is never mapped anew.
-        pid: of the process that the link belongs to.
-        peer: what the system says of the peer, and of its ranges.
-        renewable: nothing, as memory is reached as it comes.
+        is_to_self: whether the peer is this process: its memory is never mapped again.
     """
 
-    renewable = None
     way = "mapped arenas, process_vm"
     finds_freed: Literal["check"] = "check"
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
-        self.pid = os.getpid()
-        self.is_to_self = metadata.identity.pid == self.pid
-        self._known = metadata, RangeTable(metadata.identity.pid, metadata.ranges)
-        self._arenas = PeerArenas(metadata.identity.pid, prefault=prefault)
+        super().__init__(metadata)
+        self._peer_pid = metadata.identity.pid
+        self.is_to_self = self._peer_pid == self.pid
+        self._arenas = PeerArenas(self._peer_pid, prefault=prefault)
         self._can_reach_registered = False
         self._mutex = threading.RLock()  # of the writer: one for all memory that is written to
         self._writer: Writer | None = None
-        self._why_closed = (
-            f"the link to peer {metadata.identity.pid} is closed",
-            LLMStatusCode.LLM_NOT_YET_LINK,
-        )
-        self.peer = hold(metadata.identity)
-        board = metadata.board
+        self.process = hold(metadata.identity)
+        generations = metadata.generations
         try:
-            self.peer.attach(board.fd, board.inode, board.num_slots)
+            self.process.attach(generations.fd, generations.inode, generations.num_slots)
             if any(it.arena is None for it in metadata.ranges):
                 self._probe()
         except (OSError, ValueError, MemoryError) as error:
-            self.peer.close()
+            self.process.close()
             raise self._refusal(error, "cannot be reached") from error
         except LLMException:
-            self.peer.close()
+            self.process.close()
             raise
-
-    @property
-    def metadata(self) -> Metadata:
-        """Who the peer is and what it had registered when it last said so."""
-        return self._known[0]
 
     @property
     def death_fd(self) -> int | None:
@@ -84,63 +67,31 @@ class Link:
 
         It is the link's: stop polling it before `close`.
         """
-        pidfd = self.peer.pidfd
+        pidfd = self.process.pidfd
         return pidfd if pidfd >= 0 else None
 
-    def update(self, metadata: bytes) -> None:
-        """Take newer metadata of the same peer: it may have registered more by now.
-
-        Memory that was had from the link before stays as valid as it was.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: bad metadata, or another process's.
-        """
-        self._known = self._read(metadata)
-
-    def memory(
+    def _memory(
         self,
-        addresses: Sequence[int] | Column,
-        nbytes: int | Sequence[int] | Column,
+        starts: Column,
+        sizes: Column,
+        ranges: Sequence[Range],
+        held_by: NDArray[np.intp],
+        known: Metadata,
         *,
-        writable: bool = False,
-        metadata: bytes | None = None,
-    ) -> PeerMemory:
-        """The peer's tensors, for use as the remote side of a transfer.
-
-        Args:
-            addresses: of each tensor, in the peer.
-            nbytes: of each tensor, or one number for all.
-            writable: whether the transfer writes to them.
-            metadata: the peer's, naming the registrations that hold them; None: what the link was
-                made with, or last updated to.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one range that the
-                peer has registered, or no longer; LLM_PARAM_INVALID: bad sizes or metadata, or a
-                read-only range to be written; LLM_LINK_FAILED: the peer is gone, or the system
-                refuses access; LLM_NOT_YET_LINK: the link was closed.
-            TypeError: not whole numbers.
-        """
-        starts, sizes = sized_tensors(addresses, nbytes)
-        _, table = self._known if metadata is None else self._read(metadata)
-        ranges, held_by = table.locate(starts, sizes, writable=writable)
-        self.check_ranges(ranges, *columns(ranges))
+        writable: bool,
+    ) -> LocalPeerMemory:
+        # That the peer lives was found just now.
+        self.check_ranges(ranges, *columns(ranges, "slot", "generation"), alive=False)
         arenas, shifts = self._mapped(ranges)
         if arenas:
             starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
         else:
             self._probe()
         writer = self._writer_there() if writable else None
-        return PeerMemory(self, starts, sizes, writable, ranges, arenas, writer)
+        return LocalPeerMemory(self, starts, sizes, ranges, arenas, writer, writable=writable)
 
-    def check(self) -> None:
-        """Raise LLMException unless the peer lives and the link is open.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: the peer is gone; LLM_NOT_YET_LINK: the link was closed;
-                LLM_FAILED: this is a forked child, whose parent's link it is.
-        """
-        self.check_ranges((), *columns(()))
+    def _check_peer(self) -> None:
+        self.check_ranges((), _NONE, _NONE)
 
     def check_ranges(
         self,
@@ -156,70 +107,45 @@ class Link:
             alive: whether to ask the system if the peer lives, and if this is no forked child:
                 5 us, or 50 where something else was computed in between. False: it is not asked.
         """
-        if alive and os.getpid() != self.pid:
-            raise LLMException(
-                f"the link belongs to process {self.pid}; this is its forked child {os.getpid()}, "
-                "which needs one of its own"
-            )
+        if alive:
+            check_process(self.pid, "link")
         try:
-            look = self.peer.check if alive else self.peer.stale
+            look = self.process.check if alive else self.process.stale
             stale = look(slots, generations)
         except ValueError:
-            message, status = self._why_closed
-            raise LLMException(message, status_code=status) from None
+            raise self._closed_error() from None
         except OSError as error:
             raise self._refusal(error, "is lost") from error
         if stale >= 0:
             raise LLMException(
-                f"peer {self.metadata.identity.pid} has deregistered {ranges[stale]}",
+                f"{self.peer} has deregistered {ranges[stale]}",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
     def reading(self, pool: ThreadPool) -> Backend:
         """The backend that reads from this peer's own addresses."""
-        return process_backend(pool, self.metadata.identity.pid, "get")
+        return process_backend(pool, self._peer_pid, "get")
 
     def unreached_from_device(self) -> LLMException:
         """Why its own addresses and a device's memory are no two sides of one transfer."""
         return LLMException(
-            f"peer {self.metadata.identity.pid} has registered this memory itself, and of another "
+            f"{self.peer} has registered this memory itself, and of another "
             "process the system copies it to and from host memory alone; a cache that its engine "
             "allocates is reached, and so are caches on devices (transport hccl)",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
     def close(self, why: LLMException | None = None) -> None:
-        """Let go of the peer; idempotent.
+        """See `BaseLink.close`.
 
-        Arenas that `PeerMemory` objects still use stay mapped until those are gone, but their
-        checks fail from here on, with the message and status of `why`.
+        Arenas that `LocalPeerMemory` objects still use stay mapped until those are gone.
         """
-        if why is not None and not self.peer.closed:
-            self._why_closed = why.args[0], why.status_code
-        if os.getpid() == self.pid:  # else the lock may be held for ever, by a thread of the parent
-            self._arenas.close()
+        super().close(why)
+        self.process.close()  # in a forked child as well, which has descriptors of its own
+
+    def _disconnect(self, why: LLMException) -> None:
+        self._arenas.close()
         self._writer = None  # memory that is in use keeps it
-        self.peer.close()
-
-    def __enter__(self) -> Link:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self.peer.closed else f"{len(self.metadata.ranges)} ranges"
-        return f"<Link to process {self.metadata.identity.pid}: {state}>"
-
-    def _read(self, metadata: bytes) -> tuple[Metadata, RangeTable[Range]]:
-        newer, peer = Metadata.from_bytes(metadata), self.metadata
-        if (newer.identity, newer.board) != (peer.identity, peer.board):
-            raise invalid(
-                f"metadata is of process {newer.identity.pid}, started at "
-                f"{newer.identity.start_time}; this link is to another transport: process "
-                f"{peer.identity.pid}, started at {peer.identity.start_time}"
-            )
-        return newer, RangeTable(newer.identity.pid, newer.ranges)
 
     def _mapped(self, ranges: Sequence[Range]) -> tuple[list[Arena | Pin], Column]:
         """What holds the arena of each range open here, and by how much addresses shift.
@@ -250,7 +176,7 @@ class Link:
             return None if arena is None else Pin(arena, writable=it.writable)
         except (OSError, ValueError, MemoryError) as error:
             # It may have ended just now: then that is the true reason.
-            self.check_ranges([it], *columns([it]))
+            self.check_ranges([it], *columns([it], "slot", "generation"))
             raise self._refusal(error, f"has {it}, which cannot be mapped") from error
 
     def _probe(self) -> None:
@@ -258,7 +184,7 @@ class Link:
         if self._can_reach_registered:
             return
         try:
-            self.peer.probe(self.metadata.board.address)
+            self.process.probe(self.metadata.generations.address)
         except (OSError, ValueError) as error:
             self.check()
             raise self._refusal(error, "has registered memory, which cannot be reached") from error
@@ -267,15 +193,15 @@ class Link:
     def _writer_there(self) -> Writer:
         """What announces to the peer what this process writes to its memory."""
         peer = self.metadata
-        board, table = peer.board, peer.writers
+        generations, table = peer.generations, peer.writers
         with self._mutex:
             if self._writer is None:
                 try:
                     self._writer = Writer(
                         peer.identity.pid,
-                        board_fd=board.fd,
-                        board_inode=board.inode,
-                        num_slots=board.num_slots,
+                        board_fd=generations.fd,
+                        board_inode=generations.inode,
+                        num_slots=generations.num_slots,
                         table_fd=table.fd,
                         table_inode=table.inode,
                         num_entries=table.num_entries,
@@ -287,8 +213,11 @@ class Link:
             return self._writer
 
     def _refusal(self, error: Exception, what: str) -> LLMException:
-        identity = self.metadata.identity
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         if isinstance(error, PermissionError):
-            reason += f"; {advice(identity)}"
-        return link_failed(f"peer {identity.pid} {what}: {reason}")
+            reason += f"; {advice(self.metadata.identity)}"
+        return link_failed(f"{self.peer} {what}: {reason}")
+
+
+_NONE = np.empty(0, np.uint64)
+_NONE.flags.writeable = False

@@ -1,29 +1,31 @@
-"""Memory of other processes on this host: arenas that both map, and any memory by address."""
+"""What a process lets its peers on this host reach: arenas that both map, and any memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvnative._host import Board, Pin
+from kvnative._host import Board
 from kvnative._writers import WriterTable
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.arenas import new_arena, offer
-from kvplan.transport.host_range import host_range, released_if_refused
-from kvplan.transport.identity import Identity
-from kvplan.transport.link import Link
-from kvplan.transport.metadata import BoardRef, Metadata, Range, WritersRef
-from kvplan.transport.quarantine import PATIENCE_S, QUARANTINE
-from kvplan.transport.registration import RegisteredMemory, ranges_of
+from kvplan.transport.base import BaseTransport
+from kvplan.transport.host_memory import host_range, released_if_refused
+from kvplan.transport.local.identity import Identity
+from kvplan.transport.local.link import LocalLink
+from kvplan.transport.local.memory import offer
+from kvplan.transport.local.metadata import GenerationTableRef, Metadata, Range, WritersRef
+from kvplan.transport.registrations import (
+    PATIENCE_S,
+    QUARANTINE,
+    Registration,
+    RegistrationTable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvnative._host import Arena
     from kvnative._writers import Ticket
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Registrable
@@ -33,21 +35,13 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Registration(RegisteredMemory[Range]):
-    """Memory [address, address + nbytes) that peers may reach; given back by `deregister`."""
+class LocalRegistration(Registration[Range]):
+    """Memory that peers on this host may reach."""
 
-    range: Range
-    pin: Pin | None  # keeps the memory where it is; None: the caller does
-    keep: object = None  # what else must not go before
-
-    def release(self) -> None:
-        """Let go of the memory: no peer writes to it any more. Idempotent."""
-        if self.pin is not None:
-            self.pin.release()
+    __slots__ = ()
 
 
-class LocalTransport:
+class LocalTransport(BaseTransport):
     """What this process lets its peers on this host reach, and its links to them.
 
     A peer needs `metadata()`, and the system's leave: the same user, or CAP_SYS_PTRACE. Under
@@ -72,45 +66,21 @@ class LocalTransport:
             LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24];
                 LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no descriptor is left.
         """
+        super().__init__()
         try:
             self._identity = Identity.of_self()
-            self._board = Board(max_registrations)
+            self._generations = Board(max_registrations)
             self._writers = WriterTable()
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
-        self._registrations: dict[int, Registration] = {}  # by slot
-        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
-        self._mutex = threading.RLock()
+        self._registrations = RegistrationTable(LocalRegistration, "a local transport")
         if permit_any_peer:
             # EINVAL where there is no Yama: then nobody asks for it either.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
-    def allocate(
-        self, nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False
-    ) -> Arena:
-        """New zeroed memory of `nbytes` bytes, which peers reach by a plain copy.
-
-        They reach what of it is registered. It goes with its last user here and in the peers.
-
-        Args:
-            nbytes: its size.
-            prefault: have every page on return; otherwise pages come at first use, and where there
-                are none left then, that ends the process which needs one.
-            allow_overcommit: let it be larger than all memory and swap there is.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY: there is not
-                as much; LLM_FAILED: no file descriptor is left, say.
-        """
-        self._check_process()
-        return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
-
-    def expect(self, memory: Registrable, keep: object = None) -> None:
-        """Do nothing: parts are registered when they are, whatever links there are."""
-
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
-    ) -> Registration:
+    ) -> LocalRegistration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
         Args:
@@ -127,19 +97,20 @@ class LocalTransport:
         """
         address, nbytes, pin, arena = host_range(memory, writable=writable)
         ref = None if arena is None else offer(arena)
-        with self._mutex:
+        with self._registrations.mutex:
             try:
                 with released_if_refused(pin):
-                    self._check_process()
-                    slot, generation = self._board.take()
+                    self._check_open()
+                    slot, generation = self._generations.take()
             except MemoryError as error:
                 raise LLMException(
                     f"{error}: deregister memory, or make the transport with more "
                     "max_registrations",
                     status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
                 ) from error
-            it = Registration(Range(address, nbytes, slot, generation, writable, ref), pin, keep)
-            self._registrations[slot] = it
+            known = Range(address, nbytes, slot, generation, writable, ref)
+            it = LocalRegistration(known, pin, keep)
+            self._registrations.add(it)
         return it
 
     def deregister(self, registration: protocol.Registration) -> None:
@@ -151,10 +122,9 @@ class LocalTransport:
         an arena, which it has mapped, is kept until it goes on or dies, and a warning names it. A
         second time is fine, and waits for the same.
         """
-        self._check_process()
-        it = _own(registration)
-        with self._mutex:
-            self._remove(it)
+        self._check_open()
+        it = self._registrations.own(registration)
+        self._remove(it)
         self._wait_for_writers([it])
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
@@ -164,28 +134,16 @@ class LocalTransport:
             LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
             TypeError: one of them is no `Registration`.
         """
-        self._check_process()
-        given = None if registrations is None else [_own(it) for it in registrations]
-        with self._mutex:
-            self._check_process()
-            board = self._board
-            ref = BoardRef(board.fd, board.inode, board.num_slots, board.address)
-            ranges = ranges_of(given, self._registrations)
-        table = self._writers
+        self._check_open()
+        with self._registrations.mutex:
+            self._check_open()
+            generations, table = self._generations, self._writers
+            ref = GenerationTableRef(
+                generations.fd, generations.inode, generations.num_slots, generations.address
+            )
+            ranges = tuple(it.range for it in self._registrations.select(registrations))
         writers = WritersRef(table.fd, table.inode, table.num_entries, table.address)
         return Metadata(self._identity, ref, writers, ranges).to_bytes()
-
-    def refusal(self, metadata: bytes) -> str | None:
-        """Why the process of `metadata` cannot be reached from here; None: it can.
-
-        Found out by linking to it, which takes some 0.1 ms.
-        """
-        self._check_process()
-        try:
-            self.connect(metadata).close()
-        except LLMException as error:
-            return str(error.args[0])
-        return None
 
     def connect(
         self,
@@ -195,12 +153,12 @@ class LocalTransport:
         session: bytes = b"",
         streams: protocol.Streams | None = None,
         prefault: bool = False,
-    ) -> Link:
+    ) -> LocalLink:
         """Link to the process whose `metadata` this is; it takes no part in that.
 
         Args:
             metadata: the peer's.
-            timeout_ms, session, streams: of no account, since nobody is waited for.
+            timeout_ms, session, streams: not used, since nobody is waited for.
             prefault: map the pages of an arena with it, which costs time and page tables, instead
                 of one fault a page at first use.
 
@@ -208,42 +166,40 @@ class LocalTransport:
             LLMException: LLM_LINK_FAILED: another host or PID namespace, exited, or the system
                 refuses access: the message says what to allow; LLM_PARAM_INVALID: bad metadata.
         """
-        self._check_process()
-        return Link(Metadata.from_bytes(metadata), prefault=prefault)
+        self._check_open()
+        return LocalLink(Metadata.from_bytes(metadata), prefault=prefault)
 
     def close(self) -> None:
-        """Deregister everything, as `deregister`, and take the board down; idempotent.
+        """Deregister everything, as `deregister`, and take the generation table down; idempotent.
 
         Links live on.
         """
         self._writers.close()
-        if os.getpid() != self._identity.pid:
-            self._board.close()  # only the child's own mapping: the slots are the parent's
+        if os.getpid() != self._pid:
+            self._closed = True
+            self._generations.close()  # only the child's own mapping: the slots are the parent's
             return
-        with self._mutex:
-            ended = tuple(self._registrations.values())
+        with self._registrations.mutex:
+            ended = self._registrations.select()
             for it in ended:
                 self._remove(it)
-            self._board.close()
+            self._closed = True
+            self._generations.close()
         self._wait_for_writers(ended)
 
-    def __enter__(self) -> LocalTransport:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
-        state = "closed" if self._board.closed else f"{len(self._registrations)} registrations"
-        return f"<LocalTransport of process {self._identity.pid}: {state}>"
+        state = "closed" if self._closed else f"{len(self._registrations)} registrations"
+        return f"<LocalTransport of process {self._pid}: {state}>"
 
-    def _remove(self, it: Registration) -> None:
-        if self._registrations.get(it.range.slot) is not it:
-            return
-        del self._registrations[it.range.slot]
-        self._board.release(it.range.slot, it.range.generation)
+    def _check_reachable(self, metadata: bytes) -> None:
+        self.connect(metadata).close()  # some 0.1 ms
 
-    def _wait_for_writers(self, ended: Sequence[Registration]) -> None:
+    def _remove(self, it: LocalRegistration) -> None:
+        with self._registrations.mutex:
+            if self._registrations.remove(it):
+                self._generations.release(it.range.slot, it.range.generation)
+
+    def _wait_for_writers(self, ended: Sequence[LocalRegistration]) -> None:
         """Wait for the peers that write, and let go of what they cannot write to any more."""
         writers = self._writers
         late = writers.drain(PATIENCE_S) if any(it.writable for it in ended) else []
@@ -254,17 +210,8 @@ class LocalTransport:
             else:
                 it.release()
 
-    def _check_process(self) -> None:
-        if self._board.closed:
-            raise LLMException("the transport is closed")
-        if os.getpid() != self._identity.pid:
-            raise LLMException(
-                f"the transport belongs to process {self._identity.pid}; this is its forked child "
-                f"{os.getpid()}, which needs one of its own"
-            )
 
-
-def _warn(late: Sequence[Ticket], memory: Registration) -> None:
+def _warn(late: Sequence[Ticket], memory: LocalRegistration) -> None:
     pids = ", ".join(str(pid) for pid in sorted({it.pid for it in late}))
     _LOG.warning(
         "%s is deregistered, but process %s was writing to this one's memory and has not moved "
@@ -273,10 +220,6 @@ def _warn(late: Sequence[Ticket], memory: Registration) -> None:
         pids,
         PATIENCE_S,
     )
-
-
-def _own(registration: protocol.Registration) -> Registration:
-    return Registration.own(registration, "a local transport")
 
 
 def _refused(error: Exception) -> LLMException:

@@ -1,1 +1,0 @@
-"""Ascend devices: the library found, a device, its memory, and what its product can do."""

@@ -1,0 +1,120 @@
+"""Ascend devices: the ACL library of this host, never linked, and what their products can do."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvplan.device.device import Device
+from kvplan.status import LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from kvnative._acl import AclLibrary
+
+Kind = Literal["host", "device"]
+
+_DEVICE: Final[frozenset[Kind]] = frozenset({"device"})
+_BOTH: Final[frozenset[Kind]] = frozenset({"host", "device"})
+
+OVERRIDE: Final = "KVPLAN_ASCEND_LIBRARY"
+"""Environment variable: where it is set, the only place that is looked at: a library, or the folder
+of a toolkit. Empty: there is none. Otherwise `kvnative.ascend_files` says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A generation of devices that transfer one-sided over HCCL.
+
+    Attributes:
+        name: as people call it.
+        max_batch: descriptors that one batch of HCCL takes.
+        registers: the kinds of memory that HCCL takes as they are; what it does not goes through
+            device memory at this end, and cannot be offered to peers.
+        hccs: the same at this end of HCCS, which connects devices inside a host or super pod. What
+            it reaches at the other end is device memory alone.
+    """
+
+    name: str
+    max_batch: int
+    registers: frozenset[Kind]
+    hccs: frozenset[Kind]
+
+    def local_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:
+        """What HCCL takes as it is at this end of a link."""
+        return self.hccs if is_hccs else self.registers
+
+    def remote_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:
+        """What HCCL reaches at the other end of a link."""
+        return self.registers & _DEVICE if is_hccs else self.registers
+
+
+A2: Final = Product("A2", 256, _BOTH, _DEVICE)
+A3: Final = Product("A3", 256, _BOTH, _BOTH)
+A950: Final = Product("950", 64, _DEVICE, _DEVICE)
+
+# The first that matches counts: A3 chips have the name of A2's, and go on with _93.
+_SOCS: Final = (
+    (re.compile(r"Ascend910_93"), A3),
+    (re.compile(r"Ascend910B"), A2),
+    (re.compile(r"Ascend950"), A950),
+)
+
+
+def product_of(soc_name: str) -> Product | None:
+    """The product of a chip ("Ascend910B3"); None: unknown, or it does not transfer one-sided."""
+    return next((product for soc, product in _SOCS if soc.match(soc_name)), None)
+
+
+def load_library() -> AclLibrary:
+    """Return the ACL library, loaded once in a process.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: there is none, or it cannot be used; says where it
+            was looked for, and what the loader said.
+    """
+    place = os.environ.get(OVERRIDE)
+    if place == "":
+        raise _not_there(f"{OVERRIDE} is empty")
+    from kvnative._acl import AclLibrary
+    from kvnative._backend import NativeError
+
+    try:
+        return AclLibrary.load(place)
+    except NativeError as error:
+        raise _not_there(str(error)) from error
+
+
+def _not_there(reason: str) -> LLMException:
+    return LLMException(
+        f"no runtime library of Ascend (ACL) can be used: {reason}",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    )
+
+
+class AscendDevice(Device):
+    """An Ascend device of this process, as long as one engine uses it.
+
+    May be used from several threads; in a forked child it is of no use.
+
+    Args:
+        device_id: its logical number.
+        library: of ACL; None: the one that is found.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or no such device; what ACL says.
+    """
+
+    def __init__(self, device_id: int, library: AclLibrary | None = None) -> None:
+        super().__init__(device_id, library or load_library())
+
+    @property
+    def product(self) -> Product | None:
+        """Its generation; None: one that does not transfer one-sided."""
+        return product_of(self.soc_name)
+
+    def describe(self) -> dict[str, object]:
+        """What people want to know of it, by name."""
+        product = self.product
+        return {**super().describe(), "product": None if product is None else product.name}

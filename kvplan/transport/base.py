@@ -1,0 +1,324 @@
+"""What transports share: the transport itself, a link, and tensors in the memory of a peer."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
+
+import numpy as np
+
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.host_memory import new_arena
+from kvplan.transport.ranges import Range, RangeTable, sized_tensors
+from kvplan.transport.registrations import transport_closed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvnative._host import Arena
+    from kvplan.transport.protocol import Registrable, Renewable
+
+    Column = NDArray[np.uint64]
+
+
+def link_failed(message: str) -> LLMException:
+    """The peer cannot be reached, or no longer: LLM_LINK_FAILED."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+def check_process(pid: int, what: str) -> None:
+    """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, whose `what` it is."""
+    if os.getpid() != pid:
+        raise LLMException(
+            f"the {what} belongs to process {pid}; this is its forked child {os.getpid()}, "
+            "which needs one of its own"
+        )
+
+
+class BaseTransport(ABC):
+    """A `Transport` as far as it is the same for all; the methods of the protocol are theirs."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._closed = False
+
+    def allocate(
+        self, nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False
+    ) -> Arena:
+        """New zeroed memory of the host; peers reach what of it is registered.
+
+        It goes with its last user here and in the peers.
+
+        Args:
+            nbytes: its size.
+            prefault: have every page on return; otherwise pages come at first use, and where there
+                are none left then, that ends the process which needs one.
+            allow_overcommit: let it be larger than all memory and swap there is.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a size that cannot be; LLM_OUT_OF_MEMORY: there is not
+                as much; LLM_FAILED: no file descriptor is left, say.
+        """
+        self._check_open()
+        return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
+
+    def expect(self, memory: Registrable, keep: object = None) -> None:  # noqa: B027
+        """See `Transport.expect`; nothing: links reach parts whenever those are registered."""
+
+    def refusal(self, metadata: bytes) -> str | None:
+        """Why the process of `metadata` cannot be reached from here; None: it may be."""
+        self._check_open()
+        try:
+            self._check_reachable(metadata)
+        except LLMException as error:
+            return str(error.args[0])
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Transport.close`."""
+
+    @abstractmethod
+    def _check_reachable(self, metadata: bytes) -> None:
+        """Raise LLMException if the process of `metadata` cannot be reached; does not block."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise transport_closed()
+        check_process(self._pid, "transport")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class PeerMetadata(ABC):
+    """What a process publishes to its peers, as far as links of all transports use it.
+
+    `str()` of it names the peer, for messages: "process 12 of node3".
+
+    Attributes:
+        ranges: registered memory that it names.
+    """
+
+    __slots__ = ()
+    ranges: tuple[Any, ...]
+
+    @property
+    @abstractmethod
+    def owner(self) -> str:
+        """Whose it is, so that no other transport has the same: "instance 0a1b..."."""
+
+    @abstractmethod
+    def is_of_owner(self, other: Self) -> bool:
+        """Whether `other` is of the same transport."""
+
+    @classmethod
+    @abstractmethod
+    def from_bytes(cls, blob: bytes) -> Self:
+        """Check and read what a peer has written.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, naming the field, its value and the allowed range.
+            TypeError: `blob` is not bytes.
+        """
+
+
+_Range = TypeVar("_Range", bound=Range)
+_Metadata = TypeVar("_Metadata", bound=PeerMetadata)
+_Memory = TypeVar("_Memory", bound="BasePeerMemory[Any, Any]")
+_Link = TypeVar("_Link", bound="BaseLink[Any, Any, Any]")
+
+
+class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
+    """A `TransportLink` as far as it is the same for all; also a context manager.
+
+    Attributes:
+        metadata: of the peer, when the link was made.
+        peer: the peer, for messages.
+        pid: of the process that the link belongs to.
+    """
+
+    finds_freed: Literal["check", "before", "after"]
+    way: str
+    renewable: Renewable | None = None
+
+    def __init__(self, metadata: _Metadata) -> None:
+        self.pid = os.getpid()
+        self.metadata = metadata
+        self.peer = str(metadata)
+        self._table: RangeTable[_Range] = RangeTable(self.peer, metadata.ranges)
+        self._why_closed: LLMException | None = None
+
+    @property
+    def death_fd(self) -> int | None:
+        """See `TransportLink.death_fd`."""
+        return None
+
+    def memory(
+        self,
+        addresses: Sequence[int] | Column,
+        nbytes: int | Sequence[int] | Column,
+        *,
+        writable: bool = False,
+        metadata: bytes | None = None,
+    ) -> _Memory:
+        """The peer's tensors, for use as the remote side of a transfer.
+
+        Args:
+            addresses: of each tensor, in the peer.
+            nbytes: of each tensor, or one number for all.
+            writable: whether the transfer writes to them.
+            metadata: the peer's, naming the registrations that hold them; None: the one that the
+                link was made with.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or
+                that has ended, where `finds_freed` is "check" (else the transfer finds it);
+                LLM_PARAM_INVALID: bad sizes or metadata, another peer's metadata, or a read-only
+                registration to be written; LLM_FEATURE_NOT_ENABLED: memory that this link does not
+                reach, and why; LLM_LINK_FAILED: the peer is gone or refuses access;
+                LLM_NOT_YET_LINK: the link was closed.
+            TypeError: not whole numbers.
+        """
+        self.check()
+        starts, sizes = sized_tensors(addresses, nbytes)
+        known, table = (self.metadata, self._table) if metadata is None else self._read(metadata)
+        ranges, held_by = table.locate(starts, sizes, writable=writable)
+        return self._memory(starts, sizes, ranges, held_by, known, writable=writable)
+
+    def check(self) -> None:
+        """Raise LLMException unless the peer lives and the link is open.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer is gone, and how that shows; LLM_NOT_YET_LINK,
+                or what the link was closed with; LLM_FAILED: this is a forked child, whose
+                parent's link it is.
+        """
+        check_process(self.pid, "link")
+        if self._why_closed is not None:
+            raise self._closed_error()
+        self._check_peer()
+
+    def close(self, why: LLMException | None = None) -> None:
+        """Let go of the peer, without waiting for it; idempotent.
+
+        Transfers in flight fail their check from here on, with the message and status of `why`;
+        None: LLM_NOT_YET_LINK. In a forked child nothing happens: all of it is the parent's.
+        """
+        if os.getpid() != self.pid or self.closed:
+            return
+        self._why_closed = why or self._closed_error()
+        self._disconnect(self._why_closed)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._why_closed is not None
+
+    @abstractmethod
+    def _memory(
+        self,
+        starts: Column,
+        sizes: Column,
+        ranges: Sequence[_Range],
+        held_by: NDArray[np.intp],
+        known: _Metadata,
+        *,
+        writable: bool,
+    ) -> _Memory:
+        """Tensors that lie in `ranges` of `known`, each in the one that `held_by` says."""
+
+    @abstractmethod
+    def _check_peer(self) -> None:
+        """Raise LLMException if the peer is gone."""
+
+    @abstractmethod
+    def _disconnect(self, why: LLMException) -> None:
+        """Let go of the peer; what is in flight ends with `why`."""
+
+    def _closed_error(self) -> LLMException:
+        """Why the link was closed, as a new exception: each is raised once."""
+        if (why := self._why_closed) is None:
+            return LLMException(
+                f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+            )
+        return LLMException(why.args[0], status_code=why.status_code)
+
+    def _read(self, metadata: bytes) -> tuple[_Metadata, RangeTable[_Range]]:
+        newer = self.metadata.from_bytes(metadata)
+        if not newer.is_of_owner(self.metadata):
+            raise invalid(
+                f"metadata is of {newer.owner}; this link is to another transport, "
+                f"{self.metadata.owner}"
+            )
+        return newer, RangeTable(self.peer, newer.ranges)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to {self.peer}: {'closed' if self.closed else self.way}>"
+
+
+class BasePeerMemory(Generic[_Link, _Range]):
+    """A `TensorMemory` of a peer as far as it is the same for all transports.
+
+    Attributes:
+        addresses: of each tensor, as the backend reaches them.
+        nbytes: of each tensor.
+        writable: whether a transfer may write to them.
+        in_process: whether the addresses are of this process.
+        on_device: whether they are in the memory of the peer's device.
+    """
+
+    def __init__(
+        self,
+        link: _Link,
+        addresses: Column,
+        nbytes: Column,
+        ranges: Sequence[_Range],
+        *,
+        writable: bool,
+        in_process: bool = False,
+        on_device: bool = False,
+    ) -> None:
+        for column in (addresses, nbytes):
+            column.flags.writeable = False
+        self.addresses = addresses
+        self.nbytes = nbytes
+        self.writable = writable
+        self.in_process = in_process
+        self.on_device = on_device
+        self._link = link
+        self._ranges = ranges
+
+    def check(self) -> None:
+        """As the link's: whether the ranges are still registered each transfer finds."""
+        self._link.check()
+
+    def check_tensors(self, tensors: range) -> None:
+        """As `check`."""
+        self.check()
+
+    def __repr__(self) -> str:
+        total = int(self.nbytes.sum())
+        name = type(self).__name__
+        return f"<{name} {len(self.addresses)} tensors, {total} bytes: {self._link!r}>"
+
+
+def columns(ranges: Sequence[Range], *names: str) -> tuple[Column, ...]:
+    """What each of `ranges` has by these names, a column for each name."""
+    return tuple(
+        np.fromiter((getattr(it, name) for it in ranges), dtype=np.uint64) for name in names
+    )
