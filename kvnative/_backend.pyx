@@ -167,12 +167,6 @@ cdef class Backend:
         return Capabilities(limits.max_batch, limits.max_nbytes, directions,
                             bool(limits.asynchronous))
 
-    @property
-    def last_error(self) -> str:
-        """Message of the latest failure, of any task; "" when there was none."""
-        self.check_process()
-        return self.calls().last_error(self.handle).decode(errors="replace")
-
     def __repr__(self):
         return f"<Backend {self.name}>"
 
@@ -282,8 +276,7 @@ def trace(Backend backend not None, int fd) -> Backend:
 
     Its fields: call, backend, request (a number of its own for each batch), first (the batch's
     first descriptor in its task), count, nbytes, status (KVN_), us (CLOCK_MONOTONIC,
-    microseconds). The caller keeps the file descriptor open; ``last_error`` says when lines were
-    lost.
+    microseconds). The caller keeps the file descriptor open; a line that cannot be written is lost.
     """
     if fd < 0:
         raise ValueError(f"fd = {fd}: expected an open file descriptor")

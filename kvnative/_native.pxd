@@ -53,7 +53,6 @@ cdef extern from "kvnative/backend.h" nogil:
     ctypedef struct kvn_backend_vtable:
         const char *name
         void (*capabilities)(const kvn_backend *self, kvn_capabilities *out) noexcept
-        const char *(*last_error)(const kvn_backend *self) noexcept
         void (*destroy)(kvn_backend *self) noexcept nogil
 
 cdef extern from "host/pool.h" nogil:

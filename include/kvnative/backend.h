@@ -78,7 +78,6 @@ typedef struct kvn_backend_vtable {
      * status to report for what was still open (KVN_TIMEOUT or KVN_CANCELLED). */
     int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */
-    const char *(*last_error)(const kvn_backend *self);       /* "" when there was none */
     void (*destroy)(kvn_backend *self);                       /* no request is left */
 } kvn_backend_vtable;
 

@@ -285,13 +285,7 @@ static int move(kvn_streamed *self, kvn_channel *channel, const kvn_columns *par
     return status;
 }
 
-static void destroy(kvn_backend *base)
-{
-    copy_backend *self = (copy_backend *)base;
-
-    kvn_streamed_fini(&self->streamed);
-    free(self);
-}
+static void destroy(kvn_backend *base) { free(base); }
 
 static const kvn_backend_vtable vtable = KVN_STREAMED_VTABLE("acl", destroy);
 

@@ -318,7 +318,6 @@ static const kvn_backend_vtable BANDWIDTH_VTABLE = {
     .wait = bandwidth_wait,
     .abort = bandwidth_abort,
     .release = bandwidth_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = bandwidth_destroy,
 };
 

@@ -132,7 +132,6 @@ static const kvn_backend_vtable DELAY_VTABLE = {
     .wait = delay_wait,
     .abort = delay_abort,
     .release = delay_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = kvn_wrapper_destroy,
 };
 

@@ -137,7 +137,6 @@ static const kvn_backend_vtable FAIL_AT_VTABLE = {
     .wait = fault_wait,
     .abort = fault_abort,
     .release = fault_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = kvn_wrapper_destroy,
 };
 

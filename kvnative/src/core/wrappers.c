@@ -24,11 +24,6 @@ void kvn_wrapper_capabilities(const kvn_backend *self, kvn_capabilities *out)
     kvn_inner(self)->vtable->capabilities(kvn_inner(self), out);
 }
 
-const char *kvn_wrapper_last_error(const kvn_backend *self)
-{
-    return kvn_inner(self)->vtable->last_error(kvn_inner(self));
-}
-
 void kvn_wrapper_destroy(kvn_backend *self) { free(self); }
 
 int kvn_wrapper_no_memory(kvn_report *report, uint64_t count, size_t nbytes)
@@ -105,7 +100,6 @@ static const kvn_backend_vtable LIMIT_BATCH_VTABLE = {
     .wait = limit_wait,
     .abort = limit_abort,
     .release = limit_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = kvn_wrapper_destroy,
 };
 

@@ -43,7 +43,6 @@ static inline kvn_backend *kvn_inner(const kvn_backend *self)
 void *kvn_wrapper_alloc(size_t nbytes, const kvn_backend_vtable *vtable, kvn_backend *inner);
 /* The calls that most wrappers pass on as they are. */
 void kvn_wrapper_capabilities(const kvn_backend *self, kvn_capabilities *out);
-const char *kvn_wrapper_last_error(const kvn_backend *self);
 void kvn_wrapper_destroy(kvn_backend *self);
 /* Refuses a batch for want of memory. */
 int kvn_wrapper_no_memory(kvn_report *report, uint64_t count, size_t nbytes);

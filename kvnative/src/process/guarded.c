@@ -99,7 +99,6 @@ static const kvn_backend_vtable GUARDED_VTABLE = {
     .wait = guarded_wait,
     .abort = guarded_abort,
     .release = guarded_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = guarded_destroy,
 };
 
