@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import NamedTuple, Never, Self, final
+from typing import Never, Self, final
 
 __all__ = [
     "KVN_CANCELLED",
@@ -19,7 +19,6 @@ __all__ = [
     "MAX_STRIPES",
     "STRATEGIES",
     "Backend",
-    "Capabilities",
     "NativeError",
     "ThreadPool",
     "delay",
@@ -51,12 +50,6 @@ STRATEGIES: tuple[str, ...]
 
 class NativeError(RuntimeError): ...
 
-class Capabilities(NamedTuple):
-    max_batch: int
-    max_nbytes: int
-    directions: tuple[str, ...]
-    asynchronous: bool
-
 @final
 class ThreadPool:
     def __new__(cls, threads: int | None = None) -> Self: ...
@@ -68,8 +61,6 @@ class Backend:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def name(self) -> str: ...
-    @property
-    def capabilities(self) -> Capabilities: ...
 
 def host_backend(pool: ThreadPool, strategy: str = "auto") -> Backend: ...
 def fail_at(
@@ -82,6 +73,6 @@ def fail_at(
 ) -> Backend: ...
 def delay(backend: Backend, ms: float) -> Backend: ...
 def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
-def limit_batch(backend: Backend, max_batch: int, max_nbytes: int | None = None) -> Backend: ...
+def limit_batch(backend: Backend, max_batch: int) -> Backend: ...
 def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...
 def trace(backend: Backend, fd: int) -> Backend: ...

@@ -2,7 +2,7 @@
 
 cimport cython
 from libc.errno cimport ENOMEM, errno
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from posix.unistd cimport getpid
 
 from kvnative cimport _native
@@ -10,13 +10,12 @@ from kvnative._native cimport *
 
 import math
 import os
-from typing import NamedTuple
 
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
     "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED", "MAX_STRIPES",
-    "STRATEGIES", "Backend", "Capabilities", "NativeError", "ThreadPool", "delay", "fail_at",
+    "STRATEGIES", "Backend", "NativeError", "ThreadPool", "delay", "fail_at",
     "host_backend", "limit_bandwidth", "limit_batch", "striped", "trace",
 ]
 
@@ -46,32 +45,6 @@ cdef double NS_PER_MS = 1e6
 
 class NativeError(RuntimeError):
     """The native layer cannot do this now: closed, forked, or out of a resource."""
-
-
-class Capabilities(NamedTuple):
-    """What a backend takes.
-
-    Attributes:
-        max_batch: descriptors in one batch; the executor cuts longer tasks.
-        max_nbytes: bytes of one descriptor; larger ones are refused.
-        directions: names of the directions that it copies in.
-        asynchronous: whether it moves on while nobody polls or waits.
-    """
-
-    max_batch: int
-    max_nbytes: int
-    directions: tuple[str, ...]
-    asynchronous: bool
-
-
-cdef tuple DIRECTIONS = (
-    (KVN_HOST_TO_HOST, "host_to_host"),
-    (KVN_HOST_TO_DEVICE, "host_to_device"),
-    (KVN_DEVICE_TO_HOST, "device_to_host"),
-    (KVN_DEVICE_TO_DEVICE, "device_to_device"),
-    (KVN_PEER_GET, "peer_get"),
-    (KVN_PEER_PUT, "peer_put"),
-)
 
 
 @cython.final
@@ -157,15 +130,6 @@ cdef class Backend:
     def name(self) -> str:
         """Of the backend, or of the outermost wrapper."""
         return self.calls().name.decode()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it takes."""
-        cdef kvn_capabilities limits
-        self.calls().capabilities(self.handle, &limits)
-        directions = tuple(name for bit, name in DIRECTIONS if limits.directions & <uint32_t>bit)
-        return Capabilities(limits.max_batch, limits.max_nbytes, directions,
-                            bool(limits.asynchronous))
 
     def __repr__(self):
         return f"<Backend {self.name}>"
@@ -258,17 +222,15 @@ def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backen
                          "limit_bandwidth")
 
 
-def limit_batch(Backend backend not None, uint64_t max_batch, max_nbytes: int | None = None
-                ) -> Backend:
-    """Take at most `max_batch` descriptors in a batch, of at most `max_nbytes` bytes each."""
-    cdef uint64_t nbytes = <uint64_t>-1 if max_nbytes is None else max_nbytes
+def limit_batch(Backend backend not None, uint64_t max_batch) -> Backend:
+    """Hand on at most `max_batch` descriptors at a time, the next when those are moved.
+
+    Advances only while somebody polls or waits.
+    """
     if max_batch < 1:
         raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
-    if nbytes < 1:
-        raise ValueError(f"max_nbytes = {max_nbytes}: expected None or at least 1 byte")
     backend.check_process()
-    return Backend.adopt(kvn_limit_batch_create(backend.handle, max_batch, nbytes), backend,
-                         "limit_batch")
+    return Backend.adopt(kvn_limit_batch_create(backend.handle, max_batch), backend, "limit_batch")
 
 
 def trace(Backend backend not None, int fd) -> Backend:

@@ -103,16 +103,6 @@ def test_polling_alone_drives_batches(pool: ThreadPool) -> None:
     case.assert_moved()
 
 
-def test_an_oversized_descriptor_is_refused_before_anything_moves(pool: ThreadPool) -> None:
-    case = scatter([100, 100, 101, 100])
-    executor = Executor(limit_batch(host_backend(pool), 2, max_nbytes=100))
-    report = executor.run(case.descriptors)
-    assert (report.failed, report.unconfirmed, report.bytes_done) == (2, ((0, 4),), 0)
-    assert "descriptor 2 is 101 bytes" in report.message
-    assert "at most 100" in report.message
-    case.assert_moved(set())
-
-
 @pytest.mark.parametrize("size", [1000, 3_000_000])
 def test_a_deadline_stops_a_transfer_of_ten_seconds(slow: Executor, size: int) -> None:
     case = scatter([size] * (10_000_000 // size))

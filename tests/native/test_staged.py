@@ -12,7 +12,6 @@ import pytest
 
 from kvnative._executor import (
     KVN_CANCELLED,
-    KVN_INVALID,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_PENDING,
@@ -198,16 +197,6 @@ def test_the_first_failure_is_kept_when_the_rest_is_given_up(host: Backend) -> N
     for report in (task.wait(timeout_ms=1), task.cancel()):
         assert (report.failed, report.unconfirmed) == (3, ((0, 9),))
     assert task.states() == (STAGE_WAITING, STAGE_FAILED, STAGE_FAILED)
-
-
-def test_an_oversized_descriptor_is_refused_before_anything_moves(host: Backend) -> None:
-    case = scatter([100, 100, 101, 100])
-    task = Executor(limit_batch(host, 2, max_nbytes=100)).stage(case.descriptors, 1)
-    assert not task.open(0)
-    report = task.report
-    assert (report.status, report.failed, report.unconfirmed) == (KVN_INVALID, 2, ((0, 4),))
-    assert "descriptor 2 is 101 bytes" in report.message
-    case.assert_moved(set())
 
 
 def test_wrappers_see_indices_of_the_whole_array(host: Backend) -> None:

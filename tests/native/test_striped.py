@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_FAILED,
-    KVN_INVALID,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_TIMEOUT,
@@ -184,15 +183,6 @@ def test_batches_before_one_that_is_refused_are_confirmed(lanes: list[Backend]) 
     assert (report.failed, report.unconfirmed) == (30, ((COUNT // 2, COUNT),))
     assert all(case.arrived(it) for it in range(COUNT // 2))
     assert not any(case.arrived(it) for it in range(COUNT // 2, COUNT))  # it is the first to begin
-
-
-def test_its_limits_are_the_least_of_all(lanes: list[Backend]) -> None:
-    case = scatter([SIZE] * (COUNT - 1) + [SIZE + 1])
-    backend = striped([lanes[0], lanes[1], limit_batch(lanes[2], COUNT, SIZE)], min_nbytes=1)
-    report = Executor(backend).run(case.descriptors)
-    assert (report.status, report.unconfirmed) == (KVN_INVALID, ((0, COUNT),))
-    assert backend.capabilities[:2] == (COUNT, SIZE)
-    case.assert_moved(set())
 
 
 def test_a_failure_is_reported_rather_than_that_others_were_given_up(lanes: list[Backend]) -> None:

@@ -317,8 +317,7 @@ kvn_backend *kvn_acl_copy_create(kvn_device *device, kvn_channel **channels, uns
     self->device = device;
     error = set_direction(self, direction);
     if (!error)
-        error = kvn_streamed_init(&self->streamed, &vtable, channels, num_channels, direction,
-                                  move);
+        error = kvn_streamed_init(&self->streamed, &vtable, channels, num_channels, move);
     if (error) {
         free(self);
         errno = error;

@@ -126,7 +126,6 @@ static void delay_release(kvn_backend *base, kvn_request *handle)
 
 static const kvn_backend_vtable DELAY_VTABLE = {
     .name = "delay",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = delay_submit,
     .poll = delay_poll,
     .wait = delay_wait,

@@ -131,7 +131,6 @@ static void fault_release(kvn_backend *base, kvn_request *handle)
 
 static const kvn_backend_vtable FAIL_AT_VTABLE = {
     .name = "fail_at",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = fault_submit,
     .poll = fault_poll,
     .wait = fault_wait,

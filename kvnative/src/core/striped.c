@@ -30,21 +30,6 @@ struct kvn_request {
     stripe stripes[KVN_MAX_STRIPES];
 };
 
-static void capabilities(const kvn_backend *base, kvn_capabilities *out)
-{
-    const striped *self = (const striped *)base;
-
-    self->inner[0]->vtable->capabilities(self->inner[0], out);
-    for (size_t i = 1; i < self->count; i++) {
-        kvn_capabilities other;
-        self->inner[i]->vtable->capabilities(self->inner[i], &other);
-        out->max_batch = other.max_batch < out->max_batch ? other.max_batch : out->max_batch;
-        out->max_nbytes = other.max_nbytes < out->max_nbytes ? other.max_nbytes : out->max_nbytes;
-        out->directions &= other.directions;
-        out->asynchronous &= other.asynchronous;
-    }
-}
-
 /* ---- the outcome: what the stripes say, together ---- */
 
 /* A reason goes before that others were given up. */
@@ -279,7 +264,6 @@ static void destroy(kvn_backend *base) { free(base); }
 
 static const kvn_backend_vtable vtable = {
     .name = "striped",
-    .capabilities = capabilities,
     .submit = submit,
     .poll = poll,
     .wait = wait,

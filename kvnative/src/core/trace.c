@@ -104,7 +104,6 @@ static void trace_release(kvn_backend *base, kvn_request *handle)
 
 static const kvn_backend_vtable TRACE_VTABLE = {
     .name = "trace",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = trace_submit,
     .poll = trace_poll,
     .wait = trace_wait,

@@ -21,8 +21,9 @@ kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds);
 /* Moves at most `bytes_per_second` (> 0), over all batches together. Advances in poll and wait. */
 kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second);
 
-/* Claims smaller limits than the inner backend has, and holds to them. Both >= 1. */
-kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch, uint64_t max_nbytes);
+/* Hands on at most `max_batch` (>= 1) descriptors at a time, the next when those are moved. Advances in
+ * poll and wait. */
+kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch);
 
 /* Writes one JSON object a line to `fd` when a call of the vtable returns: call, request (a number
  * of its own for each batch), first, count, nbytes, status, us (CLOCK_MONOTONIC, microseconds). */
@@ -42,7 +43,6 @@ static inline kvn_backend *kvn_inner(const kvn_backend *self)
 /* Zeroed memory for a wrapper that begins with a kvn_wrapper. */
 void *kvn_wrapper_alloc(size_t nbytes, const kvn_backend_vtable *vtable, kvn_backend *inner);
 /* The calls that most wrappers pass on as they are. */
-void kvn_wrapper_capabilities(const kvn_backend *self, kvn_capabilities *out);
 void kvn_wrapper_destroy(kvn_backend *self);
 /* Refuses a batch for want of memory. */
 int kvn_wrapper_no_memory(kvn_report *report, uint64_t count, size_t nbytes);

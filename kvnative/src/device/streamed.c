@@ -16,7 +16,7 @@
 static kvn_streamed *streamed(const kvn_backend *self) { return (kvn_streamed *)self; }
 
 int kvn_streamed_init(kvn_streamed *self, const kvn_backend_vtable *vtable, kvn_channel **channels,
-                      unsigned num_channels, kvn_direction direction, kvn_stream_move move)
+                      unsigned num_channels, kvn_stream_move move)
 {
     if (num_channels < 1 || num_channels > KVN_MAX_CHANNELS)
         return EINVAL;
@@ -26,18 +26,7 @@ int kvn_streamed_init(kvn_streamed *self, const kvn_backend_vtable *vtable, kvn_
     self->channels = channels;
     self->num_channels = num_channels;
     self->part_cost = PART_COST;
-    self->capabilities = (kvn_capabilities){
-        .max_batch = UINT64_MAX,
-        .max_nbytes = UINT64_MAX,
-        .directions = direction,
-        .asynchronous = 1,
-    };
     return 0;
-}
-
-void kvn_streamed_capabilities(const kvn_backend *self, kvn_capabilities *out)
-{
-    *out = streamed(self)->capabilities;
 }
 
 static bool is_ours(const kvn_backend *self)

@@ -145,7 +145,7 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     if (!self)
         return NULL;
     error = kvn_streamed_init(&self->streamed, options->staging ? &staged_vtable : &direct_vtable,
-                              kvn_communicator_channels(communicator), 1, options->direction, move);
+                              kvn_communicator_channels(communicator), 1, move);
     if (!error && !copy_guards(self, options))
         error = ENOMEM;
     if (error) {

@@ -20,22 +20,11 @@ void kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_poo
     self->pool = pool;
     self->move = move;
     self->piece = (kvn_piece_limits){.descriptors = UINT64_MAX, .nbytes = KVN_PIECE_MAX};
-    self->capabilities = (kvn_capabilities){
-        .max_batch = UINT64_MAX,
-        .max_nbytes = UINT64_MAX,
-        .directions = KVN_HOST_TO_HOST,
-        .asynchronous = 1,
-    };
 }
 
 void kvn_pooled_fini(kvn_pooled *self) { kvn_guard_destroy(self->guard); }
 
 void kvn_pooled_set_guard(kvn_backend *self, kvn_guard *guard) { pooled(self)->guard = guard; }
-
-void kvn_pooled_capabilities(const kvn_backend *self, kvn_capabilities *out)
-{
-    *out = pooled(self)->capabilities;
-}
 
 int kvn_pooled_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
                       kvn_report *report)

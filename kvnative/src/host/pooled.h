@@ -14,7 +14,6 @@ typedef struct kvn_pooled {
     kvn_piece_limits piece;
     kvn_guard *guard;         /* owned; entered around each piece that is written; NULL: none */
     uint64_t inline_nbytes;   /* batches up to this size are moved by submit itself */
-    kvn_capabilities capabilities;
 } kvn_pooled;
 
 void kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_pool *pool,
@@ -23,7 +22,6 @@ void kvn_pooled_fini(kvn_pooled *self);
 /* Before the first batch; the backend then owns the guard. */
 void kvn_pooled_set_guard(kvn_backend *self, kvn_guard *guard);
 
-void kvn_pooled_capabilities(const kvn_backend *self, kvn_capabilities *out);
 int kvn_pooled_submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out,
                       kvn_report *report);
 int kvn_pooled_poll(kvn_backend *self, kvn_request *request, kvn_report *report);
@@ -35,8 +33,8 @@ void kvn_pooled_release(kvn_backend *self, kvn_request *request);
 /* The shared rows of such a vtable: KVN_POOLED_VTABLE("host", kvn_host_destroy) */
 #define KVN_POOLED_VTABLE(name_, destroy_)                                                        \
     {                                                                                             \
-        .name = (name_), .capabilities = kvn_pooled_capabilities, .submit = kvn_pooled_submit,    \
-        .poll = kvn_pooled_poll, .wait = kvn_pooled_wait, .abort = kvn_pooled_abort,              \
+        .name = (name_), .submit = kvn_pooled_submit, .poll = kvn_pooled_poll,                    \
+        .wait = kvn_pooled_wait, .abort = kvn_pooled_abort,                                       \
         .release = kvn_pooled_release, .destroy = (destroy_)                                      \
     }
 

@@ -93,7 +93,6 @@ static void guarded_destroy(kvn_backend *base)
 
 static const kvn_backend_vtable GUARDED_VTABLE = {
     .name = "guarded",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = guarded_submit,
     .poll = guarded_poll,
     .wait = guarded_wait,

@@ -203,6 +203,5 @@ kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction
     self->is_put = direction == KVN_PEER_PUT;
     self->pooled.piece = (kvn_piece_limits){.descriptors = MAX_RANGES, .nbytes = PIECE_NBYTES};
     self->pooled.inline_nbytes = INLINE_NBYTES;
-    self->pooled.capabilities.directions = direction;
     return &self->pooled.base;
 }

@@ -15,14 +15,6 @@ typedef struct backend {
     kvn_tcp_known known;
 } backend;
 
-static void capabilities(const kvn_backend *base, kvn_capabilities *out)
-{
-    *out = (kvn_capabilities){.max_batch = UINT64_MAX,
-                              .max_nbytes = UINT64_MAX,
-                              .directions = ((const backend *)base)->direction,
-                              .asynchronous = 1};
-}
-
 static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
 {
     backend *self = (backend *)base;
@@ -101,7 +93,6 @@ static void destroy(kvn_backend *base)
 
 static const kvn_backend_vtable vtable = {
     .name = "tcp",
-    .capabilities = capabilities,
     .submit = submit,
     .poll = poll,
     .wait = wait,

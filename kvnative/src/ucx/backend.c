@@ -242,16 +242,8 @@ static void destroy(kvn_backend *base)
     free(self);
 }
 
-static void capabilities(const kvn_backend *base, kvn_capabilities *out)
-{
-    const kvn_ucx_backend *self = (const kvn_ucx_backend *)base;
-    *out = (kvn_capabilities){.max_batch = UINT64_MAX, .max_nbytes = UINT64_MAX,
-                              .directions = self->direction, .asynchronous = 1};
-}
-
 static const kvn_backend_vtable vtable = {
     .name = "ucx",
-    .capabilities = capabilities,
     .submit = submit,
     .poll = poll_request,
     .wait = wait_for,
