@@ -21,13 +21,8 @@ __all__ = [
     "Backend",
     "NativeError",
     "ThreadPool",
-    "delay",
-    "fail_at",
     "host_backend",
-    "limit_bandwidth",
-    "limit_batch",
     "striped",
-    "trace",
 ]
 
 KVN_OK: int
@@ -63,16 +58,4 @@ class Backend:
     def name(self) -> str: ...
 
 def host_backend(pool: ThreadPool, strategy: str = "auto") -> Backend: ...
-def fail_at(
-    backend: Backend,
-    descriptor: int,
-    status: int = -9,
-    code: int = 0,
-    *,
-    at_submit: bool = False,
-) -> Backend: ...
-def delay(backend: Backend, ms: float) -> Backend: ...
-def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
-def limit_batch(backend: Backend, max_batch: int) -> Backend: ...
 def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...
-def trace(backend: Backend, fd: int) -> Backend: ...

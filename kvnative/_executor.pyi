@@ -21,13 +21,8 @@ from kvnative._backend import (
     Backend,
     NativeError,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
     striped,
-    trace,
 )
 from kvnative._lower import Descriptors
 from kvnative._staged import (
@@ -67,13 +62,8 @@ __all__ = [
     "StagedTask",
     "Task",
     "ThreadPool",
-    "delay",
-    "fail_at",
     "host_backend",
-    "limit_bandwidth",
-    "limit_batch",
     "striped",
-    "trace",
 ]
 
 @final

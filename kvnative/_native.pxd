@@ -64,14 +64,6 @@ cdef extern from "host/host.h" nogil:
     const char *kvn_strategy_name(kvn_strategy strategy)
     kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
 
-cdef extern from "core/wrappers.h" nogil:
-    kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
-                                    bint at_submit)
-    kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
-    kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
-    kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch)
-    kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
-
 cdef extern from "core/striped.h" nogil:
     enum:
         KVN_MAX_STRIPES

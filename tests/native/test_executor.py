@@ -19,13 +19,11 @@ from kvnative._executor import (
     Report,
     Task,
     ThreadPool,
-    delay,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
 )
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import Scattered, indices, scatter
+from tests.support.wrappers import delay, limit_bandwidth, limit_batch
 
 MIB = 1 << 20
 FOREVER_BYTES_PER_SECOND = 1e6  # 10 MB take 10 s

@@ -13,12 +13,10 @@ from kvnative._executor import (
     Executor,
     Task,
     ThreadPool,
-    delay,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
 )
 from tests.native.scatter import indices, scatter
+from tests.support.wrappers import delay, limit_bandwidth, limit_batch
 
 THREADS = 8
 

@@ -12,6 +12,7 @@ import multiprocessing, os, sys
 import numpy as np
 from kvnative._executor import *
 from tests.native.scatter import scatter
+from tests.support.wrappers import *
 
 pool = ThreadPool(2)
 executor = Executor(host_backend(pool))

@@ -25,15 +25,11 @@ from kvnative._executor import (
     NativeError,
     StagedTask,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
-    trace,
 )
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import assert_same, scatter
+from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch, trace
 
 FOREVER_MS = 1e9
 

@@ -19,14 +19,11 @@ from kvnative._executor import (
     Backend,
     Executor,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_batch,
     striped,
-    trace,
 )
 from tests.native.scatter import indices, scatter
+from tests.support.wrappers import delay, fail_at, limit_batch, trace
 
 COUNT, SIZE = 42, 1000
 POOLS = [ThreadPool(1) for _ in range(3)]

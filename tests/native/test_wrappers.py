@@ -17,14 +17,10 @@ from kvnative._executor import (
     Backend,
     Executor,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
-    trace,
 )
 from tests.native.scatter import scatter
+from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch, trace
 
 COUNT = 40
 

@@ -15,13 +15,14 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import kvplan
-from kvnative._executor import ThreadPool, limit_bandwidth
+from kvnative._executor import ThreadPool
 from kvnative._host import Arena
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.arenas import PeerArenas
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.metadata import Metadata
 from kvplan.transport.peer_memory import PeerMemory
+from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
 

@@ -10,7 +10,7 @@
 #include "core/job.h"
 #include "core/clock.h"
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 typedef struct trace {
     kvn_wrapper wrapper;

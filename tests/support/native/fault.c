@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 typedef struct fail_at {
     kvn_wrapper wrapper;

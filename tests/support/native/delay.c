@@ -8,7 +8,7 @@
 #include "core/clock.h"
 #include "core/job.h"
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 typedef struct delay {
     kvn_wrapper wrapper;

@@ -11,7 +11,7 @@
 #include "core/clock.h"
 #include "core/job.h"
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 #define SLICE_SECONDS 0.002 /* of the limit; also what an abort may have to wait for */
 #define MOST_NS 1000000000000000 /* of one slice: eleven days, far from overflow */
