@@ -261,12 +261,6 @@ def test_closing_waits_or_cancels_and_then_refuses(pool: ThreadPool) -> None:
     assert task.report.status == KVN_CANCELLED
 
 
-def test_rows_are_refused(executor: Executor) -> None:
-    rows = lower(*[np.array([64], np.uint64)] * 5, layout="hccl")
-    with pytest.raises(ValueError, match="columns"):
-        executor.run(rows)
-
-
 @pytest.mark.parametrize("kind", [Backend, Report, Task])
 def test_handles_are_not_made_by_hand(kind: type) -> None:
     with pytest.raises(TypeError, match="comes from"):

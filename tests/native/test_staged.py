@@ -112,14 +112,11 @@ def test_a_stage_that_there_is_not(executor: Executor, stage: int) -> None:
         task.cancel()
 
 
-def test_stages_have_descriptors_in_columns(executor: Executor) -> None:
+def test_a_stage_has_descriptors(executor: Executor) -> None:
     case = scatter([100] * 6)
     for size in (0, -3):
         with pytest.raises(ValueError, match=f"stage_size = {size}: expected at least 1"):
             executor.stage(case.descriptors, size)
-    rows = lower(*[np.array([64], np.uint64)] * 5, layout="hccl")
-    with pytest.raises(ValueError, match="columns"):
-        executor.stage(rows, 1)
     lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # nobody holds them
 
 
