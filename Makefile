@@ -9,7 +9,7 @@ PYTHON ?= python3
 # cores none is idle while a test waits for another process.
 JOBS ?= 3
 BIN := .venv/bin
-SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*/*.[ch] include/kvnative/*.h)
+SOURCES := setup.py pyproject.toml $(wildcard kvnative/*.pyx kvnative/*.pxd kvnative/src/*/*.[ch] include/kvnative/*.h tests/support/*.pyx tests/support/native/*.[ch])
 
 # pip reads these: what CI installs is pinned in one file, for the isolated builds too.
 export PIP_CONSTRAINT := $(CURDIR)/requirements/constraints.txt
@@ -30,7 +30,7 @@ test: lint types .venv/weights unit sanitize ## every check
 lint: .venv/dev ## style, and the layers that no import may cross
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PATH=$(BIN):$$PATH cython-lint kvnative
+	PATH=$(BIN):$$PATH cython-lint kvnative tests/support
 	$(BIN)/lint-imports
 
 types: .venv/dev ## mypy --strict, and the stubs against the built modules

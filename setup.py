@@ -4,6 +4,9 @@ Every ``kvnative/*.pyx`` becomes an extension module. The C sources in ``kvnativ
 shared library beside them, which each module finds by its own place (``$ORIGIN``): a new source
 file or module needs no change here.
 
+A build in place (`build_ext --inplace`, `pip install -e`) also makes the module of the tests, which
+puts failures around backends; no wheel has it.
+
 Switches, as environment variables; each combination has its own build directory:
 
 KVPLAN_DEBUG=1          -O0 -g, asserts on, Cython checks bounds
@@ -72,19 +75,31 @@ headers = sorted([*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.
 macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)]
 abi_macros = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
 
-modules = [
-    Extension(
-        f"kvnative.{source.stem}",
+# Failures around backends, for the tests: built in place only.
+tests = Path("tests/support")
+test_sources = sorted(tests.glob("native/*.c"))
+test_headers = sorted(tests.glob("native/*.h"))
+
+
+def module(source: Path, depends: list[Path]) -> Extension:
+    """Return the module of one Cython source, which finds libkvn.so from its own place."""
+    origin = os.path.relpath("kvnative", source.parent)
+    return Extension(
+        ".".join([*source.parent.parts, source.stem]),
         [str(source)],
-        include_dirs=include_dirs,
+        include_dirs=[*include_dirs, str(tests / "native")],
         define_macros=[*macros, *abi_macros],
-        depends=[*map(str, headers), "setup.py"],
+        depends=[*map(str, depends), "setup.py"],
         extra_compile_args=["-fvisibility=hidden", *common_flags, *cython_flags],
         libraries=["kvn"],
-        extra_link_args=["-pthread", "-Wl,-rpath,$ORIGIN", *sanitizer],
+        extra_link_args=["-pthread", f"-Wl,-rpath,$ORIGIN/{origin}".removesuffix("/."), *sanitizer],
         py_limited_api=LIMITED_API,
     )
-    for source in sorted(Path("kvnative").glob("*.pyx"))
+
+
+modules = [module(source, headers) for source in sorted(Path("kvnative").glob("*.pyx"))]
+modules += [
+    module(source, [*headers, *test_headers, *test_sources]) for source in tests.glob("*.pyx")
 ]
 
 Options.warning_errors = True
@@ -94,6 +109,11 @@ class BuildNative(build_ext):
     """build_ext that makes libkvn.so first, in the same folder."""
 
     library = "kvnative/libkvn.so"
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if not self.inplace:
+            self.extensions = [it for it in self.extensions if it.name.startswith("kvnative.")]
 
     def build_extensions(self) -> None:
         library = Path(self.build_lib, self.library)
@@ -108,17 +128,21 @@ class BuildNative(build_ext):
                 libraries=["dl"],
             )
         self.compiler.add_library_dir(str(library.parent))
+        for extension in self.extensions:
+            if not extension.name.startswith("kvnative."):
+                extension.extra_objects = [*map(self.compiled, test_sources)]
         super().build_extensions()
 
     def compiled(self, source: Path) -> str:
         """Return the object file of `source`: compiled again if what it may include is newer."""
         (name,) = self.compiler.object_filenames([str(source)], output_dir=self.build_temp)
-        if self.force or newer_group([str(source), *map(str, headers), "setup.py"], name):
+        included = map(str, [*headers, *test_headers])
+        if self.force or newer_group([str(source), *included, "setup.py"], name):
             self.compiler.compile(
                 [str(source)],
                 output_dir=self.build_temp,
                 macros=macros,
-                include_dirs=include_dirs,
+                include_dirs=[*include_dirs, str(tests / "native")],
                 extra_postargs=[*common_flags, *own_flags, *strict_flags],
             )
         return name

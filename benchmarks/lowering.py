@@ -32,11 +32,10 @@ class Recipe:
     src_bases: NDArray[np.uint64]
     dst_bases: NDArray[np.uint64]
 
-    def lower(self, layout: str = "columns", out: Descriptors | None = None) -> Descriptors:
+    def lower(self, out: Descriptors | None = None) -> Descriptors:
         return lower(
-            self.src_offsets, self.dst_offsets, self.nbytes, self.src_bases, self.dst_bases,
-            layout, "dst", out,
-        )  # fmt: skip
+            self.src_offsets, self.dst_offsets, self.nbytes, self.src_bases, self.dst_bases, out
+        )
 
     def broadcast(self, out: NDArray[np.uint64]) -> None:
         """Columns dst, src, nbytes into `out` of shape (3, PAIRS, SEGMENTS)."""
@@ -86,12 +85,3 @@ def lower_fresh(run: Run, name: str) -> Row:
     ours, numpys = run.medians(timed(work.lower), timed(work.broadcast_fresh), rounds=ROUNDS)
     note = "new memory each time; limit: NumPy in new memory"
     return Row(name, ns_per_descriptor(ours), "ns", ns_per_descriptor(numpys), note=note)
-
-
-@TOPIC.row("lower_hccl_ns_per_descriptor")
-def lower_hccl(run: Run, name: str) -> Row:
-    """Rows of 32 bytes into a reused buffer."""
-    work, out = recipe(), Descriptors()
-    (ours,) = run.medians(timed(lambda: work.lower("hccl", out)), rounds=ROUNDS)
-    note = "32-byte rows, reused buffer; limit: the budget"
-    return Row(name, ns_per_descriptor(ours), "ns", BUDGET_NS, note=note)

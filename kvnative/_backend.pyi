@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import NamedTuple, Never, Self, final
+from typing import Never, Self, final
 
 __all__ = [
     "KVN_CANCELLED",
@@ -19,16 +19,10 @@ __all__ = [
     "MAX_STRIPES",
     "STRATEGIES",
     "Backend",
-    "Capabilities",
     "NativeError",
     "ThreadPool",
-    "delay",
-    "fail_at",
     "host_backend",
-    "limit_bandwidth",
-    "limit_batch",
     "striped",
-    "trace",
 ]
 
 KVN_OK: int
@@ -51,12 +45,6 @@ STRATEGIES: tuple[str, ...]
 
 class NativeError(RuntimeError): ...
 
-class Capabilities(NamedTuple):
-    max_batch: int
-    max_nbytes: int
-    directions: tuple[str, ...]
-    asynchronous: bool
-
 @final
 class ThreadPool:
     def __new__(cls, threads: int | None = None) -> Self: ...
@@ -68,22 +56,6 @@ class Backend:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def name(self) -> str: ...
-    @property
-    def capabilities(self) -> Capabilities: ...
-    @property
-    def last_error(self) -> str: ...
 
 def host_backend(pool: ThreadPool, strategy: str = "auto") -> Backend: ...
-def fail_at(
-    backend: Backend,
-    descriptor: int,
-    status: int = -9,
-    code: int = 0,
-    *,
-    at_submit: bool = False,
-) -> Backend: ...
-def delay(backend: Backend, ms: float) -> Backend: ...
-def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
-def limit_batch(backend: Backend, max_batch: int, max_nbytes: int | None = None) -> Backend: ...
 def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...
-def trace(backend: Backend, fd: int) -> Backend: ...

@@ -1,23 +1,20 @@
-"""Backends: what moves bytes, and the wrappers that make failures, on a pool of threads."""
+"""Backends: what moves bytes, on a pool of threads."""
 
 cimport cython
 from libc.errno cimport ENOMEM, errno
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport uint64_t
 from posix.unistd cimport getpid
 
 from kvnative cimport _native
 from kvnative._native cimport *
 
-import math
 import os
-from typing import NamedTuple
 
 __all__ = [
     "KVN_CANCELLED", "KVN_DENIED", "KVN_DEVICE_MEMORY", "KVN_FAILED", "KVN_INVALID",
     "KVN_NO_DEVICE_MEMORY", "KVN_NO_MEMORY", "KVN_OK", "KVN_PEER_GONE", "KVN_PENDING",
     "KVN_SUSPECT_REMOTE", "KVN_TIMEOUT", "KVN_UNMAPPED", "KVN_UNSUPPORTED", "MAX_STRIPES",
-    "STRATEGIES", "Backend", "Capabilities", "NativeError", "ThreadPool", "delay", "fail_at",
-    "host_backend", "limit_bandwidth", "limit_batch", "striped", "trace",
+    "STRATEGIES", "Backend", "NativeError", "ThreadPool", "host_backend", "striped",
 ]
 
 # The same names for Python as in status.h.
@@ -41,37 +38,10 @@ STRATEGIES = tuple(
 # More threads than this do not copy faster on any machine measured; they only crowd it.
 cdef enum:
     DEFAULT_MAX_THREADS = 16
-cdef double NS_PER_MS = 1e6
 
 
 class NativeError(RuntimeError):
     """The native layer cannot do this now: closed, forked, or out of a resource."""
-
-
-class Capabilities(NamedTuple):
-    """What a backend takes.
-
-    Attributes:
-        max_batch: descriptors in one batch; the executor cuts longer tasks.
-        max_nbytes: bytes of one descriptor; larger ones are refused.
-        directions: names of the directions that it copies in.
-        asynchronous: whether it moves on while nobody polls or waits.
-    """
-
-    max_batch: int
-    max_nbytes: int
-    directions: tuple[str, ...]
-    asynchronous: bool
-
-
-cdef tuple DIRECTIONS = (
-    (KVN_HOST_TO_HOST, "host_to_host"),
-    (KVN_HOST_TO_DEVICE, "host_to_device"),
-    (KVN_DEVICE_TO_HOST, "device_to_host"),
-    (KVN_DEVICE_TO_DEVICE, "device_to_device"),
-    (KVN_PEER_GET, "peer_get"),
-    (KVN_PEER_PUT, "peer_put"),
-)
 
 
 @cython.final
@@ -117,7 +87,7 @@ cdef class ThreadPool:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Backend:
-    """What moves bytes: `host_backend`, another module's backend, or a wrapper around one."""
+    """What moves bytes: `host_backend`, another module's backend, or one around others."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError("a Backend comes from host_backend(), a wrapper or a link")
@@ -157,21 +127,6 @@ cdef class Backend:
     def name(self) -> str:
         """Of the backend, or of the outermost wrapper."""
         return self.calls().name.decode()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it takes."""
-        cdef kvn_capabilities limits
-        self.calls().capabilities(self.handle, &limits)
-        directions = tuple(name for bit, name in DIRECTIONS if limits.directions & <uint32_t>bit)
-        return Capabilities(limits.max_batch, limits.max_nbytes, directions,
-                            bool(limits.asynchronous))
-
-    @property
-    def last_error(self) -> str:
-        """Message of the latest failure, of any task; "" when there was none."""
-        self.check_process()
-        return self.calls().last_error(self.handle).decode(errors="replace")
 
     def __repr__(self):
         return f"<Backend {self.name}>"
@@ -220,72 +175,3 @@ def striped(backends, *, min_nbytes: int) -> Backend:
         inner[count] = backend.handle
         count += 1
     return Backend.adopt(kvn_striped_create(inner, count, min_nbytes), owners, "striped")
-
-
-def fail_at(Backend backend not None, uint64_t descriptor, int status=_native.KVN_FAILED,
-            int code=0, *, bint at_submit=False) -> Backend:
-    """Make descriptor number `descriptor` of every task fail.
-
-    The descriptors before it are moved, it and those after it are not.
-
-    Args:
-        status: what the report says, one of the negative KVN_ constants.
-        code: the system's error code in the report.
-        at_submit: refuse the batch that has it, of which nothing is moved then.
-    """
-    if not KVN_NO_DEVICE_MEMORY <= status < KVN_OK:
-        raise ValueError(f"status = {status}: expected {KVN_NO_DEVICE_MEMORY} to {KVN_OK - 1}")
-    backend.check_process()
-    return Backend.adopt(
-        kvn_fail_at_create(backend.handle, descriptor, status, code, at_submit), backend, "fail_at")
-
-
-def delay(Backend backend not None, double ms) -> Backend:
-    """Hold back every batch's outcome until `ms` milliseconds after its submission.
-
-    A batch that is aborted earlier is reported as not confirmed, whatever was moved.
-    """
-    if not 0 <= ms <= 1e9:
-        raise ValueError(f"ms = {ms!r}: expected 0 to 1e9 milliseconds")
-    backend.check_process()
-    return Backend.adopt(kvn_delay_create(backend.handle, <int64_t>(ms * NS_PER_MS)), backend,
-                         "delay")
-
-
-def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backend:
-    """Move at most that many bytes a second, over all tasks of the backend together.
-
-    Advances only while somebody polls or waits.
-    """
-    if not 0 < bytes_per_second < math.inf:
-        raise ValueError(f"bytes_per_second = {bytes_per_second!r}: expected a number > 0")
-    backend.check_process()
-    return Backend.adopt(kvn_limit_bandwidth_create(backend.handle, bytes_per_second), backend,
-                         "limit_bandwidth")
-
-
-def limit_batch(Backend backend not None, uint64_t max_batch, max_nbytes: int | None = None
-                ) -> Backend:
-    """Take at most `max_batch` descriptors in a batch, of at most `max_nbytes` bytes each."""
-    cdef uint64_t nbytes = <uint64_t>-1 if max_nbytes is None else max_nbytes
-    if max_batch < 1:
-        raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
-    if nbytes < 1:
-        raise ValueError(f"max_nbytes = {max_nbytes}: expected None or at least 1 byte")
-    backend.check_process()
-    return Backend.adopt(kvn_limit_batch_create(backend.handle, max_batch, nbytes), backend,
-                         "limit_batch")
-
-
-def trace(Backend backend not None, int fd) -> Backend:
-    """Write a line of JSON to `fd` for every call of the backend's vtable, when it returns.
-
-    Its fields: call, backend, request (a number of its own for each batch), first (the batch's
-    first descriptor in its task), count, nbytes, status (KVN_), us (CLOCK_MONOTONIC,
-    microseconds). The caller keeps the file descriptor open; ``last_error`` says when lines were
-    lost.
-    """
-    if fd < 0:
-        raise ValueError(f"fd = {fd}: expected an open file descriptor")
-    backend.check_process()
-    return Backend.adopt(kvn_trace_create(backend.handle, fd), backend, "trace")

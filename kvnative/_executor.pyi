@@ -19,16 +19,10 @@ from kvnative._backend import (
     MAX_STRIPES,
     STRATEGIES,
     Backend,
-    Capabilities,
     NativeError,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
     striped,
-    trace,
 )
 from kvnative._lower import Descriptors
 from kvnative._staged import (
@@ -62,20 +56,14 @@ __all__ = [
     "STAGE_WAITING",
     "STRATEGIES",
     "Backend",
-    "Capabilities",
     "Executor",
     "NativeError",
     "Report",
     "StagedTask",
     "Task",
     "ThreadPool",
-    "delay",
-    "fail_at",
     "host_backend",
-    "limit_bandwidth",
-    "limit_batch",
     "striped",
-    "trace",
 ]
 
 @final

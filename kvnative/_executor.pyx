@@ -67,8 +67,8 @@ cdef class Executor:
         """Begin a transfer and return at once; small ones are done on return.
 
         Args:
-            descriptors: in layout "columns". They cannot be lowered into again until the outcome.
-                Their addresses are taken as they are: a wrong one ends the process.
+            descriptors: they cannot be lowered into again until the outcome. Their addresses are
+                taken as they are: a wrong one ends the process.
             keep: any object (a tuple, say), kept alive until the outcome: the memory's owner.
             backend: what moves this transfer; None: the executor's.
 
@@ -76,7 +76,6 @@ cdef class Executor:
             The task. What the backend refuses is told by its report.
 
         Raises:
-            ValueError: descriptors in another layout.
             NativeError: the executor is closed, or belongs to the process that this one was forked
                 from.
         """
@@ -96,7 +95,7 @@ cdef class Executor:
             report.
 
         Raises:
-            ValueError: as submit(), and stage_size < 1.
+            ValueError: stage_size < 1.
             NativeError: as submit().
         """
         cdef uint64_t size

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint64_t
 from libc.stddef cimport size_t
 
-from kvnative._lower_c cimport kvn_columns, kvn_layout
+from kvnative._lower_c cimport kvn_columns
 
 
 cdef class Descriptors:
@@ -11,10 +11,9 @@ cdef class Descriptors:
     # This object allocates and frees the buffer; every address handed out points into it.
     cdef void *buffer
     cdef size_t capacity             # bytes of buffer
-    cdef const kvn_layout *layout_row
     cdef size_t num_descriptors
     cdef uint64_t num_bytes          # sum of nbytes
-    cdef int64_t leases              # readers, or KVN_BEING_WRITTEN; see lease.h
+    cdef int64_t leases              # readers, or KVN_BEING_WRITTEN; see lower.h
 
     # For messages: who uses the array.
     cdef str users(self)
@@ -26,5 +25,5 @@ cdef class Descriptors:
     cdef void release(self) noexcept nogil
     # hold() and then the columns, so that they cannot change between the two.
     cdef kvn_columns hold_columns(self) except *
-    # The columns, valid while held. ValueError where the layout is not "columns".
-    cdef kvn_columns columns(self) except *
+    # The columns, valid while held.
+    cdef kvn_columns columns(self) noexcept

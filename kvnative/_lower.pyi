@@ -1,11 +1,9 @@
-from typing import Literal, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LAYOUTS", "Descriptors", "lower"]
-
-LAYOUTS: tuple[str, ...]
+__all__ = ["Descriptors", "lower"]
 
 @final
 class Descriptors:
@@ -13,10 +11,6 @@ class Descriptors:
     def from_columns(
         dst: NDArray[np.uint64], src: NDArray[np.uint64], nbytes: NDArray[np.uint64]
     ) -> Descriptors: ...
-    @staticmethod
-    def from_array(array: NDArray[np.void], layout: str = "columns") -> Descriptors: ...
-    @property
-    def layout(self) -> str: ...
     @property
     def count(self) -> int: ...
     @property
@@ -27,8 +21,6 @@ class Descriptors:
     def src(self) -> NDArray[np.uint64]: ...
     @property
     def nbytes(self) -> NDArray[np.uint64]: ...
-    @property
-    def rows(self) -> NDArray[np.void]: ...
     def __len__(self) -> int: ...
 
 def lower(
@@ -37,7 +29,5 @@ def lower(
     nbytes: NDArray[np.uint64],
     src_bases: NDArray[np.uint64],
     dst_bases: NDArray[np.uint64],
-    layout: str = "columns",
-    local: Literal["dst", "src"] = "dst",
     out: Descriptors | None = None,
 ) -> Descriptors: ...

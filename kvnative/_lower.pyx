@@ -10,31 +10,7 @@ from kvnative._lower_c cimport *
 
 import numpy
 
-__all__ = ["LAYOUTS", "Descriptors", "lower"]
-
-
-cdef tuple layout_names():
-    cdef list names = []
-    cdef const kvn_layout *layout = kvn_layout_at(0)
-    while layout is not NULL:
-        names.append(layout.name.decode())
-        layout = kvn_layout_at(len(names))
-    return tuple(names)
-
-
-LAYOUTS = layout_names()
-
-
-cdef const kvn_layout *layout_named(object name) except NULL:
-    cdef const kvn_layout *layout = NULL
-    cdef bytes encoded
-    if isinstance(name, str):
-        encoded = name.encode()
-        layout = kvn_layout_named(encoded)
-    if layout is NULL:
-        raise ValueError(f"layout = {name!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
-    return layout
-
+__all__ = ["Descriptors", "lower"]
 
 # The arguments of lower() and of from_columns() under the names that their caller knows.
 cdef enum:
@@ -64,8 +40,7 @@ cdef int refuse(const kvn_refusal *refusal, tuple names) except -1:
     raise OverflowError(f"{item}: expected at most {refusal.most}, or {what} passes 2**64 - 1")
 
 
-cdef Descriptors lower_sources(tuple sources, tuple names, const kvn_layout *layout,
-                               kvn_side local, Descriptors out):
+cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out):
     """`sources` by kvn_argument."""
     cdef Py_buffer columns[NUM_ARGUMENTS]
     cdef kvn_recipe recipe
@@ -84,22 +59,21 @@ cdef Descriptors lower_sources(tuple sources, tuple names, const kvn_layout *lay
         recipe.src_bases = <const uint64_t *>columns[SRC_BASES].buf
         recipe.dst_bases = <const uint64_t *>columns[DST_BASES].buf
         recipe.num_pairs = columns[SRC_BASES].shape[0]
-        return lower_recipe(&recipe, names, layout, local, out)
+        return lower_recipe(&recipe, names, out)
     finally:
         while held > 0:
             held -= 1
             PyBuffer_Release(&columns[held])
 
 
-cdef Descriptors lower_recipe(const kvn_recipe *recipe, tuple names, const kvn_layout *layout,
-                              kvn_side local, Descriptors out):
+cdef Descriptors lower_recipe(const kvn_recipe *recipe, tuple names, Descriptors out):
     cdef kvn_refusal refusal
     cdef uint64_t total_nbytes = 0
     cdef size_t array_nbytes = 0
     cdef int refused
-    if kvn_lower_nbytes(layout, recipe.num_pairs, recipe.num_segments, &array_nbytes) != 0:
+    if kvn_lower_nbytes(recipe.num_pairs, recipe.num_segments, &array_nbytes) != 0:
         raise OverflowError(f"{recipe.num_pairs} tensor pairs x {recipe.num_segments} segments:"
-                            f" an array in layout {layout.name.decode()!r} passes 2**63 - 1 bytes")
+                            f" their array passes 2**63 - 1 bytes")
     with nogil:
         refused = kvn_lower_check(recipe, &total_nbytes, &refusal)
     if refused:
@@ -110,18 +84,16 @@ cdef Descriptors lower_recipe(const kvn_recipe *recipe, tuple names, const kvn_l
         raise BufferError(f"out: {out!r} is in use by {out.users()}")
     try:
         out.reserve(array_nbytes)
-        out.layout_row = layout
         out.num_descriptors = recipe.num_pairs * recipe.num_segments
         out.num_bytes = total_nbytes
         with nogil:
-            kvn_lower(recipe, layout, local, out.buffer)
+            kvn_lower(recipe, <uint64_t *>out.buffer)
     finally:
         kvn_lease_written(&out.leases)
     return out
 
 
-def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, layout="columns", local="dst",
-          Descriptors out=None):
+def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, Descriptors out=None):
     """Write the descriptors of every segment of every tensor pair, pair by pair.
 
     Descriptor ``pair * n + segment`` moves ``nbytes[segment]`` bytes from ``src_bases[pair] +
@@ -131,8 +103,6 @@ def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, layout="column
         src_offsets, dst_offsets, nbytes: contiguous uint64 columns of n segments, in bytes;
             every nbytes is at least 1.
         src_bases, dst_bases: contiguous uint64 columns of P addresses, one per tensor pair.
-        layout: one of ``LAYOUTS``.
-        local: "dst" or "src", the side that a layout with local and remote addresses calls local.
         out: descriptors to write into; their buffer is reused, and grows at least twofold.
 
     Returns:
@@ -140,48 +110,36 @@ def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, layout="column
 
     Raises:
         TypeError: a column is not uint64 in native byte order.
-        ValueError: a column is not contiguous, two lengths differ, an nbytes is 0, or an option
-            is unknown.
+        ValueError: a column is not contiguous, two lengths differ, or an nbytes is 0.
         OverflowError: the end of a range, the total of bytes or the size of the array.
         BufferError: ``out`` is in use, by a NumPy view or by a task in flight.
         MemoryError: no memory for the array; ``out`` keeps what it had.
     """
-    cdef kvn_side side
-    if local == "dst":
-        side = KVN_LOCAL_DST
-    elif local == "src":
-        side = KVN_LOCAL_SRC
-    else:
-        raise ValueError(f"local = {local!r}: expected 'dst' or 'src'")
-    return lower_sources((nbytes, src_offsets, dst_offsets, src_bases, dst_bases), LOWER_NAMES,
-                         layout_named(layout), side, out)
+    return lower_sources((nbytes, src_offsets, dst_offsets, src_bases, dst_bases), LOWER_NAMES, out)
 
 
 @cython.final
 @cython.no_gc  # its owner refers to no Python object, so no cycle can pass through the pair
 cdef class _View:
-    """One column, or the rows, of a descriptor array: read-only, for NumPy to see without a copy.
+    """One column of a descriptor array: read-only, for NumPy to see without a copy.
 
     While it lives, the array is held: neither freed nor lowered into again.
     """
     # The owner of the memory at `start`, held until __dealloc__.
     cdef Descriptors owner
-    cdef const void *start
-    cdef const char *item_format
+    cdef const uint64_t *start
     cdef Py_ssize_t count
     cdef Py_ssize_t item_nbytes
 
     @staticmethod
-    cdef object array(Descriptors owner, const void *start, const char *item_format,
-                      size_t item_nbytes):
+    cdef object array(Descriptors owner, const uint64_t *start):
         """The NumPy array over the items at `start`, one per descriptor."""
         cdef _View view = _View.__new__(_View)
         owner.hold()
         view.owner = owner
         view.start = start
-        view.item_format = item_format
         view.count = owner.num_descriptors
-        view.item_nbytes = item_nbytes
+        view.item_nbytes = sizeof(uint64_t)
         return numpy.asarray(view)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
@@ -193,7 +151,7 @@ cdef class _View:
         buffer.itemsize = self.item_nbytes
         buffer.readonly = 1
         buffer.ndim = 1
-        buffer.format = <char *>self.item_format if flags & PyBUF_FORMAT else NULL
+        buffer.format = <char *>b"Q" if flags & PyBUF_FORMAT else NULL
         buffer.shape = &self.count
         buffer.strides = &self.item_nbytes
         buffer.suboffsets = NULL
@@ -206,22 +164,19 @@ cdef class _View:
 
 @cython.final
 cdef class Descriptors:
-    """A descriptor array for a backend, filled by lower(), from_columns() or from_array() and
-    empty when new; ``len()`` is its number of descriptors.
+    """A descriptor array for a backend, filled by lower() or from_columns() and empty when new;
+    ``len()`` is its number of descriptors.
 
     Its views are read-only NumPy arrays over its own memory; while one lives, or while a task
     reads the array, it cannot be the ``out`` of lower().
     """
-
-    def __cinit__(self):
-        self.layout_row = kvn_layout_at(0)
 
     def __dealloc__(self):
         kvn_descriptors_free(self.buffer)
 
     @staticmethod
     def from_columns(dst, src, nbytes):
-        """Copy the caller's own descriptors into layout "columns".
+        """Copy the caller's own descriptors.
 
         Nobody checks the addresses, here or later: the process dies of a wrong one when an
         executor moves it. `kvplan.submit` checks what it is given; this is the way around it.
@@ -235,53 +190,7 @@ cdef class Descriptors:
         """
         # One tensor pair at address 0: offsets are addresses.
         base = numpy.zeros(1, dtype=numpy.uint64)
-        return lower_sources((nbytes, src, dst, base, base), COLUMN_NAMES, kvn_layout_at(0),
-                             KVN_LOCAL_DST, None)
-
-    @staticmethod
-    def from_array(array, layout="columns"):
-        """Copy the caller's own descriptors from a structured array, one row each.
-
-        Nobody checks the addresses, as in from_columns().
-
-        Args:
-            array: of exactly the fields of ``layout``: names, order, offsets and formats. For
-                "columns" dst, src, nbytes; for "hccl" local, remote, count, data_type, reserved.
-            layout: one of ``LAYOUTS``; also the layout of the result.
-
-        Raises:
-            TypeError: another dtype; fields are matched by name, so two swapped ones are refused.
-            ValueError: a field that kvplan always sets to one value (data_type: bytes) has another.
-            ValueError, OverflowError: as lower().
-        """
-        cdef const kvn_layout *row = layout_named(layout)
-        cdef uint32_t word
-        expected = row_dtype(row)
-        if not isinstance(array, numpy.ndarray) or array.dtype != expected:
-            raise TypeError(f"array: expected a NumPy array of dtype {expected}, got"
-                            f" {getattr(array, 'dtype', type(array).__name__)}")
-        if array.ndim != 1:
-            raise ValueError(f"array: expected 1 dimension, got {array.ndim}")
-        words = numpy.ascontiguousarray(array).view(numpy.uint64).reshape(-1, row.num_words)
-        sources = {}
-        for word in range(row.num_words):
-            if row.words[word] == KVN_CONSTANT:
-                wrong = numpy.flatnonzero(words[:, word] != row.constant)
-                if wrong.size:
-                    raise ValueError(f"array[{wrong[0]}] = {array[wrong[0]]}: expected word {word}"
-                                     f" (8 bytes at {8 * word}) to be {row.constant}")
-            else:
-                sources[<int>row.words[word]] = numpy.ascontiguousarray(words[:, word])
-        dst = sources.get(<int>KVN_DST, sources.get(<int>KVN_LOCAL))
-        src = sources.get(<int>KVN_SRC, sources.get(<int>KVN_REMOTE))
-        base = numpy.zeros(1, dtype=numpy.uint64)
-        return lower_sources((sources[<int>KVN_NBYTES], src, dst, base, base), COLUMN_NAMES, row,
-                             KVN_LOCAL_DST, None)
-
-    @property
-    def layout(self):
-        """One of ``LAYOUTS``."""
-        return self.layout_row.name.decode()
+        return lower_sources((nbytes, src, dst, base, base), COLUMN_NAMES, None)
 
     @property
     def count(self):
@@ -295,33 +204,24 @@ cdef class Descriptors:
 
     @property
     def dst(self):
-        """Destination addresses: (count,) read-only uint64; ValueError for a layout of rows."""
-        return _View.array(self, self.columns().dst, b"Q", sizeof(uint64_t))
+        """Destination addresses: (count,) read-only uint64."""
+        return _View.array(self, self.columns().dst)
 
     @property
     def src(self):
-        """Source addresses: (count,) read-only uint64; ValueError for a layout of rows."""
-        return _View.array(self, self.columns().src, b"Q", sizeof(uint64_t))
+        """Source addresses: (count,) read-only uint64."""
+        return _View.array(self, self.columns().src)
 
     @property
     def nbytes(self):
-        """Sizes in bytes: (count,) read-only uint64; ValueError for a layout of rows."""
-        return _View.array(self, self.columns().nbytes, b"Q", sizeof(uint64_t))
-
-    @property
-    def rows(self):
-        """The rows: (count,) read-only, structured; ValueError for a layout of columns."""
-        if self.layout_row.form != KVN_ROWS:
-            raise ValueError(f"layout = {self.layout!r}: expected one of rows, such as 'hccl'")
-        return _View.array(self, self.buffer, self.layout_row.row_format,
-                           self.layout_row.num_words * sizeof(uint64_t))
+        """Sizes in bytes: (count,) read-only uint64."""
+        return _View.array(self, self.columns().nbytes)
 
     def __len__(self):
         return self.num_descriptors
 
     def __repr__(self):
-        return (f"<Descriptors {self.layout!r}: {self.num_descriptors} descriptors,"
-                f" {self.num_bytes} bytes>")
+        return f"<Descriptors: {self.num_descriptors} descriptors, {self.num_bytes} bytes>"
 
     cdef str users(self):
         cdef int64_t leases = kvn_lease_count(&self.leases)
@@ -352,17 +252,11 @@ cdef class Descriptors:
 
     cdef kvn_columns hold_columns(self) except *:
         self.hold()
-        try:
-            return self.columns()
-        except BaseException:
-            self.release()
-            raise
+        return self.columns()
 
-    cdef kvn_columns columns(self) except *:
+    cdef kvn_columns columns(self) noexcept:
         cdef kvn_columns columns
         cdef size_t stride = kvn_column_stride(self.num_descriptors)
-        if self.layout_row != kvn_layout_at(0):
-            raise ValueError(f"layout = {self.layout!r}: expected 'columns'")
         columns.dst = <const uint64_t *>self.buffer
         columns.src = <const uint64_t *>(<char *>self.buffer + stride)
         columns.nbytes = <const uint64_t *>(<char *>self.buffer + 2 * stride)
@@ -371,12 +265,3 @@ cdef class Descriptors:
         columns.beside = 0
         columns.waits = 0
         return columns
-
-
-cdef object row_dtype(const kvn_layout *layout):
-    """The dtype of one row, as NumPy reads the layout's own format."""
-    cdef Descriptors none = Descriptors.__new__(Descriptors)
-    none.reserve(1)
-    none.layout_row = layout
-    return _View.array(none, none.buffer, layout.row_format,
-                       layout.num_words * sizeof(uint64_t)).dtype

@@ -1,4 +1,4 @@
-# Declarations of kvnative/src/core/lower.h and lease.h, as C has them.
+# Declarations of kvnative/src/core/lower.h, as C has them.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stddef cimport size_t
 
@@ -13,25 +13,6 @@ cdef extern from "kvnative/descriptor.h" nogil:
         uint32_t waits
 
 cdef extern from "core/lower.h" nogil:
-    enum:
-        KVN_MAX_WORDS
-    ctypedef enum kvn_word:
-        KVN_DST
-        KVN_SRC
-        KVN_LOCAL
-        KVN_REMOTE
-        KVN_NBYTES
-        KVN_CONSTANT
-    ctypedef enum kvn_form:
-        KVN_COLUMNS
-        KVN_ROWS
-    ctypedef struct kvn_layout:
-        const char *name
-        const char *row_format
-        kvn_form form
-        uint32_t num_words
-        kvn_word words[4]  # KVN_MAX_WORDS
-        uint64_t constant
     ctypedef struct kvn_recipe:
         const uint64_t *src_offsets
         const uint64_t *dst_offsets
@@ -40,9 +21,6 @@ cdef extern from "core/lower.h" nogil:
         const uint64_t *src_bases
         const uint64_t *dst_bases
         size_t num_pairs
-    ctypedef enum kvn_side:
-        KVN_LOCAL_DST
-        KVN_LOCAL_SRC
     ctypedef enum kvn_argument:
         KVN_ARG_NBYTES
         KVN_ARG_SRC_OFFSETS
@@ -55,17 +33,12 @@ cdef extern from "core/lower.h" nogil:
         size_t index
         uint64_t value
         uint64_t most
-    const kvn_layout *kvn_layout_at(size_t index)
-    const kvn_layout *kvn_layout_named(const char *name)
     size_t kvn_column_stride(size_t count)
-    int kvn_lower_nbytes(const kvn_layout *layout, size_t num_pairs, size_t num_segments,
-                         size_t *nbytes)
+    int kvn_lower_nbytes(size_t num_pairs, size_t num_segments, size_t *nbytes)
     int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal)
-    void kvn_lower(const kvn_recipe *recipe, const kvn_layout *layout, kvn_side local, void *out)
+    void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
     void *kvn_descriptors_alloc(size_t nbytes)
     void kvn_descriptors_free(void *buffer)
-
-cdef extern from "core/lease.h" nogil:
     enum:
         KVN_BEING_WRITTEN
     int kvn_lease_read(int64_t *leases)

@@ -22,7 +22,6 @@ cdef extern from "kvnative/status.h" nogil:
 
 cdef extern from "kvnative/backend.h" nogil:
     enum:
-        KVN_HOST_TO_HOST
         KVN_HOST_TO_DEVICE
         KVN_DEVICE_TO_HOST
         KVN_DEVICE_TO_DEVICE
@@ -32,11 +31,6 @@ cdef extern from "kvnative/backend.h" nogil:
     const uint64_t KVN_NO_DESCRIPTOR
     enum:
         KVN_MAX_SPANS
-    ctypedef struct kvn_capabilities:
-        uint64_t max_batch
-        uint64_t max_nbytes
-        uint32_t directions
-        uint32_t asynchronous
     ctypedef struct kvn_span:
         uint64_t first
         uint64_t last
@@ -52,8 +46,6 @@ cdef extern from "kvnative/backend.h" nogil:
         const kvn_backend_vtable *vtable
     ctypedef struct kvn_backend_vtable:
         const char *name
-        void (*capabilities)(const kvn_backend *self, kvn_capabilities *out) noexcept
-        const char *(*last_error)(const kvn_backend *self) noexcept
         void (*destroy)(kvn_backend *self) noexcept nogil
 
 cdef extern from "host/pool.h" nogil:
@@ -71,14 +63,6 @@ cdef extern from "host/host.h" nogil:
         KVN_NUM_STRATEGIES
     const char *kvn_strategy_name(kvn_strategy strategy)
     kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
-
-cdef extern from "core/wrappers.h" nogil:
-    kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
-                                    bint at_submit)
-    kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
-    kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
-    kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch, uint64_t max_nbytes)
-    kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
 
 cdef extern from "core/striped.h" nogil:
     enum:

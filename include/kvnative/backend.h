@@ -1,6 +1,6 @@
-/* Contract 2: what moves bytes. A backend says what it can do, takes batches of descriptors, and
- * answers poll, wait and abort for each. Wrappers (fault, delay, bandwidth, trace) have the same
- * vtable and hold an inner backend, so every failure can be had on any machine.
+/* Contract 2: what moves bytes. A backend takes batches of descriptors, and answers poll, wait and
+ * abort for each. One with the same vtable may hold another backend: the tests' make every failure,
+ * on any machine.
  *
  * Rules:
  * - No call holds the GIL or allocates per descriptor.
@@ -8,6 +8,8 @@
  * - After `wait` returned an outcome, or `abort` returned, the backend touches no byte of the
  *   batch any more.
  * - `abort` may be called while other threads are in `wait` on the same request.
+ * - A batch has any number of descriptors, and a descriptor any size: a backend whose system has a
+ *   limit cuts what it is given.
  * - What cannot be honoured is refused by `submit` with a reason in the report; nothing is ignored. */
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H
@@ -20,20 +22,12 @@ extern "C" {
 #endif
 
 typedef enum kvn_direction {
-    KVN_HOST_TO_HOST = 1 << 0,
-    KVN_HOST_TO_DEVICE = 1 << 1,
-    KVN_DEVICE_TO_HOST = 1 << 2,
-    KVN_DEVICE_TO_DEVICE = 1 << 3,
-    KVN_PEER_GET = 1 << 4, /* source addresses are the peer's */
-    KVN_PEER_PUT = 1 << 5  /* destination addresses are the peer's */
+    KVN_HOST_TO_DEVICE = 1,
+    KVN_DEVICE_TO_HOST,
+    KVN_DEVICE_TO_DEVICE,
+    KVN_PEER_GET, /* source addresses are the peer's */
+    KVN_PEER_PUT  /* destination addresses are the peer's */
 } kvn_direction;
-
-typedef struct kvn_capabilities {
-    uint64_t max_batch;  /* descriptors in one submit */
-    uint64_t max_nbytes; /* bytes of one descriptor */
-    uint32_t directions; /* kvn_direction, or-ed */
-    uint32_t asynchronous;
-} kvn_capabilities;
 
 /* Half-open range of descriptor indices. */
 typedef struct kvn_span {
@@ -65,7 +59,6 @@ typedef struct kvn_request kvn_request; /* one submitted batch; each backend has
 
 typedef struct kvn_backend_vtable {
     const char *name;
-    void (*capabilities)(const kvn_backend *self, kvn_capabilities *out);
     /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
      * NULL and `report` says why. Small batches may be complete on return. */
     int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);
@@ -78,7 +71,6 @@ typedef struct kvn_backend_vtable {
      * status to report for what was still open (KVN_TIMEOUT or KVN_CANCELLED). */
     int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */
-    const char *(*last_error)(const kvn_backend *self);       /* "" when there was none */
     void (*destroy)(kvn_backend *self);                       /* no request is left */
 } kvn_backend_vtable;
 

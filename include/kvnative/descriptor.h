@@ -1,5 +1,5 @@
-/* The two layouts of a descriptor array. A third is one row in kvnative/src/core/lower.c.
- * Addresses are uint64_t as in ACL and HCCL records; sizes are bytes. */
+/* Descriptors: what is moved from where to where. Addresses are uint64_t as in ACL and HCCL records;
+ * sizes are bytes. */
 #ifndef KVNATIVE_DESCRIPTOR_H
 #define KVNATIVE_DESCRIPTOR_H
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from kvnative._executor import delay
 from kvplan import LlmDataDist, Transfers
 from tests.over_tcp import OverTcp
+from tests.support.wrappers import delay
 
 
 class Machine(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvnative._executor import Backend, delay
+from kvnative._executor import Backend
 from kvplan import (
     Cache,
     CacheIndex,
@@ -36,6 +36,7 @@ from tests.datadist.layers import (
     wait_until,
 )
 from tests.datadist.peer import Peer
+from tests.support.wrappers import delay
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvnative._executor import Backend, delay, fail_at
+from kvnative._executor import Backend
 from kvplan import (
     Cache,
     CacheDesc,
@@ -23,6 +23,7 @@ from kvplan import (
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine, link
+from tests.support.wrappers import delay, fail_at
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 KEY = CacheKey(1, 7)

@@ -7,10 +7,10 @@ import gc
 import pytest
 
 import kvplan
-from kvnative._executor import delay
 from kvplan import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode, Transfers
 from kvplan.engine.cache_keys import MAX_CLAIMS
 from kvplan.types import NO_ID
+from tests.support.wrappers import delay
 
 from .caches import (
     ALL_TENSORS,

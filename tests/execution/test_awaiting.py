@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import delay, fail_at
 from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMException, LLMStatusCode, Transfers
+from tests.support.wrappers import delay, fail_at
 
 DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan_push_blocks(DESC, DESC, [0, 1], [5, 3], ext_param=KvCacheExtParam(None, None, 2))

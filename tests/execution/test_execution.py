@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvnative._executor import delay, fail_at, limit_bandwidth
 from kvplan import (
     Cache,
     CacheDesc,
@@ -22,6 +21,7 @@ from kvplan import (
     Transfers,
 )
 from kvplan.planning import reference
+from tests.support.wrappers import delay, fail_at, limit_bandwidth
 
 DESC = CacheDesc(4, (12, 3, 64), DataType.DT_UINT8)
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvnative._executor import delay, fail_at, limit_batch
 from kvnative._host import Pin
 from kvplan import (
     CacheDesc,
@@ -25,6 +24,7 @@ from kvplan.execution import LayerProgress, LayerTask
 from kvplan.planning import reference
 from tests.native.test_executor_concurrency import at_once
 from tests.planning.transfers import transfers as any_transfer
+from tests.support.wrappers import delay, fail_at, limit_batch
 
 DESC = CacheDesc(10, (8, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan_push_blocks(

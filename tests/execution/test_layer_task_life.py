@@ -12,10 +12,11 @@ from threading import Event, Thread
 
 import pytest
 
-from kvnative._executor import NativeError, delay, fail_at, limit_batch
+from kvnative._executor import NativeError
 from kvplan import LLMException, LLMStatusCode, Transfers
 from tests.execution.test_layer_task import PLAN, assert_equal, expected, filled
 from tests.native.test_executor_concurrency import at_once
+from tests.support.wrappers import delay, fail_at, limit_batch
 
 
 @pytest.fixture

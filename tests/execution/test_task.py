@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import NativeError, fail_at
+from kvnative._executor import NativeError
 from kvplan import (
     CacheDesc,
     DataType,
@@ -18,6 +18,7 @@ from kvplan import (
     LLMStatusCode,
     Transfers,
 )
+from tests.support.wrappers import fail_at
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan_pull_blocks(DESC, DESC, [0, 1], [5, 3])

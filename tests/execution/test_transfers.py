@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import delay, limit_bandwidth
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
+from tests.support.wrappers import delay, limit_bandwidth
 
 DESC = CacheDesc(1, (4, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan_pull_blocks(DESC, DESC, [0], [3])

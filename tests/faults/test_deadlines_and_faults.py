@@ -18,10 +18,6 @@ from kvnative._executor import (
     KVN_SUSPECT_REMOTE,
     KVN_UNMAPPED,
     Backend,
-    delay,
-    fail_at,
-    limit_bandwidth,
-    limit_batch,
 )
 from kvplan import CacheIndex, CacheKey, LinkState, LlmDataDist, LLMStatusCode, Transfers
 from tests.faults.conftest import MakeEngine
@@ -30,6 +26,7 @@ from tests.faults.moves import link, move
 from tests.faults.outcomes import COUNT, assert_confirmed, refused, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
+from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch
 
 FOR_EVER_MS = 600_000
 SLOT_NBYTES = 256 * COUNT

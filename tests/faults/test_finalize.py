@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvnative._executor import delay, limit_bandwidth
 from kvplan import (
     CacheDesc,
     CacheIndex,
@@ -24,6 +23,7 @@ from tests.faults.contents import make_cache
 from tests.faults.moves import link
 from tests.faults.outcomes import refused
 from tests.faults.peer import Peer
+from tests.support.wrappers import delay, limit_bandwidth
 
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
 MOST_S = 4.0  # the waiting below takes 100 ms, the telling half a second; the machine may stall

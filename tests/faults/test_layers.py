@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvnative._executor import Backend, delay, fail_at
+from kvnative._executor import Backend
 from kvplan import (
     Cache,
     CacheDesc,
@@ -31,6 +31,7 @@ from tests.faults.moves import link
 from tests.faults.outcomes import refused, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.support.wrappers import delay, fail_at
 
 NUM_LAYERS = 30
 DESC = CacheDesc(2 * NUM_LAYERS, (4, 64), DataType.DT_INT32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvnative._executor import Backend, delay, fail_at
+from kvnative._executor import Backend
 from kvplan import LlmDataDist, Transfers
 from kvplan.llm_datadist import (
     Cache,
@@ -24,6 +24,7 @@ from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import desc
 from tests.llm_datadist.layers import ROW, Computing, Destinations
 from tests.llm_datadist.peer import REMOTE, link
+from tests.support.wrappers import delay, fail_at
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 FAILED = LLMStatusCode.LLM_FAILED

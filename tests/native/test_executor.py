@@ -19,13 +19,11 @@ from kvnative._executor import (
     Report,
     Task,
     ThreadPool,
-    delay,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
 )
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import Scattered, indices, scatter
+from tests.support.wrappers import delay, limit_bandwidth, limit_batch
 
 MIB = 1 << 20
 FOREVER_BYTES_PER_SECOND = 1e6  # 10 MB take 10 s
@@ -101,16 +99,6 @@ def test_polling_alone_drives_batches(pool: ThreadPool) -> None:
     while not task.done:
         pass
     case.assert_moved()
-
-
-def test_an_oversized_descriptor_is_refused_before_anything_moves(pool: ThreadPool) -> None:
-    case = scatter([100, 100, 101, 100])
-    executor = Executor(limit_batch(host_backend(pool), 2, max_nbytes=100))
-    report = executor.run(case.descriptors)
-    assert (report.failed, report.unconfirmed, report.bytes_done) == (2, ((0, 4),), 0)
-    assert "descriptor 2 is 101 bytes" in report.message
-    assert "at most 100" in report.message
-    case.assert_moved(set())
 
 
 @pytest.mark.parametrize("size", [1000, 3_000_000])
@@ -271,12 +259,6 @@ def test_closing_waits_or_cancels_and_then_refuses(pool: ThreadPool) -> None:
     task = never.submit(case.descriptors)
     never.close(cancel=True)
     assert task.report.status == KVN_CANCELLED
-
-
-def test_rows_are_refused(executor: Executor) -> None:
-    rows = lower(*[np.array([64], np.uint64)] * 5, layout="hccl")
-    with pytest.raises(ValueError, match="columns"):
-        executor.run(rows)
 
 
 @pytest.mark.parametrize("kind", [Backend, Report, Task])

@@ -107,7 +107,6 @@ def test_a_descriptor_that_overlaps_itself_is_refused_and_named(filler: int) -> 
     assert (report.status, report.failed, report.unconfirmed) == (KVN_INVALID, 3, ((3, 4),))
     assert "descriptor 3" in report.message
     assert "100 bytes" in report.message
-    assert executor.backend.last_error == report.message
     case.assert_moved()
 
 
@@ -124,12 +123,9 @@ def test_options_are_checked() -> None:
             ThreadPool(threads)
 
 
-def test_the_backend_says_what_it_takes() -> None:
+def test_the_backend_has_a_name() -> None:
     backend = host_backend(POOL)
     assert backend.name == "host"
-    assert backend.capabilities.directions == ("host_to_host",)
-    assert backend.capabilities.asynchronous
-    assert backend.last_error == ""
 
 
 def test_of_many_failures_the_first_is_told() -> None:

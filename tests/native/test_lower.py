@@ -12,15 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvnative._lower import LAYOUTS, Descriptors, lower
+from kvnative._lower import Descriptors, lower
 
 Column = NDArray[np.uint64]
 Recipe = dict[str, Any]  # keyword arguments of lower(), mostly columns
-COLUMNS_DTYPE = np.dtype([("dst", "u8"), ("src", "u8"), ("nbytes", "u8")])
-HCCL_DTYPE = np.dtype(
-    [("local", "u8"), ("remote", "u8"), ("count", "u8"), ("data_type", "i4"), ("reserved", "u4")]
-)
-HCCL_UINT8 = 7
 TOP = 2**64 - 1
 
 
@@ -76,49 +71,25 @@ def test_columns_are_numpys_broadcast(recipe: Recipe) -> None:
     np.testing.assert_array_equal(descriptors.nbytes, nbytes)
     assert len(descriptors) == descriptors.count == len(dst)
     assert descriptors.total_nbytes == int(nbytes.sum())
-    assert descriptors.layout == "columns"
 
 
-@given(recipes(), st.sampled_from(["dst", "src"]))
-def test_hccl_rows_are_numpys_broadcast(recipe: Recipe, local: str) -> None:
-    dst, src, nbytes = expected_columns(recipe)
-    expected = np.zeros(len(dst), dtype=HCCL_DTYPE)
-    expected["local"], expected["remote"] = (dst, src) if local == "dst" else (src, dst)
-    expected["count"] = nbytes
-    expected["data_type"] = HCCL_UINT8
-    descriptors = lower(**recipe, layout="hccl", local=local)
-    assert descriptors.rows.dtype == HCCL_DTYPE
-    np.testing.assert_array_equal(descriptors.rows, expected)
-    assert descriptors.total_nbytes == int(nbytes.sum())
-
-
-@given(st.lists(recipes(), max_size=5), st.sampled_from(LAYOUTS))
-def test_a_reused_buffer_gives_the_same(recipe_list: list[Recipe], layout: str) -> None:
+@given(st.lists(recipes(), max_size=5))
+def test_a_reused_buffer_gives_the_same(recipe_list: list[Recipe]) -> None:
     out = Descriptors()
     for recipe in recipe_list:
-        assert lower(**recipe, layout=layout, out=out) is out
-        fresh = lower(**recipe, layout=layout)
-        if layout == "hccl":
-            np.testing.assert_array_equal(out.rows, fresh.rows)
-        else:
-            for name in ("dst", "src", "nbytes"):
-                np.testing.assert_array_equal(getattr(out, name), getattr(fresh, name))
+        assert lower(**recipe, out=out) is out
+        fresh = lower(**recipe)
+        for name in ("dst", "src", "nbytes"):
+            np.testing.assert_array_equal(getattr(out, name), getattr(fresh, name))
 
 
 @given(recipes())
 def test_the_callers_own_descriptors_are_copied(recipe: Recipe) -> None:
     dst, src, nbytes = expected_columns(recipe)
-    records = np.zeros(len(dst), dtype=COLUMNS_DTYPE)
-    records["dst"], records["src"], records["nbytes"] = dst, src, nbytes
-    for descriptors in (
-        Descriptors.from_columns(dst, src, nbytes),
-        Descriptors.from_array(records),
-    ):
-        np.testing.assert_array_equal(descriptors.dst, dst)
-        np.testing.assert_array_equal(descriptors.src, src)
-        np.testing.assert_array_equal(descriptors.nbytes, nbytes)
-    rows = lower(**recipe, layout="hccl").rows
-    np.testing.assert_array_equal(Descriptors.from_array(rows, "hccl").rows, rows)
+    descriptors = Descriptors.from_columns(dst, src, nbytes)
+    np.testing.assert_array_equal(descriptors.dst, dst)
+    np.testing.assert_array_equal(descriptors.src, src)
+    np.testing.assert_array_equal(descriptors.nbytes, nbytes)
 
 
 def test_columns_start_on_cache_lines() -> None:
@@ -127,12 +98,11 @@ def test_columns_start_on_cache_lines() -> None:
         assert column.ctypes.data % 64 == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_to_lower(layout: str) -> None:
+def test_nothing_to_lower() -> None:
     none = u64()
-    descriptors = lower_with(src_offsets=none, dst_offsets=none, nbytes=none, layout=layout)
+    descriptors = lower_with(src_offsets=none, dst_offsets=none, nbytes=none)
     assert (len(descriptors), descriptors.total_nbytes) == (0, 0)
-    assert len(lower_with(src_bases=none, dst_bases=none, layout=layout)) == 0
+    assert len(lower_with(src_bases=none, dst_bases=none)) == 0
 
 
 def test_new_descriptors_are_empty() -> None:
@@ -166,52 +136,6 @@ def test_lengths_must_agree() -> None:
         lower_with(dst_offsets=u64(0))
     with pytest.raises(ValueError, match=r"^dst_bases: expected 3 items, as in src_bases, got 2$"):
         lower_with(dst_bases=u64(0, 1))
-
-
-def test_options_are_known() -> None:
-    with pytest.raises(ValueError, match=r"^layout = 'rows': expected one of 'columns', 'hccl'$"):
-        lower_with(layout="rows")
-    with pytest.raises(ValueError, match=r"^local = 'remote': expected 'dst' or 'src'$"):
-        lower_with(local="remote")
-
-
-def swapped(dtype: np.dtype[np.void], first: str, second: str) -> np.dtype[np.void]:
-    """`dtype` with the names of two fields exchanged: same types, same sizes, same offsets."""
-    names = {first: second, second: first}
-    return np.dtype([(names.get(name, name), dtype[name]) for name in dtype.names or ()])
-
-
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        ("columns", swapped(COLUMNS_DTYPE, "dst", "src")),
-        ("hccl", swapped(HCCL_DTYPE, "local", "remote")),
-        ("hccl", COLUMNS_DTYPE),
-        ("columns", HCCL_DTYPE),
-        ("hccl", HCCL_DTYPE.newbyteorder(">")),
-        ("columns", np.dtype([("dst", "u8"), ("src", "u8"), ("nbytes", "i8")])),
-        ("columns", np.dtype([("dst", "u8"), ("src", "u8"), ("nbytes", "u8"), ("tag", "u8")])),
-        ("columns", np.dtype("u8")),
-    ],
-)
-def test_records_are_matched_by_field_name(layout: str, dtype: np.dtype[Any]) -> None:
-    with pytest.raises(TypeError, match=r"^array: expected a NumPy array of dtype .*, got "):
-        Descriptors.from_array(np.ones(2, dtype=dtype), layout)
-
-
-def test_records_move_bytes() -> None:
-    rows = lower_with(layout="hccl").rows.copy()
-    rows[2]["data_type"] = 4
-    with pytest.raises(ValueError, match=r"^array\[2\] = .*: expected word 3 .* to be 7$"):
-        Descriptors.from_array(rows, "hccl")
-    rows[2]["data_type"], rows[1]["reserved"] = HCCL_UINT8, 1
-    with pytest.raises(ValueError, match=r"^array\[1\] = "):
-        Descriptors.from_array(rows, "hccl")
-
-
-def test_strided_records_are_copied_as_they_read() -> None:
-    records = np.array([(1, 2, 3), (4, 5, 6), (7, 8, 9)], dtype=COLUMNS_DTYPE)
-    assert Descriptors.from_array(records[::-2]).src.tolist() == [8, 2]
 
 
 # --- overflow ---------------------------------------------------------------------------------
@@ -272,11 +196,11 @@ def test_views_are_read_only_and_not_copies(name: str) -> None:
 
 def test_a_view_keeps_its_memory() -> None:
     column = lower_with().dst
-    row = lower_with(layout="hccl").rows[1:]
+    part = lower_with().src[1:]
     gc.collect()
     others = [lower_with() for _ in range(100)]
     assert column.tolist() == expected_columns(RECIPE)[0].tolist()
-    assert row["local"].tolist() == column[1:].tolist()
+    assert part.tolist() == expected_columns(RECIPE)[1][1:].tolist()
     assert len(others) == 100
 
 
@@ -305,16 +229,8 @@ def test_a_large_enough_buffer_is_reused() -> None:
     hundred = u64(*range(1, 101))
     out = lower(hundred, hundred, hundred, u64(0), u64(0))
     address = out.dst.ctypes.data
-    for layout in LAYOUTS:
-        lower_with(layout=layout, out=out)
-        assert (out.rows if layout == "hccl" else out.dst).ctypes.data == address
-
-
-def test_the_layout_of_a_view_is_the_arrays() -> None:
-    with pytest.raises(ValueError, match=r"^layout = 'hccl': expected 'columns'$"):
-        _ = lower_with(layout="hccl").dst
-    with pytest.raises(ValueError, match=r"^layout = 'columns': expected one of rows"):
-        _ = lower_with().rows
+    lower_with(out=out)
+    assert out.dst.ctypes.data == address
 
 
 def test_other_threads_run_while_lowering() -> None:

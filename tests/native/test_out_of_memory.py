@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvnative._executor import Backend, Executor, ThreadPool, fail_at, host_backend, limit_batch
+from kvnative._executor import Backend, Executor, ThreadPool, host_backend
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import scatter
 from tests.native.test_executor_processes import run
+from tests.support.wrappers import fail_at, limit_batch
 
 can_limit = pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer has reserved its memory"

@@ -17,19 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvnative._executor import (
-    KVN_OK,
-    KVN_PEER_GONE,
-    KVN_UNMAPPED,
-    Executor,
-    Report,
-    ThreadPool,
-    limit_batch,
-)
+from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, Executor, Report, ThreadPool
 from kvnative._host import Board
 from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
 from tests.native.scatter import assert_same
+from tests.support.wrappers import limit_batch
 
 PAGE = mmap.PAGESIZE
 NBYTES = 8 << 20

@@ -12,7 +12,6 @@ import pytest
 
 from kvnative._executor import (
     KVN_CANCELLED,
-    KVN_INVALID,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_PENDING,
@@ -26,15 +25,11 @@ from kvnative._executor import (
     NativeError,
     StagedTask,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
-    trace,
 )
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import assert_same, scatter
+from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch, trace
 
 FOREVER_MS = 1e9
 
@@ -117,14 +112,11 @@ def test_a_stage_that_there_is_not(executor: Executor, stage: int) -> None:
         task.cancel()
 
 
-def test_stages_have_descriptors_in_columns(executor: Executor) -> None:
+def test_a_stage_has_descriptors(executor: Executor) -> None:
     case = scatter([100] * 6)
     for size in (0, -3):
         with pytest.raises(ValueError, match=f"stage_size = {size}: expected at least 1"):
             executor.stage(case.descriptors, size)
-    rows = lower(*[np.array([64], np.uint64)] * 5, layout="hccl")
-    with pytest.raises(ValueError, match="columns"):
-        executor.stage(rows, 1)
     lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # nobody holds them
 
 
@@ -198,16 +190,6 @@ def test_the_first_failure_is_kept_when_the_rest_is_given_up(host: Backend) -> N
     for report in (task.wait(timeout_ms=1), task.cancel()):
         assert (report.failed, report.unconfirmed) == (3, ((0, 9),))
     assert task.states() == (STAGE_WAITING, STAGE_FAILED, STAGE_FAILED)
-
-
-def test_an_oversized_descriptor_is_refused_before_anything_moves(host: Backend) -> None:
-    case = scatter([100, 100, 101, 100])
-    task = Executor(limit_batch(host, 2, max_nbytes=100)).stage(case.descriptors, 1)
-    assert not task.open(0)
-    report = task.report
-    assert (report.status, report.failed, report.unconfirmed) == (KVN_INVALID, 2, ((0, 4),))
-    assert "descriptor 2 is 101 bytes" in report.message
-    case.assert_moved(set())
 
 
 def test_wrappers_see_indices_of_the_whole_array(host: Backend) -> None:

@@ -18,14 +18,11 @@ from kvnative._executor import (
     Executor,
     StagedTask,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_bandwidth,
-    limit_batch,
 )
 from tests.native.scatter import Scattered, assert_same, indices, scatter
 from tests.native.test_executor_concurrency import at_once
+from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch
 
 COUNT, SIZE = 60, 7
 STAGES = -(-COUNT // SIZE)

@@ -24,14 +24,12 @@ from kvnative._executor import (
     Executor,
     Report,
     ThreadPool,
-    delay,
-    fail_at,
     host_backend,
-    limit_bandwidth,
 )
 from kvnative._host import Board
 from kvnative._lower import lower
 from kvnative._writers import Ticket, Writer, WriterTable
+from tests.support.wrappers import delay, fail_at, limit_bandwidth
 from tests.transport.owner import Owner
 
 NBYTES = 1 << 20

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import limit_bandwidth
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
 from tests.held import Held
+from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 
 PAGE = mmap.PAGESIZE

@@ -15,12 +15,13 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import kvplan
-from kvnative._executor import ThreadPool, limit_bandwidth
+from kvnative._executor import ThreadPool
 from kvnative._host import Arena
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas
 from kvplan.transport.local.metadata import Metadata
+from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
 

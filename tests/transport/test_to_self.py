@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import ThreadPool, limit_bandwidth
+from kvnative._executor import ThreadPool
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
+from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner_process import pattern
 
 BLOCKS, BLOCK = 8, 3000

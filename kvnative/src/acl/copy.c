@@ -285,13 +285,7 @@ static int move(kvn_streamed *self, kvn_channel *channel, const kvn_columns *par
     return status;
 }
 
-static void destroy(kvn_backend *base)
-{
-    copy_backend *self = (copy_backend *)base;
-
-    kvn_streamed_fini(&self->streamed);
-    free(self);
-}
+static void destroy(kvn_backend *base) { free(base); }
 
 static const kvn_backend_vtable vtable = KVN_STREAMED_VTABLE("acl", destroy);
 
@@ -323,8 +317,7 @@ kvn_backend *kvn_acl_copy_create(kvn_device *device, kvn_channel **channels, uns
     self->device = device;
     error = set_direction(self, direction);
     if (!error)
-        error = kvn_streamed_init(&self->streamed, &vtable, channels, num_channels, direction,
-                                  move);
+        error = kvn_streamed_init(&self->streamed, &vtable, channels, num_channels, move);
     if (error) {
         free(self);
         errno = error;

@@ -1,8 +1,5 @@
-/* Moves a column array of any length with a backend: cuts it into batches that the backend takes,
- * one after another, and keeps one outcome in the indices of that array.
- *
- * A task of several batches advances inside poll and wait; the first failure ends it. Its calls may
- * come from several threads at once. */
+/* Moves a column array with a backend, as one batch: what a thread may do with a transfer while others
+ * do the same. A backend takes batches of any size: one whose system has a limit cuts them itself. */
 #ifndef KVNATIVE_CORE_EXECUTOR_H
 #define KVNATIVE_CORE_EXECUTOR_H
 
@@ -15,31 +12,22 @@
 typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;
-    uint64_t max_batch;
-    bool begun;            /* kvn_task_begin has run: before, nothing moves */
-    uint64_t first;        /* task-global index of the current batch's first descriptor */
-    uint64_t batch_count;
-    uint64_t bytes_before; /* moved by the batches before the current one */
-    uint64_t bytes_now;    /* moved in all, when last looked at */
-    kvn_request *request;  /* the current batch; NULL before the first and after the outcome */
+    bool begun;             /* kvn_task_begin has run: before, nothing moves */
+    uint64_t bytes_done;    /* when last looked at */
+    kvn_request *request;   /* NULL before it is submitted and after the outcome */
     pthread_mutex_t mutex;
     pthread_cond_t changed; /* `driven` or `aborting` ended, or there is an outcome */
-    bool driven;            /* a thread is in backend->wait for the current batch */
-    uint32_t aborting;      /* threads in backend->abort for the current batch */
-    int give_up;            /* KVN_OK, or why no further batch may begin */
+    bool driven;            /* a thread is in backend->wait */
+    uint32_t aborting;      /* threads in backend->abort */
     bool settled;
     kvn_report outcome;
 } kvn_task;
 
-/* Whether a descriptor is larger than the backend takes; `report` then says which and is an outcome
- * of which nothing was moved. */
-bool kvn_refuse_oversized(kvn_backend *backend, const kvn_columns *columns, kvn_report *report);
-
 /* Makes a task that does nothing yet: it can be aborted already, and waited for. The backend and the
  * columns must outlive the outcome. */
 void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns);
-/* Checks the descriptors and issues the first batch, once; does nothing if the task was aborted.
- * Returns the status, KVN_PENDING if in flight; what is refused has its outcome at once. */
+/* Submits the descriptors, once; does nothing if the task was aborted. Returns the status, KVN_PENDING
+ * if in flight; what is refused has its outcome at once. */
 int kvn_task_begin(kvn_task *task);
 /* KVN_PENDING or the outcome; never blocks. */
 int kvn_task_poll(kvn_task *task);

@@ -1,34 +1,12 @@
 #include "core/lower.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #define CACHE_LINE ((size_t)64)
 #define HUGE_PAGE ((size_t)2 << 20)
 
-/* A third layout is one more row here (and a KVN_MAX_WORDS that holds it); Python finds it by name. */
-static const kvn_layout layouts[] = {
-    {"columns", "T{Q:dst:Q:src:Q:nbytes:}", KVN_COLUMNS, 3, {KVN_DST, KVN_SRC, KVN_NBYTES}, 0},
-    {"hccl", "T{Q:local:Q:remote:Q:count:i:data_type:I:reserved:}", KVN_ROWS, 4,
-     {KVN_LOCAL, KVN_REMOTE, KVN_NBYTES, KVN_CONSTANT}, KVN_HCCL_UINT8},
-};
-
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
-               "hccl: data_type is the low half of its word");
-
-const kvn_layout *kvn_layout_at(size_t index)
-{
-    return index < sizeof layouts / sizeof *layouts ? &layouts[index] : NULL;
-}
-
-const kvn_layout *kvn_layout_named(const char *name)
-{
-    const kvn_layout *layout = NULL;
-    for (size_t i = 0; (layout = kvn_layout_at(i)) && strcmp(layout->name, name) != 0; i++)
-        ;
-    return layout;
-}
+#define NUM_COLUMNS 3
 
 static size_t round_up(size_t nbytes, size_t alignment)
 {
@@ -40,15 +18,14 @@ size_t kvn_column_stride(size_t count)
     return round_up(count * sizeof(uint64_t), CACHE_LINE);
 }
 
-int kvn_lower_nbytes(const kvn_layout *layout, size_t num_pairs, size_t num_segments,
-                     size_t *nbytes)
+int kvn_lower_nbytes(size_t num_pairs, size_t num_segments, size_t *nbytes)
 {
     size_t count, total;
     if (__builtin_mul_overflow(num_pairs, num_segments, &count) ||
-        __builtin_mul_overflow(count, layout->num_words * sizeof(uint64_t), &total) ||
-        total > PTRDIFF_MAX - KVN_MAX_WORDS * CACHE_LINE)
+        __builtin_mul_overflow(count, NUM_COLUMNS * sizeof(uint64_t), &total) ||
+        total > PTRDIFF_MAX - NUM_COLUMNS * CACHE_LINE)
         return -1;
-    *nbytes = layout->form == KVN_COLUMNS ? layout->num_words * kvn_column_stride(count) : total;
+    *nbytes = NUM_COLUMNS * kvn_column_stride(count);
     return 0;
 }
 
@@ -112,80 +89,25 @@ int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusa
     return check_src_or_dst(recipe, KVN_ARG_DST_OFFSETS, KVN_ARG_DST_BASES, refusal);
 }
 
-/* What fills one word of the rows: base + column[segment], or a constant (no column). */
-typedef struct source {
-    const uint64_t *column;
-    const uint64_t *bases; /* by pair; NULL: `add` for all */
-    uint64_t add;
-} source;
-
-static source source_of(kvn_word word, const kvn_recipe *recipe, const kvn_layout *layout,
-                        kvn_side local)
+/* to[i] = base + column[i] */
+static void add_base(uint64_t *restrict to, uint64_t base, const uint64_t *restrict column, size_t n)
 {
-    if (word == KVN_LOCAL)
-        word = local == KVN_LOCAL_DST ? KVN_DST : KVN_SRC;
-    else if (word == KVN_REMOTE)
-        word = local == KVN_LOCAL_DST ? KVN_SRC : KVN_DST;
-    switch (word) {
-    case KVN_DST:
-        return (source){recipe->dst_offsets, recipe->dst_bases, 0};
-    case KVN_SRC:
-        return (source){recipe->src_offsets, recipe->src_bases, 0};
-    case KVN_NBYTES:
-        return (source){recipe->nbytes, NULL, 0};
-    default:
-        return (source){NULL, NULL, layout->constant};
-    }
+    for (size_t i = 0; i < n; i++)
+        to[i] = base + column[i];
 }
 
 /* Plain stores on purpose: streaming ones took 1.05 to 1.3 times as long for a million descriptors
  * (which the executor is about to read), and the compiler vectorises these. */
-static void lower_columns(const kvn_recipe *recipe, const source *words, uint32_t num_words,
-                          uint64_t *out)
+void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
 {
     const size_t n = recipe->num_segments;
     const size_t stride = kvn_column_stride(recipe->num_pairs * n) / sizeof *out;
     for (size_t pair = 0; pair < recipe->num_pairs; pair++) {
-        for (uint32_t w = 0; w < num_words; w++) {
-            const uint64_t *restrict column = words[w].column;
-            uint64_t *restrict to = out + w * stride + pair * n;
-            const uint64_t base = words[w].bases ? words[w].bases[pair] : words[w].add;
-            for (size_t i = 0; i < n; i++)
-                to[i] = base + (column ? column[i] : 0);
-        }
+        uint64_t *to = out + pair * n;
+        add_base(to, recipe->dst_bases[pair], recipe->dst_offsets, n);
+        add_base(to + stride, recipe->src_bases[pair], recipe->src_offsets, n);
+        add_base(to + 2 * stride, 0, recipe->nbytes, n);
     }
-}
-
-static void lower_rows(const kvn_recipe *recipe, const source *words, uint32_t num_words,
-                       uint64_t *out)
-{
-    static const uint64_t nothing = 0;
-    const uint64_t *column[KVN_MAX_WORDS];
-    size_t step[KVN_MAX_WORDS];
-    uint64_t base[KVN_MAX_WORDS];
-    for (uint32_t w = 0; w < num_words; w++) {
-        column[w] = words[w].column ? words[w].column : &nothing;
-        step[w] = words[w].column != NULL;
-    }
-    uint64_t *restrict row = out;
-    for (size_t pair = 0; pair < recipe->num_pairs; pair++) {
-        for (uint32_t w = 0; w < num_words; w++)
-            base[w] = words[w].bases ? words[w].bases[pair] : words[w].add;
-        for (size_t i = 0; i < recipe->num_segments; i++, row += num_words)
-            for (uint32_t w = 0; w < num_words; w++)
-                row[w] = base[w] + column[w][i * step[w]];
-    }
-}
-
-void kvn_lower(const kvn_recipe *recipe, const kvn_layout *layout, kvn_side local, void *out)
-{
-    source words[KVN_MAX_WORDS];
-    for (uint32_t w = 0; w < layout->num_words; w++)
-        words[w] = source_of(layout->words[w], recipe, layout, local);
-    if (layout->form == KVN_COLUMNS)
-        lower_columns(recipe, words, layout->num_words, out);
-    else
-        lower_rows(recipe, words, layout->num_words, out);
 }
 
 void *kvn_descriptors_alloc(size_t nbytes)

@@ -19,44 +19,11 @@ typedef struct kvn_recipe {
     size_t num_pairs;
 } kvn_recipe;
 
-/* A layout is a row of 64-bit words. What a word holds: */
-typedef enum kvn_word {
-    KVN_DST,
-    KVN_SRC,
-    KVN_LOCAL, /* dst or src, whichever the caller calls local */
-    KVN_REMOTE,
-    KVN_NBYTES,
-    KVN_CONSTANT /* the layout's own */
-} kvn_word;
-
-typedef enum kvn_form {
-    KVN_COLUMNS, /* word w of every row, then word w + 1 of every row: kvn_column_stride apart */
-    KVN_ROWS     /* row after row */
-} kvn_form;
-
-#define KVN_MAX_WORDS 4
-
-typedef struct kvn_layout {
-    const char *name;
-    const char *row_format; /* PEP 3118: names and types of a row's fields, as NumPy shows them */
-    kvn_form form;
-    uint32_t num_words;
-    kvn_word words[KVN_MAX_WORDS];
-    uint64_t constant;
-} kvn_layout;
-
-typedef enum kvn_side { KVN_LOCAL_DST, KVN_LOCAL_SRC } kvn_side;
-
-/* NULL past the last one, or where there is none of that name. */
-const kvn_layout *kvn_layout_at(size_t index);
-const kvn_layout *kvn_layout_named(const char *name);
-
 /* Bytes from one column to the next: columns start on cache lines. */
 size_t kvn_column_stride(size_t count);
 
-/* Size of the array; -1 where it passes PTRDIFF_MAX. */
-int kvn_lower_nbytes(const kvn_layout *layout, size_t num_pairs, size_t num_segments,
-                     size_t *nbytes);
+/* Size of the three columns; -1 where it passes PTRDIFF_MAX. */
+int kvn_lower_nbytes(size_t num_pairs, size_t num_segments, size_t *nbytes);
 
 typedef enum kvn_argument {
     KVN_ARG_NBYTES,
@@ -81,11 +48,53 @@ typedef struct kvn_refusal {
  * every base meeting every segment the largest of both decide. */
 int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal);
 
-/* Writes the array of a checked recipe. Row words are in the machine's byte order. */
-void kvn_lower(const kvn_recipe *recipe, const kvn_layout *layout, kvn_side local, void *out);
+/* Writes the columns of a checked recipe: dst, src and nbytes, kvn_column_stride apart. */
+void kvn_lower(const kvn_recipe *recipe, uint64_t *out);
 
 /* Memory for an array, aligned to a cache line; NULL when there is none. */
 void *kvn_descriptors_alloc(size_t nbytes);
 void kvn_descriptors_free(void *buffer);
+
+/* Who may touch an array: any number of readers (NumPy views, tasks in flight) or one writer (lowering
+ * into it again). Nobody waits: what cannot be granted is refused at once. */
+
+#define KVN_BEING_WRITTEN (-1)
+
+/* 0, or -1 while the array is being written. */
+static inline int kvn_lease_read(int64_t *leases)
+{
+    int64_t readers = __atomic_load_n(leases, __ATOMIC_RELAXED);
+    do {
+        if (readers == KVN_BEING_WRITTEN)
+            return -1;
+    } while (!__atomic_compare_exchange_n(leases, &readers, readers + 1, 1, __ATOMIC_ACQUIRE,
+                                          __ATOMIC_RELAXED));
+    return 0;
+}
+
+static inline void kvn_lease_done(int64_t *leases)
+{
+    __atomic_fetch_sub(leases, 1, __ATOMIC_RELEASE);
+}
+
+/* 0, or -1 while anybody reads or writes. */
+static inline int kvn_lease_write(int64_t *leases)
+{
+    int64_t nobody = 0;
+    return __atomic_compare_exchange_n(leases, &nobody, KVN_BEING_WRITTEN, 0, __ATOMIC_ACQUIRE,
+                                       __ATOMIC_RELAXED)
+               ? 0
+               : -1;
+}
+
+static inline void kvn_lease_written(int64_t *leases)
+{
+    __atomic_store_n(leases, 0, __ATOMIC_RELEASE);
+}
+
+static inline int64_t kvn_lease_count(const int64_t *leases)
+{
+    return __atomic_load_n(leases, __ATOMIC_RELAXED);
+}
 
 #endif

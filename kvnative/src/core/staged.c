@@ -169,9 +169,7 @@ int kvn_staged_init(kvn_staged *staged, kvn_backend *backend, const kvn_columns 
     kvn_cond_init(&staged->changed);
     staged->num_waiting = staged->num_stages;
     kvn_report_begin(&staged->outcome);
-    staged->sealed = staged->num_stages == 0 ||
-                     kvn_refuse_oversized(backend, columns, &staged->outcome);
-    staged->outcome.num_unconfirmed = 0;
+    staged->sealed = staged->num_stages == 0;
     settle_if_over(staged);
     return staged->settled ? staged->outcome.status : KVN_PENDING;
 }

@@ -43,9 +43,8 @@ typedef struct kvn_staged {
     kvn_report outcome;  /* without spans: kvn_staged_spans has them, however many */
 } kvn_staged;
 
-/* Checks the descriptors; nothing moves yet. `stage_size` >= 1. Returns the outcome where there is one
- * already (no descriptors, or one that the backend refuses), otherwise KVN_PENDING. KVN_NO_MEMORY
- * alone makes nothing to release. The backend and the columns must outlive the outcome. */
+/* Nothing moves yet. `stage_size` >= 1. Returns the outcome where there is one already (there are no
+ * descriptors), otherwise KVN_PENDING. KVN_NO_MEMORY alone makes nothing to release. The backend and the columns must outlive the outcome. */
 int kvn_staged_init(kvn_staged *staged, kvn_backend *backend, const kvn_columns *columns,
                     uint64_t stage_size);
 /* Submits stage `stage` < num_stages. *opened: 1 if this call did, 0 if it is open already or

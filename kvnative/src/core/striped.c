@@ -14,9 +14,6 @@ typedef struct striped {
     uint64_t min_nbytes;
     size_t count;
     kvn_backend *inner[KVN_MAX_STRIPES];
-    pthread_mutex_t error_mutex;
-    char error[sizeof((kvn_report *)0)->message];
-    char error_shown[sizeof((kvn_report *)0)->message];
 } striped;
 
 typedef struct stripe {
@@ -32,21 +29,6 @@ struct kvn_request {
     size_t num_stripes;
     stripe stripes[KVN_MAX_STRIPES];
 };
-
-static void capabilities(const kvn_backend *base, kvn_capabilities *out)
-{
-    const striped *self = (const striped *)base;
-
-    self->inner[0]->vtable->capabilities(self->inner[0], out);
-    for (size_t i = 1; i < self->count; i++) {
-        kvn_capabilities other;
-        self->inner[i]->vtable->capabilities(self->inner[i], &other);
-        out->max_batch = other.max_batch < out->max_batch ? other.max_batch : out->max_batch;
-        out->max_nbytes = other.max_nbytes < out->max_nbytes ? other.max_nbytes : out->max_nbytes;
-        out->directions &= other.directions;
-        out->asynchronous &= other.asynchronous;
-    }
-}
 
 /* ---- the outcome: what the stripes say, together ---- */
 
@@ -80,16 +62,6 @@ static void add(kvn_report *all, kvn_report *one, const stripe *it)
     memcpy(all->message, one->message, sizeof all->message);
 }
 
-static int tell(striped *self, const kvn_report *report)
-{
-    if (report->status < 0) {
-        pthread_mutex_lock(&self->error_mutex);
-        memcpy(self->error, report->message, sizeof self->error);
-        pthread_mutex_unlock(&self->error_mutex);
-    }
-    return report->status;
-}
-
 static int settle(const kvn_request *request, kvn_report *all)
 {
     kvn_report_merge_spans(all);
@@ -99,7 +71,7 @@ static int settle(const kvn_request *request, kvn_report *all)
 }
 
 /* KVN_PENDING until all have an outcome. */
-static int ask_all(striped *self, kvn_request *request, kvn_report *report)
+static int ask_all(kvn_request *request, kvn_report *report)
 {
     bool is_pending = false;
     kvn_report one;
@@ -111,10 +83,8 @@ static int ask_all(striped *self, kvn_request *request, kvn_report *report)
         is_pending |= it->inner->vtable->poll(it->inner, it->request, &one) == KVN_PENDING;
         add(report, &one, it);
     }
-    if (!is_pending) {
-        settle(request, report);
-        return tell(self, report);
-    }
+    if (!is_pending)
+        return settle(request, report);
     const uint64_t bytes_done = report->bytes_done;
     kvn_report_begin(report);
     report->bytes_done = bytes_done;
@@ -213,7 +183,7 @@ static void give_up(kvn_request *request, int why)
 }
 
 /* One stripe was: nothing of the others goes on, of which some bytes may have moved. */
-static int refuse(striped *self, kvn_request *request, uint64_t first, kvn_report *report)
+static int refuse(kvn_request *request, uint64_t first, kvn_report *report)
 {
     const uint64_t count = request->count;
 
@@ -223,7 +193,7 @@ static int refuse(striped *self, kvn_request *request, uint64_t first, kvn_repor
         report->failed += first;
     report->num_unconfirmed = 0;
     kvn_report_add_span(report, 0, count);
-    return tell(self, report);
+    return report->status;
 }
 
 static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
@@ -249,7 +219,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
 
         if (submit_one(it, batch, report) != KVN_OK) {
             it->request = NULL;
-            return refuse(self, request, it->first, report);
+            return refuse(request, it->first, report);
         }
     }
     *out = request;
@@ -260,7 +230,8 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
 
 static int poll(kvn_backend *base, kvn_request *request, kvn_report *report)
 {
-    return ask_all((striped *)base, request, report);
+    (void)base;
+    return ask_all(request, report);
 }
 
 static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kvn_report *report)
@@ -272,13 +243,15 @@ static int wait(kvn_backend *base, kvn_request *request, int64_t deadline_ns, kv
         const stripe *it = &request->stripes[i];
         status = it->inner->vtable->wait(it->inner, it->request, deadline_ns, &one);
     }
-    return ask_all((striped *)base, request, report);
+    (void)base;
+    return ask_all(request, report);
 }
 
 static int abort_all(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
 {
     give_up(request, why);
-    return ask_all((striped *)base, request, report);
+    (void)base;
+    return ask_all(request, report);
 }
 
 static void release(kvn_backend *base, kvn_request *request)
@@ -287,31 +260,15 @@ static void release(kvn_backend *base, kvn_request *request)
     let_go(request);
 }
 
-static const char *last_error(const kvn_backend *base)
-{
-    striped *self = (striped *)base;
-
-    pthread_mutex_lock(&self->error_mutex);
-    memcpy(self->error_shown, self->error, sizeof self->error);
-    pthread_mutex_unlock(&self->error_mutex);
-    return self->error_shown;
-}
-
-static void destroy(kvn_backend *base)
-{
-    pthread_mutex_destroy(&((striped *)base)->error_mutex);
-    free(base);
-}
+static void destroy(kvn_backend *base) { free(base); }
 
 static const kvn_backend_vtable vtable = {
     .name = "striped",
-    .capabilities = capabilities,
     .submit = submit,
     .poll = poll,
     .wait = wait,
     .abort = abort_all,
     .release = release,
-    .last_error = last_error,
     .destroy = destroy,
 };
 
@@ -328,6 +285,5 @@ kvn_backend *kvn_striped_create(kvn_backend *const *inner, size_t count, uint64_
     self->min_nbytes = min_nbytes;
     self->count = count;
     memcpy(self->inner, inner, count * sizeof *inner);
-    pthread_mutex_init(&self->error_mutex, NULL);
     return &self->base;
 }

@@ -16,7 +16,7 @@
 static kvn_streamed *streamed(const kvn_backend *self) { return (kvn_streamed *)self; }
 
 int kvn_streamed_init(kvn_streamed *self, const kvn_backend_vtable *vtable, kvn_channel **channels,
-                      unsigned num_channels, kvn_direction direction, kvn_stream_move move)
+                      unsigned num_channels, kvn_stream_move move)
 {
     if (num_channels < 1 || num_channels > KVN_MAX_CHANNELS)
         return EINVAL;
@@ -26,20 +26,7 @@ int kvn_streamed_init(kvn_streamed *self, const kvn_backend_vtable *vtable, kvn_
     self->channels = channels;
     self->num_channels = num_channels;
     self->part_cost = PART_COST;
-    self->capabilities = (kvn_capabilities){
-        .max_batch = UINT64_MAX,
-        .max_nbytes = UINT64_MAX,
-        .directions = direction,
-        .asynchronous = 1,
-    };
-    return pthread_mutex_init(&self->error_mutex, NULL);
-}
-
-void kvn_streamed_fini(kvn_streamed *self) { pthread_mutex_destroy(&self->error_mutex); }
-
-void kvn_streamed_capabilities(const kvn_backend *self, kvn_capabilities *out)
-{
-    *out = streamed(self)->capabilities;
+    return 0;
 }
 
 static bool is_ours(const kvn_backend *self)
@@ -52,16 +39,6 @@ static int refuse_foreign(const kvn_backend *self, uint64_t count, kvn_report *r
     return kvn_report_refuse(report, count, KVN_INVALID, 0,
                              "the channels of the backend %s belong to another process, from which "
                              "this one was forked", self->vtable->name);
-}
-
-static int tell(kvn_streamed *self, int status, const kvn_report *report)
-{
-    if (status < 0) {
-        pthread_mutex_lock(&self->error_mutex);
-        memcpy(self->error, report->message, sizeof self->error);
-        pthread_mutex_unlock(&self->error_mutex);
-    }
-    return status;
 }
 
 /* ---- submit ---- */
@@ -91,14 +68,14 @@ int kvn_streamed_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     if (!kvn_columns_total(batch, &total) ||
         __builtin_mul_overflow(batch->count, self->descriptor_cost, &cost) ||
         __builtin_add_overflow(cost, total, &cost))
-        return tell(self, kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                            "the sizes of %zu descriptors add up to more than "
-                                            "2**64 - 1 bytes", batch->count), report);
+        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
+                                 "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
+                                 batch->count);
     parts = num_parts_of(self, batch, cost);
     kvn_request *request = kvn_request_create(self, batch, total, parts);
     if (!request)
-        return tell(self, kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
-                                            "no memory for a request of %u parts", parts), report);
+        return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
+                                 "no memory for a request of %u parts", parts);
     *out = request;
     kvn_request_begin(request, batch, cost, parts);
     return KVN_OK;
@@ -108,14 +85,13 @@ int kvn_streamed_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
 
 int kvn_streamed_poll(kvn_backend *self, kvn_request *request, kvn_report *report)
 {
+    (void)self;
     if (!atomic_load_explicit(&request->finished, memory_order_acquire)) {
         kvn_report_begin(report);
         report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
         return KVN_PENDING;
     }
     kvn_report_copy(report, &request->report);
-    if (report->status < 0 && !atomic_exchange(&request->told, true))
-        tell(streamed(self), report->status, report);
     return report->status;
 }
 
@@ -155,15 +131,4 @@ void kvn_streamed_release(kvn_backend *self, kvn_request *request)
 {
     if (is_ours(self)) /* else the mutex may have been inherited locked */
         kvn_request_free(request);
-}
-
-/* The text stays valid until the next call: for one caller at a time. */
-const char *kvn_streamed_last_error(const kvn_backend *base)
-{
-    kvn_streamed *self = streamed(base);
-
-    pthread_mutex_lock(&self->error_mutex);
-    memcpy(self->error_shown, self->error, sizeof self->error);
-    pthread_mutex_unlock(&self->error_mutex);
-    return self->error_shown;
 }

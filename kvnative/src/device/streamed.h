@@ -30,20 +30,12 @@ struct kvn_streamed {
     unsigned num_channels;
     uint64_t part_cost;       /* no part is cheaper than that, if there are several */
     uint64_t descriptor_cost; /* of a descriptor, in bytes, besides its own */
-    kvn_capabilities capabilities;
-    pthread_mutex_t error_mutex;
-    char error[256];       /* message of the latest failed request */
-    char error_shown[256]; /* the copy of it that last_error returns */
 };
 
-/* Fills in what is shared: the whole batch at once, asynchronous, parts of 1 MiB or more. `directions`
- * is one kvn_direction. 0, or an errno. */
+/* Fills in what is shared: parts of 1 MiB or more. 0, or an errno. */
 int kvn_streamed_init(kvn_streamed *self, const kvn_backend_vtable *vtable,
-                      kvn_channel **channels, unsigned num_channels, kvn_direction direction,
-                      kvn_stream_move move);
-void kvn_streamed_fini(kvn_streamed *self);
+                      kvn_channel **channels, unsigned num_channels, kvn_stream_move move);
 
-void kvn_streamed_capabilities(const kvn_backend *self, kvn_capabilities *out);
 int kvn_streamed_submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out,
                         kvn_report *report);
 int kvn_streamed_poll(kvn_backend *self, kvn_request *request, kvn_report *report);
@@ -51,15 +43,13 @@ int kvn_streamed_wait(kvn_backend *self, kvn_request *request, int64_t deadline_
                       kvn_report *report);
 int kvn_streamed_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
 void kvn_streamed_release(kvn_backend *self, kvn_request *request);
-const char *kvn_streamed_last_error(const kvn_backend *self);
 
 /* The shared rows of such a vtable: KVN_STREAMED_VTABLE("acl", destroy) */
 #define KVN_STREAMED_VTABLE(name_, destroy_)                                                       \
     {                                                                                              \
-        .name = (name_), .capabilities = kvn_streamed_capabilities, .submit = kvn_streamed_submit, \
-        .poll = kvn_streamed_poll, .wait = kvn_streamed_wait, .abort = kvn_streamed_abort,         \
-        .release = kvn_streamed_release, .last_error = kvn_streamed_last_error,                    \
-        .destroy = (destroy_)                                                                      \
+        .name = (name_), .submit = kvn_streamed_submit, .poll = kvn_streamed_poll,                 \
+        .wait = kvn_streamed_wait, .abort = kvn_streamed_abort,                                    \
+        .release = kvn_streamed_release, .destroy = (destroy_)                                     \
     }
 
 #endif

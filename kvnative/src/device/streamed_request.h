@@ -19,7 +19,6 @@ struct kvn_request {
     pthread_cond_t changed;
     atomic_int stop;        /* running parts look at it */
     atomic_bool finished;   /* read without the mutex by poll; `report` is stable then */
-    atomic_bool told;       /* the backend has kept the message of this request's failure */
     atomic_uint_fast64_t moved;
     uint64_t count;
     uint64_t total;

@@ -108,7 +108,6 @@ static int move(kvn_streamed *base, kvn_channel *channel, const kvn_columns *par
 static void destroy(kvn_backend *base)
 {
     kvn_transfer *self = (kvn_transfer *)base;
-    kvn_streamed_fini(&self->streamed);
     free(self->guard_addresses);
     free(self);
 }
@@ -146,11 +145,9 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     if (!self)
         return NULL;
     error = kvn_streamed_init(&self->streamed, options->staging ? &staged_vtable : &direct_vtable,
-                              kvn_communicator_channels(communicator), 1, options->direction, move);
-    if (!error && !copy_guards(self, options)) {
-        kvn_streamed_fini(&self->streamed);
+                              kvn_communicator_channels(communicator), 1, move);
+    if (!error && !copy_guards(self, options))
         error = ENOMEM;
-    }
     if (error) {
         free(self);
         errno = error;

@@ -97,7 +97,6 @@ static const kvn_backend_vtable HOST_VTABLE = KVN_POOLED_VTABLE("host", destroy)
 kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
 {
     host *self;
-    int error;
 
     if (!kvn_strategy_name(strategy)) {
         errno = EINVAL;
@@ -106,12 +105,7 @@ kvn_backend *kvn_host_create(kvn_pool *pool, kvn_strategy strategy)
     self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
-    error = kvn_pooled_init(&self->pooled, &HOST_VTABLE, pool, move);
-    if (error) {
-        free(self);
-        errno = error;
-        return NULL;
-    }
+    kvn_pooled_init(&self->pooled, &HOST_VTABLE, pool, move);
     self->pooled.piece.descriptors = PIECE_DESCRIPTORS;
     self->pooled.inline_nbytes = INLINE_NBYTES;
     self->strategy = strategy;

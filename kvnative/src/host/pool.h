@@ -18,7 +18,7 @@
 
 #include "core/job.h"
 
-#define KVN_MAX_THREADS 64 /* one span per thread, one tail here and one in the executor */
+#define KVN_MAX_THREADS 64 /* a report holds one span per thread, and the tail */
 
 /* `threads` in [1, KVN_MAX_THREADS]. NULL with errno set (EINVAL, ENOMEM, EAGAIN) on failure. */
 kvn_pool *kvn_pool_create(unsigned threads);

@@ -14,19 +14,14 @@ typedef struct kvn_pooled {
     kvn_piece_limits piece;
     kvn_guard *guard;         /* owned; entered around each piece that is written; NULL: none */
     uint64_t inline_nbytes;   /* batches up to this size are moved by submit itself */
-    kvn_capabilities capabilities;
-    pthread_mutex_t error_mutex;
-    char error[256];          /* message of the latest failed request */
-    char error_shown[256];    /* the copy of it that last_error returns */
 } kvn_pooled;
 
-int kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_pool *pool,
-                    kvn_move move);
+void kvn_pooled_init(kvn_pooled *self, const kvn_backend_vtable *vtable, kvn_pool *pool,
+                     kvn_move move);
 void kvn_pooled_fini(kvn_pooled *self);
 /* Before the first batch; the backend then owns the guard. */
 void kvn_pooled_set_guard(kvn_backend *self, kvn_guard *guard);
 
-void kvn_pooled_capabilities(const kvn_backend *self, kvn_capabilities *out);
 int kvn_pooled_submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out,
                       kvn_report *report);
 int kvn_pooled_poll(kvn_backend *self, kvn_request *request, kvn_report *report);
@@ -34,15 +29,13 @@ int kvn_pooled_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns
                     kvn_report *report);
 int kvn_pooled_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
 void kvn_pooled_release(kvn_backend *self, kvn_request *request);
-const char *kvn_pooled_last_error(const kvn_backend *self);
 
 /* The shared rows of such a vtable: KVN_POOLED_VTABLE("host", kvn_host_destroy) */
 #define KVN_POOLED_VTABLE(name_, destroy_)                                                        \
     {                                                                                             \
-        .name = (name_), .capabilities = kvn_pooled_capabilities, .submit = kvn_pooled_submit,    \
-        .poll = kvn_pooled_poll, .wait = kvn_pooled_wait, .abort = kvn_pooled_abort,              \
-        .release = kvn_pooled_release, .last_error = kvn_pooled_last_error,                       \
-        .destroy = (destroy_)                                                                     \
+        .name = (name_), .submit = kvn_pooled_submit, .poll = kvn_pooled_poll,                    \
+        .wait = kvn_pooled_wait, .abort = kvn_pooled_abort,                                       \
+        .release = kvn_pooled_release, .destroy = (destroy_)                                      \
     }
 
 #endif

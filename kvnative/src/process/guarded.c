@@ -4,10 +4,10 @@
 #include <stdlib.h>
 
 #include "core/report.h"
-#include "core/wrappers.h"
 
 typedef struct guarded {
-    kvn_wrapper wrapper;
+    kvn_backend base;
+    kvn_backend *inner;
     kvn_guard *guard;
 } guarded;
 
@@ -16,6 +16,8 @@ typedef struct guarded_request {
     kvn_announcement announced;
     atomic_bool left;
 } guarded_request;
+
+static kvn_backend *inner_of(const kvn_backend *base) { return ((const guarded *)base)->inner; }
 
 /* Passes the status through; with an outcome the batch is not announced any more. */
 static int leave_at_end(kvn_backend *base, guarded_request *request, int status)
@@ -35,12 +37,13 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
 
     *out = NULL;
     if (!request)
-        return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
+        return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
+                                 "no memory for a request (%zu bytes)", sizeof *request);
     status = kvn_guard_enter(self->guard, false, batch->first, &request->announced, &fault);
     if (status != KVN_OK) {
         kvn_report_refuse(report, batch->count, status, 0, "%s", fault.message);
     } else {
-        status = kvn_inner(base)->vtable->submit(kvn_inner(base), batch, &request->inner, report);
+        status = self->inner->vtable->submit(self->inner, batch, &request->inner, report);
         if (status != KVN_OK)
             leave_at_end(base, request, status);
     }
@@ -54,7 +57,7 @@ static int guarded_submit(kvn_backend *base, const kvn_columns *batch, kvn_reque
 static int guarded_poll(kvn_backend *base, kvn_request *handle, kvn_report *report)
 {
     guarded_request *request = (guarded_request *)handle;
-    kvn_backend *inner = kvn_inner(base);
+    kvn_backend *inner = inner_of(base);
 
     return leave_at_end(base, request, inner->vtable->poll(inner, request->inner, report));
 }
@@ -63,7 +66,7 @@ static int guarded_wait(kvn_backend *base, kvn_request *handle, int64_t deadline
                         kvn_report *report)
 {
     guarded_request *request = (guarded_request *)handle;
-    kvn_backend *inner = kvn_inner(base);
+    kvn_backend *inner = inner_of(base);
 
     return leave_at_end(base, request,
                         inner->vtable->wait(inner, request->inner, deadline_ns, report));
@@ -72,7 +75,7 @@ static int guarded_wait(kvn_backend *base, kvn_request *handle, int64_t deadline
 static int guarded_abort(kvn_backend *base, kvn_request *handle, int why, kvn_report *report)
 {
     guarded_request *request = (guarded_request *)handle;
-    kvn_backend *inner = kvn_inner(base);
+    kvn_backend *inner = inner_of(base);
 
     return leave_at_end(base, request, inner->vtable->abort(inner, request->inner, why, report));
 }
@@ -81,7 +84,7 @@ static void guarded_release(kvn_backend *base, kvn_request *handle)
 {
     guarded_request *request = (guarded_request *)handle;
 
-    kvn_inner(base)->vtable->release(kvn_inner(base), request->inner);
+    inner_of(base)->vtable->release(inner_of(base), request->inner);
     free(request);
 }
 
@@ -93,23 +96,22 @@ static void guarded_destroy(kvn_backend *base)
 
 static const kvn_backend_vtable GUARDED_VTABLE = {
     .name = "guarded",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = guarded_submit,
     .poll = guarded_poll,
     .wait = guarded_wait,
     .abort = guarded_abort,
     .release = guarded_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = guarded_destroy,
 };
 
 kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard)
 {
-    guarded *self = kvn_wrapper_alloc(sizeof *self, &GUARDED_VTABLE, inner);
+    guarded *self = malloc(sizeof *self);
 
-    if (self)
-        self->guard = guard;
-    else
+    if (!self) {
         kvn_guard_destroy(guard);
-    return self ? &self->wrapper.base : NULL;
+        return NULL;
+    }
+    *self = (guarded){.base.vtable = &GUARDED_VTABLE, .inner = inner, .guard = guard};
+    return &self->base;
 }

@@ -198,16 +198,10 @@ kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction
     process_backend *self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
-    const int error = kvn_pooled_init(&self->pooled, &vtable, pool, move);
-    if (error) {
-        free(self);
-        errno = error;
-        return NULL;
-    }
+    kvn_pooled_init(&self->pooled, &vtable, pool, move);
     self->pid = pid;
     self->is_put = direction == KVN_PEER_PUT;
     self->pooled.piece = (kvn_piece_limits){.descriptors = MAX_RANGES, .nbytes = PIECE_NBYTES};
     self->pooled.inline_nbytes = INLINE_NBYTES;
-    self->pooled.capabilities.directions = direction;
     return &self->pooled.base;
 }

@@ -13,17 +13,7 @@ typedef struct backend {
     kvn_direction direction;
     const kvn_device *device; /* NULL: the local side is of the host */
     kvn_tcp_known known;
-    pthread_mutex_t error_mutex;
-    char error[256], error_shown[256];
 } backend;
-
-static void capabilities(const kvn_backend *base, kvn_capabilities *out)
-{
-    *out = (kvn_capabilities){.max_batch = UINT64_MAX,
-                              .max_nbytes = UINT64_MAX,
-                              .directions = ((const backend *)base)->direction,
-                              .asynchronous = 1};
-}
 
 static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out, kvn_report *report)
 {
@@ -54,7 +44,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     return KVN_OK;
 }
 
-static int tell(backend *self, kvn_request *it, kvn_report *report)
+static int outcome(const kvn_request *it, kvn_report *report)
 {
     if (!atomic_load(&it->finished)) {
         kvn_report_begin(report);
@@ -62,29 +52,27 @@ static int tell(backend *self, kvn_request *it, kvn_report *report)
         return KVN_PENDING;
     }
     kvn_report_copy(report, &it->report);
-    if (report->status != KVN_OK) {
-        pthread_mutex_lock(&self->error_mutex);
-        memcpy(self->error, report->message, sizeof self->error);
-        pthread_mutex_unlock(&self->error_mutex);
-    }
     return report->status;
 }
 
 static int poll(kvn_backend *base, kvn_request *it, kvn_report *report)
 {
-    return tell((backend *)base, it, report);
+    (void)base;
+    return outcome(it, report);
 }
 
 static int wait(kvn_backend *base, kvn_request *it, int64_t deadline_ns, kvn_report *report)
 {
+    (void)base;
     kvn_tcp_client_wait(it, deadline_ns);
-    return tell((backend *)base, it, report);
+    return outcome(it, report);
 }
 
 static int give_up(kvn_backend *base, kvn_request *it, int why, kvn_report *report)
 {
+    (void)base;
     kvn_tcp_client_give_up(it, why);
-    return tell((backend *)base, it, report);
+    return outcome(it, report);
 }
 
 static void release(kvn_backend *base, kvn_request *it)
@@ -94,21 +82,10 @@ static void release(kvn_backend *base, kvn_request *it)
     free(it);
 }
 
-static const char *last_error(const kvn_backend *base)
-{
-    backend *self = (backend *)base;
-
-    pthread_mutex_lock(&self->error_mutex);
-    memcpy(self->error_shown, self->error, sizeof self->error);
-    pthread_mutex_unlock(&self->error_mutex);
-    return self->error_shown;
-}
-
 static void destroy(kvn_backend *base)
 {
     backend *self = (backend *)base;
 
-    pthread_mutex_destroy(&self->error_mutex);
     free(self->known.places);
     free(self->known.ranges);
     free(self);
@@ -116,13 +93,11 @@ static void destroy(kvn_backend *base)
 
 static const kvn_backend_vtable vtable = {
     .name = "tcp",
-    .capabilities = capabilities,
     .submit = submit,
     .poll = poll,
     .wait = wait,
     .abort = give_up,
     .release = release,
-    .last_error = last_error,
     .destroy = destroy,
 };
 
@@ -138,6 +113,5 @@ kvn_backend *kvn_tcp_backend_create(kvn_tcp_client *client, kvn_direction direct
     self->direction = direction;
     self->device = device;
     self->known = *known;
-    pthread_mutex_init(&self->error_mutex, NULL);
     return &self->base;
 }

@@ -127,19 +127,10 @@ static bool is_finished(const void *context)
     return atomic_load(&((const kvn_request *)context)->finished);
 }
 
-static void remember_error(kvn_ucx_backend *self, const kvn_report *report)
-{
-    pthread_mutex_lock(&self->error_mutex);
-    memcpy(self->error, report->message, sizeof self->error);
-    pthread_mutex_unlock(&self->error_mutex);
-}
-
 static int report_on(kvn_request *request, kvn_report *report)
 {
     if (is_finished(request)) {
         kvn_report_copy(report, &request->report);
-        if (report->status != KVN_OK)
-            remember_error(request->self, report);
     } else {
         kvn_report_begin(report);
         report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
@@ -245,39 +236,19 @@ static void destroy(kvn_backend *base)
     if (self->num_keys)
         kvn_ucx_call(self->endpoint->worker, &it.work);
     kvn_ucx_endpoint_release(self->endpoint);
-    pthread_mutex_destroy(&self->error_mutex);
     free(self->ranges);
     free(self->places);
     free(self->keys);
     free(self);
 }
 
-static void capabilities(const kvn_backend *base, kvn_capabilities *out)
-{
-    const kvn_ucx_backend *self = (const kvn_ucx_backend *)base;
-    *out = (kvn_capabilities){.max_batch = UINT64_MAX, .max_nbytes = UINT64_MAX,
-                              .directions = self->direction, .asynchronous = 1};
-}
-
-static const char *last_error(const kvn_backend *base)
-{
-    kvn_ucx_backend *self = (kvn_ucx_backend *)base;
-
-    pthread_mutex_lock(&self->error_mutex);
-    memcpy(self->error_shown, self->error, sizeof self->error);
-    pthread_mutex_unlock(&self->error_mutex);
-    return self->error_shown;
-}
-
 static const kvn_backend_vtable vtable = {
     .name = "ucx",
-    .capabilities = capabilities,
     .submit = submit,
     .poll = poll_request,
     .wait = wait_for,
     .abort = abort_request,
     .release = release,
-    .last_error = last_error,
     .destroy = destroy,
 };
 
@@ -344,7 +315,6 @@ int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
     kvn_ucx_endpoint_hold(endpoint);
     self->direction = options->direction;
     self->local_type = options->local_type;
-    pthread_mutex_init(&self->error_mutex, NULL);
     if (take_ranges(self, options, failure) == KVN_OK)
         kvn_ucx_call(endpoint->worker, &it.work);
     if (failure->status != KVN_OK) {

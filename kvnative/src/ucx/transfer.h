@@ -18,9 +18,6 @@ typedef struct kvn_ucx_backend {
     uint64_t num_ranges;
     kvn_ucp_rkey_h *keys;
     uint64_t num_keys;
-    pthread_mutex_t error_mutex;
-    char error[256];       /* message of the latest failed transfer */
-    char error_shown[256]; /* the copy of it that last_error returns */
 } kvn_ucx_backend;
 
 /* What a transfer does, one after the other. What writes much does so in rounds, each with a look before it. */

@@ -10,14 +10,12 @@
 #include "core/job.h"
 #include "core/clock.h"
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 typedef struct trace {
     kvn_wrapper wrapper;
     int fd;
     atomic_uint_fast64_t requests; /* numbered so far */
-    atomic_int lost;               /* errno of the first line that could not be written */
-    char error[128];
 } trace;
 
 typedef struct trace_request {
@@ -28,11 +26,10 @@ typedef struct trace_request {
     uint64_t nbytes;
 } trace_request;
 
-/* A line is one write, so that lines of several threads do not mix. */
+/* A line is one write, so that lines of several threads do not mix. One that cannot be written is lost. */
 static void write_line(trace *self, const char *call, const trace_request *request, int status)
 {
     char line[256];
-    int expected = 0;
     int length = snprintf(line, sizeof line,
                           "{\"call\": \"%s\", \"backend\": \"%s\", \"request\": %" PRIu64
                           ", \"first\": %" PRIu64 ", \"count\": %" PRIu64 ", \"nbytes\": %" PRIu64
@@ -41,7 +38,7 @@ static void write_line(trace *self, const char *call, const trace_request *reque
                           request->count, request->nbytes, status, (double)kvn_now_ns() / 1e3);
 
     if (write(self->fd, line, (size_t)length) != length)
-        atomic_compare_exchange_strong(&self->lost, &expected, errno ? errno : EIO);
+        return;
 }
 
 static int trace_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
@@ -105,28 +102,13 @@ static void trace_release(kvn_backend *base, kvn_request *handle)
     free(request);
 }
 
-static const char *trace_last_error(const kvn_backend *base)
-{
-    trace *self = (trace *)base;
-    int lost = atomic_load(&self->lost);
-
-    if (lost == 0)
-        return kvn_wrapper_last_error(base);
-    snprintf(self->error, sizeof self->error,
-             "the trace is incomplete: a line could not be written to file descriptor %d (errno %d)",
-             self->fd, lost);
-    return self->error;
-}
-
 static const kvn_backend_vtable TRACE_VTABLE = {
     .name = "trace",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = trace_submit,
     .poll = trace_poll,
     .wait = trace_wait,
     .abort = trace_abort,
     .release = trace_release,
-    .last_error = trace_last_error,
     .destroy = kvn_wrapper_destroy,
 };
 

@@ -1,11 +1,14 @@
 /* Backends that wrap another one, so that every failure can be had on any machine. They have the
  * same vtable, compose in any order, and do not own what they wrap: the inner backend outlives them.
  * All creators return NULL with errno set (EINVAL, ENOMEM) on failure. */
-#ifndef KVNATIVE_CORE_WRAPPERS_H
-#define KVNATIVE_CORE_WRAPPERS_H
+#ifndef KVN_TESTS_WRAPPERS_H
+#define KVN_TESTS_WRAPPERS_H
 
+#include <errno.h>
 #include <stdbool.h>
+#include <stdlib.h>
 
+#include "core/report.h"
 #include "kvnative/backend.h"
 
 /* Descriptor `descriptor` of every task fails with `status` (< 0), `code` and a message that says so.
@@ -21,8 +24,9 @@ kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds);
 /* Moves at most `bytes_per_second` (> 0), over all batches together. Advances in poll and wait. */
 kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second);
 
-/* Claims smaller limits than the inner backend has, and holds to them. Both >= 1. */
-kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch, uint64_t max_nbytes);
+/* Hands on at most `max_batch` (>= 1) descriptors at a time, the next when those are moved. Advances in
+ * poll and wait. */
+kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch);
 
 /* Writes one JSON object a line to `fd` when a call of the vtable returns: call, request (a number
  * of its own for each batch), first, count, nbytes, status, us (CLOCK_MONOTONIC, microseconds). */
@@ -40,12 +44,23 @@ static inline kvn_backend *kvn_inner(const kvn_backend *self)
     return ((const kvn_wrapper *)self)->inner;
 }
 /* Zeroed memory for a wrapper that begins with a kvn_wrapper. */
-void *kvn_wrapper_alloc(size_t nbytes, const kvn_backend_vtable *vtable, kvn_backend *inner);
-/* The calls that most wrappers pass on as they are. */
-void kvn_wrapper_capabilities(const kvn_backend *self, kvn_capabilities *out);
-const char *kvn_wrapper_last_error(const kvn_backend *self);
-void kvn_wrapper_destroy(kvn_backend *self);
+static inline void *kvn_wrapper_alloc(size_t nbytes, const kvn_backend_vtable *vtable,
+                                      kvn_backend *inner)
+{
+    kvn_wrapper *self = calloc(1, nbytes);
+
+    if (self) {
+        self->base.vtable = vtable;
+        self->inner = inner;
+    }
+    return self;
+}
+static inline void kvn_wrapper_destroy(kvn_backend *self) { free(self); }
 /* Refuses a batch for want of memory. */
-int kvn_wrapper_no_memory(kvn_report *report, uint64_t count, size_t nbytes);
+static inline int kvn_wrapper_no_memory(kvn_report *report, uint64_t count, size_t nbytes)
+{
+    return kvn_report_refuse(report, count, KVN_NO_MEMORY, ENOMEM,
+                             "no memory for a request (%zu bytes)", nbytes);
+}
 
 #endif

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 typedef struct fail_at {
     kvn_wrapper wrapper;
@@ -131,13 +131,11 @@ static void fault_release(kvn_backend *base, kvn_request *handle)
 
 static const kvn_backend_vtable FAIL_AT_VTABLE = {
     .name = "fail_at",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = fault_submit,
     .poll = fault_poll,
     .wait = fault_wait,
     .abort = fault_abort,
     .release = fault_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = kvn_wrapper_destroy,
 };
 

@@ -8,7 +8,7 @@
 #include "core/clock.h"
 #include "core/job.h"
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 typedef struct delay {
     kvn_wrapper wrapper;
@@ -126,13 +126,11 @@ static void delay_release(kvn_backend *base, kvn_request *handle)
 
 static const kvn_backend_vtable DELAY_VTABLE = {
     .name = "delay",
-    .capabilities = kvn_wrapper_capabilities,
     .submit = delay_submit,
     .poll = delay_poll,
     .wait = delay_wait,
     .abort = delay_abort,
     .release = delay_release,
-    .last_error = kvn_wrapper_last_error,
     .destroy = kvn_wrapper_destroy,
 };
 

@@ -1,5 +1,6 @@
-/* limit_bandwidth: hands the inner backend slices of a batch, each when its time has come. Slices of
- * all batches share one schedule, so the limit holds for the backend as a whole. */
+/* limit_bandwidth and limit_batch: hand the inner backend a batch slice by slice. Of the first each slice
+ * waits until its time has come; slices of all batches share one schedule, so the limit holds for the
+ * backend as a whole. */
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
@@ -10,7 +11,7 @@
 #include "core/clock.h"
 #include "core/job.h"
 #include "core/report.h"
-#include "core/wrappers.h"
+#include "wrappers.h"
 
 #define SLICE_SECONDS 0.002 /* of the limit; also what an abort may have to wait for */
 #define MOST_NS 1000000000000000 /* of one slice: eleven days, far from overflow */
@@ -18,8 +19,9 @@
 
 typedef struct bandwidth {
     kvn_wrapper wrapper;
-    double bytes_per_second;
+    double bytes_per_second; /* 0: no limit */
     uint64_t slice_nbytes;
+    uint64_t slice_count; /* descriptors */
     pthread_mutex_t mutex;
     int64_t free_ns; /* when the slices scheduled so far will have passed */
 } bandwidth;
@@ -62,7 +64,8 @@ static void cut_slice(const bandwidth *self, bandwidth_request *request)
         request->slice = (kvn_columns){&request->part[0], &request->part[1], &request->part[2], 1,
                                        batch->first + at, batch->beside, 0};
     } else {
-        while (end < batch->count && taken + batch->nbytes[end] <= self->slice_nbytes)
+        while (end < batch->count && end - at < self->slice_count &&
+               batch->nbytes[end] <= self->slice_nbytes - taken)
             taken += batch->nbytes[end++];
         request->slice = (kvn_columns){batch->dst + at, batch->src + at, batch->nbytes + at,
                                        end - at, batch->first + at, batch->beside, 0};
@@ -76,6 +79,9 @@ static void schedule_slice(bandwidth *self, bandwidth_request *request)
     double nanoseconds;
 
     cut_slice(self, request);
+    request->due_ns = 0;
+    if (self->bytes_per_second == 0)
+        return;
     nanoseconds = (double)request->slice_nbytes / self->bytes_per_second * 1e9;
     pthread_mutex_lock(&self->mutex);
     if (self->free_ns < now)
@@ -298,44 +304,53 @@ static void bandwidth_release(kvn_backend *base, kvn_request *handle)
     free(request);
 }
 
-static void bandwidth_capabilities(const kvn_backend *base, kvn_capabilities *out)
-{
-    kvn_wrapper_capabilities(base, out);
-    out->asynchronous = 0; /* nothing moves but in poll and wait */
-}
-
 static void bandwidth_destroy(kvn_backend *base)
 {
     pthread_mutex_destroy(&((bandwidth *)base)->mutex);
     free(base);
 }
 
-static const kvn_backend_vtable BANDWIDTH_VTABLE = {
-    .name = "limit_bandwidth",
-    .capabilities = bandwidth_capabilities,
-    .submit = bandwidth_submit,
-    .poll = bandwidth_poll,
-    .wait = bandwidth_wait,
-    .abort = bandwidth_abort,
-    .release = bandwidth_release,
-    .last_error = kvn_wrapper_last_error,
-    .destroy = bandwidth_destroy,
-};
+#define SLICING_VTABLE(name_)                                                                      \
+    {                                                                                              \
+        .name = (name_), .submit = bandwidth_submit, .poll = bandwidth_poll,                       \
+        .wait = bandwidth_wait, .abort = bandwidth_abort, .release = bandwidth_release,            \
+        .destroy = bandwidth_destroy                                                               \
+    }
+
+static const kvn_backend_vtable BANDWIDTH_VTABLE = SLICING_VTABLE("limit_bandwidth");
+static const kvn_backend_vtable BATCH_VTABLE = SLICING_VTABLE("limit_batch");
+
+static kvn_backend *create(kvn_backend *inner, const kvn_backend_vtable *vtable,
+                           double bytes_per_second, uint64_t slice_nbytes, uint64_t slice_count)
+{
+    bandwidth *self = kvn_wrapper_alloc(sizeof *self, vtable, inner);
+
+    if (!self)
+        return NULL;
+    self->bytes_per_second = bytes_per_second;
+    self->slice_nbytes = slice_nbytes;
+    self->slice_count = slice_count;
+    pthread_mutex_init(&self->mutex, NULL);
+    return &self->wrapper.base;
+}
 
 kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
 {
-    bandwidth *self;
     double slice = bytes_per_second * SLICE_SECONDS;
 
     if (!(bytes_per_second > 0) || isinf(bytes_per_second)) {
         errno = EINVAL;
         return NULL;
     }
-    self = kvn_wrapper_alloc(sizeof *self, &BANDWIDTH_VTABLE, inner);
-    if (!self)
+    return create(inner, &BANDWIDTH_VTABLE, bytes_per_second,
+                  slice < 1 ? 1 : slice > (1 << 20) ? 1 << 20 : (uint64_t)slice, UINT64_MAX);
+}
+
+kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch)
+{
+    if (max_batch < 1) {
+        errno = EINVAL;
         return NULL;
-    self->bytes_per_second = bytes_per_second;
-    self->slice_nbytes = slice < 1 ? 1 : slice > (1 << 20) ? 1 << 20 : (uint64_t)slice;
-    pthread_mutex_init(&self->mutex, NULL);
-    return &self->wrapper.base;
+    }
+    return create(inner, &BATCH_VTABLE, 0, UINT64_MAX, max_batch);
 }

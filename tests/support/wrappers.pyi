@@ -1,0 +1,16 @@
+from kvnative._backend import Backend
+
+__all__ = ["delay", "fail_at", "limit_bandwidth", "limit_batch", "trace"]
+
+def fail_at(
+    backend: Backend,
+    descriptor: int,
+    status: int = -9,
+    code: int = 0,
+    *,
+    at_submit: bool = False,
+) -> Backend: ...
+def delay(backend: Backend, ms: float) -> Backend: ...
+def limit_bandwidth(backend: Backend, bytes_per_second: float) -> Backend: ...
+def limit_batch(backend: Backend, max_batch: int) -> Backend: ...
+def trace(backend: Backend, fd: int) -> Backend: ...

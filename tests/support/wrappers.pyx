@@ -1,0 +1,86 @@
+"""Backends around a backend: every failure, on any machine. Built in place, for the tests alone."""
+
+from libc.stdint cimport int64_t, uint64_t
+
+from kvnative._backend cimport Backend
+from kvnative._native cimport KVN_FAILED, KVN_NO_DEVICE_MEMORY, KVN_OK, kvn_backend
+
+import math
+
+__all__ = ["delay", "fail_at", "limit_bandwidth", "limit_batch", "trace"]
+
+cdef double NS_PER_MS = 1e6
+
+cdef extern from "wrappers.h" nogil:
+    kvn_backend *kvn_fail_at_create(kvn_backend *inner, uint64_t descriptor, int status, int code,
+                                    bint at_submit)
+    kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
+    kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
+    kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch)
+    kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
+
+
+def fail_at(Backend backend not None, uint64_t descriptor, int status=KVN_FAILED,
+            int code=0, *, bint at_submit=False) -> Backend:
+    """Make descriptor number `descriptor` of every task fail.
+
+    The descriptors before it are moved, it and those after it are not.
+
+    Args:
+        status: what the report says, one of the negative KVN_ constants.
+        code: the system's error code in the report.
+        at_submit: refuse the batch that has it, of which nothing is moved then.
+    """
+    if not KVN_NO_DEVICE_MEMORY <= status < KVN_OK:
+        raise ValueError(f"status = {status}: expected {KVN_NO_DEVICE_MEMORY} to {KVN_OK - 1}")
+    backend.check_process()
+    return Backend.adopt(
+        kvn_fail_at_create(backend.handle, descriptor, status, code, at_submit), backend, "fail_at")
+
+
+def delay(Backend backend not None, double ms) -> Backend:
+    """Hold back every batch's outcome until `ms` milliseconds after its submission.
+
+    A batch that is aborted earlier is reported as not confirmed, whatever was moved.
+    """
+    if not 0 <= ms <= 1e9:
+        raise ValueError(f"ms = {ms!r}: expected 0 to 1e9 milliseconds")
+    backend.check_process()
+    return Backend.adopt(kvn_delay_create(backend.handle, <int64_t>(ms * NS_PER_MS)), backend,
+                         "delay")
+
+
+def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backend:
+    """Move at most that many bytes a second, over all tasks of the backend together.
+
+    Advances only while somebody polls or waits.
+    """
+    if not 0 < bytes_per_second < math.inf:
+        raise ValueError(f"bytes_per_second = {bytes_per_second!r}: expected a number > 0")
+    backend.check_process()
+    return Backend.adopt(kvn_limit_bandwidth_create(backend.handle, bytes_per_second), backend,
+                         "limit_bandwidth")
+
+
+def limit_batch(Backend backend not None, uint64_t max_batch) -> Backend:
+    """Hand on at most `max_batch` descriptors at a time, the next when those are moved.
+
+    Advances only while somebody polls or waits.
+    """
+    if max_batch < 1:
+        raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
+    backend.check_process()
+    return Backend.adopt(kvn_limit_batch_create(backend.handle, max_batch), backend, "limit_batch")
+
+
+def trace(Backend backend not None, int fd) -> Backend:
+    """Write a line of JSON to `fd` for every call of the backend's vtable, when it returns.
+
+    Its fields: call, backend, request (a number of its own for each batch), first (the batch's
+    first descriptor in its task), count, nbytes, status (KVN_), us (CLOCK_MONOTONIC,
+    microseconds). The caller keeps the file descriptor open; a line that cannot be written is lost.
+    """
+    if fd < 0:
+        raise ValueError(f"fd = {fd}: expected an open file descriptor")
+    backend.check_process()
+    return Backend.adopt(kvn_trace_create(backend.handle, fd), backend, "trace")
