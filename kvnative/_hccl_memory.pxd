@@ -1,7 +1,8 @@
 # Declarations of the sources behind _hccl_memory, and its classes.
 from libc.stdint cimport uint32_t, uint64_t
 
-from kvnative._acl cimport AclLibrary, Device, kvn_acl, kvn_device
+from kvnative._acl cimport AclLibrary, Device, kvn_device
+from kvnative._acl_library cimport kvn_acl
 from kvnative._host cimport kvn_failure
 
 

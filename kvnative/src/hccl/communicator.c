@@ -51,8 +51,8 @@ static int make_words(kvn_communicator *self, kvn_failure *failure)
 static int make_events(kvn_communicator *self, kvn_failure *failure)
 {
     const kvn_device *device = self->connection.device;
-    const kvn_acl *acl = device->acl;
-    aclrtContext previous;
+    const kvn_acl *acl = kvn_acl_of(device);
+    void *previous;
     aclError code = KVN_ACL_OK;
     if (!acl->aclrtCreateEventExWithFlag || !acl->aclrtSynchronizeEventWithTimeout)
         return KVN_OK;
@@ -72,13 +72,13 @@ static int make_events(kvn_communicator *self, kvn_failure *failure)
 static void drop_events(kvn_communicator *self)
 {
     const kvn_device *device = self->connection.device;
-    aclrtContext previous;
+    void *previous;
     kvn_failure ignored;
     if (!self->events[0] || kvn_device_enter(device, &previous, &ignored) != KVN_OK)
         return;
     for (int i = 0; i < 2; i++)
         if (self->events[i])
-            device->acl->aclrtDestroyEvent(self->events[i]);
+            kvn_acl_of(device)->aclrtDestroyEvent(self->events[i]);
     self->events[0] = self->events[1] = NULL;
     kvn_device_leave(device, previous);
 }
@@ -302,7 +302,7 @@ int kvn_communicator_halted(kvn_communicator *self, kvn_channel_fault *fault)
     if (!atomic_load(&self->cancelled))
         return KVN_CANCELLED;
     pthread_mutex_lock(&self->farewell_mutex);
-    memcpy(fault->message, self->farewell, sizeof fault->message);
+    memcpy(fault->why.message, self->farewell, sizeof fault->why.message);
     pthread_mutex_unlock(&self->farewell_mutex);
     return KVN_PEER_GONE;
 }
@@ -316,7 +316,7 @@ int kvn_communicator_begin(kvn_communicator *self, kvn_channel_fault *fault)
     pthread_mutex_lock(&self->mutex);
     if (self->state != KVN_COMM_READY || self->closing) {
         refuse(self, "nothing can be transferred", &failure);
-        memcpy(fault->message, failure.message, sizeof fault->message);
+        memcpy(fault->why.message, failure.message, sizeof fault->why.message);
         status = KVN_FAILED;
     } else {
         self->transfers++;

@@ -5,6 +5,7 @@
 #ifndef KVN_HCCL_COMMUNICATOR_H
 #define KVN_HCCL_COMMUNICATOR_H
 
+#include "acl/ops.h"
 #include "device/channel.h"
 #include "hccl/halt.h"
 #include "hccl/region.h"

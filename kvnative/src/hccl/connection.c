@@ -39,7 +39,7 @@ int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *op
         .traffic_class = options->traffic_class,
         .service_level = options->service_level,
     };
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     memcpy(config.name, self->name, sizeof config.name);
     if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
@@ -83,7 +83,7 @@ static kvn_hccl_result bind_one(kvn_connection *self, kvn_bound *bound)
 
 int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     if (find(self, region))
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -134,7 +134,7 @@ static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failu
 int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure *failure)
 {
     kvn_bound *bound = find(self, region);
-    aclrtContext previous;
+    void *previous;
     int status;
     if (!bound)
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -205,7 +205,7 @@ static int import(kvn_connection *self, int timeout_s, kvn_failure *failure)
 int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *failure)
 {
     const kvn_hccl_prepare_config config = {.topology = 0};
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     int status = KVN_OK;
     if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
@@ -254,7 +254,7 @@ static void take_down(kvn_connection *self, kvn_failure *first)
 
 void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     kvn_failure later;
     if (!self->comm)
         return;
@@ -275,7 +275,7 @@ void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
 kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room)
 {
     kvn_hccl_result result = KVN_HCCL_SUCCESS;
-    aclrtContext previous;
+    void *previous;
     kvn_failure failure;
     if (!self->hccl->calls.async_error ||
         kvn_device_enter(self->device, &previous, &failure) != KVN_OK)
@@ -296,7 +296,7 @@ int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descr
         self->comm, self->remote_rank, descriptors, count, stream);
     if (result == KVN_HCCL_SUCCESS)
         return KVN_OK;
-    fault->code = result;
+    fault->why.code = result;
     return kvn_hccl_explain(self->hccl, is_put ? "HcclBatchPut" : "HcclBatchGet", result,
-                            fault->message, sizeof fault->message);
+                            fault->why.message, sizeof fault->why.message);
 }

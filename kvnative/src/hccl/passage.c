@@ -48,15 +48,15 @@ uint32_t kvn_passage_gather(const kvn_passage *p, kvn_cursor *at, uint64_t max_n
 /* Puts "descriptors a to b: " in front of the message. */
 static void name_descriptors(kvn_passage *p, const kvn_fragment *fragments, uint32_t count)
 {
-    char text[sizeof p->fault->message];
+    char text[sizeof p->fault->why.message];
     const uint64_t first = fragments[0].index, last = fragments[count - 1].index;
-    memcpy(text, p->fault->message, sizeof text);
+    memcpy(text, p->fault->why.message, sizeof text);
     if (first == last) {
         p->fault->failed = first;
-        snprintf(p->fault->message, sizeof text, "descriptor %" PRIu64 ": %.200s",
+        snprintf(p->fault->why.message, sizeof text, "descriptor %" PRIu64 ": %.200s",
                  p->part->first + first, text);
     } else {
-        snprintf(p->fault->message, sizeof text, "descriptors %" PRIu64 " to %" PRIu64 ": %.190s",
+        snprintf(p->fault->why.message, sizeof text, "descriptors %" PRIu64 " to %" PRIu64 ": %.190s",
                  p->part->first + first, p->part->first + last, text);
     }
 }
@@ -75,7 +75,7 @@ int kvn_passage_issue(kvn_passage *p, kvn_one_sided *rows, const kvn_fragment *f
 
 int kvn_passage_fail(kvn_passage *p, const char *call, aclError code)
 {
-    return kvn_channel_fail(p->channel, call, code, p->fault);
+    return kvn_acl_fail(p->acl, call, code, &p->fault->why);
 }
 
 /* ---- waiting ---- */
@@ -86,7 +86,7 @@ int kvn_passage_synchronize(kvn_passage *p, kvn_channel_fault *fault)
     while (status == KVN_PENDING) {
         if (kvn_is_halted(&p->halt))
             return kvn_channel_synchronize(p->channel, &KVN_ALWAYS, fault);
-        status = kvn_channel_glance(p->channel, SLICE_MS, fault);
+        status = kvn_channel_poll(p->channel, SLICE_MS, fault);
     }
     return status;
 }
@@ -108,8 +108,8 @@ static int look_at_connection(kvn_passage *p)
 {
     char text[256];
     int status;
-    p->fault->code = kvn_communicator_async_error(p->communicator, text, sizeof text);
-    if (p->fault->code == KVN_HCCL_SUCCESS)
+    p->fault->why.code = kvn_communicator_async_error(p->communicator, text, sizeof text);
+    if (p->fault->why.code == KVN_HCCL_SUCCESS)
         return KVN_OK;
     status = kvn_passage_synchronize(p, p->fault); /* the stream's own error says more */
     return status == KVN_OK ? KVN_FAILED : status;
@@ -127,11 +127,11 @@ int kvn_passage_wait(kvn_passage *p, aclrtEvent event, aclrtStream other)
         kvn_acl_forget(p->acl);
         if (kvn_is_halted(&p->halt))
             return KVN_CANCELLED;
-        status = kvn_channel_glance(p->channel, 1, p->fault);
+        status = kvn_channel_poll(p->channel, 1, p->fault);
         if (status != KVN_OK && status != KVN_PENDING)
             return status;
         if (other && look_at(p, other) != KVN_OK)
-            return kvn_acl_status(p->fault->code);
+            return kvn_acl_status(p->fault->why.code);
     }
 }
 
@@ -171,7 +171,7 @@ int kvn_guards_compare(kvn_passage *p)
     for (uint32_t i = 0; i < transfer->num_guards; i++)
         if (words[i] != transfer->guard_words[i]) {
             kvn_channel_fault_begin(p->fault);
-            snprintf(p->fault->message, sizeof p->fault->message,
+            snprintf(p->fault->why.message, sizeof p->fault->why.message,
                      "the peer has deregistered the memory meanwhile (guard %" PRIu32
                      ": word at 0x%" PRIx64 " is %" PRIu64 ", expected %" PRIu64 ")",
                      i, transfer->guard_addresses[i], words[i], transfer->guard_words[i]);
@@ -191,7 +191,7 @@ static int check_local(kvn_passage *p, const kvn_fragment *fragments, uint32_t c
             continue;
         p->is_untouched = true;
         p->fault->failed = it->index;
-        snprintf(p->fault->message, sizeof p->fault->message,
+        snprintf(p->fault->why.message, sizeof p->fault->why.message,
                  "descriptor %" PRIu64 ": local memory [0x%" PRIx64 ", 0x%" PRIx64
                  ") is in no region that is bound to the communicator",
                  p->part->first + it->index, it->local, it->local + it->nbytes);

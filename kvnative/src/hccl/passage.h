@@ -4,7 +4,7 @@
 #define KVN_HCCL_PASSAGE_H
 
 #include "hccl/transfer.h"
-#include "device/streamed.h"
+#include "device/stream_backend.h"
 
 #define KVN_HCCL_MAX_BATCH 256
 
@@ -12,7 +12,7 @@
 static const atomic_int KVN_ALWAYS = 1;
 
 typedef struct kvn_transfer {
-    kvn_streamed streamed;
+    kvn_stream_backend backend;
     kvn_communicator *communicator;
     kvn_staging *staging;
     bool is_put;

@@ -87,7 +87,7 @@ static int register_once(kvn_region *region, kvn_failure *failure)
         .address = region->address,
         .nbytes = region->nbytes,
     };
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;
@@ -116,7 +116,7 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
 
 static int deregister(kvn_region *region, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;

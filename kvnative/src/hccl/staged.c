@@ -68,13 +68,13 @@ static int copy_kind(const kvn_transfer *transfer)
 static int copy_failed(conveyor *c, const kvn_fragment *it, aclError code)
 {
     kvn_passage *p = c->p;
-    char *message = p->fault->message;
-    const int prefix = snprintf(message, sizeof p->fault->message, "descriptor %" PRIu64 ": ",
+    char *message = p->fault->why.message;
+    const int prefix = snprintf(message, sizeof p->fault->why.message, "descriptor %" PRIu64 ": ",
                                 p->part->first + it->index);
     p->fault->failed = it->index;
-    p->fault->code = code;
+    p->fault->why.code = code;
     return kvn_acl_explain(p->acl, "aclrtMemcpyAsync", code, message + prefix,
-                           sizeof p->fault->message - (size_t)prefix);
+                           sizeof p->fault->why.message - (size_t)prefix);
 }
 
 /* Between the slot and local memory. Of pageable host memory each of these is done when the call
@@ -223,7 +223,7 @@ int kvn_move_staged(kvn_passage *p)
         p->is_untouched = true;
         return status;
     }
-    kvn_channel_work_beside(p->channel, c.lane->stream);
+    kvn_channel_also_uses(p->channel, c.lane->stream);
     status = p->transfer->is_put ? put_all(&c) : get_all(&c);
     if (status == KVN_OK)
         status = kvn_guards_read(p);
@@ -235,7 +235,7 @@ int kvn_move_staged(kvn_passage *p)
         kvn_channel_fault_begin(&ignored);
         kvn_channel_synchronize(p->channel, &KVN_ALWAYS, &ignored);
     }
-    is_clean = !kvn_channel_work_beside(p->channel, NULL) && status == KVN_OK;
+    is_clean = !kvn_channel_also_uses(p->channel, NULL) && status == KVN_OK;
     kvn_staging_release(staging, c.lane, is_clean);
     return status;
 }

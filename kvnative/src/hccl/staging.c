@@ -29,7 +29,7 @@ static void stop(const kvn_acl *acl, aclrtStream stream)
 
 static void take_down(const kvn_staging *staging, kvn_lane *lane)
 {
-    const kvn_acl *acl = staging->device->acl;
+    const kvn_acl *acl = kvn_acl_of(staging->device);
     if (lane->stream)
         stop(acl, lane->stream);
     for (uint32_t i = 0; i < staging->slots; i++) {
@@ -54,7 +54,7 @@ static int make_event(const kvn_acl *acl, aclrtEvent *out, kvn_failure *failure)
 
 static int set_up(const kvn_staging *staging, kvn_lane *lane, kvn_failure *failure)
 {
-    const kvn_acl *acl = staging->device->acl;
+    const kvn_acl *acl = kvn_acl_of(staging->device);
     const aclError code = acl->aclrtCreateStream(&lane->stream);
     if (code != KVN_ACL_OK) {
         lane->stream = NULL;
@@ -74,7 +74,7 @@ static int set_up(const kvn_staging *staging, kvn_lane *lane, kvn_failure *failu
 /* Without a context there is nothing to take down: the device is gone. */
 static int drop(const kvn_staging *staging, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
         return failure->status;
     for (uint32_t i = 0; i < staging->num_lanes; i++)
@@ -86,7 +86,7 @@ static int drop(const kvn_staging *staging, kvn_failure *failure)
 static int set_up_all(const kvn_staging *staging, kvn_failure *failure)
 {
     kvn_failure ignored;
-    aclrtContext previous;
+    void *previous;
     int status = KVN_OK;
     if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
         return failure->status;
@@ -118,7 +118,7 @@ int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes,
 {
     *out = (kvn_staging){.device = device, .slot_nbytes = slot_nbytes, .slots = slots,
                          .num_lanes = num_lanes};
-    if (!device->acl->aclrtCreateEventExWithFlag || !device->acl->aclrtSynchronizeEventWithTimeout)
+    if (!kvn_acl_of(device)->aclrtCreateEventExWithFlag || !kvn_acl_of(device)->aclrtSynchronizeEventWithTimeout)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "this ACL library lacks aclrtCreateEventExWithFlag or "
                         "aclrtSynchronizeEventWithTimeout, which staging needs");
@@ -182,7 +182,7 @@ static int wait_for_lane(kvn_staging *staging, const kvn_halt *halt, kvn_lane **
         }
         kvn_cond_wait(&staging->freed, &staging->mutex, kvn_now_ns() + NS_PER_SLICE);
     }
-    snprintf(fault->message, sizeof fault->message,
+    snprintf(fault->why.message, sizeof fault->why.message,
              staging->is_open ? "all %" PRIu32 " lanes of the staging memory are in use"
                               : "the staging memory is closed (%" PRIu32 " lanes)",
              staging->num_lanes);
@@ -200,8 +200,8 @@ int kvn_staging_claim(kvn_staging *staging, const kvn_halt *halt, kvn_lane **out
     if (status != KVN_OK || (*out)->stream || set_up(staging, *out, &failure) == KVN_OK)
         return status;
     kvn_staging_release(staging, *out, true);
-    fault->code = failure.code;
-    memcpy(fault->message, failure.message, sizeof fault->message);
+    fault->why.code = failure.code;
+    memcpy(fault->why.message, failure.message, sizeof fault->why.message);
     return failure.status;
 }
 

@@ -4,6 +4,7 @@
 #ifndef KVN_HCCL_STAGING_H
 #define KVN_HCCL_STAGING_H
 
+#include "acl/ops.h"
 #include "device/channel.h"
 #include "hccl/halt.h"
 

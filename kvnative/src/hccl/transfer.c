@@ -12,8 +12,8 @@
 /* Appends what HCCL itself thinks to the message. Its result. */
 static kvn_hccl_result ask_hccl(kvn_passage *p)
 {
-    char *message = p->fault->message, text[200];
-    const size_t room = sizeof p->fault->message, end = strlen(message);
+    char *message = p->fault->why.message, text[200];
+    const size_t room = sizeof p->fault->why.message, end = strlen(message);
     const kvn_hccl_result result =
         kvn_communicator_async_error(p->communicator, text, sizeof text);
     if (result != KVN_HCCL_SUCCESS)
@@ -51,9 +51,9 @@ static int blame_owner(kvn_passage *p, int status)
 static int give_up(kvn_passage *p)
 {
     kvn_channel_fault *fault = p->fault;
-    if (fault->code == KVN_ACL_STREAM_ABORTED)
-        fault->message[0] = '\0';
-    fault->code = 0;
+    if (fault->why.code == KVN_ACL_STREAM_ABORTED)
+        fault->why.message[0] = '\0';
+    fault->why.code = 0;
     fault->failed = KVN_NO_DESCRIPTOR;
     return kvn_communicator_halted(p->communicator, fault);
 }
@@ -80,7 +80,7 @@ static int wind_up(kvn_passage *p, int status)
 
 /* ---- the backend ---- */
 
-static int move(kvn_streamed *base, kvn_channel *channel, const kvn_columns *part,
+static int move(kvn_stream_backend *base, kvn_channel *channel, const kvn_columns *part,
                 const atomic_int *stop, kvn_channel_fault *fault)
 {
     const kvn_transfer *self = (const kvn_transfer *)base;
@@ -88,7 +88,7 @@ static int move(kvn_streamed *base, kvn_channel *channel, const kvn_columns *par
         .transfer = self,
         .communicator = self->communicator,
         .channel = channel,
-        .acl = kvn_channel_device(channel)->acl,
+        .acl = kvn_acl_of(kvn_channel_device(channel)),
         .part = part,
         .halt = kvn_communicator_halt(self->communicator, stop),
         .fault = fault,
@@ -108,13 +108,10 @@ static int move(kvn_streamed *base, kvn_channel *channel, const kvn_columns *par
 static void destroy(kvn_backend *base)
 {
     kvn_transfer *self = (kvn_transfer *)base;
-    kvn_streamed_fini(&self->streamed);
+    kvn_stream_backend_fini(&self->backend);
     free(self->guard_addresses);
     free(self);
 }
-
-static const kvn_backend_vtable direct_vtable = KVN_STREAMED_VTABLE("hccl", destroy);
-static const kvn_backend_vtable staged_vtable = KVN_STREAMED_VTABLE("hccl-staged", destroy);
 
 /* One allocation for both columns. */
 static bool copy_guards(kvn_transfer *self, const kvn_transfer_options *options)
@@ -145,10 +142,11 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
-    error = kvn_streamed_init(&self->streamed, options->staging ? &staged_vtable : &direct_vtable,
-                              kvn_communicator_channels(communicator), 1, options->direction, move);
+    error = kvn_stream_backend_init(&self->backend, options->staging ? "hccl-staged" : "hccl",
+                                    destroy, kvn_communicator_channels(communicator), 1,
+                                    options->direction, move);
     if (!error && !copy_guards(self, options)) {
-        kvn_streamed_fini(&self->streamed);
+        kvn_stream_backend_fini(&self->backend);
         error = ENOMEM;
     }
     if (error) {
@@ -160,5 +158,5 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     self->staging = options->staging;
     self->is_put = options->direction == KVN_PEER_PUT;
     self->local_on_device = options->local_on_device;
-    return &self->streamed.base;
+    return &self->backend.base;
 }
