@@ -77,7 +77,7 @@ fuzz: build/fuzz/fuzz_tcp ## feed FUZZ_COUNT changed requests to the parser of t
 	$< answers $(FUZZ_SECONDS) $(SEED) tests/tcp/corpus/*
 	$< asks $(FUZZ_SECONDS) $(SEED)
 
-FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/clock acl/device acl/library tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client))
+FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/clock device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client))
 build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h include/kvnative/*.h)
 	mkdir -p $(@D)
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \

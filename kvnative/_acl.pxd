@@ -1,38 +1,32 @@
 # What other Cython modules may see of ACL: cimport this to work with a Device and its streams.
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from kvnative._acl_library cimport AclLibrary, kvn_acl, kvn_acl_library
+from kvnative._acl_library cimport AclLibrary, kvn_acl_library
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
 
-cdef extern from "kvnative/acl.h" nogil:
-    ctypedef void *aclrtContext
-    ctypedef void *aclrtStream
+cdef extern from "device/ops.h" nogil:
     enum:
-        KVN_ACL_OK
-        KVN_ACL_HOST_TO_DEVICE
-        KVN_ACL_DEVICE_TO_HOST
-        KVN_ACL_LOCATION_HOST
-        KVN_ACL_LOCATION_DEVICE
-        KVN_ACL_LOCATION_UNREGISTERED
-        KVN_ACL_LOCATION_MANAGED
-        KVN_ACL_LOCATION_HOST_NUMA
-    ctypedef struct kvn_acl_location:
-        uint32_t id
-        int32_t type
-    ctypedef struct kvn_acl_pointer:
-        kvn_acl_location location
-        uint32_t page_size
+        KVN_MEMORY_PAGEABLE
+        KVN_MEMORY_PINNED
+        KVN_MEMORY_DEVICE
+        KVN_MEMORY_MANAGED
+    ctypedef struct kvn_memory_place:
+        int kind
+        uint32_t device
+        uint32_t page_nbytes
+    ctypedef struct kvn_device_ops:
+        pass
 
 
-cdef extern from "acl/device.h" nogil:
+cdef extern from "device/device.h" nogil:
     ctypedef struct kvn_device:
-        const kvn_acl *acl
         int32_t id
 
     int kvn_device_open(
-        const kvn_acl_library *library, int32_t id, kvn_device *out, kvn_failure *failure
+        const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
+        kvn_failure *failure
     )
     void kvn_device_close(kvn_device *device)
     int kvn_device_allocate(
@@ -44,10 +38,10 @@ cdef extern from "acl/device.h" nogil:
     )
     int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure)
     int kvn_device_locate(
-        const kvn_device *device, uint64_t address, kvn_acl_pointer *out, kvn_failure *failure
+        const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure
     )
     int kvn_device_copy(
-        const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, int kind,
+        const kvn_device *device, int direction, uint64_t dst, uint64_t src, uint64_t nbytes,
         kvn_failure *failure
     )
     int kvn_device_clear(
@@ -67,15 +61,19 @@ cdef extern from "device/channel.h" nogil:
     void kvn_channel_destroy(kvn_channel *channel)
 
 
-cdef extern from "device/streamed.h" nogil:
+cdef extern from "device/stream_backend.h" nogil:
     enum:
         KVN_MAX_CHANNELS
 
 
-cdef extern from "acl/copy.h" nogil:
-    kvn_backend *kvn_acl_copy_create(
+cdef extern from "device/copy.h" nogil:
+    kvn_backend *kvn_device_copy_create(
         kvn_device *device, kvn_channel **channels, unsigned num_channels, int direction
     )
+
+
+cdef extern from "acl/ops.h" nogil:
+    const kvn_device_ops kvn_acl_ops
 
 
 cdef class Device:
@@ -91,7 +89,7 @@ cdef class Device:
     cdef Device open_number(AclLibrary library, int32_t number)
     # NativeError in a forked child, and when it is closed.
     cdef int check_usable(self) except -1
-    cdef kvn_acl_pointer look_up(self, object address) except *
+    cdef kvn_memory_place look_up(self, object address) except *
     cdef int copy(self, object address, object buffer, bint to_device) except -1
 
 

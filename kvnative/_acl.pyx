@@ -39,6 +39,13 @@ cdef dict DIRECTIONS = {
     "device_to_device": (KVN_DEVICE_TO_DEVICE, 4),
 }
 
+cdef dict KINDS = {
+    KVN_MEMORY_PAGEABLE: "pageable",
+    KVN_MEMORY_PINNED: "host",
+    KVN_MEMORY_DEVICE: "device",
+    KVN_MEMORY_MANAGED: "managed",
+}
+
 
 def _open_device(AclLibrary library not None, int32_t number):
     return Device.open_number(library, number)
@@ -62,7 +69,7 @@ cdef class Device:
         self.lock = threading.Lock()
         self.channels = weakref.WeakValueDictionary()
         with nogil:
-            status = kvn_device_open(&library.library, number, &self.device, &failure)
+            status = kvn_device_open(&kvn_acl_ops, &library.library, number, &self.device, &failure)
         check_acl(status, &failure)
         self.opened = True
         return self
@@ -161,14 +168,8 @@ cdef class Device:
         Raises:
             AclError: the device cannot be asked.
         """
-        cdef kvn_acl_pointer found = self.look_up(address)
-        kind = found.location.type
-        if kind == KVN_ACL_LOCATION_DEVICE:
-            return "device", found.location.id
-        if kind == KVN_ACL_LOCATION_MANAGED:
-            return "managed", found.location.id
-        pinned = kind in (KVN_ACL_LOCATION_HOST, KVN_ACL_LOCATION_HOST_NUMA)
-        return "host" if pinned else "pageable", found.location.id
+        cdef kvn_memory_place found = self.look_up(address)
+        return KINDS[found.kind], found.device
 
     def page_nbytes(self, address) -> int:
         """Return the size of the pages that memory of the device lies in; 0 where nobody knows.
@@ -176,12 +177,12 @@ cdef class Device:
         Raises:
             AclError: the device cannot be asked.
         """
-        return self.look_up(address).page_size
+        return self.look_up(address).page_nbytes
 
-    cdef kvn_acl_pointer look_up(self, object address) except *:
+    cdef kvn_memory_place look_up(self, object address) except *:
         cdef uint64_t where = unsigned("address", address)
         cdef kvn_failure failure
-        cdef kvn_acl_pointer found
+        cdef kvn_memory_place found
         cdef int status
         self.check_usable()
         with nogil:
@@ -218,9 +219,8 @@ cdef class Device:
         try:
             with nogil:
                 status = kvn_device_copy(
-                    &self.device, there if to_device else here, here if to_device else there,
-                    view.len, KVN_ACL_HOST_TO_DEVICE if to_device else KVN_ACL_DEVICE_TO_HOST,
-                    &failure)
+                    &self.device, KVN_HOST_TO_DEVICE if to_device else KVN_DEVICE_TO_HOST,
+                    there if to_device else here, here if to_device else there, view.len, &failure)
         finally:
             PyBuffer_Release(&view)
         check_acl(status, &failure)
@@ -285,7 +285,7 @@ cdef class Device:
                 self.channels[direction] = channels
         what = f"backend {direction} of device {self.device.id}"
         return Backend.adopt(
-            kvn_acl_copy_create(&self.device, channels.items, channels.count, bit), channels, what)
+            kvn_device_copy_create(&self.device, channels.items, channels.count, bit), channels, what)
 
     def close(self) -> None:
         """Take no more; what was made of it goes on until it is let go. Idempotent."""

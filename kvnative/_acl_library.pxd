@@ -22,7 +22,6 @@ cdef extern from "acl/library.h" nogil:
     const char *kvn_acl_missing(const kvn_acl *acl, size_t n)
     int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure)
     int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failure)
-    int kvn_acl_library_check(const kvn_acl_library *library, kvn_failure *failure)
     int kvn_acl_library_devices(
         const kvn_acl_library *library, uint32_t *count, kvn_failure *failure
     )

@@ -40,12 +40,9 @@ cdef extern from "hccl/communicator.h" nogil:
     int32_t kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room)
 
 
-cdef extern from "hccl/passage.h" nogil:
+cdef extern from "hccl/transfer.h" nogil:
     enum:
         KVN_HCCL_MAX_BATCH
-
-
-cdef extern from "hccl/transfer.h" nogil:
     ctypedef struct kvn_transfer_options:
         int direction
         const uint64_t *guard_addresses

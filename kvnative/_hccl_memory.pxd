@@ -1,7 +1,8 @@
 # Declarations of the sources behind _hccl_memory, and its classes.
 from libc.stdint cimport uint32_t, uint64_t
 
-from kvnative._acl cimport AclLibrary, Device, kvn_acl, kvn_device
+from kvnative._acl cimport AclLibrary, Device, kvn_device
+from kvnative._acl_library cimport kvn_acl
 from kvnative._host cimport kvn_failure
 
 
@@ -36,15 +37,15 @@ cdef extern from "hccl/staging.h" nogil:
     ctypedef struct kvn_staging:
         uint64_t slot_nbytes
         uint32_t slots
-        uint32_t num_lanes
+        uint32_t num_sets
         bint is_open
 
     int kvn_staging_check(
-        uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_failure *failure
+        uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_failure *failure
     )
     int kvn_staging_open(
         kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
-        uint32_t num_lanes, kvn_staging *out, kvn_failure *failure
+        uint32_t num_sets, kvn_staging *out, kvn_failure *failure
     )
     int kvn_staging_close(kvn_staging *staging, kvn_failure *failure)
     void kvn_staging_free(kvn_staging *staging)

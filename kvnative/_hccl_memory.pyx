@@ -288,20 +288,20 @@ cdef class Staging:
     def __init__(self, HcclLibrary library not None, Device device not None, *,
                  slot_nbytes=4 << 20, slots=4, lanes=2):
         cdef uint64_t size = unsigned("slot_nbytes", slot_nbytes)
-        cdef uint64_t per_lane = unsigned("slots", slots), num_lanes = unsigned("lanes", lanes)
+        cdef uint64_t per_set = unsigned("slots", slots), num_sets = unsigned("lanes", lanes)
         cdef kvn_failure failure
         cdef DeviceBuffer buffer
         cdef int status
         if self.made:
             raise TypeError("Staging is made once")
-        check_arguments(kvn_staging_check(size, per_lane, num_lanes, &failure), &failure)
-        buffer = device.allocate(size * per_lane * num_lanes)
+        check_arguments(kvn_staging_check(size, per_set, num_sets, &failure), &failure)
+        buffer = device.allocate(size * per_set * num_sets)
         self.device = device
         self.region = Region(library, device, buffer.address, buffer.nbytes, on_device=True,
                              owner=buffer)
         with nogil:
             status = kvn_staging_open(&device.device, <uintptr_t>buffer.start, size,
-                                      <uint32_t>per_lane, <uint32_t>num_lanes, &self.staging,
+                                      <uint32_t>per_set, <uint32_t>num_sets, &self.staging,
                                       &failure)
         check_hccl(status, &failure)
         self.made = True
@@ -318,13 +318,13 @@ cdef class Staging:
 
     @property
     def slots(self) -> int:
-        """Of a lane."""
+        """Of a transfer."""
         return self.staging.slots
 
     @property
     def lanes(self) -> int:
         """Transfers that may use it at a time."""
-        return self.staging.num_lanes
+        return self.staging.num_sets
 
     @property
     def closed(self) -> bool:

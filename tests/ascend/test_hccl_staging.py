@@ -186,7 +186,7 @@ def test_a_lane_at_a_time(ends: Ends) -> None:
     ends[0].start("b", third, "put", rows, staging=first.name, local="host")
     report = ends[0].wait("b", 50)
     assert report["status"] == KVN_TIMEOUT
-    assert report["message"].endswith("; all 1 lanes of the staging memory are in use")
+    assert report["message"].endswith("; all 1 buffer sets of the staging memory are in use")
     assert not ends[0].ask(third, "disturbed")
     assert (
         second.transfer("put", second.rows([4096], local), **through(second, "pinned")).status == 0

@@ -72,6 +72,32 @@ def test_no_struct_is_defined_by_two_headers() -> None:
     assert {name for name, count in found.items() if count > 1} == {"kvn_request"}
 
 
+# What a folder of C may include besides itself: those on a level below its own.
+LEVELS = {
+    "kvnative": -1,  # the public headers
+    "core": 0,
+    "host": 1,
+    "process": 2,
+    "device": 3,
+    "acl": 4,
+    "tcp": 4,
+    "ucx": 4,
+    "hccl": 5,
+}
+
+
+def test_no_folder_of_c_includes_one_above_it() -> None:
+    root = Path(kvnative.__file__).with_name("src")
+    include = re.compile(r'^#include "(\w+)/', re.MULTILINE)
+    upward = {
+        (str(source.relative_to(root)), folder)
+        for source in root.glob("*/*.[ch]")
+        for folder in include.findall(source.read_text())
+        if folder != source.parent.name and LEVELS[folder] >= LEVELS[source.parent.name]
+    }
+    assert upward == set()
+
+
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
 def test_the_modules_under_test_are_of_the_build_asked_for(library: Path) -> None:
     if library != CORE:

@@ -82,16 +82,6 @@ const char *kvn_acl_missing(const kvn_acl *acl, size_t n)
     return NULL;
 }
 
-int kvn_acl_library_check(const kvn_acl_library *library, kvn_failure *failure)
-{
-    if (library->pid == getpid())
-        return KVN_OK;
-    return kvn_fail(failure, KVN_INVALID, 0,
-                    "the Ascend runtime was opened by process %d and does not work in process %d, "
-                    "forked from it: start such processes with spawn", (int)library->pid,
-                    (int)getpid());
-}
-
 int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure)
 {
     const int code = library->calls.aclInit(NULL);

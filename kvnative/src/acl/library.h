@@ -30,8 +30,6 @@ const char *kvn_acl_missing(const kvn_acl *acl, size_t n);
 int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure);
 /* aclFinalize: only for who made the first aclInit, and nothing of the library is in use. */
 int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failure);
-/* KVN_INVALID in a process forked from the one that opened it. */
-int kvn_acl_library_check(const kvn_acl_library *library, kvn_failure *failure);
 
 /* ---- what it says of devices; after init, no context is needed ---- */
 

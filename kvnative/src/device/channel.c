@@ -16,17 +16,16 @@ struct kvn_channel {
     pid_t pid;
     pthread_mutex_t mutex; /* guards what follows, and the jobs' links */
     pthread_cond_t changed;
-    aclrtStream stream; /* written by the thread alone; NULL where it has to be made again */
+    kvn_stream stream; /* written by the thread alone; NULL where it has to be made again */
     kvn_channel_job *running;
-    bool interrupted;    /* the running job, by another thread */
-    aclrtStream beside;  /* another stream that the running job waits for; NULL for none */
+    bool interrupted; /* the running job, by another thread */
+    kvn_stream other; /* another stream that the running job waits for; NULL for none */
     kvn_channel_job *head;
     kvn_channel_job *tail;
     unsigned load; /* jobs queued and running */
-    bool started;  /* the thread has a stream, or `refused` says why not */
+    bool started;  /* the thread has a stream, or `refused` is a failure */
     bool stopping;
-    kvn_channel_fault refused;
-    int refused_status;
+    kvn_failure refused;
 };
 
 /* ---- faults ---- */
@@ -36,75 +35,57 @@ void kvn_channel_fault_begin(kvn_channel_fault *fault)
     *fault = (kvn_channel_fault){.failed = KVN_NO_DESCRIPTOR};
 }
 
-int kvn_channel_fail(kvn_channel *channel, const char *call, int code, kvn_channel_fault *fault)
-{
-    fault->code = code;
-    return kvn_acl_explain(channel->device->acl, call, code, fault->message,
-                           sizeof fault->message);
-}
-
 /* ---- the stream; on the channel's thread ---- */
 
 int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
 {
-    aclrtStream stream = NULL;
-    char reason[200];
-    int code, status;
+    const kvn_device *device = channel->device;
+    kvn_stream stream = NULL;
+    kvn_failure failure;
+    int status;
 
     if (channel->stream)
         return KVN_OK;
-    code = channel->device->acl->aclrtCreateStream(&stream);
-    if (code == KVN_ACL_OK) {
-        pthread_mutex_lock(&channel->mutex);
-        channel->stream = stream;
-        pthread_mutex_unlock(&channel->mutex);
-        return KVN_OK;
-    }
-    fault->code = code;
-    status = kvn_acl_explain(channel->device->acl, "aclrtCreateStream", code, reason,
-                             sizeof reason);
-    snprintf(fault->message, sizeof fault->message, "no stream on device %d: %s",
-             (int)channel->device->id, reason);
-    return status;
+    status = device->ops->create_stream(device, &stream, &failure);
+    if (status != KVN_OK)
+        return kvn_fail(&fault->why, status, failure.code, "no stream on device %d: %.200s",
+                        (int)device->id, failure.message);
+    pthread_mutex_lock(&channel->mutex);
+    channel->stream = stream;
+    pthread_mutex_unlock(&channel->mutex);
+    return KVN_OK;
 }
 
-aclrtStream kvn_channel_stream(const kvn_channel *channel) { return channel->stream; }
+kvn_stream kvn_channel_stream(const kvn_channel *channel) { return channel->stream; }
 
 /* Stops what the stream does and gives it up; another thread may interrupt it until then. A stream
  * that cannot be destroyed is empty when it was aborted, and used on. False where the system does
  * neither, and the work goes on; unless that `has_ended`: then only the handle is lost. */
 static bool drop_stream(kvn_channel *channel, bool has_ended)
 {
-    const kvn_acl *acl = channel->device->acl;
+    const kvn_device *device = channel->device;
+    kvn_failure ignored; /* what led here is the error to report */
     bool aborted, destroyed;
 
     pthread_mutex_lock(&channel->mutex);
-    aborted = acl->aclrtStreamAbort(channel->stream) == KVN_ACL_OK;
-    destroyed = acl->aclrtDestroyStreamForce(channel->stream) == KVN_ACL_OK;
+    aborted = device->ops->abort_stream(device, channel->stream, &ignored) == KVN_OK;
+    destroyed = device->ops->drop_stream(device, channel->stream, &ignored) == KVN_OK;
     if (destroyed || (has_ended && !aborted))
         channel->stream = NULL;
     pthread_mutex_unlock(&channel->mutex);
-    if (!aborted || !destroyed)
-        kvn_acl_forget(acl); /* what led here is the error to tell */
     return aborted || !channel->stream;
 }
 
-int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault)
+int kvn_channel_poll(kvn_channel *channel, int ms, kvn_channel_fault *fault)
 {
-    const kvn_acl *acl = channel->device->acl;
-    int code, status;
+    const kvn_device *device = channel->device;
+    int status;
 
     if (!channel->stream)
         return KVN_OK; /* nothing was issued since it was given up */
-    code = acl->aclrtSynchronizeStreamWithTimeout(channel->stream, ms);
-    if (code == KVN_ACL_OK)
-        return KVN_OK;
-    if (code == KVN_ACL_STREAM_TIMEOUT) {
-        kvn_acl_forget(acl);
-        return KVN_PENDING;
-    }
-    status = kvn_channel_fail(channel, "aclrtSynchronizeStreamWithTimeout", code, fault);
-    drop_stream(channel, true); /* whatever it did has ended, with an error */
+    status = device->ops->wait_stream(device, channel->stream, ms, &fault->why);
+    if (status < 0)
+        drop_stream(channel, true); /* whatever it did has ended, with an error */
     return status;
 }
 
@@ -115,7 +96,7 @@ int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop, kvn_ch
     while (status == KVN_PENDING) {
         if (atomic_load(stop) && channel->stream && drop_stream(channel, false))
             return KVN_CANCELLED;
-        status = kvn_channel_glance(channel, SLICE_MS, fault);
+        status = kvn_channel_poll(channel, SLICE_MS, fault);
     }
     return status;
 }
@@ -134,25 +115,37 @@ static kvn_channel_job *take(kvn_channel *channel)
 }
 
 /* The device of this thread, and the first stream. */
-static int start(kvn_channel *channel)
+static void start(kvn_channel *channel)
 {
-    const int code = channel->device->acl->aclrtSetDevice(channel->device->id);
+    const kvn_device *device = channel->device;
+    kvn_channel_fault fault;
 
-    kvn_channel_fault_begin(&channel->refused);
-    if (code != KVN_ACL_OK)
-        return kvn_channel_fail(channel, "aclrtSetDevice", code, &channel->refused);
-    return kvn_channel_ready(channel, &channel->refused);
+    kvn_channel_fault_begin(&fault);
+    if (device->ops->set_device(device, NULL, &fault.why) == KVN_OK)
+        kvn_channel_ready(channel, &fault);
+    pthread_mutex_lock(&channel->mutex);
+    channel->refused = fault.why;
+    channel->started = true;
+    pthread_cond_broadcast(&channel->changed);
+    pthread_mutex_unlock(&channel->mutex);
+}
+
+static void destroy_stream(kvn_channel *channel)
+{
+    const kvn_device *device = channel->device;
+    kvn_failure ignored;
+
+    if (channel->stream &&
+        device->ops->destroy_stream(device, channel->stream, &ignored) != KVN_OK)
+        device->ops->drop_stream(device, channel->stream, &ignored);
 }
 
 static void *channel_main(void *argument)
 {
     kvn_channel *channel = argument;
-    const int status = start(channel);
 
+    start(channel);
     pthread_mutex_lock(&channel->mutex);
-    channel->refused_status = status;
-    channel->started = true;
-    pthread_cond_broadcast(&channel->changed);
     for (;;) {
         while (!channel->head && !channel->stopping)
             pthread_cond_wait(&channel->changed, &channel->mutex);
@@ -161,7 +154,7 @@ static void *channel_main(void *argument)
         kvn_channel_job *job = take(channel);
         channel->running = job;
         channel->interrupted = false;
-        channel->beside = NULL;
+        channel->other = NULL;
         pthread_mutex_unlock(&channel->mutex);
         job->run(job, channel);
         pthread_mutex_lock(&channel->mutex);
@@ -169,8 +162,7 @@ static void *channel_main(void *argument)
         channel->load--;
     }
     pthread_mutex_unlock(&channel->mutex);
-    if (channel->stream && channel->device->acl->aclrtDestroyStream(channel->stream) != KVN_ACL_OK)
-        channel->device->acl->aclrtDestroyStreamForce(channel->stream);
+    destroy_stream(channel);
     return NULL;
 }
 
@@ -187,7 +179,8 @@ static int start_thread(kvn_channel *channel)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error)
         return error;
-    snprintf(name, sizeof name, "kvn-acl-%d", (int)channel->device->id % 1000);
+    snprintf(name, sizeof name, "kvn-%.6s-%d", channel->device->ops->name,
+             (int)channel->device->id % 1000);
     pthread_setname_np(channel->thread, name);
     return 0;
 }
@@ -207,7 +200,7 @@ int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failu
     int error;
 
     *out = NULL;
-    if (kvn_acl_library_check(device->library, failure) != KVN_OK)
+    if (kvn_device_check_process(device, failure) != KVN_OK)
         return failure->status;
     channel = calloc(1, sizeof *channel);
     if (!channel)
@@ -227,9 +220,8 @@ int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failu
     while (!channel->started)
         pthread_cond_wait(&channel->changed, &channel->mutex);
     pthread_mutex_unlock(&channel->mutex);
-    if (channel->refused_status != KVN_OK) {
-        kvn_fail(failure, channel->refused_status, channel->refused.code, "%s",
-                 channel->refused.message);
+    if (channel->refused.status != KVN_OK) {
+        *failure = channel->refused;
         kvn_channel_destroy(channel);
         return failure->status;
     }
@@ -293,16 +285,17 @@ bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job)
     return queued;
 }
 
-static void abort_stream(const kvn_acl *acl, aclrtStream stream)
+static void abort_stream(const kvn_device *device, kvn_stream stream)
 {
-    if (stream && acl->aclrtStreamAbort(stream) != KVN_ACL_OK)
-        kvn_acl_forget(acl);
+    kvn_failure ignored;
+
+    if (stream)
+        device->ops->abort_stream(device, stream, &ignored);
 }
 
 void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job)
 {
-    const kvn_acl *acl = channel->device->acl;
-    aclrtContext previous = NULL;
+    void *previous = NULL;
     kvn_failure ignored;
 
     if (kvn_device_enter(channel->device, &previous, &ignored) != KVN_OK)
@@ -310,19 +303,19 @@ void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job)
     pthread_mutex_lock(&channel->mutex);
     if (channel->running == job) {
         channel->interrupted = true;
-        abort_stream(acl, channel->stream);
-        abort_stream(acl, channel->beside);
+        abort_stream(channel->device, channel->stream);
+        abort_stream(channel->device, channel->other);
     }
     pthread_mutex_unlock(&channel->mutex);
     kvn_device_leave(channel->device, previous);
 }
 
-bool kvn_channel_work_beside(kvn_channel *channel, aclrtStream stream)
+bool kvn_channel_also_uses(kvn_channel *channel, kvn_stream stream)
 {
     bool interrupted;
 
     pthread_mutex_lock(&channel->mutex);
-    channel->beside = stream;
+    channel->other = stream;
     interrupted = channel->interrupted;
     pthread_mutex_unlock(&channel->mutex);
     return interrupted;

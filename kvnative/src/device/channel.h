@@ -11,23 +11,19 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "acl/device.h"
-#include "kvnative/backend.h"
+#include "device/device.h"
 
 typedef struct kvn_channel kvn_channel;
 
 /* Why work on a channel stopped. */
 typedef struct kvn_channel_fault {
-    int32_t code;       /* aclError, HcclResult: as the system gave it; 0 when there is none */
-    uint64_t failed;    /* index in the part of the descriptor at fault; KVN_NO_DESCRIPTOR: unknown */
-    uint64_t confirmed; /* leading descriptors of the part that arrived for certain */
-    char message[256];
+    kvn_failure why;    /* its status is the one that is returned with it, which alone counts */
+    uint64_t failed;    /* index in the shard of the descriptor at fault; KVN_NO_DESCRIPTOR: unknown */
+    uint64_t confirmed; /* leading descriptors of the shard that arrived for certain */
 } kvn_channel_fault;
 
 /* Preset: no code, no culprit, nothing confirmed, "". */
 void kvn_channel_fault_begin(kvn_channel_fault *fault);
-/* The failed call of ACL into a fault; returns its KVN_ status. On the thread of the call. */
-int kvn_channel_fail(kvn_channel *channel, const char *call, int code, kvn_channel_fault *fault);
 
 /* Embed it in what the thread is to do; it must stay in place until it ran or was withdrawn. */
 typedef struct kvn_channel_job {
@@ -60,10 +56,10 @@ unsigned kvn_channel_load(kvn_channel *channel);
 
 /* Makes sure that there is a stream: call it before the job's first use of kvn_channel_stream. */
 int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault);
-aclrtStream kvn_channel_stream(const kvn_channel *channel);
+kvn_stream kvn_channel_stream(const kvn_channel *channel);
 /* The job uses this stream too, from here on: an interrupt aborts both. NULL before it is destroyed or
  * given to others. Whether the job was interrupted. */
-bool kvn_channel_work_beside(kvn_channel *channel, aclrtStream stream);
+bool kvn_channel_also_uses(kvn_channel *channel, kvn_stream stream);
 /* Waits for all that was issued, and looks every 10 ms whether *stop is set: then the stream is
  * aborted and replaced, and KVN_CANCELLED returned. An error of the stream, or one that only shows
  * here: its status, with `fault` filled in and the stream replaced. On return nothing that was
@@ -75,6 +71,6 @@ int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop,
 bool kvn_channel_settle(kvn_channel *channel);
 /* Waits at most `ms` for all that was issued: KVN_PENDING when it is not through, else KVN_OK or the
  * failure as of kvn_channel_synchronize. */
-int kvn_channel_glance(kvn_channel *channel, int ms, kvn_channel_fault *fault);
+int kvn_channel_poll(kvn_channel *channel, int ms, kvn_channel_fault *fault);
 
 #endif

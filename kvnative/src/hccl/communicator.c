@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "hccl/connection.h"
-
 struct kvn_communicator {
     kvn_connection connection;
     kvn_channel *channel;
@@ -14,8 +12,8 @@ struct kvn_communicator {
     atomic_bool disturbed;
     atomic_bool cancelled;
     aclrtEvent events[2];
-    pthread_mutex_t farewell_mutex; /* of its own: who cancels does not wait for a call of HCCL */
-    char farewell[256]; /* why it was cancelled */
+    pthread_mutex_t cancel_mutex; /* of its own: who cancels does not wait for a call of HCCL */
+    char cancel_message[256];
     pthread_mutex_t mutex; /* guards what follows, and HCCL's calls for the connection */
     pthread_cond_t changed; /* the state, or `transfers` */
     kvn_communicator_state state;
@@ -51,8 +49,8 @@ static int make_words(kvn_communicator *self, kvn_failure *failure)
 static int make_events(kvn_communicator *self, kvn_failure *failure)
 {
     const kvn_device *device = self->connection.device;
-    const kvn_acl *acl = device->acl;
-    aclrtContext previous;
+    const kvn_acl *acl = kvn_acl_of(device);
+    void *previous;
     aclError code = KVN_ACL_OK;
     if (!acl->aclrtCreateEventExWithFlag || !acl->aclrtSynchronizeEventWithTimeout)
         return KVN_OK;
@@ -72,21 +70,15 @@ static int make_events(kvn_communicator *self, kvn_failure *failure)
 static void drop_events(kvn_communicator *self)
 {
     const kvn_device *device = self->connection.device;
-    aclrtContext previous;
+    void *previous;
     kvn_failure ignored;
     if (!self->events[0] || kvn_device_enter(device, &previous, &ignored) != KVN_OK)
         return;
     for (int i = 0; i < 2; i++)
         if (self->events[i])
-            device->acl->aclrtDestroyEvent(self->events[i]);
+            kvn_acl_of(device)->aclrtDestroyEvent(self->events[i]);
     self->events[0] = self->events[1] = NULL;
     kvn_device_leave(device, previous);
-}
-
-static void note(int status, const kvn_failure *later, kvn_failure *first)
-{
-    if (status != KVN_OK && first->status == KVN_OK)
-        *first = *later;
 }
 
 /* The first failure of these goes to `failure`; all is tried. */
@@ -94,12 +86,12 @@ static void drop_words(kvn_communicator *self, kvn_failure *failure)
 {
     const kvn_device *device = self->connection.device;
     kvn_failure later;
-    if (self->words.hccl)
-        note(kvn_region_close(&self->words, &later), &later, failure);
-    if (self->host_words)
-        note(kvn_device_free_host(device, self->host_words, &later), &later, failure);
-    if (self->device_words)
-        note(kvn_device_free(device, self->device_words, &later), &later, failure);
+    if (self->words.hccl && kvn_region_close(&self->words, &later) != KVN_OK)
+        kvn_keep_first(failure, &later);
+    if (self->host_words && kvn_device_free_host(device, self->host_words, &later) != KVN_OK)
+        kvn_keep_first(failure, &later);
+    if (self->device_words && kvn_device_free(device, self->device_words, &later) != KVN_OK)
+        kvn_keep_first(failure, &later);
     self->device_words = self->host_words = NULL;
     self->words.hccl = NULL;
     drop_events(self);
@@ -112,7 +104,7 @@ static void release(kvn_communicator *self)
     kvn_connection_free(&self->connection);
     pthread_cond_destroy(&self->changed);
     pthread_mutex_destroy(&self->mutex);
-    pthread_mutex_destroy(&self->farewell_mutex);
+    pthread_mutex_destroy(&self->cancel_mutex);
     free(self);
 }
 
@@ -126,7 +118,7 @@ int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
     if (!self)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a communicator");
     pthread_mutex_init(&self->mutex, NULL);
-    pthread_mutex_init(&self->farewell_mutex, NULL);
+    pthread_mutex_init(&self->cancel_mutex, NULL);
     pthread_cond_init(&self->changed, NULL);
     self->max_batch = options->max_batch;
     self->state = KVN_COMM_OPEN;
@@ -154,7 +146,7 @@ void kvn_communicator_destroy(kvn_communicator *self)
 
 /* ---- the life of a connection; with the mutex held ---- */
 
-static const char *say(kvn_communicator_state state)
+static const char *state_text(kvn_communicator_state state)
 {
     static const char *const words[] = {"not prepared", "being prepared", "ready",
                                         "not connected: its prepare failed", "closed"};
@@ -164,7 +156,7 @@ static const char *say(kvn_communicator_state state)
 static int refuse(const kvn_communicator *self, const char *what, kvn_failure *failure)
 {
     return kvn_fail(failure, KVN_INVALID, 0, "communicator %s is %s: %s", self->connection.name,
-                    self->closing ? "closed" : say(self->state), what);
+                    self->closing ? "closed" : state_text(self->state), what);
 }
 
 static int close_now(kvn_communicator *self, kvn_failure *failure)
@@ -253,12 +245,12 @@ int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure)
 
 void kvn_communicator_cancel(kvn_communicator *self, const char *message)
 {
-    pthread_mutex_lock(&self->farewell_mutex);
+    pthread_mutex_lock(&self->cancel_mutex);
     if (!atomic_load(&self->cancelled)) {
-        snprintf(self->farewell, sizeof self->farewell, "%s", message);
+        snprintf(self->cancel_message, sizeof self->cancel_message, "%s", message);
         atomic_store(&self->cancelled, true);
     }
-    pthread_mutex_unlock(&self->farewell_mutex);
+    pthread_mutex_unlock(&self->cancel_mutex);
 }
 
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self)
@@ -297,26 +289,24 @@ kvn_halt kvn_communicator_halt(const kvn_communicator *self, const atomic_int *s
     return (kvn_halt){.stop = stop, .cancelled = &self->cancelled};
 }
 
-int kvn_communicator_halted(kvn_communicator *self, kvn_channel_fault *fault)
+int kvn_communicator_why_halted(kvn_communicator *self, kvn_failure *failure)
 {
     if (!atomic_load(&self->cancelled))
         return KVN_CANCELLED;
-    pthread_mutex_lock(&self->farewell_mutex);
-    memcpy(fault->message, self->farewell, sizeof fault->message);
-    pthread_mutex_unlock(&self->farewell_mutex);
+    pthread_mutex_lock(&self->cancel_mutex);
+    kvn_fail(failure, KVN_PEER_GONE, 0, "%s", self->cancel_message);
+    pthread_mutex_unlock(&self->cancel_mutex);
     return KVN_PEER_GONE;
 }
 
-int kvn_communicator_begin(kvn_communicator *self, kvn_channel_fault *fault)
+int kvn_communicator_begin(kvn_communicator *self, kvn_failure *failure)
 {
     if (atomic_load(&self->cancelled))
-        return kvn_communicator_halted(self, fault);
-    kvn_failure failure;
+        return kvn_communicator_why_halted(self, failure);
     int status = KVN_OK;
     pthread_mutex_lock(&self->mutex);
     if (self->state != KVN_COMM_READY || self->closing) {
-        refuse(self, "nothing can be transferred", &failure);
-        memcpy(fault->message, failure.message, sizeof fault->message);
+        refuse(self, "nothing can be transferred", failure);
         status = KVN_FAILED;
     } else {
         self->transfers++;
@@ -336,12 +326,12 @@ void kvn_communicator_end(kvn_communicator *self)
 void kvn_communicator_disturb(kvn_communicator *self) { atomic_store(&self->disturbed, true); }
 
 int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
-                           uint32_t count, kvn_channel_fault *fault)
+                           uint32_t count, kvn_failure *failure)
 {
     int status;
     pthread_mutex_lock(&self->mutex);
     status = kvn_connection_issue(&self->connection, is_put, descriptors, count,
-                                  kvn_channel_stream(self->channel), fault);
+                                  kvn_channel_stream(self->channel), failure);
     pthread_mutex_unlock(&self->mutex);
     return status;
 }

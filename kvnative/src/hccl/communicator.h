@@ -5,11 +5,9 @@
 #ifndef KVN_HCCL_COMMUNICATOR_H
 #define KVN_HCCL_COMMUNICATOR_H
 
-#include "device/channel.h"
-#include "hccl/halt.h"
-#include "hccl/region.h"
+#include "hccl/connection.h"
 
-/* Words that a transfer's guards may have (see hccl_transfer.h). */
+/* Words that a transfer's guards may have (see transfer.h). */
 #define KVN_MAX_GUARDS 4096
 
 typedef enum kvn_communicator_state {
@@ -20,15 +18,16 @@ typedef enum kvn_communicator_state {
     KVN_COMM_CLOSED
 } kvn_communicator_state;
 
-typedef struct kvn_communicator_options {
-    const char *rank_table; /* JSON */
-    uint32_t rank;
-    uint32_t remote_rank;
-    const char *name;       /* the same at both ends; 1 to 127 bytes */
-    uint32_t traffic_class; /* KVN_HCCL_NOT_SET: HCCL's own */
-    uint32_t service_level;
-    uint32_t max_batch; /* descriptors of one HcclBatchPut or Get */
-} kvn_communicator_options;
+/* Why a transfer has to stop: its request was aborted, or the peer given up. */
+typedef struct kvn_halt {
+    const atomic_int *stop;       /* the request's */
+    const atomic_bool *cancelled; /* the communicator's */
+} kvn_halt;
+
+static inline bool kvn_is_halted(const kvn_halt *halt)
+{
+    return atomic_load(halt->stop) || atomic_load(halt->cancelled);
+}
 
 typedef struct kvn_communicator kvn_communicator;
 
@@ -66,14 +65,14 @@ uint32_t kvn_communicator_max_batch(const kvn_communicator *self);
 /* What a transfer with this `stop` looks at. */
 kvn_halt kvn_communicator_halt(const kvn_communicator *self, const atomic_int *stop);
 /* KVN_PEER_GONE and the message when it was cancelled, else KVN_CANCELLED. */
-int kvn_communicator_halted(kvn_communicator *self, kvn_channel_fault *fault);
+int kvn_communicator_why_halted(kvn_communicator *self, kvn_failure *failure);
 /* A transfer begins: the connection stays until it ends. KVN_FAILED when it is not ready. */
-int kvn_communicator_begin(kvn_communicator *self, kvn_channel_fault *fault);
+int kvn_communicator_begin(kvn_communicator *self, kvn_failure *failure);
 void kvn_communicator_end(kvn_communicator *self);
 void kvn_communicator_disturb(kvn_communicator *self);
 /* One HcclBatchPut or Get of 1 to max_batch descriptors on the channel's stream. */
 int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
-                           uint32_t count, kvn_channel_fault *fault);
+                           uint32_t count, kvn_failure *failure);
 /* Whether [address, address + nbytes) lies inside one bound region of this side. */
 bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes);
 /* Two events for the transfer that runs; NULL where the library has none that can be used again. */

@@ -39,7 +39,7 @@ int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *op
         .traffic_class = options->traffic_class,
         .service_level = options->service_level,
     };
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     memcpy(config.name, self->name, sizeof config.name);
     if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
@@ -83,7 +83,7 @@ static kvn_hccl_result bind_one(kvn_connection *self, kvn_bound *bound)
 
 int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     if (find(self, region))
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -96,10 +96,10 @@ int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *f
     if (self->num_bound == KVN_HCCL_MAX_REGIONS)
         return kvn_fail(failure, KVN_INVALID, 0, "%d regions are bound already, which is the most",
                         KVN_HCCL_MAX_REGIONS);
-    if (kvn_region_hold(region, failure) != KVN_OK)
+    if (kvn_region_retain(region, failure) != KVN_OK)
         return failure->status;
     if (kvn_device_enter(self->device, &previous, failure) != KVN_OK) {
-        kvn_region_let_go(region);
+        kvn_region_release(region);
         return failure->status;
     }
     self->bound[self->num_bound].region = region;
@@ -108,7 +108,7 @@ int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *f
         self->num_bound++;
     } else {
         kvn_hccl_fail(self->hccl, bind_call(self), result, failure);
-        kvn_region_let_go(region);
+        kvn_region_release(region);
     }
     kvn_device_leave(self->device, previous);
     return kvn_hccl_status(result);
@@ -122,7 +122,7 @@ static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failu
     const kvn_hccl_result result = is_per_comm
                                        ? calls->deregister_memory(self->comm, &bound->desc)
                                        : calls->unbind(self->comm, bound->region->handle);
-    kvn_region_let_go(bound->region);
+    kvn_region_release(bound->region);
     *bound = self->bound[--self->num_bound];
     self->last_hit = 0;
     if (result == KVN_HCCL_SUCCESS)
@@ -134,7 +134,7 @@ static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failu
 int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure *failure)
 {
     kvn_bound *bound = find(self, region);
-    aclrtContext previous;
+    void *previous;
     int status;
     if (!bound)
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -205,7 +205,7 @@ static int import(kvn_connection *self, int timeout_s, kvn_failure *failure)
 int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *failure)
 {
     const kvn_hccl_prepare_config config = {.topology = 0};
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     int status = KVN_OK;
     if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
@@ -223,12 +223,6 @@ int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *fai
 
 /* ---- the end ---- */
 
-static void keep_first(kvn_failure *first, const kvn_failure *later)
-{
-    if (first->status == KVN_OK)
-        *first = *later;
-}
-
 static void take_down(kvn_connection *self, kvn_failure *first)
 {
     const kvn_hccl_calls *calls = &self->hccl->calls;
@@ -238,23 +232,23 @@ static void take_down(kvn_connection *self, kvn_failure *first)
         result = calls->disable(self->comm, &self->remote[--self->num_remote]);
         if (result != KVN_HCCL_SUCCESS) {
             kvn_hccl_fail(self->hccl, "HcclDisableMemAccess", result, &later);
-            keep_first(first, &later);
+            kvn_keep_first(first, &later);
         }
     }
     while (self->num_bound > 0)
         if (unbind_one(self, &self->bound[self->num_bound - 1], &later) != KVN_OK)
-            keep_first(first, &later);
+            kvn_keep_first(first, &later);
     result = calls->destroy(self->comm);
     if (result != KVN_HCCL_SUCCESS) {
         kvn_hccl_fail(self->hccl, "HcclCommDestroy", result, &later);
-        keep_first(first, &later);
+        kvn_keep_first(first, &later);
     }
     self->comm = NULL;
 }
 
 void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     kvn_failure later;
     if (!self->comm)
         return;
@@ -264,9 +258,9 @@ void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
         return;
     }
     /* Without a context HCCL cannot be called: the connection is lost, the regions are not. */
-    keep_first(failure, &later);
+    kvn_keep_first(failure, &later);
     while (self->num_bound > 0)
-        kvn_region_let_go(self->bound[--self->num_bound].region);
+        kvn_region_release(self->bound[--self->num_bound].region);
     self->comm = NULL;
 }
 
@@ -275,7 +269,7 @@ void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
 kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room)
 {
     kvn_hccl_result result = KVN_HCCL_SUCCESS;
-    aclrtContext previous;
+    void *previous;
     kvn_failure failure;
     if (!self->hccl->calls.async_error ||
         kvn_device_enter(self->device, &previous, &failure) != KVN_OK)
@@ -289,14 +283,12 @@ kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, siz
 }
 
 int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
-                         uint32_t count, aclrtStream stream, kvn_channel_fault *fault)
+                         uint32_t count, kvn_stream stream, kvn_failure *failure)
 {
     const kvn_hccl_calls *calls = &self->hccl->calls;
     const kvn_hccl_result result = (is_put ? calls->put : calls->get)(
         self->comm, self->remote_rank, descriptors, count, stream);
     if (result == KVN_HCCL_SUCCESS)
         return KVN_OK;
-    fault->code = result;
-    return kvn_hccl_explain(self->hccl, is_put ? "HcclBatchPut" : "HcclBatchGet", result,
-                            fault->message, sizeof fault->message);
+    return kvn_hccl_fail(self->hccl, is_put ? "HcclBatchPut" : "HcclBatchGet", result, failure);
 }

@@ -1,9 +1,20 @@
 /* What of a communicator is HCCL's: the handle, the regions bound to it, the peer's regions that it
- * may reach. No locks: hccl_communicator.c lets one thread at a time in. */
+ * may reach. No locks: communicator.c lets one thread at a time in. */
 #ifndef KVN_HCCL_CONNECTION_H
 #define KVN_HCCL_CONNECTION_H
 
-#include "hccl/communicator.h"
+#include "device/channel.h"
+#include "hccl/region.h"
+
+typedef struct kvn_communicator_options {
+    const char *rank_table; /* JSON */
+    uint32_t rank;
+    uint32_t remote_rank;
+    const char *name;       /* the same at both ends; 1 to 127 bytes */
+    uint32_t traffic_class; /* KVN_HCCL_NOT_SET: HCCL's own */
+    uint32_t service_level;
+    uint32_t max_batch; /* descriptors of one HcclBatchPut or Get */
+} kvn_communicator_options;
 
 /* A region of this side, and its description for the peer where the communicator registers it. */
 typedef struct kvn_bound {
@@ -39,7 +50,14 @@ void kvn_connection_close(kvn_connection *self, kvn_failure *failure);
 kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room);
 /* On a thread that has the device set. */
 int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
-                         uint32_t count, aclrtStream stream, kvn_channel_fault *fault);
+                         uint32_t count, kvn_stream stream, kvn_failure *failure);
 bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes);
+
+/* Of several steps that are all tried the first failure is reported; a status of KVN_OK is none. */
+static inline void kvn_keep_first(kvn_failure *first, const kvn_failure *later)
+{
+    if (first->status == KVN_OK)
+        *first = *later;
+}
 
 #endif

@@ -53,7 +53,8 @@ static int check_number(const kvn_region *region, kvn_failure *failure)
                     "one, too): use pools, or register larger ranges", count);
 }
 
-static int enroll(kvn_region *region, kvn_failure *failure)
+/* Into the list, unless there is no room for it. */
+static int enlist(kvn_region *region, kvn_failure *failure)
 {
     int status;
     pthread_mutex_lock(&region->hccl->registry);
@@ -70,7 +71,7 @@ static int enroll(kvn_region *region, kvn_failure *failure)
 }
 
 /* Under the registry's mutex. */
-static void strike_out(kvn_region *region)
+static void take_out(kvn_region *region)
 {
     kvn_region **at = &region->hccl->regions;
     while (*at && *at != region)
@@ -87,7 +88,7 @@ static int register_once(kvn_region *region, kvn_failure *failure)
         .address = region->address,
         .nbytes = region->nbytes,
     };
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;
@@ -103,11 +104,11 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
 {
     *out = (kvn_region){.hccl = hccl, .device = device, .address = address, .nbytes = nbytes,
                         .on_device = on_device};
-    if (check_size(out, failure) != KVN_OK || enroll(out, failure) != KVN_OK)
+    if (check_size(out, failure) != KVN_OK || enlist(out, failure) != KVN_OK)
         return failure->status;
     if (!hccl->is_per_comm && register_once(out, failure) != KVN_OK) {
         pthread_mutex_lock(&hccl->registry);
-        strike_out(out);
+        take_out(out);
         pthread_mutex_unlock(&hccl->registry);
         return failure->status;
     }
@@ -116,7 +117,7 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
 
 static int deregister(kvn_region *region, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     kvn_hccl_result result;
     if (kvn_device_enter(region->device, &previous, failure) != KVN_OK)
         return failure->status;
@@ -137,16 +138,16 @@ int kvn_region_close(kvn_region *region, kvn_failure *failure)
                           " communicator(s)",
                           region->address, region->address + region->nbytes, region->num_bound);
     } else if (region->is_open) {
-        /* With the mutex held: whoever registers the range anew finds it deregistered. */
+        /* With the mutex held: whoever registers the range again finds it deregistered. */
         if (region->handle)
             status = deregister(region, failure);
-        strike_out(region);
+        take_out(region);
     }
     pthread_mutex_unlock(&region->hccl->registry);
     return status;
 }
 
-int kvn_region_hold(kvn_region *region, kvn_failure *failure)
+int kvn_region_retain(kvn_region *region, kvn_failure *failure)
 {
     int status = KVN_OK;
     pthread_mutex_lock(&region->hccl->registry);
@@ -160,7 +161,7 @@ int kvn_region_hold(kvn_region *region, kvn_failure *failure)
     return status;
 }
 
-void kvn_region_let_go(kvn_region *region)
+void kvn_region_release(kvn_region *region)
 {
     pthread_mutex_lock(&region->hccl->registry);
     region->num_bound--;

@@ -4,7 +4,7 @@
 #ifndef KVN_HCCL_REGION_H
 #define KVN_HCCL_REGION_H
 
-#include "acl/device.h"
+#include "acl/ops.h"
 #include "hccl/library.h"
 
 struct kvn_region {
@@ -25,7 +25,7 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
 /* KVN_INVALID while it is bound; idempotent. When HCCL refuses, the region counts as closed. */
 int kvn_region_close(kvn_region *region, kvn_failure *failure);
 /* One more communicator uses it; KVN_INVALID when it is closed. */
-int kvn_region_hold(kvn_region *region, kvn_failure *failure);
-void kvn_region_let_go(kvn_region *region);
+int kvn_region_retain(kvn_region *region, kvn_failure *failure);
+void kvn_region_release(kvn_region *region);
 
 #endif

@@ -11,35 +11,35 @@
 #define MS_PER_SLICE 10
 #define NS_PER_SLICE (MS_PER_SLICE * INT64_C(1000000))
 
-/* ---- lanes; with the device's context current ---- */
+/* ---- buffer sets; with the device's context current ---- */
 
 /* Stops its copies. While the system does neither, they go on, and touch memory that is others' as soon
  * as this returns: then it waits for them to end. */
-static void stop(const kvn_acl *acl, aclrtStream stream)
+static void stop(const kvn_device *device, kvn_stream stream)
 {
+    const kvn_device_ops *ops = device->ops;
+    kvn_failure ignored; /* what led here is the error to report */
     bool aborted, destroyed;
     do {
-        aborted = acl->aclrtStreamAbort(stream) == KVN_ACL_OK;
-        destroyed = acl->aclrtDestroyStreamForce(stream) == KVN_ACL_OK;
+        aborted = ops->abort_stream(device, stream, &ignored) == KVN_OK;
+        destroyed = ops->drop_stream(device, stream, &ignored) == KVN_OK;
     } while (!aborted && !destroyed &&
-             acl->aclrtSynchronizeStreamWithTimeout(stream, MS_PER_SLICE) == KVN_ACL_STREAM_TIMEOUT);
-    if (!aborted || !destroyed)
-        kvn_acl_forget(acl); /* what led here is the error to tell */
+             ops->wait_stream(device, stream, MS_PER_SLICE, &ignored) == KVN_PENDING);
 }
 
-static void take_down(const kvn_staging *staging, kvn_lane *lane)
+static void take_down(const kvn_staging *staging, kvn_buffer_set *set)
 {
-    const kvn_acl *acl = staging->device->acl;
-    if (lane->stream)
-        stop(acl, lane->stream);
+    const kvn_acl *acl = kvn_acl_of(staging->device);
+    if (set->stream)
+        stop(staging->device, set->stream);
     for (uint32_t i = 0; i < staging->slots; i++) {
-        if (lane->filled[i])
-            acl->aclrtDestroyEvent(lane->filled[i]);
-        if (lane->emptied[i])
-            acl->aclrtDestroyEvent(lane->emptied[i]);
-        lane->filled[i] = lane->emptied[i] = NULL;
+        if (set->filled[i])
+            acl->aclrtDestroyEvent(set->filled[i]);
+        if (set->emptied[i])
+            acl->aclrtDestroyEvent(set->emptied[i]);
+        set->filled[i] = set->emptied[i] = NULL;
     }
-    lane->stream = NULL;
+    set->stream = NULL;
 }
 
 /* An event that may be recorded again and again: a wait means the record before it. */
@@ -52,18 +52,18 @@ static int make_event(const kvn_acl *acl, aclrtEvent *out, kvn_failure *failure)
     return kvn_acl_fail(acl, "aclrtCreateEventExWithFlag", code, failure);
 }
 
-static int set_up(const kvn_staging *staging, kvn_lane *lane, kvn_failure *failure)
+static int set_up(const kvn_staging *staging, kvn_buffer_set *set, kvn_failure *failure)
 {
-    const kvn_acl *acl = staging->device->acl;
-    const aclError code = acl->aclrtCreateStream(&lane->stream);
-    if (code != KVN_ACL_OK) {
-        lane->stream = NULL;
-        return kvn_acl_fail(acl, "aclrtCreateStream", code, failure);
+    const kvn_device *device = staging->device;
+    const kvn_acl *acl = kvn_acl_of(device);
+    if (device->ops->create_stream(device, &set->stream, failure) != KVN_OK) {
+        set->stream = NULL;
+        return failure->status;
     }
     for (uint32_t i = 0; i < staging->slots; i++)
-        if (make_event(acl, &lane->filled[i], failure) != KVN_OK ||
-            make_event(acl, &lane->emptied[i], failure) != KVN_OK) {
-            take_down(staging, lane);
+        if (make_event(acl, &set->filled[i], failure) != KVN_OK ||
+            make_event(acl, &set->emptied[i], failure) != KVN_OK) {
+            take_down(staging, set);
             return failure->status;
         }
     return KVN_OK;
@@ -74,11 +74,11 @@ static int set_up(const kvn_staging *staging, kvn_lane *lane, kvn_failure *failu
 /* Without a context there is nothing to take down: the device is gone. */
 static int drop(const kvn_staging *staging, kvn_failure *failure)
 {
-    aclrtContext previous;
+    void *previous;
     if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
         return failure->status;
-    for (uint32_t i = 0; i < staging->num_lanes; i++)
-        take_down(staging, &staging->lanes[i]);
+    for (uint32_t i = 0; i < staging->num_sets; i++)
+        take_down(staging, &staging->sets[i]);
     kvn_device_leave(staging->device, previous);
     return KVN_OK;
 }
@@ -86,19 +86,19 @@ static int drop(const kvn_staging *staging, kvn_failure *failure)
 static int set_up_all(const kvn_staging *staging, kvn_failure *failure)
 {
     kvn_failure ignored;
-    aclrtContext previous;
+    void *previous;
     int status = KVN_OK;
     if (kvn_device_enter(staging->device, &previous, failure) != KVN_OK)
         return failure->status;
-    for (uint32_t i = 0; i < staging->num_lanes && status == KVN_OK; i++)
-        status = set_up(staging, &staging->lanes[i], failure);
+    for (uint32_t i = 0; i < staging->num_sets && status == KVN_OK; i++)
+        status = set_up(staging, &staging->sets[i], failure);
     kvn_device_leave(staging->device, previous);
     if (status != KVN_OK)
         drop(staging, &ignored);
     return status;
 }
 
-int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_failure *failure)
+int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_failure *failure)
 {
     if (slot_nbytes < 4096 || slot_nbytes > UINT64_C(1) << 30)
         return kvn_fail(failure, KVN_INVALID, 0,
@@ -107,31 +107,31 @@ int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t lanes, kvn_
     if (slots < 2 || slots > KVN_STAGING_MAX_SLOTS)
         return kvn_fail(failure, KVN_INVALID, 0, "slots is %" PRIu64 "; it must be in [2, %d]",
                         slots, KVN_STAGING_MAX_SLOTS);
-    if (lanes < 1 || lanes > KVN_STAGING_MAX_LANES)
+    if (sets < 1 || sets > KVN_STAGING_MAX_SETS)
         return kvn_fail(failure, KVN_INVALID, 0, "lanes is %" PRIu64 "; it must be in [1, %d]",
-                        lanes, KVN_STAGING_MAX_LANES);
+                        sets, KVN_STAGING_MAX_SETS);
     return KVN_OK;
 }
 
 int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
-                     uint32_t num_lanes, kvn_staging *out, kvn_failure *failure)
+                     uint32_t num_sets, kvn_staging *out, kvn_failure *failure)
 {
     *out = (kvn_staging){.device = device, .slot_nbytes = slot_nbytes, .slots = slots,
-                         .num_lanes = num_lanes};
-    if (!device->acl->aclrtCreateEventExWithFlag || !device->acl->aclrtSynchronizeEventWithTimeout)
+                         .num_sets = num_sets};
+    if (!kvn_acl_of(device)->aclrtCreateEventExWithFlag || !kvn_acl_of(device)->aclrtSynchronizeEventWithTimeout)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "this ACL library lacks aclrtCreateEventExWithFlag or "
                         "aclrtSynchronizeEventWithTimeout, which staging needs");
-    out->lanes = calloc(num_lanes, sizeof *out->lanes);
-    if (!out->lanes)
-        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %" PRIu32 " lanes",
-                        num_lanes);
+    out->sets = calloc(num_sets, sizeof *out->sets);
+    if (!out->sets)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %" PRIu32 " buffer sets",
+                        num_sets);
     if (set_up_all(out, failure) != KVN_OK) {
         kvn_staging_free(out);
         return failure->status;
     }
-    for (uint32_t i = 0; i < num_lanes; i++)
-        out->lanes[i].address = address + i * slot_nbytes * slots;
+    for (uint32_t i = 0; i < num_sets; i++)
+        out->sets[i].address = address + i * slot_nbytes * slots;
     pthread_mutex_init(&out->mutex, NULL);
     kvn_cond_init(&out->freed);
     out->is_open = true;
@@ -155,23 +155,23 @@ int kvn_staging_close(kvn_staging *staging, kvn_failure *failure)
 
 void kvn_staging_free(kvn_staging *staging)
 {
-    free(staging->lanes);
-    staging->lanes = NULL;
+    free(staging->sets);
+    staging->sets = NULL;
 }
 
 /* ---- for transfers ---- */
 
-static kvn_lane *find_free(kvn_staging *staging)
+static kvn_buffer_set *find_free(kvn_staging *staging)
 {
-    for (uint32_t i = 0; i < staging->num_lanes; i++)
-        if (!staging->lanes[i].busy)
-            return &staging->lanes[i];
+    for (uint32_t i = 0; i < staging->num_sets; i++)
+        if (!staging->sets[i].busy)
+            return &staging->sets[i];
     return NULL;
 }
 
 /* With the mutex held. */
-static int wait_for_lane(kvn_staging *staging, const kvn_halt *halt, kvn_lane **out,
-                         kvn_channel_fault *fault)
+static int wait_for_set(kvn_staging *staging, const kvn_halt *halt, kvn_buffer_set **out,
+                        kvn_failure *failure)
 {
     while (staging->is_open && !kvn_is_halted(halt)) {
         *out = find_free(staging);
@@ -182,38 +182,38 @@ static int wait_for_lane(kvn_staging *staging, const kvn_halt *halt, kvn_lane **
         }
         kvn_cond_wait(&staging->freed, &staging->mutex, kvn_now_ns() + NS_PER_SLICE);
     }
-    snprintf(fault->message, sizeof fault->message,
-             staging->is_open ? "all %" PRIu32 " lanes of the staging memory are in use"
-                              : "the staging memory is closed (%" PRIu32 " lanes)",
-             staging->num_lanes);
-    return staging->is_open ? KVN_CANCELLED : KVN_FAILED;
+    if (staging->is_open)
+        return kvn_fail(failure, KVN_CANCELLED, 0,
+                        "all %" PRIu32 " buffer sets of the staging memory are in use",
+                        staging->num_sets);
+    return kvn_fail(failure, KVN_FAILED, 0, "the staging memory is closed (%" PRIu32 " buffer sets)",
+                    staging->num_sets);
 }
 
-int kvn_staging_claim(kvn_staging *staging, const kvn_halt *halt, kvn_lane **out,
-                      kvn_channel_fault *fault)
+int kvn_staging_claim(kvn_staging *staging, const kvn_halt *halt, kvn_buffer_set **out,
+                      kvn_failure *failure)
 {
-    kvn_failure failure;
     int status;
     pthread_mutex_lock(&staging->mutex);
-    status = wait_for_lane(staging, halt, out, fault);
+    status = wait_for_set(staging, halt, out, failure);
     pthread_mutex_unlock(&staging->mutex);
-    if (status != KVN_OK || (*out)->stream || set_up(staging, *out, &failure) == KVN_OK)
+    if (status != KVN_OK || (*out)->stream)
         return status;
-    kvn_staging_release(staging, *out, true);
-    fault->code = failure.code;
-    memcpy(fault->message, failure.message, sizeof fault->message);
-    return failure.status;
+    status = set_up(staging, *out, failure);
+    if (status != KVN_OK)
+        kvn_staging_release(staging, *out, true);
+    return status;
 }
 
-void kvn_staging_release(kvn_staging *staging, kvn_lane *lane, bool is_clean)
+void kvn_staging_release(kvn_staging *staging, kvn_buffer_set *set, bool is_clean)
 {
     kvn_failure ignored;
     if (!is_clean) {
-        take_down(staging, lane);
-        set_up(staging, lane, &ignored); /* else the next to claim it tries again, and says why */
+        take_down(staging, set);
+        set_up(staging, set, &ignored); /* else the next to claim it tries again, and says why */
     }
     pthread_mutex_lock(&staging->mutex);
-    lane->busy = false;
+    set->busy = false;
     staging->num_busy--;
     pthread_cond_broadcast(&staging->freed);
     pthread_mutex_unlock(&staging->mutex);

@@ -5,17 +5,237 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "hccl/passage.h"
+#define SLICE_MS 10
+/* An operation of RDMA takes less than 2 GiB. */
+#define MAX_FRAGMENT (UINT64_C(1) << 30)
+/* Descriptors between two looks at how far the stream is: at most twice as many are on it. A stream
+ * holds a few thousand; whoever issues more blocks inside HCCL, where no abort reaches him. */
+#define PACE 1024
+
+/* ---- what to move ---- */
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static uint64_t round_up(uint64_t nbytes, uint64_t alignment)
+{
+    return (nbytes + alignment - 1) / alignment * alignment;
+}
+
+uint32_t kvn_transfer_gather(const kvn_transfer_context *t, kvn_cursor *at, uint64_t max_nbytes,
+                            uint64_t alignment, kvn_fragment *out)
+{
+    const kvn_columns *shard = t->shard;
+    const uint64_t *locals = t->transfer->is_put ? shard->src : shard->dst;
+    const uint64_t *remotes = t->transfer->is_put ? shard->dst : shard->src;
+    const uint32_t most = kvn_communicator_max_batch(t->communicator);
+    uint64_t taken = 0;
+    uint32_t count = 0;
+    while (at->index < shard->count && count < most && taken < max_nbytes) {
+        const uint64_t left = shard->nbytes[at->index] - at->skip;
+        const uint64_t nbytes = least(least(left, MAX_FRAGMENT), max_nbytes - taken);
+        if (nbytes) /* HCCL refuses empty operations */
+            out[count++] = (kvn_fragment){locals[at->index] + at->skip,
+                                          remotes[at->index] + at->skip, nbytes, at->index};
+        taken += round_up(nbytes, alignment);
+        if (nbytes == left)
+            *at = (kvn_cursor){at->index + 1, 0};
+        else
+            at->skip += nbytes;
+    }
+    return count;
+}
+
+/* ---- calls, and what they come to ---- */
+
+/* Puts "descriptors a to b: " in front of the message. */
+static void name_descriptors(kvn_transfer_context *t, const kvn_fragment *fragments, uint32_t count)
+{
+    char text[sizeof t->fault->why.message];
+    const uint64_t first = fragments[0].index, last = fragments[count - 1].index;
+    memcpy(text, t->fault->why.message, sizeof text);
+    if (first == last) {
+        t->fault->failed = first;
+        snprintf(t->fault->why.message, sizeof text, "descriptor %" PRIu64 ": %.200s",
+                 t->shard->first + first, text);
+    } else {
+        snprintf(t->fault->why.message, sizeof text, "descriptors %" PRIu64 " to %" PRIu64 ": %.190s",
+                 t->shard->first + first, t->shard->first + last, text);
+    }
+}
+
+int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_fragment *fragments,
+                       uint32_t count)
+{
+    int status;
+    if (kvn_is_halted(&t->halt))
+        return KVN_CANCELLED;
+    status = kvn_communicator_issue(t->communicator, t->transfer->is_put, rows, count, &t->fault->why);
+    if (status != KVN_OK)
+        name_descriptors(t, fragments, count);
+    return status;
+}
+
+int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code)
+{
+    return kvn_acl_fail(t->acl, call, code, &t->fault->why);
+}
+
+/* ---- waiting ---- */
+
+int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault)
+{
+    int status = KVN_PENDING;
+    while (status == KVN_PENDING) {
+        if (kvn_is_halted(&t->halt))
+            return kvn_channel_synchronize(t->channel, &KVN_ALWAYS, fault);
+        status = kvn_channel_poll(t->channel, SLICE_MS, fault);
+    }
+    return status;
+}
+
+/* A stream goes on after an operation that failed, and so its events happen all the same. Of a peer
+ * that is gone every further operation would be tried, each for the seconds that HCCL tries. */
+static int look_at_connection(kvn_transfer_context *t)
+{
+    char text[256];
+    int status;
+    t->fault->why.code = kvn_communicator_async_error(t->communicator, text, sizeof text);
+    if (t->fault->why.code == KVN_HCCL_SUCCESS)
+        return KVN_OK;
+    status = kvn_transfer_synchronize(t, t->fault); /* the stream's own error says more */
+    return status == KVN_OK ? KVN_FAILED : status;
+}
+
+int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_stream other)
+{
+    for (;;) {
+        int status;
+        const aclError code = t->acl->aclrtSynchronizeEventWithTimeout(event, SLICE_MS);
+        if (code == KVN_ACL_OK)
+            return look_at_connection(t);
+        if (code != KVN_ACL_EVENT_TIMEOUT)
+            return kvn_transfer_fail(t, "aclrtSynchronizeEventWithTimeout", code);
+        kvn_acl_forget(t->acl);
+        if (kvn_is_halted(&t->halt))
+            return KVN_CANCELLED;
+        status = kvn_channel_poll(t->channel, 1, t->fault);
+        if (status >= 0 && other)
+            status = t->device->ops->wait_stream(t->device, other, 1, &t->fault->why);
+        if (status < 0)
+            return status;
+    }
+}
+
+/* ---- guards ---- */
+
+int kvn_transfer_read_guards(kvn_transfer_context *t)
+{
+    const kvn_transfer *transfer = t->transfer;
+    const uint32_t most = kvn_communicator_max_batch(t->communicator);
+    const uint64_t words = kvn_communicator_device_words(t->communicator);
+    const uint64_t nbytes = transfer->num_guards * sizeof(uint64_t);
+    kvn_one_sided rows[KVN_HCCL_MAX_BATCH];
+    for (uint32_t first = 0; first < transfer->num_guards; first += most) {
+        const uint32_t left = transfer->num_guards - first, count = left < most ? left : most;
+        for (uint32_t i = 0; i < count; i++)
+            rows[i] = kvn_row(words + (first + i) * sizeof(uint64_t),
+                              transfer->guard_addresses[first + i], sizeof(uint64_t));
+        if (kvn_is_halted(&t->halt))
+            return KVN_CANCELLED;
+        const int status = kvn_communicator_issue(t->communicator, false, rows, count, &t->fault->why);
+        if (status != KVN_OK)
+            return status;
+    }
+    if (nbytes == 0)
+        return KVN_OK;
+    return t->device->ops->copy_async(
+        t->device, KVN_DEVICE_TO_HOST, (uintptr_t)kvn_communicator_host_words(t->communicator), words,
+        nbytes, kvn_channel_stream(t->channel), &t->fault->why);
+}
+
+static int compare_guards(kvn_transfer_context *t)
+{
+    const kvn_transfer *transfer = t->transfer;
+    const uint64_t *words = kvn_communicator_host_words(t->communicator);
+    for (uint32_t i = 0; i < transfer->num_guards; i++)
+        if (words[i] != transfer->guard_words[i]) {
+            kvn_channel_fault_begin(t->fault);
+            return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0,
+                            "the peer has deregistered the memory meanwhile (guard %" PRIu32
+                            ": word at 0x%" PRIx64 " is %" PRIu64 ", expected %" PRIu64 ")",
+                            i, transfer->guard_addresses[i], words[i], transfer->guard_words[i]);
+        }
+    return KVN_OK;
+}
+
+/* ---- directly ---- */
+
+/* HCCL would only say that something is wrong. */
+static int check_local(kvn_transfer_context *t, const kvn_fragment *fragments, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        const kvn_fragment *it = &fragments[i];
+        if (kvn_communicator_covers(t->communicator, it->local, it->nbytes))
+            continue;
+        t->is_untouched = true;
+        t->fault->failed = it->index;
+        return kvn_fail(&t->fault->why, KVN_INVALID, 0,
+                        "descriptor %" PRIu64 ": local memory [0x%" PRIx64 ", 0x%" PRIx64
+                        ") is in no region that is bound to the communicator",
+                        t->shard->first + it->index, it->local, it->local + it->nbytes);
+    }
+    return KVN_OK;
+}
+
+/* Called after a batch; see PACE. */
+static int keep_pace(kvn_transfer_context *t, uint64_t *since, uint64_t *laps)
+{
+    aclrtEvent *events = kvn_communicator_events(t->communicator);
+    const uint64_t lap = *laps;
+    aclError code;
+    if (*since < PACE || !events)
+        return KVN_OK;
+    *since = 0;
+    *laps += 1;
+    code = t->acl->aclrtRecordEvent(events[lap % 2], kvn_channel_stream(t->channel));
+    if (code != KVN_ACL_OK)
+        return kvn_transfer_fail(t, "aclrtRecordEvent", code);
+    return lap ? kvn_transfer_wait_event(t, events[(lap + 1) % 2], NULL) : KVN_OK;
+}
+
+static int move_directly(kvn_transfer_context *t)
+{
+    kvn_fragment fragments[KVN_HCCL_MAX_BATCH];
+    kvn_one_sided rows[KVN_HCCL_MAX_BATCH];
+    kvn_cursor at = {0, 0};
+    uint64_t since = 0, laps = 0;
+    uint32_t count;
+    int status;
+    while ((count = kvn_transfer_gather(t, &at, UINT64_MAX, 1, fragments)) > 0) {
+        status = check_local(t, fragments, count);
+        for (uint32_t i = 0; i < count; i++)
+            rows[i] = kvn_row(fragments[i].local, fragments[i].remote, fragments[i].nbytes);
+        if (status == KVN_OK)
+            status = kvn_transfer_issue(t, rows, fragments, count);
+        since += count;
+        if (status == KVN_OK && at.index < t->shard->count)
+            status = keep_pace(t, &since, &laps);
+        if (status != KVN_OK)
+            return status;
+    }
+    status = kvn_transfer_read_guards(t);
+    return status == KVN_OK ? kvn_transfer_synchronize(t, t->fault) : status;
+}
 
 /* ---- the end of a transfer that failed ---- */
 
 /* Appends what HCCL itself thinks to the message. Its result. */
-static kvn_hccl_result ask_hccl(kvn_passage *p)
+static kvn_hccl_result ask_hccl(kvn_transfer_context *t)
 {
-    char *message = p->fault->message, text[200];
-    const size_t room = sizeof p->fault->message, end = strlen(message);
+    char *message = t->fault->why.message, text[200];
+    const size_t room = sizeof t->fault->why.message, end = strlen(message);
     const kvn_hccl_result result =
-        kvn_communicator_async_error(p->communicator, text, sizeof text);
+        kvn_communicator_async_error(t->communicator, text, sizeof text);
     if (result != KVN_HCCL_SUCCESS)
         snprintf(message + end, room - end, "%s%s", end ? "; " : "", text);
     return result;
@@ -23,24 +243,24 @@ static kvn_hccl_result ask_hccl(kvn_passage *p)
 
 /* The transfer failed, though the connection seems well: perhaps because the owner has deregistered
  * the memory. Then the guards say so, which is a better answer than the vendor's. */
-static int blame_owner(kvn_passage *p, int status)
+static int blame_owner(kvn_transfer_context *t, int status)
 {
-    kvn_channel_fault guards, *fault = p->fault;
+    kvn_channel_fault guards, *fault = t->fault;
     int answer;
-    if (p->transfer->num_guards == 0)
+    if (t->transfer->num_guards == 0)
         return status;
     kvn_channel_fault_begin(&guards);
-    p->fault = &guards;
-    answer = kvn_channel_ready(p->channel, &guards);
+    t->fault = &guards;
+    answer = kvn_channel_ready(t->channel, &guards);
     if (answer == KVN_OK)
-        answer = kvn_guards_read(p);
+        answer = kvn_transfer_read_guards(t);
     if (answer == KVN_OK)
-        answer = kvn_passage_synchronize(p, &guards);
+        answer = kvn_transfer_synchronize(t, &guards);
     else
-        kvn_passage_synchronize(p, &guards);
+        kvn_transfer_synchronize(t, &guards);
     if (answer == KVN_OK)
-        answer = kvn_guards_compare(p);
-    p->fault = fault;
+        answer = compare_guards(t);
+    t->fault = fault;
     if (answer != KVN_UNMAPPED)
         return status;
     *fault = guards;
@@ -48,59 +268,60 @@ static int blame_owner(kvn_passage *p, int status)
 }
 
 /* Whoever aborts a request aborts its stream too: then what failed here failed for that. */
-static int give_up(kvn_passage *p)
+static int give_up(kvn_transfer_context *t)
 {
-    kvn_channel_fault *fault = p->fault;
-    if (fault->code == KVN_ACL_STREAM_ABORTED)
-        fault->message[0] = '\0';
-    fault->code = 0;
+    kvn_channel_fault *fault = t->fault;
+    if (fault->why.code == KVN_ACL_STREAM_ABORTED)
+        fault->why.message[0] = '\0';
+    fault->why.code = 0;
     fault->failed = KVN_NO_DESCRIPTOR;
-    return kvn_communicator_halted(p->communicator, fault);
+    return kvn_communicator_why_halted(t->communicator, &fault->why);
 }
 
-static int wind_up(kvn_passage *p, int status)
+static int end_failed(kvn_transfer_context *t, int status)
 {
-    const bool is_halted = kvn_is_halted(&p->halt);
+    const bool is_halted = kvn_is_halted(&t->halt);
     kvn_channel_fault ignored;
     kvn_channel_fault_begin(&ignored);
     /* Batches before the one at fault are on the stream. */
-    kvn_passage_synchronize(p, &ignored);
+    kvn_transfer_synchronize(t, &ignored);
     if (is_halted)
-        status = give_up(p);
-    if (p->is_untouched)
+        status = give_up(t);
+    if (t->is_untouched)
         return status;
-    kvn_communicator_disturb(p->communicator);
+    kvn_communicator_disturb(t->communicator);
     if (is_halted) {
         if (status == KVN_CANCELLED)
-            ask_hccl(p);
+            ask_hccl(t);
         return status;
     }
-    return ask_hccl(p) == KVN_HCCL_SUCCESS ? blame_owner(p, status) : status;
+    return ask_hccl(t) == KVN_HCCL_SUCCESS ? blame_owner(t, status) : status;
 }
 
 /* ---- the backend ---- */
 
-static int move(kvn_streamed *base, kvn_channel *channel, const kvn_columns *part,
+static int move(kvn_stream_backend *base, kvn_channel *channel, const kvn_columns *shard,
                 const atomic_int *stop, kvn_channel_fault *fault)
 {
     const kvn_transfer *self = (const kvn_transfer *)base;
-    kvn_passage p = {
+    kvn_transfer_context t = {
         .transfer = self,
         .communicator = self->communicator,
         .channel = channel,
-        .acl = kvn_channel_device(channel)->acl,
-        .part = part,
+        .device = kvn_channel_device(channel),
+        .acl = kvn_acl_of(kvn_channel_device(channel)),
+        .shard = shard,
         .halt = kvn_communicator_halt(self->communicator, stop),
         .fault = fault,
     };
-    int status = kvn_communicator_begin(self->communicator, fault);
+    int status = kvn_communicator_begin(self->communicator, &fault->why);
     if (status != KVN_OK)
         return status;
-    status = self->staging ? kvn_move_staged(&p) : kvn_move_direct(&p);
+    status = self->staging ? kvn_transfer_staged(&t) : move_directly(&t);
     if (status == KVN_OK)
-        status = kvn_guards_compare(&p);
+        status = compare_guards(&t);
     else
-        status = wind_up(&p, status);
+        status = end_failed(&t, status);
     kvn_communicator_end(self->communicator);
     return status;
 }
@@ -111,9 +332,6 @@ static void destroy(kvn_backend *base)
     free(self->guard_addresses);
     free(self);
 }
-
-static const kvn_backend_vtable direct_vtable = KVN_STREAMED_VTABLE("hccl", destroy);
-static const kvn_backend_vtable staged_vtable = KVN_STREAMED_VTABLE("hccl-staged", destroy);
 
 /* One allocation for both columns. */
 static bool copy_guards(kvn_transfer *self, const kvn_transfer_options *options)
@@ -144,8 +362,8 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
-    error = kvn_streamed_init(&self->streamed, options->staging ? &staged_vtable : &direct_vtable,
-                              kvn_communicator_channels(communicator), 1, move);
+    error = kvn_stream_backend_init(&self->backend, options->staging ? "hccl-staged" : "hccl",
+                                    destroy, kvn_communicator_channels(communicator), 1, move);
     if (!error && !copy_guards(self, options))
         error = ENOMEM;
     if (error) {
@@ -157,5 +375,5 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     self->staging = options->staging;
     self->is_put = options->direction == KVN_PEER_PUT;
     self->local_on_device = options->local_on_device;
-    return &self->streamed.base;
+    return &self->backend.base;
 }

@@ -1,10 +1,15 @@
-/* Backends over a communicator: one-sided puts and gets, directly or through staging memory, and the
- * guards that notice when the owner has deregistered what was transferred. */
+/* Backends over a communicator: one-sided puts and gets, directly or through staging memory, and the guards
+ * that notice when the owner has deregistered what was transferred.
+ *
+ * Then what the two ways to move a shard share: its context. All of that runs on the channel's thread. */
 #ifndef KVN_HCCL_TRANSFER_H
 #define KVN_HCCL_TRANSFER_H
 
+#include "device/stream_backend.h"
 #include "hccl/communicator.h"
 #include "hccl/staging.h"
+
+#define KVN_HCCL_MAX_BATCH 256
 
 typedef struct kvn_transfer_options {
     kvn_direction direction; /* KVN_PEER_GET or KVN_PEER_PUT */
@@ -19,5 +24,79 @@ typedef struct kvn_transfer_options {
 /* The communicator and the staging outlive the backend. NULL with errno set (EINVAL, ENOMEM). */
 kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
                                  const kvn_transfer_options *options);
+
+/* ---- one shard on its way ---- */
+
+/* For kvn_channel_synchronize: stop now. */
+static const atomic_int KVN_ALWAYS = 1;
+
+typedef struct kvn_transfer {
+    kvn_stream_backend backend;
+    kvn_communicator *communicator;
+    kvn_staging *staging;
+    bool is_put;
+    bool local_on_device;
+    uint32_t num_guards;
+    uint64_t *guard_addresses;
+    uint64_t *guard_words;
+} kvn_transfer;
+
+typedef struct kvn_transfer_context {
+    const kvn_transfer *transfer;
+    kvn_communicator *communicator;
+    kvn_channel *channel;
+    const kvn_device *device;
+    const kvn_acl *acl; /* for events, which the device's table has not */
+    const kvn_columns *shard;
+    kvn_halt halt;
+    kvn_channel_fault *fault;
+    bool is_untouched; /* it failed before HCCL had to do with that */
+} kvn_transfer_context;
+
+/* Where in the shard: a descriptor, and how many bytes of it are dealt with. */
+typedef struct kvn_cursor {
+    uint64_t index;
+    uint64_t skip;
+} kvn_cursor;
+
+/* Bytes that one operation moves: (a piece of) a descriptor. */
+typedef struct kvn_fragment {
+    uint64_t local;
+    uint64_t remote;
+    uint64_t nbytes;
+    uint64_t index; /* of its descriptor */
+} kvn_fragment;
+
+/* Takes the next fragments, at most one batch of them and `max_nbytes` in all, each place rounded up
+ * to `alignment` bytes. 0 when nothing is left. */
+uint32_t kvn_transfer_gather(const kvn_transfer_context *t, kvn_cursor *at, uint64_t max_nbytes,
+                            uint64_t alignment, kvn_fragment *out);
+
+/* One batch; a message names the descriptors of `fragments`. KVN_CANCELLED when halted. */
+int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_fragment *fragments,
+                      uint32_t count);
+/* A call of ACL itself failed. */
+int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code);
+/* Blocks until the event has happened. Meanwhile looks whether the transfer was halted, and whether
+ * the communicator's stream or `other` (NULL: none) has failed, on which the event may wait. */
+int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_stream other);
+/* Blocks until all on the communicator's stream is through. KVN_CANCELLED when halted: the stream was
+ * aborted. */
+int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault);
+
+/* Issues the reading of the guards' words, to be compared after the stream was waited for. */
+int kvn_transfer_read_guards(kvn_transfer_context *t);
+
+/* Through staging memory: issue, wait. On failure it may leave work on the communicator's stream, nothing on
+ * others. */
+int kvn_transfer_staged(kvn_transfer_context *t);
+
+static inline kvn_one_sided kvn_row(uint64_t local, uint64_t remote, uint64_t nbytes)
+{
+    /* Bytes, whatever the elements are: HCCL multiplies count by the size of the type and does no
+     * more with it, and UINT8 is in every version, which the narrow types of KV caches are not. */
+    return (kvn_one_sided){.local = local, .remote = remote, .count = nbytes,
+                           .data_type = KVN_HCCL_UINT8};
+}
 
 #endif

@@ -102,9 +102,8 @@ static ssize_t copy_part(const walk *it, bool is_send, uint8_t *own, size_t nbyt
 
     if (it->index < parts->first || it->index >= parts->last)
         memcpy(dst, src, some);
-    else if (kvn_device_copy(parts->device, (uintptr_t)dst, (uintptr_t)src, some,
-                             is_send ? KVN_ACL_DEVICE_TO_HOST : KVN_ACL_HOST_TO_DEVICE,
-                             failure) != KVN_OK)
+    else if (kvn_device_copy(parts->device, is_send ? KVN_DEVICE_TO_HOST : KVN_HOST_TO_DEVICE,
+                             (uintptr_t)dst, (uintptr_t)src, some, failure) != KVN_OK)
         return -EREMOTEIO;
     return (ssize_t)some;
 }

@@ -9,7 +9,7 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-#include "acl/device.h"
+#include "device/device.h"
 #include "tcp/cipher.h"
 
 #define KVN_TCP_MAX_PARTS 256u /* of memory, in one call */

@@ -7,8 +7,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-#include "acl/device.h"
 #include "core/failure.h"
+#include "device/device.h"
 #include "tcp/wire.h"
 
 #define KVN_TCP_MAX_THREADS 16u

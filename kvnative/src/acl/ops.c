@@ -1,0 +1,229 @@
+#include "acl/ops.h"
+
+#include <string.h>
+
+static int ended(const kvn_device *device, const char *call, int code, kvn_failure *failure)
+{
+    return code == KVN_ACL_OK ? KVN_OK : kvn_acl_fail(kvn_acl_of(device), call, code, failure);
+}
+
+#define CALL(device, failure, name, ...)                                                          \
+    ended(device, #name, kvn_acl_of(device)->name(__VA_ARGS__), failure)
+
+static void *pointer(uint64_t address) { return (void *)(uintptr_t)address; }
+
+/* ---- contexts ---- */
+
+static void *get_context(const kvn_device *device)
+{
+    aclrtContext context = NULL;
+
+    if (kvn_acl_of(device)->aclrtGetCurrentContext(&context) == KVN_ACL_OK)
+        return context;
+    kvn_acl_forget(kvn_acl_of(device)); /* a thread without context: not an error of ours */
+    return NULL;
+}
+
+static int set_device(const kvn_device *device, void **context, kvn_failure *failure)
+{
+    if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK)
+        return failure->status;
+    return context ? CALL(device, failure, aclrtGetCurrentContext, context) : KVN_OK;
+}
+
+static int set_context(const kvn_device *device, void *context, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtSetCurrentContext, context);
+}
+
+/* ---- memory ---- */
+
+static int allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtMalloc, out, nbytes, KVN_ACL_MALLOC_HUGE_ONLY);
+}
+
+static int free_device(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtFree, address);
+}
+
+static int allocate_host(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtMallocHost, out, nbytes);
+}
+
+static int free_host(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtFreeHost, address);
+}
+
+static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
+{
+    void *on_device = NULL;
+
+    if (kvn_acl_of(device)->aclrtHostRegisterV2)
+        return CALL(device, failure, aclrtHostRegisterV2, address, nbytes,
+                    KVN_ACL_HOST_REGISTER_PINNED);
+    return CALL(device, failure, aclrtHostRegister, address, nbytes, KVN_ACL_HOST_REGISTER_MAPPED,
+                &on_device);
+}
+
+/* HCCL registers host memory for itself too, and takes our registration away with its own. */
+static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    const int status = CALL(device, failure, aclrtHostUnregister, address);
+
+    return status != KVN_OK && failure->code == KVN_ACL_NOT_REGISTERED ? KVN_OK : status;
+}
+
+static kvn_memory_kind kind_of(int32_t location)
+{
+    switch (location) {
+    case KVN_ACL_LOCATION_DEVICE: return KVN_MEMORY_DEVICE;
+    case KVN_ACL_LOCATION_MANAGED: return KVN_MEMORY_MANAGED;
+    case KVN_ACL_LOCATION_HOST:
+    case KVN_ACL_LOCATION_HOST_NUMA: return KVN_MEMORY_PINNED;
+    default: return KVN_MEMORY_PAGEABLE;
+    }
+}
+
+static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *out,
+                  kvn_failure *failure)
+{
+    kvn_acl_pointer found = {.location = {.type = KVN_ACL_LOCATION_UNREGISTERED}};
+    const int status = CALL(device, failure, aclrtPointerGetAttributes, pointer(address), &found);
+
+    if (status == KVN_OK)
+        *out = (kvn_memory_place){kind_of(found.location.type), found.location.id, found.page_size};
+    /* Of some memory of the host (shared, or in huge pages) drivers say that there is none. */
+    else if (failure->code == KVN_ACL_PARAMETER || failure->code == KVN_ACL_DRIVER_FAILED)
+        return KVN_OK;
+    return status;
+}
+
+static int copy_kind(kvn_direction direction)
+{
+    return direction == KVN_HOST_TO_DEVICE   ? KVN_ACL_HOST_TO_DEVICE
+           : direction == KVN_DEVICE_TO_HOST ? KVN_ACL_DEVICE_TO_HOST
+                                             : KVN_ACL_DEVICE_TO_DEVICE;
+}
+
+static int copy(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
+                uint64_t nbytes, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtMemcpy, pointer(dst), nbytes, pointer(src), nbytes,
+                copy_kind(direction));
+}
+
+static int clear(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtMemset, pointer(address), nbytes, 0, nbytes);
+}
+
+static int memory(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
+                  kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtGetMemInfo, KVN_ACL_HBM_MEMORY, free_nbytes, total_nbytes);
+}
+
+/* ---- streams ---- */
+
+static int create_stream(const kvn_device *device, kvn_stream *out, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtCreateStream, out);
+}
+
+static int destroy_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtDestroyStream, stream);
+}
+
+static int abort_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtStreamAbort, stream);
+}
+
+static int drop_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtDestroyStreamForce, stream);
+}
+
+static int wait_stream(const kvn_device *device, kvn_stream stream, int ms, kvn_failure *failure)
+{
+    const int code = kvn_acl_of(device)->aclrtSynchronizeStreamWithTimeout(stream, ms);
+
+    if (code == KVN_ACL_STREAM_TIMEOUT) {
+        kvn_acl_forget(kvn_acl_of(device));
+        return KVN_PENDING;
+    }
+    return ended(device, "aclrtSynchronizeStreamWithTimeout", code, failure);
+}
+
+/* ---- copies on a stream ---- */
+
+static int copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
+                      uint64_t nbytes, kvn_stream stream, kvn_failure *failure)
+{
+    return CALL(device, failure, aclrtMemcpyAsync, pointer(dst), nbytes, pointer(src), nbytes,
+                copy_kind(direction), stream);
+}
+
+static unsigned batch_copies(const kvn_device *device, char *why, size_t room)
+{
+    const kvn_acl *acl = kvn_acl_of(device);
+
+    if (!acl->aclrtMemcpyBatchAsync)
+        snprintf(why, room, "this version of the runtime has no %s",
+                 acl->aclrtMemcpyBatch ? "aclrtMemcpyBatchAsync" : "aclrtMemcpyBatch");
+    return (acl->aclrtMemcpyBatchAsync ? KVN_BATCH_ASYNC : 0u) |
+           (acl->aclrtMemcpyBatch ? KVN_BATCH_BLOCKING : 0u);
+}
+
+/* An array of uint64_t is one of pointers, and of sizes: kvnative/acl.h asserts it. */
+static int copy_batch(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
+                      const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_stream stream,
+                      size_t *failed, kvn_failure *failure)
+{
+    const kvn_acl_location host = {.id = 0, .type = KVN_ACL_LOCATION_HOST};
+    const kvn_acl_location here = {.id = (uint32_t)device->id, .type = KVN_ACL_LOCATION_DEVICE};
+    kvn_acl_batch_attribute attribute = {
+        .dst = direction == KVN_DEVICE_TO_HOST ? host : here,
+        .src = direction == KVN_HOST_TO_DEVICE ? host : here,
+    };
+    size_t first = 0;
+
+    if (!stream)
+        return CALL(device, failure, aclrtMemcpyBatch, (void **)dst, (size_t *)nbytes, (void **)src,
+                    (size_t *)nbytes, count, &attribute, &first, 1, failed);
+    return CALL(device, failure, aclrtMemcpyBatchAsync, (void **)dst, (size_t *)nbytes, (void **)src,
+                (size_t *)nbytes, count, &attribute, &first, 1, failed, stream);
+}
+
+const kvn_device_ops kvn_acl_ops = {
+    .name = "acl",
+    .runtime = "the Ascend runtime",
+    .aborted_code = KVN_ACL_STREAM_ABORTED,
+    .max_batch = KVN_ACL_MAX_BATCH,
+    .set_device = set_device,
+    .get_context = get_context,
+    .set_context = set_context,
+    .allocate = allocate,
+    .free = free_device,
+    .allocate_host = allocate_host,
+    .free_host = free_host,
+    .pin = pin,
+    .unpin = unpin,
+    .locate = locate,
+    .copy = copy,
+    .clear = clear,
+    .memory = memory,
+    .create_stream = create_stream,
+    .destroy_stream = destroy_stream,
+    .abort_stream = abort_stream,
+    .drop_stream = drop_stream,
+    .wait_stream = wait_stream,
+    .copy_async = copy_async,
+    .batch_copies = batch_copies,
+    .copy_batch = copy_batch,
+};

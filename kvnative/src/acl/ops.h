@@ -1,0 +1,17 @@
+/* Ascend devices: the table of calls that device/ works with, filled with those of ACL. */
+#ifndef KVN_ACL_OPS_H
+#define KVN_ACL_OPS_H
+
+#include "acl/library.h"
+#include "device/device.h"
+
+/* The `runtime` of such a device is a kvn_acl_library. */
+extern const kvn_device_ops kvn_acl_ops;
+
+/* ACL's calls, for what is built on ACL itself. The device is an Ascend device. */
+static inline const kvn_acl *kvn_acl_of(const kvn_device *device)
+{
+    return &((const kvn_acl_library *)device->runtime)->calls;
+}
+
+#endif

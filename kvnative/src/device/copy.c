@@ -1,0 +1,293 @@
+#include "device/copy.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/stream_backend.h"
+
+/* Bytes of one call that an abort cannot stop: at 5 GB/s some 13 ms. */
+#define BLOCKING_NBYTES (64u << 20)
+/* Calls of a shard that are on the stream at one time: a stream holds a few thousand, and who issues
+ * more blocks until the device gets on, where no abort reaches him. */
+#define MAX_ISSUED 1024
+/* What a shard and a descriptor cost, in bytes that move in the same time: to wake a channel takes
+ * as long as issuing a dozen copies, so less is not worth another channel. Not measured on hardware. */
+#define HOST_SHARD_COST (4u << 20)
+#define HOST_COPY_COST (64u << 10)
+#define DEVICE_SHARD_COST (32u << 20)
+#define DEVICE_COPY_COST (2u << 20)
+/* Where host memory lies is asked once for each of these, and the answers of a few are kept. A wrong
+ * guess about a neighbour costs time, never bytes: either call copies both kinds. */
+#define REGION_BITS 21
+#define NUM_REGIONS 64
+
+typedef struct copy_backend {
+    kvn_stream_backend backend;
+    kvn_device *device;
+    kvn_direction direction;
+} copy_backend;
+
+/* What is known of where host memory lies. */
+typedef struct host_memory {
+    kvn_pinned pinned;                  /* the range of the latest answer */
+    uint64_t regions[NUM_REGIONS];      /* their numbers + 1 */
+    bool region_pageable[NUM_REGIONS];
+} host_memory;
+
+/* One shard on its way. */
+typedef struct transfer {
+    copy_backend *self;
+    kvn_channel *channel;
+    const kvn_columns *shard;
+    const atomic_int *stop;
+    kvn_channel_fault *fault;
+    uint64_t at;     /* the first descriptor that is not issued */
+    unsigned issued; /* calls since the stream was last waited for */
+    host_memory host;
+} transfer;
+
+static const kvn_device_ops *ops_of(const transfer *t) { return t->self->device->ops; }
+
+/* ---- failures ---- */
+
+/* A call failed for the descriptor `index` of the shard, or for an unknown one. */
+static int fail(transfer *t, uint64_t index, const kvn_failure *why)
+{
+    kvn_channel_fault *fault = t->fault;
+
+    fault->failed = index;
+    if (index == KVN_NO_DESCRIPTOR)
+        fault->why = *why;
+    else
+        kvn_fail(&fault->why, why->status, why->code, "descriptor %" PRIu64 ": %.220s",
+                 t->shard->first + index, why->message);
+    return why->status;
+}
+
+/* Waits for all that was issued; what was is confirmed then. */
+static int drain(transfer *t, kvn_channel_fault *fault)
+{
+    int status = KVN_OK;
+
+    if (t->issued > 0)
+        status = kvn_channel_synchronize(t->channel, t->stop, fault);
+    t->issued = 0;
+    if (status == KVN_OK)
+        t->fault->confirmed = t->at;
+    return status;
+}
+
+/* ---- where host memory lies ---- */
+
+static bool ask_pageable(const transfer *t, uint64_t address)
+{
+    kvn_memory_place place = {.kind = KVN_MEMORY_PAGEABLE};
+    kvn_failure ignored; /* an address that cannot be: the copy will say so */
+
+    ops_of(t)->locate(t->self->device, address, &place, &ignored);
+    return place.kind == KVN_MEMORY_PAGEABLE;
+}
+
+static bool is_pageable(transfer *t, uint64_t index)
+{
+    const uint64_t *side = t->self->direction == KVN_HOST_TO_DEVICE ? t->shard->src : t->shard->dst;
+    const uint64_t address = side[index], region = address >> REGION_BITS;
+    const size_t slot = region % NUM_REGIONS;
+    host_memory *host = &t->host;
+
+    if (address >= host->pinned.first && address < host->pinned.last)
+        return false;
+    if (host->regions[slot] == region + 1)
+        return host->region_pageable[slot];
+    if (kvn_device_pinned_at(t->self->device, address, &host->pinned))
+        return false;
+    host->regions[slot] = region + 1;
+    host->region_pageable[slot] = ask_pageable(t, address);
+    return host->region_pageable[slot];
+}
+
+/* ---- batches between host and device ---- */
+
+typedef struct chunk {
+    uint64_t count;
+    bool blocking; /* pageable memory, or there is no other way */
+} chunk;
+
+/* The descriptors from `at` that go in one call: not empty, no more than it takes, of one kind of memory. */
+static chunk next_chunk(transfer *t, unsigned copies)
+{
+    const uint64_t *nbytes = t->shard->nbytes + t->at;
+    const uint64_t left = t->shard->count - t->at, max_batch = ops_of(t)->max_batch;
+    const uint64_t most = left < max_batch ? left : max_batch;
+    const bool look = copies == (KVN_BATCH_ASYNC | KVN_BATCH_BLOCKING);
+    chunk chunk = {.count = 1, .blocking = !(copies & KVN_BATCH_ASYNC)};
+    uint64_t taken = nbytes[0];
+
+    if (look)
+        chunk.blocking = is_pageable(t, t->at);
+    while (chunk.count < most && nbytes[chunk.count] > 0) {
+        if (look && is_pageable(t, t->at + chunk.count) != chunk.blocking)
+            break;
+        if (chunk.blocking && (taken >= BLOCKING_NBYTES ||
+                               nbytes[chunk.count] > BLOCKING_NBYTES - taken))
+            break;
+        taken += nbytes[chunk.count++];
+    }
+    return chunk;
+}
+
+/* A descriptor that would block for too long: slice by slice. */
+static int copy_sliced(transfer *t, size_t *failed, kvn_failure *failure)
+{
+    const copy_backend *self = t->self;
+    uint64_t dst = t->shard->dst[t->at], src = t->shard->src[t->at], left = t->shard->nbytes[t->at];
+    int status = KVN_OK;
+
+    while (left && status == KVN_OK) {
+        const uint64_t nbytes = left < BLOCKING_NBYTES ? left : BLOCKING_NBYTES;
+        if (atomic_load(t->stop))
+            return KVN_CANCELLED;
+        status = ops_of(t)->copy_batch(self->device, self->direction, &dst, &src, &nbytes, 1, NULL,
+                                       failed, failure);
+        dst += nbytes;
+        src += nbytes;
+        left -= nbytes;
+    }
+    return status;
+}
+
+static int copy_chunk(transfer *t, chunk chunk, size_t *failed, kvn_failure *failure)
+{
+    const copy_backend *self = t->self;
+    const kvn_columns *shard = t->shard;
+
+    if (chunk.blocking && shard->nbytes[t->at] > BLOCKING_NBYTES)
+        return copy_sliced(t, failed, failure);
+    if (!chunk.blocking)
+        t->issued++;
+    return ops_of(t)->copy_batch(self->device, self->direction, shard->dst + t->at,
+                                 shard->src + t->at, shard->nbytes + t->at, chunk.count,
+                                 chunk.blocking ? NULL : kvn_channel_stream(t->channel), failed,
+                                 failure);
+}
+
+static int copy_batch(transfer *t, unsigned copies)
+{
+    const chunk chunk = next_chunk(t, copies);
+    kvn_failure failure;
+    size_t failed = SIZE_MAX;
+    const int status = copy_chunk(t, chunk, &failed, &failure);
+
+    if (status == KVN_CANCELLED)
+        return status;
+    if (status == KVN_UNSUPPORTED) {
+        kvn_device_fall_back(t->self->device, failure.message);
+        return KVN_OK; /* the same descriptors again, one by one */
+    }
+    if (status != KVN_OK)
+        return fail(t, failed < chunk.count ? t->at + failed : KVN_NO_DESCRIPTOR, &failure);
+    t->at += chunk.count;
+    if (chunk.blocking && t->issued == 0)
+        t->fault->confirmed = t->at;
+    return KVN_OK;
+}
+
+/* ---- one by one ---- */
+
+static int copy_single(transfer *t)
+{
+    const copy_backend *self = t->self;
+    const kvn_columns *shard = t->shard;
+    const uint64_t most = self->direction == KVN_DEVICE_TO_DEVICE ? UINT64_MAX : BLOCKING_NBYTES;
+    uint64_t dst = shard->dst[t->at], src = shard->src[t->at], left = shard->nbytes[t->at];
+
+    while (left) {
+        const uint64_t nbytes = left < most ? left : most;
+        kvn_failure failure;
+        int status;
+
+        if (t->issued >= MAX_ISSUED) {
+            status = drain(t, t->fault);
+            if (status != KVN_OK)
+                return status;
+        }
+        if (atomic_load(t->stop))
+            return KVN_CANCELLED;
+        status = ops_of(t)->copy_async(self->device, self->direction, dst, src, nbytes,
+                                       kvn_channel_stream(t->channel), &failure);
+        if (status != KVN_OK)
+            return fail(t, t->at, &failure);
+        t->issued++;
+        dst += nbytes;
+        src += nbytes;
+        left -= nbytes;
+    }
+    t->at++;
+    return KVN_OK;
+}
+
+/* ---- the shard ---- */
+
+static int issue(transfer *t)
+{
+    unsigned copies = 0;
+
+    if (atomic_load(t->stop))
+        return KVN_CANCELLED;
+    if (t->shard->nbytes[t->at] == 0) {
+        t->at++; /* batch calls refuse them */
+        return KVN_OK;
+    }
+    if (t->self->direction != KVN_DEVICE_TO_DEVICE)
+        copies = atomic_load(&t->self->device->batch_copies);
+    return copies ? copy_batch(t, copies) : copy_single(t);
+}
+
+static int move(kvn_stream_backend *self, kvn_channel *channel, const kvn_columns *shard,
+                const atomic_int *stop, kvn_channel_fault *fault)
+{
+    transfer t = {.self = (copy_backend *)self, .channel = channel, .shard = shard, .stop = stop,
+                  .fault = fault};
+    kvn_channel_fault ignored;
+    int status = KVN_OK;
+
+    while (t.at < shard->count && status == KVN_OK)
+        status = issue(&t);
+    if (status == KVN_OK)
+        return drain(&t, fault);
+    /* What was issued before it may still arrive. If nothing is on the stream, it was waited for, maybe
+     * in vain: then what that wait has confirmed stands. */
+    if (t.issued > 0)
+        drain(&t, &ignored);
+    return status;
+}
+
+/* ---- the backend ---- */
+
+static void destroy(kvn_backend *base) { free(base); }
+
+kvn_backend *kvn_device_copy_create(kvn_device *device, kvn_channel **channels,
+                                    unsigned num_channels, kvn_direction direction)
+{
+    const bool is_within = direction == KVN_DEVICE_TO_DEVICE;
+    copy_backend *self = calloc(1, sizeof *self);
+    int error = EINVAL;
+
+    if (!self)
+        return NULL;
+    if (is_within || direction == KVN_HOST_TO_DEVICE || direction == KVN_DEVICE_TO_HOST)
+        error = kvn_stream_backend_init(&self->backend, device->ops->name, destroy, channels,
+                                        num_channels, move);
+    if (error) {
+        free(self);
+        errno = error;
+        return NULL;
+    }
+    self->device = device;
+    self->direction = direction;
+    self->backend.shard_cost = is_within ? DEVICE_SHARD_COST : HOST_SHARD_COST;
+    self->backend.descriptor_cost = is_within ? DEVICE_COPY_COST : HOST_COPY_COST;
+    return &self->backend.base;
+}

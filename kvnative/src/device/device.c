@@ -1,0 +1,262 @@
+#include "device/device.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* ---- opening, contexts ---- */
+
+int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
+                    kvn_failure *failure)
+{
+    void *previous;
+    int status, error;
+
+    memset(out, 0, sizeof *out);
+    out->ops = ops;
+    out->runtime = runtime;
+    out->id = id;
+    out->pid = getpid();
+    previous = ops->get_context(out);
+    status = ops->set_device(out, &out->context, failure);
+    kvn_device_leave(out, previous);
+    if (status != KVN_OK)
+        return status;
+    error = pthread_mutex_init(&out->mutex, NULL);
+    if (error)
+        return kvn_fail(failure, KVN_NO_MEMORY, error, "no mutex for device %d: %s", (int)id,
+                        strerror(error));
+    atomic_init(&out->batch_copies, ops->batch_copies(out, out->fallback, sizeof out->fallback));
+    return KVN_OK;
+}
+
+void kvn_device_close(kvn_device *device)
+{
+    free(device->pinned);
+    pthread_mutex_destroy(&device->mutex);
+}
+
+int kvn_device_check_process(const kvn_device *device, kvn_failure *failure)
+{
+    if (device->pid == getpid())
+        return KVN_OK;
+    return kvn_fail(failure, KVN_INVALID, 0,
+                    "%s was opened by process %d and does not work in process %d, forked from it: "
+                    "start such processes with spawn", device->ops->runtime, (int)device->pid,
+                    (int)getpid());
+}
+
+int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure)
+{
+    if (kvn_device_check_process(device, failure) != KVN_OK)
+        return failure->status;
+    *previous = device->ops->get_context(device);
+    return *previous == device->context
+               ? KVN_OK
+               : device->ops->set_context(device, device->context, failure);
+}
+
+void kvn_device_leave(const kvn_device *device, void *previous)
+{
+    kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
+
+    if (previous && previous != device->context)
+        device->ops->set_context(device, previous, &ignored);
+}
+
+/* A call of the table by a thread of others; returns from the function that it stands in. */
+#define RETURN_CALL(device, failure, op, ...)                                                     \
+    do {                                                                                          \
+        void *previous_ = NULL;                                                                   \
+        int status_ = kvn_device_enter(device, &previous_, failure);                              \
+        if (status_ == KVN_OK) {                                                                  \
+            status_ = (device)->ops->op(device, __VA_ARGS__, failure);                            \
+            kvn_device_leave(device, previous_);                                                  \
+        }                                                                                         \
+        return status_;                                                                           \
+    } while (0)
+
+/* ---- memory ---- */
+
+int kvn_device_allocate(const kvn_device *device, uint64_t nbytes, void **out,
+                        kvn_failure *failure)
+{
+    RETURN_CALL(device, failure, allocate, nbytes, out);
+}
+
+int kvn_device_free(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    RETURN_CALL(device, failure, free, address);
+}
+
+int kvn_device_allocate_host(const kvn_device *device, uint64_t nbytes, void **out,
+                             kvn_failure *failure)
+{
+    RETURN_CALL(device, failure, allocate_host, nbytes, out);
+}
+
+int kvn_device_free_host(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    RETURN_CALL(device, failure, free_host, address);
+}
+
+int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_memory_place *out,
+                      kvn_failure *failure)
+{
+    *out = (kvn_memory_place){.kind = KVN_MEMORY_PAGEABLE};
+    RETURN_CALL(device, failure, locate, address, out);
+}
+
+int kvn_device_copy(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
+                    uint64_t nbytes, kvn_failure *failure)
+{
+    if (nbytes == 0)
+        return KVN_OK;
+    RETURN_CALL(device, failure, copy, direction, dst, src, nbytes);
+}
+
+int kvn_device_clear(const kvn_device *device, uint64_t address, uint64_t nbytes,
+                     kvn_failure *failure)
+{
+    if (nbytes == 0)
+        return KVN_OK;
+    RETURN_CALL(device, failure, clear, address, nbytes);
+}
+
+int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
+                      kvn_failure *failure)
+{
+    RETURN_CALL(device, failure, memory, free_nbytes, total_nbytes);
+}
+
+/* ---- pinned host memory ---- */
+
+/* Index of the first range that ends beyond `address`; with the mutex held. */
+static size_t find_pinned(const kvn_device *device, uint64_t address)
+{
+    size_t low = 0, high = device->num_pinned;
+
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (device->pinned[middle].last > address)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* Notes the range, unless it overlaps another; so no two threads register overlapping ones. */
+static int note_pinned(kvn_device *device, kvn_pinned range, kvn_failure *failure)
+{
+    const size_t at = find_pinned(device, range.first);
+    kvn_pinned *pinned;
+
+    if (at < device->num_pinned && device->pinned[at].first < range.last)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "[0x%" PRIx64 ", 0x%" PRIx64 ") overlaps [0x%" PRIx64 ", 0x%" PRIx64
+                        "), which is pinned for device %d already", range.first, range.last,
+                        device->pinned[at].first, device->pinned[at].last, (int)device->id);
+    pinned = realloc(device->pinned, (device->num_pinned + 1) * sizeof *pinned);
+    if (!pinned)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note a pinned range");
+    memmove(pinned + at + 1, pinned + at, (device->num_pinned - at) * sizeof *pinned);
+    pinned[at] = range;
+    device->pinned = pinned;
+    device->num_pinned++;
+    return KVN_OK;
+}
+
+static void forget_pinned(kvn_device *device, uint64_t address)
+{
+    size_t at;
+
+    pthread_mutex_lock(&device->mutex);
+    at = find_pinned(device, address);
+    if (at < device->num_pinned && device->pinned[at].first == address) {
+        device->num_pinned--;
+        memmove(device->pinned + at, device->pinned + at + 1,
+                (device->num_pinned - at) * sizeof *device->pinned);
+    }
+    pthread_mutex_unlock(&device->mutex);
+}
+
+static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
+{
+    RETURN_CALL(device, failure, pin, address, nbytes);
+}
+
+static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
+{
+    RETURN_CALL(device, failure, unpin, address);
+}
+
+int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t last;
+    int status;
+
+    if (kvn_device_check_process(device, failure) != KVN_OK)
+        return failure->status;
+    if (address == 0 || address % page)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "address is 0x%" PRIx64 "; it must be that of a page (a multiple of %" PRIu64
+                        ", not 0)", address, page);
+    if (nbytes == 0 || __builtin_add_overflow(address, nbytes, &last))
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "nbytes is %" PRIu64 "; it must be at least 1, and the range end below 2**64",
+                        nbytes);
+    pthread_mutex_lock(&device->mutex);
+    status = note_pinned(device, (kvn_pinned){address, last}, failure);
+    pthread_mutex_unlock(&device->mutex);
+    if (status != KVN_OK)
+        return status;
+    status = pin(device, (void *)(uintptr_t)address, nbytes, failure);
+    if (status != KVN_OK)
+        forget_pinned(device, address);
+    return status;
+}
+
+int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure)
+{
+    const int status = unpin(device, (void *)(uintptr_t)address, failure);
+
+    forget_pinned(device, address); /* also where that failed: nobody can rely on it any more */
+    return status;
+}
+
+bool kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out)
+{
+    bool pinned;
+    size_t at;
+
+    pthread_mutex_lock(&device->mutex);
+    at = find_pinned(device, address);
+    pinned = at < device->num_pinned && device->pinned[at].first <= address;
+    if (pinned)
+        *out = device->pinned[at];
+    pthread_mutex_unlock(&device->mutex);
+    return pinned;
+}
+
+/* ---- the fallback ---- */
+
+void kvn_device_fall_back(kvn_device *device, const char *why)
+{
+    pthread_mutex_lock(&device->mutex);
+    if (atomic_load(&device->batch_copies)) {
+        snprintf(device->fallback, sizeof device->fallback, "%s", why);
+        atomic_store(&device->batch_copies, 0);
+    }
+    pthread_mutex_unlock(&device->mutex);
+}
+
+void kvn_device_fallback(kvn_device *device, char *out, size_t room)
+{
+    pthread_mutex_lock(&device->mutex);
+    snprintf(out, room, "%s", device->fallback);
+    pthread_mutex_unlock(&device->mutex);
+}

@@ -1,0 +1,78 @@
+/* One accelerator, whatever its kind: its memory, and the host memory that is pinned for it. Every thread
+ * that calls the runtime must have a context: threads of ours set the device once, calls on threads of others
+ * go between enter and leave, which put back what was current (a framework in the same process has
+ * contexts of its own). */
+#ifndef KVN_DEVICE_DEVICE_H
+#define KVN_DEVICE_DEVICE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "device/ops.h"
+
+/* Host memory known to be pinned: [first, last). */
+typedef struct kvn_pinned {
+    uint64_t first;
+    uint64_t last;
+} kvn_pinned;
+
+/* One per device id and process; it must stay in place. */
+struct kvn_device {
+    const kvn_device_ops *ops;
+    const void *runtime; /* what the ops are called with: theirs to know */
+    int32_t id;
+    pid_t pid;               /* of the process that opened it: no other may use it */
+    void *context;           /* the device's primary one; never destroyed by us */
+    atomic_uint batch_copies; /* kvn_batch_copies: only ever taken away */
+    pthread_mutex_t mutex;   /* guards what follows */
+    char fallback[256];      /* why not all batch copies are used; "" while they are */
+    kvn_pinned *pinned;      /* ascending, disjoint */
+    size_t num_pinned;
+};
+
+/* The device's primary context. The runtime is initialized, and outlives the device. */
+int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
+                    kvn_failure *failure);
+/* Nothing of it is in use. The device itself is not reset: others in the process may use it. */
+void kvn_device_close(kvn_device *device);
+/* KVN_INVALID in a process forked from the one that opened it. */
+int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
+
+/* Makes the device's context current on this thread; *previous is for kvn_device_leave. */
+int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure);
+/* Puts back the context that was current, if there was one. */
+void kvn_device_leave(const kvn_device *device, void *previous);
+
+/* ---- from any thread; each enters and leaves. As the rows of kvn_device_ops ---- */
+
+int kvn_device_allocate(const kvn_device *device, uint64_t nbytes, void **out,
+                        kvn_failure *failure);
+int kvn_device_free(const kvn_device *device, void *address, kvn_failure *failure);
+int kvn_device_allocate_host(const kvn_device *device, uint64_t nbytes, void **out,
+                             kvn_failure *failure);
+int kvn_device_free_host(const kvn_device *device, void *address, kvn_failure *failure);
+/* Pins host memory of others, so that copies need no help of the processor. */
+int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
+int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure);
+int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_memory_place *out,
+                      kvn_failure *failure);
+/* 0 bytes are copied and zeroed without a call. */
+int kvn_device_copy(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
+                    uint64_t nbytes, kvn_failure *failure);
+int kvn_device_clear(const kvn_device *device, uint64_t address, uint64_t nbytes,
+                     kvn_failure *failure);
+int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
+                      kvn_failure *failure);
+
+/* ---- for the backends that copy ---- */
+
+/* The range pinned by kvn_device_pin that holds `address`; false where there is none. */
+bool kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out);
+/* From now on without batch copies; the reason of the latest step down is kept. */
+void kvn_device_fall_back(kvn_device *device, const char *why);
+/* Copies the reason, "" when there is none. */
+void kvn_device_fallback(kvn_device *device, char *out, size_t room);
+
+#endif

@@ -1,0 +1,111 @@
+/* What a kind of accelerator gives to device/: a table of calls, which its own folder fills in (acl/ops.c
+ * for Ascend). Everything else of a device, its backends included, is written once, over this table.
+ *
+ * A call returns KVN_OK, or a negative kvn_status with `failure` filled in: the runtime's own code, and a
+ * message of one line, "call: code (words): the runtime's text". What a failed call leaves behind for its
+ * thread, a text say, is taken by then, so that it does not come with a later failure. Failures that are
+ * expected cost little more than that: `failure` is never NULL, but often ignored.
+ *
+ * Calls are made by any thread on which the device's context is current, unless they say otherwise; of one
+ * stream by one thread at a time, but for abort_stream. Sizes are bytes, and not 0. */
+#ifndef KVN_DEVICE_OPS_H
+#define KVN_DEVICE_OPS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/failure.h"
+#include "kvnative/backend.h"
+
+typedef struct kvn_device kvn_device;
+typedef void *kvn_stream; /* the runtime's handle; NULL is none */
+
+typedef enum kvn_memory_kind {
+    KVN_MEMORY_PAGEABLE, /* of the host; also what the runtime does not know */
+    KVN_MEMORY_PINNED,   /* of the host */
+    KVN_MEMORY_DEVICE,
+    KVN_MEMORY_MANAGED /* moves between the two by itself */
+} kvn_memory_kind;
+
+/* Where memory lies. */
+typedef struct kvn_memory_place {
+    kvn_memory_kind kind;
+    uint32_t device;      /* its number; of host memory as the runtime says */
+    uint32_t page_nbytes; /* 0: unknown */
+} kvn_memory_place;
+
+/* The batch copies that work on a device: flags. */
+typedef enum kvn_batch_copies {
+    KVN_BATCH_ASYNC = 1 << 0,   /* copy_batch on a stream */
+    KVN_BATCH_BLOCKING = 1 << 1 /* copy_batch without one: what pageable memory is better copied with */
+} kvn_batch_copies;
+
+typedef struct kvn_device_ops {
+    const char *name;    /* of backends, and in names of threads, so short: "acl" */
+    const char *runtime; /* as messages call it: "the Ascend runtime" */
+    int aborted_code;    /* of work whose stream was aborted; 0 where there is no such code */
+    uint64_t max_batch;  /* descriptors of one copy_batch */
+
+    /* ---- contexts; on any thread ---- */
+
+    /* Makes the device's primary context current on this thread; *context (unless NULL) is then that one. */
+    int (*set_device)(const kvn_device *device, void **context, kvn_failure *failure);
+    /* The context that is current on this thread; NULL when there is none, which is not a failure. */
+    void *(*get_context)(const kvn_device *device);
+    int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
+
+    /* ---- memory ---- */
+
+    /* Device memory, in pages that can be shared with other devices. */
+    int (*allocate)(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
+    int (*free)(const kvn_device *device, void *address, kvn_failure *failure);
+    /* Pinned host memory. */
+    int (*allocate_host)(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
+    int (*free_host)(const kvn_device *device, void *address, kvn_failure *failure);
+    /* Pins memory of the host that is allocated already; `address` is that of a page. */
+    int (*pin)(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure);
+    /* KVN_OK also where somebody else has unpinned it. */
+    int (*unpin)(const kvn_device *device, void *address, kvn_failure *failure);
+    /* *out is preset to pageable memory, which stands for what the runtime does not know: KVN_OK. */
+    int (*locate)(const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure);
+    /* Copies, and waits: KVN_HOST_TO_DEVICE or KVN_DEVICE_TO_HOST, any host memory. */
+    int (*copy)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
+                uint64_t nbytes, kvn_failure *failure);
+    /* Zeroes device memory, and waits. */
+    int (*clear)(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
+    int (*memory)(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
+                  kvn_failure *failure);
+
+    /* ---- streams ---- */
+
+    int (*create_stream)(const kvn_device *device, kvn_stream *out, kvn_failure *failure);
+    /* Waits for the work on it. */
+    int (*destroy_stream)(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
+    /* Stops the work on it, running and queued. KVN_OK: none of it touches memory any more, and the stream
+     * can be destroyed. Any failure: it may go on. From any thread, while another waits for the stream. */
+    int (*abort_stream)(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
+    /* Destroys it with the work on it. KVN_OK: none of that touches memory any more. Any failure: the stream
+     * is still there; so say where a runtime would let the work go on. */
+    int (*drop_stream)(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
+    /* Waits for the work on it, at most `ms` >= 1: KVN_PENDING when it is not done. The failure of the work
+     * itself is returned here, once. */
+    int (*wait_stream)(const kvn_device *device, kvn_stream stream, int ms, kvn_failure *failure);
+
+    /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST; copy_async also _DEVICE_TO_DEVICE ---- */
+
+    /* Issues one copy. Of pageable memory it may be done on return. */
+    int (*copy_async)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
+                      uint64_t nbytes, kvn_stream stream, kvn_failure *failure);
+    /* Which kvn_batch_copies the runtime has. Where KVN_BATCH_ASYNC is not among them `why` is a sentence;
+     * preset to "". */
+    unsigned (*batch_copies)(const kvn_device *device, char *why, size_t room);
+    /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns.
+     * KVN_UNSUPPORTED: nothing was copied, and no batch ever will be. Other failures: *failed (preset to
+     * SIZE_MAX) is the index of the descriptor at fault, where that is known. NULL where batch_copies is
+     * always 0. */
+    int (*copy_batch)(const kvn_device *device, kvn_direction direction, const uint64_t *dst,
+                      const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_stream stream,
+                      size_t *failed, kvn_failure *failure);
+} kvn_device_ops;
+
+#endif

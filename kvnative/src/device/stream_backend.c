@@ -1,0 +1,404 @@
+#include "device/stream_backend.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/clock.h"
+#include "core/job.h"
+#include "core/report.h"
+
+#define SHARD_COST (1u << 20)
+/* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
+#define PATIENCE_NS 25000000
+
+/* What one channel moves of a request. */
+typedef struct shard {
+    kvn_channel_job job; /* first: the channel's thread gets it as that */
+    kvn_request *request;
+    kvn_channel *channel;
+    kvn_columns columns;
+    uint64_t offset; /* index of its first descriptor in the batch */
+} shard;
+
+/* A batch on its way over channels: its shards, and their outcome. */
+struct kvn_request {
+    kvn_stream_backend *self;
+    pthread_mutex_t mutex; /* guards `report`, `remark`, `open`, `why` and `failing` */
+    pthread_cond_t changed;
+    atomic_int stop;        /* running shards look at it */
+    atomic_bool finished;   /* read without the mutex by poll; `report` is stable then */
+    atomic_uint_fast64_t moved;
+    uint64_t count;
+    uint64_t total;
+    int why;       /* why it was given up: KVN_TIMEOUT or KVN_CANCELLED; KVN_OK while it was not */
+    bool failing;  /* a shard has failed: no further one begins */
+    unsigned open; /* shards without an outcome */
+    unsigned num_shards;
+    char remark[128]; /* the message of a shard that was stopped; "" for none */
+    kvn_report report;
+    shard shards[];
+};
+
+static kvn_stream_backend *stream_backend(const kvn_backend *self)
+{
+    return (kvn_stream_backend *)self;
+}
+
+/* ---- outcomes of shards; with the request's mutex ---- */
+
+static void note_failure(kvn_request *request, const shard *it, int status,
+                         const kvn_channel_fault *fault)
+{
+    kvn_report *report = &request->report;
+    const uint64_t failed = fault->failed < it->columns.count ? it->offset + fault->failed
+                                                                 : KVN_NO_DESCRIPTOR;
+
+    if (report->status != KVN_OK && failed >= report->failed)
+        return; /* the first that is known counts */
+    report->failed = failed;
+    report->status = status;
+    report->code = fault->why.code;
+    memcpy(report->message, fault->why.message, sizeof report->message);
+}
+
+static void report_abandoned(kvn_request *request)
+{
+    kvn_report *report = &request->report;
+    size_t end;
+
+    kvn_report_abandoned(report, request->why ? request->why : KVN_CANCELLED, request->count,
+                         request->total);
+    end = strlen(report->message);
+    if (*request->remark)
+        snprintf(report->message + end, sizeof report->message - end, "; %s", request->remark);
+}
+
+static void finish(kvn_request *request)
+{
+    kvn_report *report = &request->report;
+
+    kvn_report_merge_spans(report);
+    report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
+    if (report->status == KVN_OK && report->num_unconfirmed > 0)
+        report_abandoned(request);
+    atomic_store_explicit(&request->finished, true, memory_order_release);
+    pthread_cond_broadcast(&request->changed);
+}
+
+/* ---- shards ---- */
+
+/* `fault` says how much of the shard has arrived where `status` is not KVN_OK. */
+static void settle(shard *it, int status, kvn_channel_fault *fault)
+{
+    kvn_request *request = it->request;
+    const uint64_t count = it->columns.count;
+    kvn_columns confirmed = it->columns;
+    uint64_t nbytes;
+
+    if (status != KVN_OK) {
+        if (fault->confirmed >= count)
+            fault->confirmed = count - 1; /* something of it failed, or was never begun */
+        if (fault->confirmed > fault->failed)
+            fault->confirmed = fault->failed;
+        confirmed.count = fault->confirmed;
+    }
+    kvn_columns_total(&confirmed, &nbytes);
+    atomic_fetch_add_explicit(&request->moved, nbytes, memory_order_relaxed);
+
+    pthread_mutex_lock(&request->mutex);
+    kvn_report_add_span(&request->report, it->offset + confirmed.count, it->offset + count);
+    if (status != KVN_OK && status != KVN_CANCELLED)
+        note_failure(request, it, status, fault);
+    if (status == KVN_CANCELLED && !*request->remark)
+        snprintf(request->remark, sizeof request->remark, "%.127s", fault->why.message);
+    if (--request->open == 0)
+        finish(request);
+    pthread_mutex_unlock(&request->mutex);
+}
+
+/* Takes back the shards that have not begun. The caller has a shard that is open, or is in a call on the
+ * request: it stays. */
+static void drop_queued(kvn_request *request)
+{
+    kvn_channel_fault none;
+
+    kvn_channel_fault_begin(&none);
+    for (unsigned i = 0; i < request->num_shards; i++)
+        if (kvn_channel_withdraw(request->shards[i].channel, &request->shards[i].job))
+            settle(&request->shards[i], KVN_CANCELLED, &none);
+}
+
+/* Whether to begin no further shard. */
+static bool is_given_up(kvn_request *request)
+{
+    bool given_up;
+
+    pthread_mutex_lock(&request->mutex);
+    given_up = request->why != KVN_OK || request->failing;
+    pthread_mutex_unlock(&request->mutex);
+    return given_up;
+}
+
+static void fail_others(kvn_request *request)
+{
+    pthread_mutex_lock(&request->mutex);
+    request->failing = true;
+    pthread_mutex_unlock(&request->mutex);
+    drop_queued(request);
+}
+
+/* Whether the failure is that of a stream which somebody aborted. */
+static bool is_aborted(const kvn_channel *channel, const kvn_channel_fault *fault)
+{
+    return fault->why.code != 0 &&
+           fault->why.code == kvn_channel_device(channel)->ops->aborted_code;
+}
+
+/* On the channel's thread. */
+static void run(kvn_channel_job *job, kvn_channel *channel)
+{
+    shard *it = (shard *)job;
+    kvn_request *request = it->request;
+    kvn_channel_fault fault, ignored;
+    int status = KVN_CANCELLED;
+
+    kvn_channel_fault_begin(&fault);
+    if (!is_given_up(request))
+        status = kvn_channel_ready(channel, &fault);
+    if (status == KVN_OK) {
+        status = request->self->move(request->self, channel, &it->columns, &request->stop,
+                                     &fault);
+        if (kvn_channel_settle(channel)) {
+            fault.confirmed = 0; /* what was issued may be dropped, whatever a wait has said */
+            if (status == KVN_OK || is_aborted(channel, &fault)) {
+                kvn_channel_fault_begin(&fault);
+                status = KVN_CANCELLED;
+            }
+        }
+        if (status != KVN_OK)
+            kvn_channel_synchronize(channel, &request->stop, &ignored);
+    } else {
+        kvn_channel_settle(channel);
+    }
+    if (status != KVN_OK && status != KVN_CANCELLED)
+        fail_others(request);
+    settle(it, status, &fault);
+}
+
+/* ---- the request ---- */
+
+/* For at most `shards` shards; NULL without memory. */
+static kvn_request *create_request(kvn_stream_backend *self, const kvn_columns *batch, uint64_t total,
+                                   unsigned shards)
+{
+    kvn_request *request = malloc(sizeof *request + shards * sizeof(shard));
+
+    if (!request)
+        return NULL;
+    memset(request, 0, offsetof(kvn_request, report));
+    request->self = self;
+    request->count = batch->count;
+    request->total = total;
+    pthread_mutex_init(&request->mutex, NULL);
+    kvn_cond_init(&request->changed);
+    kvn_report_begin(&request->report);
+    request->report.status = KVN_OK;
+    return request;
+}
+
+static void cut(kvn_request *request, const kvn_columns *batch, uint64_t cost, unsigned wanted)
+{
+    const kvn_stream_backend *self = request->self;
+    uint64_t at = 0;
+
+    while (at < batch->count) {
+        shard *it = &request->shards[request->num_shards++];
+        const uint64_t first = at, share = cost / (wanted - (request->num_shards - 1));
+        uint64_t taken = 0;
+
+        do
+            taken += batch->nbytes[at++] + self->descriptor_cost;
+        while (at < batch->count && (taken < share || request->num_shards == wanted));
+        cost -= taken;
+        it->job = (kvn_channel_job){.run = run};
+        it->request = request;
+        it->offset = first;
+        it->columns = *batch;
+        it->columns.dst += first;
+        it->columns.src += first;
+        it->columns.nbytes += first;
+        it->columns.count = at - first;
+        it->columns.first += first;
+    }
+}
+
+static void submit_shards(kvn_request *request)
+{
+    kvn_stream_backend *self = request->self;
+    unsigned best = 0, least = kvn_channel_load(self->channels[0]);
+
+    for (unsigned i = 1; i < self->num_channels && least > 0; i++) {
+        unsigned load = kvn_channel_load(self->channels[i]);
+        if (load < least) {
+            least = load;
+            best = i;
+        }
+    }
+    /* A shard that fails at once looks at all of them. */
+    request->open = request->num_shards;
+    for (unsigned i = 0; i < request->num_shards; i++)
+        request->shards[i].channel = self->channels[(best + i) % self->num_channels];
+    for (unsigned i = 0; i < request->num_shards; i++)
+        kvn_channel_submit(request->shards[i].channel, &request->shards[i].job);
+}
+
+/* Cuts the batch at descriptors, into shards of about equal cost, at most `wanted`, and gives them to the
+ * channels, beginning with the one that has least to do. */
+static void begin(kvn_request *request, const kvn_columns *batch, uint64_t cost, unsigned wanted)
+{
+    cut(request, batch, cost, wanted);
+    if (request->num_shards == 0)
+        finish(request);
+    else
+        submit_shards(request);
+}
+
+/* ---- the calls of the vtable ---- */
+
+static bool is_ours(const kvn_backend *self)
+{
+    return kvn_channel_is_ours(stream_backend(self)->channels[0]);
+}
+
+static int refuse_foreign(const kvn_backend *self, uint64_t count, kvn_report *report)
+{
+    return kvn_report_refuse(report, count, KVN_INVALID, 0,
+                             "the channels of the backend %s belong to another process, from which "
+                             "this one was forked", self->vtable->name);
+}
+
+/* ---- submit ---- */
+
+/* In how many shards to move the batch, so that each is worth a channel. */
+static unsigned num_shards_of(const kvn_stream_backend *self, const kvn_columns *batch, uint64_t cost)
+{
+    uint64_t shards = cost / self->shard_cost;
+
+    if (shards > self->num_channels)
+        shards = self->num_channels;
+    if (shards > batch->count)
+        shards = batch->count;
+    return shards > 1 ? (unsigned)shards : 1;
+}
+
+static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
+                  kvn_report *report)
+{
+    kvn_stream_backend *self = stream_backend(base);
+    uint64_t total, cost;
+    unsigned shards;
+
+    *out = NULL;
+    if (!is_ours(base))
+        return refuse_foreign(base, batch->count, report);
+    if (!kvn_columns_total(batch, &total) ||
+        __builtin_mul_overflow(batch->count, self->descriptor_cost, &cost) ||
+        __builtin_add_overflow(cost, total, &cost))
+        return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
+                                 "the sizes of %zu descriptors add up to more than 2**64 - 1 bytes",
+                                 batch->count);
+    shards = num_shards_of(self, batch, cost);
+    kvn_request *request = create_request(self, batch, total, shards);
+    if (!request)
+        return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
+                                 "no memory for a request of %u shards", shards);
+    *out = request;
+    begin(request, batch, cost, shards);
+    return KVN_OK;
+}
+
+/* ---- poll, wait, abort ---- */
+
+static int poll_request(kvn_backend *self, kvn_request *request, kvn_report *report)
+{
+    (void)self;
+    if (!atomic_load_explicit(&request->finished, memory_order_acquire)) {
+        kvn_report_begin(report);
+        report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
+        return KVN_PENDING;
+    }
+    kvn_report_copy(report, &request->report);
+    return report->status;
+}
+
+static int wait_request(kvn_backend *self, kvn_request *request, int64_t deadline_ns,
+                        kvn_report *report)
+{
+    if (!is_ours(self))
+        return refuse_foreign(self, request->count, report);
+    pthread_mutex_lock(&request->mutex);
+    while (!atomic_load_explicit(&request->finished, memory_order_relaxed))
+        if (!kvn_cond_wait(&request->changed, &request->mutex, deadline_ns))
+            break;
+    pthread_mutex_unlock(&request->mutex);
+    return poll_request(self, request, report);
+}
+
+static int abort_request(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
+{
+    if (!is_ours(self))
+        return refuse_foreign(self, request->count, report);
+    pthread_mutex_lock(&request->mutex);
+    if (request->open > 0 && request->why == KVN_OK) {
+        request->why = why;
+        atomic_store(&request->stop, 1);
+    }
+    pthread_mutex_unlock(&request->mutex);
+    /* Shards behind those of another request would else be dropped only when they begin. */
+    drop_queued(request);
+    /* Again and again: a thread may have looked just before, and begun to wait just after. */
+    while (wait_request(self, request, kvn_now_ns() + PATIENCE_NS, report) == KVN_PENDING)
+        for (unsigned i = 0; i < request->num_shards; i++)
+            kvn_channel_interrupt(request->shards[i].channel, &request->shards[i].job);
+    return poll_request(self, request, report);
+}
+
+static void release_request(kvn_backend *self, kvn_request *request)
+{
+    if (!is_ours(self))
+        return; /* the mutex may have been inherited locked */
+    /* Who finished the request may still hold the mutex; after this nobody looks at it. */
+    pthread_mutex_lock(&request->mutex);
+    pthread_mutex_unlock(&request->mutex);
+    pthread_cond_destroy(&request->changed);
+    pthread_mutex_destroy(&request->mutex);
+    free(request);
+}
+
+/* ---- the backend ---- */
+
+int kvn_stream_backend_init(kvn_stream_backend *self, const char *name,
+                            void (*destroy)(kvn_backend *self), kvn_channel **channels,
+                            unsigned num_channels, kvn_stream_move move)
+{
+    if (num_channels < 1 || num_channels > KVN_MAX_CHANNELS)
+        return EINVAL;
+    memset(self, 0, sizeof *self);
+    self->vtable = (kvn_backend_vtable){
+        .name = name,
+        .submit = submit,
+        .poll = poll_request,
+        .wait = wait_request,
+        .abort = abort_request,
+        .release = release_request,
+        .destroy = destroy,
+    };
+    self->base.vtable = &self->vtable;
+    self->move = move;
+    self->channels = channels;
+    self->num_channels = num_channels;
+    self->shard_cost = SHARD_COST;
+    return 0;
+}
