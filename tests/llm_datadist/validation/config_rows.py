@@ -106,7 +106,7 @@ PROPERTIES: dict[str, list[tuple[object, Accepted | Raised]]] = {
 DIFFERENT = {
     "LLMConfig.cluster_info = 'notjson'": (
         INVALID,
-        "a value that is refused is an LLMException of the interface (defect 8)",
+        "a refused value raises an LLMException of the interface (defect 8)",
     ),
 }
 

@@ -104,16 +104,16 @@ DEFECTS = [
         (case("layer beyond the remote cache", layer_beyond, INVALID),),
     ),
     Difference(
-        "the peer's caches are read once, at the first pull: later ones do not exist, and freed "
-        "ones are pulled as if they were there",
-        "later ones are found; freed ones: LLM_KV_CACHE_NOT_EXIST",
+        "the peer's caches are read once, at the first pull: caches made later do not exist "
+        "for it, and freed ones are still pulled as if they existed",
+        "caches made later are found; freed ones give LLM_KV_CACHE_NOT_EXIST",
         (
             case("cache made after the first pull", later_caches, Accepted([10, 20])),
             case("cache freed after the first pull", freed_cache, NOT_EXIST),
         ),
     ),
     Difference(
-        "transfer_cache_async of layers that do not begin at 0 moves nothing, and reads as success",
+        "transfer_cache_async of layers that do not begin at 0 moves nothing and reports a success",
         "the layers are transferred",
         (
             case(
@@ -124,7 +124,7 @@ DEFECTS = [
         ),
     ),
     Difference(
-        "an exception in synchronize_layer ends the transfer, and reads as success",
+        "an exception in synchronize_layer ends the transfer and reports a success",
         "LLM_FAILED for each destination that needed the layer; the traceback is logged",
         (
             case(
@@ -146,7 +146,7 @@ DEFECTS = [
         rows=("register blocks same key twice",),
     ),
     Difference(
-        "role None, a port that is no number and a cluster_info that is no JSON give KeyError, "
+        "role None, a port that is not a number and a cluster_info that is not JSON give KeyError, "
         "ValueError and JSONDecodeError",
         "TypeError for the role, LLM_PARAM_INVALID for the others",
         rows=(

@@ -79,7 +79,7 @@ ROWS = [
         Raised(ValueError),
         {**CACHE_MANAGER, "llm.listenIpInfo": "127.0.0.1:abc"},
         ours=INVALID,
-        why="a value that is refused is an LLMException of the interface (defect 8)",
+        why="a refused value raises an LLMException of the interface (defect 8)",
     ),
     managed("init listen ipv6 '[::1]:26901'", INVALID, {"llm.listenIpInfo": "[::1]:26901"}),
     managed("init listen bad ip", INVALID, {"llm.listenIpInfo": "300.0.0.1:26901"}),

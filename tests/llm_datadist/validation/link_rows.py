@@ -112,7 +112,7 @@ ROLE = [
         lambda e: e.datadist.switch_role(None),
         "engine",
         ours=TYPE,
-        why="no role means nothing; a wrong type is a TypeError everywhere else (defect 8)",
+        why="None is not a role; a wrong type is a TypeError everywhere else (defect 8)",
     ),
     row("switch_role same role", status(LLMStatusCode.LLM_EXIST_LINK), same_role, "linked"),
 ]

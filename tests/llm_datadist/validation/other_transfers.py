@@ -192,7 +192,7 @@ TRANSFERS = [
     Difference(
         "transfer_cache_async of a paged cache without block tables moves row src_batch_index to "
         "row batch_index of the key (0 of a BlocksCacheKey): one block",
-        "the same, and a warning in the log",
+        "the same, with a warning in the log",
         (
             Row(
                 "block 1 to block 3 without block tables",
@@ -204,8 +204,8 @@ TRANSFERS = [
     ),
     Difference(
         "dst_addrs of a TransferConfig are written wherever they point",
-        "they must lie in one cache of the peer: LLM_PARAM_INVALID, or (in none) "
-        "LLM_KV_CACHE_NOT_EXIST",
+        "they must all be in one cache of the peer: else LLM_PARAM_INVALID, or "
+        "LLM_KV_CACHE_NOT_EXIST if they are in none",
         (
             Row(
                 "dst_addrs in two caches, and in none",
@@ -216,8 +216,8 @@ TRANSFERS = [
         ),
     ),
     Difference(
-        "get_results while transfer_cache_async goes on: LLM_TIMEOUT for all destinations",
-        "for those that go on; the others have their status",
+        "get_results while transfer_cache_async is in progress: LLM_TIMEOUT for all destinations",
+        "LLM_TIMEOUT only for those in progress; the others have their status",
         (
             Row(
                 "get_results while one of two goes on",
@@ -228,8 +228,8 @@ TRANSFERS = [
         ),
     ),
     Difference(
-        "a destination of transfer_cache_async that fails ends the others, whose result is None",
-        "each fails alone",
+        "if one destination of transfer_cache_async fails, the others end, with the result None",
+        "each destination fails independently",
         (
             Row(
                 "one of two destinations fails",
@@ -241,8 +241,9 @@ TRANSFERS = [
     ),
     Difference(
         "after synchronize_layer has returned False or raised it is not called again; destinations "
-        "that needed later layers only have the result None",
-        "nor here; all that needed a layer from there on have LLM_PARAM_INVALID, or LLM_FAILED",
+        "that needed only later layers have the result None",
+        "it is not called again either; all destinations that needed that layer or a later one "
+        "have LLM_PARAM_INVALID, or LLM_FAILED",
         (
             Row(
                 "synchronize_layer that ends at layer 0",
@@ -259,24 +260,25 @@ TRANSFERS = [
         (Row("transfer_cache_async to key None", TYPE, key_is_none, "linked"),),
     ),
     Difference(
-        "a push without layer ranges moves whole layers only",
-        "a last layer that has fewer tensors, too",
+        "a push without layer ranges moves only complete layers",
+        "it also moves a last layer that has fewer tensors",
         (Row("push of 3 tensors", Accepted([0, 0, 0]), odd_tensor, "linked"),),
     ),
     Difference(
-        "an empty layer range of a pull counts as not given",
+        "an empty layer range of a pull is treated as not given",
         "LLM_PARAM_INVALID",
         (Row("pull_cache of no layer", INVALID, no_layers, "linked"),),
     ),
     Difference(
-        "a slot that is cut into blocks may go to one block twice: the last chunk counts",
-        "LLM_PARAM_INVALID; of blocks that go to one block the last counts, as there",
+        "a slot that is cut into blocks may name one block twice: the last chunk counts",
+        "LLM_PARAM_INVALID; if several blocks are copied to one block, the last counts, as in the "
+        "official package",
         (Row("two chunks into block 0", INVALID, chunks_into_one_block, "linked"),),
     ),
     Difference(
         "in request mode a registered cache is remote_accessible by default if it is of "
-        "Placement.DEVICE and link was not called; peers pull any through buffers",
-        "it always is: peers pull any of them",
+        "Placement.DEVICE and link was not called; peers can pull any cache through buffers",
+        "it is always remote_accessible; peers can pull any cache",
         (
             Row(
                 "pull of host memory that was registered after link",
@@ -287,8 +289,8 @@ TRANSFERS = [
         ),
     ),
     Difference(
-        "with llm.TransferBackend each end has a link of its own, and ends its own",
-        "there is one: the first end that unlinks ends it, and the other is told LLM_SUCCESS too",
+        "with llm.TransferBackend each end has its own link, and ends only that",
+        "there is one: the first end that unlinks ends it, and the other also gets LLM_SUCCESS",
         (
             Row(
                 "pull and unlink after the peer has unlinked",
@@ -310,14 +312,14 @@ TRANSFERS = [
         ),
     ),
     Difference(
-        "an unknown option is ignored, also one like `listen_ip_info`",
-        "ignored too, with a warning in the log that names the nearest; one that is nearly "
-        "llm.listenIpInfo is LLM_PARAM_INVALID, as the engine would listen nowhere",
+        "an unknown option is ignored, even one like `listen_ip_info`",
+        "also ignored, with a warning in the log that names the nearest; one that is almost "
+        "llm.listenIpInfo is LLM_PARAM_INVALID, because the engine would not listen",
         (managed("init listen_ip_info", INVALID, {"listen_ip_info": "127.0.0.1:0"}),),
     ),
     Difference(
-        "numbers for RDMA that no adapter takes are accepted, and fail when linking over one",
-        "they are logged and not used: there is no adapter",
+        "RDMA numbers that no adapter accepts are accepted, and fail when linking over one",
+        "they are logged and not used, because there is no adapter",
         (
             managed(
                 "init with RDMA numbers out of range",
@@ -328,7 +330,7 @@ TRANSFERS = [
     ),
     Difference(
         "an engine can be linked with itself",
-        "LLM_PARAM_INVALID, as the code of that cluster",
+        "LLM_PARAM_INVALID as the code for that cluster",
         (
             Row(
                 "link_clusters with the own cluster",

@@ -41,12 +41,12 @@ def memory_of_a_freed_cache(fresh: Fresh) -> int:
 VERSION_1 = [
     Difference(
         "version 1: one engine may have several devices",
-        "one has one; a KvCache with the addresses of several is refused: LLM_PARAM_INVALID",
+        "one engine has one device; a KvCache with addresses of several: LLM_PARAM_INVALID",
         (Row("version 1: swap with a cache on two devices", INVALID, two_devices, "fresh"),),
     ),
     Difference(
-        "version 1: Tensor(int) takes the number of a tensor of the C++ part, whatever it is",
-        "TypeError: there are no such numbers",
+        "version 1: Tensor(int) accepts any integer as the number of a C++ tensor",
+        "TypeError: tensors have no numbers here",
         (Row("version 1: Tensor(1)", TYPE, lambda: Tensor(1)),),  # type: ignore[arg-type]
     ),
     Difference(
@@ -61,8 +61,8 @@ VERSION_1 = [
         ),
     ),
     Difference(
-        "version 1: a Tensor of a cache that is freed points to memory that may be used again",
-        "the memory stays as long as a Tensor holds it",
+        "version 1: a Tensor of a freed cache points to memory that may be reused",
+        "the memory is kept as long as a Tensor holds it",
         (
             Row(
                 "version 1: Tensor of a freed cache",

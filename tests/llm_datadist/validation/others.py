@@ -1,4 +1,4 @@
-"""What else the official package does otherwise, and no measured case shows."""
+"""Other differences from the official package, which no measured case shows."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def version_1(fresh: Fresh) -> str:
 
 OTHERS = [
     Difference(
-        "any address that is not zero can be registered (seen with its stub engine)",
-        "memory that is not mapped is refused: LLM_PARAM_INVALID",
+        "any address except zero can be registered (observed with its stub engine)",
+        "unmapped memory is refused: LLM_PARAM_INVALID",
         (Row("register memory that is not mapped", INVALID, unmapped, "engine"),),
     ),
     Difference(
@@ -94,7 +94,8 @@ OTHERS = [
         ),
     ),
     Difference(
-        "results of transfer_cache_async are kept by cluster: two configs of one cluster share one",
+        "results of transfer_cache_async are stored by cluster: two configs of one cluster "
+        "share one",
         "each config has its own",
         (
             Row(
@@ -107,18 +108,18 @@ OTHERS = [
     ),
     Difference(
         "copy_blocks with a block that is both read and written, as in {1: [3], 3: [2]}, copies in "
-        "an order that is not defined: blocks below 2 MiB go to four threads at once",
-        "refused: LLM_PARAM_INVALID; two calls say which comes first",
+        "an undefined order: blocks below 2 MiB are copied by four threads at once",
+        "refused: LLM_PARAM_INVALID; make two calls to define the order",
         (Row("copy_blocks of a chain", INVALID, chain_of_blocks, "engine"),),
     ),
     Difference(
-        "transfer_cache_async writes the layers that it chose into the caller's TransferConfig",
-        "the caller's objects stay as they are",
+        "transfer_cache_async writes the selected layers into the caller's TransferConfig",
+        "the caller's objects are not changed",
         (Row("TransferConfig after a transfer", Accepted(None), config_afterwards, "fresh"),),
     ),
     Difference(
-        "a brace in a value that is refused turns the error into KeyError or IndexError",
-        "the error is the one of the rule",
+        "a brace in a refused value turns the error into KeyError or IndexError",
+        "the error is that of the broken rule",
         (managed("init listen '{ip}'", INVALID, {"llm.listenIpInfo": "{ip}"}),),
     ),
     Difference(
@@ -127,13 +128,13 @@ OTHERS = [
         (Row("options of link_retry_count = True", Accepted("1"), true_as_option),),
     ),
     Difference(
-        "None where an object is needed passes the checks, and fails as an AttributeError",
+        "None instead of an object passes the checks, and fails later with an AttributeError",
         "TypeError, with the name of the argument; init(None) is an AttributeError, as measured",
         (Row("deallocate_cache(None)", TYPE, no_cache, "engine"),),
     ),
     Difference(
         "without llm.EnableCacheManager another package is needed, llm_datadist_v1",
-        "it is part of kvplan, over the same engine",
+        "it is part of kvplan, on top of the same engine",
         (Row("init without options", Accepted("KvCacheManager"), version_1, "fresh"),),
     ),
     *TRANSFERS,

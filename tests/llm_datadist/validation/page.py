@@ -1,4 +1,4 @@
-"""docs/llm_datadist-differences.md, from the rows that differ and the defects."""
+"""Generates docs/llm_datadist-differences.md from the rows that differ and the defects."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "llm_datadist-differences.md"
 HEAD = """\
 # Where kvplan.llm_datadist differs from the official package
 
-Each case of this page and its table is a test: `tests/llm_datadist/validation/` has every case
-that was measured with the official library (`hicann/hixl` at 9ed283b). What is compared is the
-outcome, not the text: the type of an exception, the status of an LLMException, and the value where
-one was recorded. The page is generated: `python -m tests.llm_datadist.validation` writes it anew.
+Each case on this page is a test: `tests/llm_datadist/validation/` has every case that was measured
+with the official library (`hicann/hixl` at 9ed283b). The tests compare the outcome, not the text:
+the type of an exception, the status of an LLMException, and the value if one was recorded. This
+page is generated: run `python -m tests.llm_datadist.validation` to write it again.
 
-{measured} cases: {same} have the official outcome, {different} differ.
+Of {measured} cases, {same} have the official outcome and {different} differ.
 
 ## Cases that differ
 
@@ -32,13 +32,13 @@ one was recorded. The page is generated: `python -m tests.llm_datadist.validatio
 | --- | --- | --- |
 {defects}
 
-## What no measured case shows
+## Differences that no measured case shows
 
 | official | kvplan |
 | --- | --- |
 {others}
 
-[differences.md](differences.md) tells how the engine itself differs: links, options, ownership.
+[differences.md](differences.md) lists how the engine itself differs: links, options, ownership.
 """
 
 

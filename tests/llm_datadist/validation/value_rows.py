@@ -71,7 +71,7 @@ DATADISTS = [
         ACCEPTED,
         lambda: LLMDataDist(None, 1),  # type: ignore[arg-type]
         ours=TYPE,
-        why="no role means nothing, and failed only later, with a KeyError (defect 8)",
+        why="None is not a role; the official engine fails later, with a KeyError (defect 8)",
     ),
 ]
 
