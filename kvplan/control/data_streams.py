@@ -167,9 +167,7 @@ class DialledStreams(DataStreams):
         with self._mutex:
             if self._closed:
                 raise ConnectionError(ENDED)
-            _begin_connect(
-                stream, self._address
-            )  # inside the lock: `close` shuts only what connects
+            _begin_connect(stream, self._address)  # within: `close` shuts only what connects
             self._dialling.add(stream)
 
     def _send_hello(self, stream: socket.socket, greeting: bytes, index: int) -> bytes:

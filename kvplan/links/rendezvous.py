@@ -107,7 +107,7 @@ class Rendezvous:
         """Begin to link all members, this engine among them; returns the communicator's id.
 
         Raises:
-            TypeError: comm_name is no str.
+            TypeError: comm_name is not a str.
             LLMException: LLM_PARAM_INVALID.
         """
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
