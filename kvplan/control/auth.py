@@ -164,9 +164,7 @@ class Keys:
         if self.cluster is not None or self._read_user is None or not endpoint.is_loopback:
             return self.cluster
         if self._user is None:
-            self._user = await loop.in_worker(
-                self._read_user
-            )  # a home may be on a slow file system
+            self._user = await loop.in_worker(self._read_user)  # a home may be on a slow disk
         return self._user
 
 

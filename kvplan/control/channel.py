@@ -82,7 +82,8 @@ class Channel:
         peer: its address, for messages.
         connection: what carries the frames.
         streams: makes the data connections of a link, from the challenge of its handshake.
-        heard, sent: when the last message was received and sent, on the clock of `time.monotonic`.
+        last_received, last_sent: when the last message was received and sent, on the clock of
+            `time.monotonic`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Channel:
         listening: bool,
         peer: str,
         streams: OpenStreams,
-        forget: Callable[[Channel], None] | None = None,
+        on_end: Callable[[Channel], None] | None = None,
     ) -> None:
         self.bound: Any | None = None
         self.introduced = False
@@ -102,13 +103,13 @@ class Channel:
         self.peer = peer
         self.streams = streams
         self._refusals = loop.refusals
-        self._forget = forget
-        self._owner = loop
+        self._on_end = on_end
+        self._control = loop
         self._loop = asyncio.get_running_loop()
         self._handler = handler
-        loop.keep(self)  # before its connection: its Close is sent on that
+        loop.register(self)  # before its connection: its Close is sent on that
         self.connection = Connection(
-            loop, key, listening=listening, on_frame=self._receive, on_end=self._break
+            loop, key, listening=listening, on_frame=self._receive, on_end=self._on_connection_end
         )
         self._reason: str | None = None
         self._is_ignoring = False  # after this end has closed
@@ -117,7 +118,7 @@ class Channel:
         self._serving: set[asyncio.Task[Any]] = set()
         self._sending = asyncio.Lock()
         self._undecodable = 0
-        self.heard = self.sent = time.monotonic()
+        self.last_received = self.last_sent = time.monotonic()
         self._heartbeat: Heartbeat | None = None
 
     @property
@@ -219,7 +220,7 @@ class Channel:
             return
         with contextlib.suppress(ConnectionError):
             if self.connection.try_send(encode(body, reply_to=reply_to)):
-                self.sent = time.monotonic()
+                self.last_sent = time.monotonic()
 
     async def wait_closed(self) -> None:
         """Wait until its connection has ended, after `close`."""
@@ -232,7 +233,7 @@ class Channel:
         except ConnectionError:
             self._check_open()
             raise
-        self.sent = time.monotonic()
+        self.last_sent = time.monotonic()
 
     def _receive(self, frame: bytes) -> None:
         if self.closed:
@@ -249,9 +250,9 @@ class Channel:
             self.lose(str(error))
             return
         except Undecodable as error:
-            self._drop(error)
+            self._refuse(error)
             return
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         self.introduced = True
         self._deliver(envelope)
 
@@ -297,14 +298,14 @@ class Channel:
         with contextlib.suppress(ConnectionError):
             await self._send(frame)
 
-    def _drop(self, error: Undecodable) -> None:
+    def _refuse(self, error: Undecodable) -> None:
         self._refusals.note(self.peer, str(error))
         self._undecodable += 1
         if self._undecodable > MAX_UNDECODABLE:
             self.post(Close(_MEANINGLESS, orderly=False))
             self.lose(_MEANINGLESS)
 
-    def _break(self, reason: str) -> None:
+    def _on_connection_end(self, reason: str) -> None:
         if not self.closed and not self.introduced and reason != DISCONNECTED:
             self._refusals.note(self.peer, reason)
         self.lose(reason)
@@ -319,9 +320,9 @@ class Channel:
         for task in self._serving - {asyncio.current_task()}:
             task.cancel()
         self.connection.close(reason)
-        self._owner.forget(self)
-        if self._forget is not None:
-            self._forget(self)
+        self._control.unregister(self)
+        if self._on_end is not None:
+            self._on_end(self)
 
     @property
     def _max_requests(self) -> int:
@@ -341,7 +342,7 @@ class Heartbeat:
     Args:
         channel: the conversation.
         interval_s: seconds without sending after which a Ping is sent.
-        timeout_s: seconds without hearing after which the channel is lost.
+        timeout_s: seconds without receiving after which the channel is lost.
     """
 
     def __init__(self, channel: Channel, interval_s: float, timeout_s: float) -> None:
@@ -349,7 +350,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._step_s = min(interval_s, timeout_s) / _CHECKS_PER_TIMEOUT
-        self._heard = channel.heard
+        self._last_received = channel.last_received
         self._silent_s = 0.0
         self._checked_at = time.monotonic()
         self._plan_check(self._checked_at)
@@ -360,26 +361,27 @@ class Heartbeat:
 
     def _check(self) -> None:
         channel = self._channel
-        # A peer that was heard meanwhile is not silent, whatever else has arrived.
-        drained = channel.heard == self._heard and channel.connection.drain()
+        # A peer that has sent a message meanwhile is not silent, whatever else has arrived.
+        drained = channel.last_received == self._last_received and channel.connection.drain()
         if channel.closed:
             return
         now = time.monotonic()
-        if channel.heard != self._heard:
-            self._heard, self._silent_s = channel.heard, 0.0
+        if channel.last_received != self._last_received:
+            self._last_received, self._silent_s = channel.last_received, 0.0
         elif drained:
             self._silent_s += min(now - self._checked_at, self._step_s)
         self._checked_at = now
         if self._silent_s >= self._timeout_s:
             channel.lose(f"nothing heard for {self._silent_s:.3g} s")
             return
-        if now - channel.sent >= self._interval_s:
+        if now - channel.last_sent >= self._interval_s:
             channel.post(Ping())
         self._plan_check(now)
 
     def _plan_check(self, now: float) -> None:
         """Check again when a Ping is due or the time is up, after a minimal delay."""
-        due_s = min(self._channel.sent + self._interval_s - now, self._timeout_s - self._silent_s)
+        ping_s = self._channel.last_sent + self._interval_s - now
+        due_s = min(ping_s, self._timeout_s - self._silent_s)
         delay_s = min(max(due_s, self._step_s / 2), self._step_s)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
 

@@ -60,7 +60,7 @@ class Connection:
         on_frame: Callable[[bytes], None],
         on_end: Callable[[str], None],
     ) -> None:
-        self._owner = loop
+        self._control = loop
         self._loop = asyncio.get_running_loop()
         self._key = key
         self._listening = listening
@@ -68,7 +68,7 @@ class Connection:
         self._on_end = on_end
         self._validator = ZmtpValidator(encrypted=key is not None)
         self._early = bytearray()  # what the peer sent before there was a ZeroMQ socket
-        self._skip = GREETING_NBYTES  # of ZeroMQ's bytes: its greeting, which was sent by `open`
+        self._skip = GREETING_NBYTES  # of ZeroMQ's bytes: its greeting, which was sent before
         self._is_cookie_due = not listening
         self._opening: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -83,7 +83,7 @@ class Connection:
         self.stream = Stream(self._from_peer, self._peer_ended)
         self._inner = Stream(self._from_zmq, self._zmq_ended)
         self.stream.other, self._inner.other = self._inner, self.stream
-        loop.keep(self)
+        loop.register(self)
 
     def open(self, greeting: bytes = b"") -> None:
         """Begin the ZMTP handshake, on a stream that is connected, or will be at once.
@@ -115,7 +115,7 @@ class Connection:
             raise ConnectionError(self._reason)
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame; waits while the peer does not take what is queued.
+        """Queue a frame; waits while the peer does not read what is queued.
 
         Raises:
             ConnectionError: the connection has ended, with the reason.
@@ -162,7 +162,7 @@ class Connection:
         self._abort_both()
 
     def close(self, reason: str = "closed by this end") -> None:
-        """End the connection; what is queued still leaves, if the peer takes it soon."""
+        """End the connection; what is queued is still sent, if the peer reads it soon."""
         if self._ended:
             return
         self._ended = True
@@ -209,7 +209,7 @@ class Connection:
         self._early.clear()
 
     def _connect_socket(self, name: str) -> None:
-        pair = self._socket = self._owner.new_socket(zmq.PAIR)
+        pair = self._socket = self._control.new_socket(zmq.PAIR)
         pair.linger = _LINGER_MS
         pair.maxmsgsize = MAX_FRAME_NBYTES
         pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
@@ -314,4 +314,4 @@ class Connection:
         if self._abort_timer is not None:
             self._abort_timer.cancel()
         self._closed.set()
-        self._owner.forget(self)
+        self._control.unregister(self)

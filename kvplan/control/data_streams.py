@@ -38,7 +38,7 @@ HELLO_NBYTES: Final = 64
 _MAGIC: Final = b"kvplan"  # ZMTP begins with 0xff
 _VERSION: Final = 1
 _BEGINNING: Final = _MAGIC + bytes((_VERSION,))
-FIELDS: Final = struct.Struct("!7sB8s16s")  # of a hello, before its MAC
+_FIELDS: Final = struct.Struct("!7sB8s16s")  # of a hello, before its MAC
 _MAC_NBYTES: Final = 32
 ENDED: Final = "the link is not being made any more"
 _KEEP_ALIVE: Final = {
@@ -73,8 +73,18 @@ class DataStreams(ABC):
             status_code=LLMStatusCode.LLM_LINK_FAILED,
         )
 
-    def mac(self, label: bytes, *parts: bytes) -> bytes:
-        """The MAC of a hello or its answer."""
+    def _answer(self, greeting: bytes, hello: bytes) -> tuple[int, bytes]:
+        """The index in a complete hello, and the answer to it.
+
+        Raises:
+            Unacceptable: the peer does not know the secret.
+        """
+        fields, mac = hello[: _FIELDS.size], hello[_FIELDS.size :]
+        if not hmac.compare_digest(mac, self._mac(b"client", greeting, fields)):
+            raise Unacceptable("it does not know the secret of the link that it names")
+        return _FIELDS.unpack(fields)[1], self._mac(b"server", greeting, hello)
+
+    def _mac(self, label: bytes, *parts: bytes) -> bytes:
         return hmac.digest(self.secret, label + b"".join(parts), "sha256")
 
 
@@ -167,20 +177,18 @@ class DialledStreams(DataStreams):
         with self._mutex:
             if self._closed:
                 raise ConnectionError(ENDED)
-            _begin_connect(
-                stream, self._address
-            )  # inside the lock: `close` shuts only what connects
+            _begin_connect(stream, self._address)  # within: `close` shuts only what connects
             self._dialling.add(stream)
 
     def _send_hello(self, stream: socket.socket, greeting: bytes, index: int) -> bytes:
         """Prove that this end knows the secret; returns what was sent."""
-        fields = FIELDS.pack(_BEGINNING, index, self.link_id, secrets.token_bytes(16))
-        hello = fields + self.mac(b"client", greeting, fields)
+        fields = _FIELDS.pack(_BEGINNING, index, self.link_id, secrets.token_bytes(16))
+        hello = fields + self._mac(b"client", greeting, fields)
         stream.send(hello)  # a new connection has room
         return hello
 
     def _check_answer(self, answer: bytes, greeting: bytes, hello: bytes) -> None:
-        if not hmac.compare_digest(answer, self.mac(b"server", greeting, hello)):
+        if not hmac.compare_digest(answer, self._mac(b"server", greeting, hello)):
             raise OSError("it does not know the secret of this link")
 
     def _forget(self, streams: list[socket.socket]) -> None:
@@ -207,7 +215,7 @@ def is_hello(received: bytes | bytearray) -> bool:
 
 def link_id_of(hello: bytes | bytearray) -> bytes:
     """The link that a complete hello names; not proven yet."""
-    link_id: bytes = FIELDS.unpack_from(hello)[2]
+    link_id: bytes = _FIELDS.unpack_from(hello)[2]
     return link_id
 
 

@@ -31,7 +31,7 @@ class Endpoint:
 
         Raises:
             TypeError: `text` is not a str.
-            LLMException: LLM_PARAM_INVALID, it is none of these.
+            LLMException: LLM_PARAM_INVALID, it is not one of these.
         """
         check_type("endpoint", text, str)
         if text.startswith(IPC):

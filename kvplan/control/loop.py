@@ -149,7 +149,7 @@ class ControlLoop:
         self._workers: ThreadPoolExecutor | None = None
         self._ending: asyncio.Task[None] | None = None
         self._calls: set[PendingCall[Any]] = set()
-        self._living: dict[Closable, None] = {}  # in order: channels end before their connections
+        self._closables: dict[Closable, None] = {}  # in order: channels close first
         self._authenticator: ZapAuthenticator | None = None
         self.refusals = RefusalLog()
 
@@ -176,13 +176,11 @@ class ControlLoop:
             self._context.socket(zmq.PAIR).close()
             self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
             # Not a method: a loop without references must be collectable.
-            living = (loop, self._context, self._workers, self._calls)
-            self._thread = threading.Thread(target=_serve, args=living, name=self._name)
+            resources = (loop, self._context, self._workers, self._calls)
+            self._thread = threading.Thread(target=_serve, args=resources, name=self._name)
             self._thread.daemon = True
             self._ending = None
-            self._loop = (
-                loop  # before it starts: so that it can be stopped if the start is interrupted
-            )
+            self._loop = loop  # first: it can be stopped even if the start is interrupted
             self._thread.start()
 
     def run(self, coro: Coroutine[Any, Any, _T], timeout_ms: float | None = None) -> _T:
@@ -277,13 +275,13 @@ class ControlLoop:
         _check_descriptors()
         return self._context.socket(kind)
 
-    def keep(self, living: Closable) -> None:
-        """Register an object that is closed before the loop ends; on the loop's thread."""
-        self._living[living] = None
+    def register(self, closable: Closable) -> None:
+        """Have an object closed before the loop ends; on the loop's thread."""
+        self._closables[closable] = None
 
-    def forget(self, closed: Closable) -> None:
+    def unregister(self, closed: Closable) -> None:
         """`closed` has ended by itself; on the loop's thread."""
-        self._living.pop(closed, None)
+        self._closables.pop(closed, None)
 
     def start_authenticator(self) -> None:
         """Authenticate clients from now on, as servers with a key need it; on the loop."""
@@ -309,12 +307,12 @@ class ControlLoop:
                     await disconnect()
             except Exception:
                 _log.exception("event=disconnect_failed thread=%s", self._name)
-        ending = list(self._living)
-        for living in ending:
-            living.close()
+        ending = list(self._closables)
+        for closable in ending:
+            closable.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * CLOSING_S):
-                await asyncio.gather(*(living.wait_closed() for living in ending))
+                await asyncio.gather(*(closable.wait_closed() for closable in ending))
         if self._authenticator is not None:
             self._authenticator.close()
             self._authenticator = None

@@ -1,4 +1,4 @@
-"""What engines say to each other: one typed, bounded message in one frame.
+"""The messages between engines: one typed, bounded message in one frame.
 
 A frame is one byte, the protocol version, and a msgpack array (seq, reply_to, body). Everything in
 a frame is checked while it is decoded; what is not as described here is refused as a whole.
@@ -40,11 +40,11 @@ Generation = Uint32
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """What all messages and their parts have in common."""
+    """The base of all messages and their parts."""
 
 
 class _Body(_Message, frozen=True, tag=True):
-    """A message that says by its tag which one it is."""
+    """The base of messages; the tag says which one it is."""
 
 
 class Offer(_Message, frozen=True):
@@ -116,7 +116,7 @@ class TableEntry(_Message, frozen=True):
 
 
 class Table(_Body, frozen=True):
-    """Notice: caches that came and went; `first` replaces all that the peer knew."""
+    """Notice: caches that were added and removed; `first` replaces all that the peer had."""
 
     version: Natural
     first: bool
@@ -125,7 +125,7 @@ class Table(_Body, frozen=True):
 
 
 class Sync(_Body, frozen=True):
-    """Request: send me what I have not yet been told of your table."""
+    """Request: send me the updates of your table that I do not have yet."""
 
 
 class Synced(_Body, frozen=True):
@@ -200,7 +200,7 @@ class Failed(_Body, frozen=True):
 
     @classmethod
     def of(cls, error: LLMException) -> Failed:
-        """What a peer is told about `error`; a long message is cut."""
+        """The reply to a peer for `error`; a long message is cut."""
         return cls(int(error.status_code), str(error.args[0])[:MAX_TEXT])
 
     def exception(self) -> LLMException:
@@ -209,7 +209,7 @@ class Failed(_Body, frozen=True):
             status = LLMStatusCode(self.status)
         except ValueError:
             status = LLMStatusCode.LLM_FAILED
-        # A peer that fails with success would be believed by nobody.
+        # A failure must not be reported as success.
         if status is LLMStatusCode.LLM_SUCCESS:
             status = LLMStatusCode.LLM_FAILED
         return LLMException(self.reason, status_code=status)
@@ -224,7 +224,7 @@ class Pong(_Body, frozen=True):
 
 
 class Close(_Body, frozen=True):
-    """Notice: this conversation ends here; `orderly` if its sender has wanted to end the link."""
+    """Notice: this conversation ends here; `orderly` if its sender ends the link on purpose."""
 
     reason: Text
     orderly: bool
@@ -267,7 +267,7 @@ class Envelope(_Message, frozen=True, array_like=True):
 
 
 class Undecodable(ValueError):  # noqa: N818 - what it says of a frame
-    """A frame that is no message of this protocol."""
+    """A frame that is not a message of this protocol."""
 
 
 class WrongVersion(Undecodable):
@@ -281,7 +281,7 @@ class WrongVersion(Undecodable):
 
 
 class Refusal(Undecodable):
-    """The peer's own words for why it ends the conversation."""
+    """The reason with which the peer ends the conversation."""
 
 
 _encoder = msgspec.msgpack.Encoder()

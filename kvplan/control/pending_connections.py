@@ -10,7 +10,6 @@ the secret of a link that is being made.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import socket
 import struct
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final
 from kvplan.control.auth import COOKIE_NBYTES, ClusterKey
 from kvplan.control.data_streams import (
     ENDED,
-    FIELDS,
     HELLO_NBYTES,
     DataStreams,
     is_hello,
@@ -287,15 +285,10 @@ class AcceptedStreams(DataStreams):
         Raises:
             Unacceptable: it does not know the secret, or its index was used.
         """
-        hello = bytes(connection.received)
-        fields, mac = hello[: FIELDS.size], hello[FIELDS.size :]
-        if not hmac.compare_digest(mac, self.mac(b"client", connection.greeting, fields)):
-            raise Unacceptable("it does not know the secret of the link that it names")
-        index = FIELDS.unpack(fields)[1]
+        index, answer = self._answer(connection.greeting, bytes(connection.received))
         slot = self._slot(index)
         if slot.done():
             raise Unacceptable("its index is in use, or not waited for any more")
-        answer = self.mac(b"server", connection.greeting, hello)
         try:
             prepare(connection.socket)
             connection.socket.send(answer)  # a new connection has room

@@ -48,7 +48,7 @@ class Server:
 
     def __init__(self, loop: ControlLoop, endpoint: Endpoint, handler: Handler) -> None:
         self.endpoint = endpoint
-        self._owner = loop
+        self._control = loop
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._key: ClusterKey | None = None
@@ -93,7 +93,7 @@ class Server:
         listening.listen(socket.SOMAXCONN)
         server._listening = listening
         server._resume()
-        loop.keep(server)
+        loop.register(server)
         server._sweep()
         return server
 
@@ -118,18 +118,18 @@ class Server:
         self._pending.close()
         for channel in self.channels:
             channel.close("the server is closed")
-        self._owner.forget(self)
+        self._control.unregister(self)
 
     async def wait_closed(self) -> None:
         """Nothing to wait for: the connections of its channels are waited for by themselves."""
 
     async def _take_keys(self, keys: Keys, here: Endpoint) -> None:
         """Get the keys of connections to `here`; a wildcard includes addresses of this host."""
-        self._key = self._key_inside = await keys.at(self._owner, here)
+        self._key = self._key_inside = await keys.at(self._control, here)
         if here.is_wildcard:
-            self._key_inside = await keys.at(self._owner, Endpoint("127.0.0.1"))
+            self._key_inside = await keys.at(self._control, Endpoint("127.0.0.1"))
         if self._key_inside is not None:
-            self._owner.start_authenticator()
+            self._control.start_authenticator()
 
     def _bind_address(self, where: tuple[Any, ...]) -> socket.socket:
         family, kind, protocol, _, address = where
@@ -185,7 +185,7 @@ class Server:
 
     def _open_channel(self, connection: PendingConnection) -> Channel:
         channel = Channel(
-            self._owner,
+            self._control,
             connection.key,
             self._handler,
             listening=True,
@@ -193,12 +193,12 @@ class Server:
             peer=connection.peer if connection.name else str(self.endpoint),
             streams=partial(
                 AcceptedStreams,
-                loop=self._owner,
+                loop=self._control,
                 pending=self._pending,
                 way=way_of(connection.name, connection.socket.getsockname()),
                 private=connection.key is not None,
             ),
-            forget=partial(self._forget, connection),
+            on_end=partial(self._forget, connection),
         )
         self._channels[channel] = time.monotonic()
         channel.connection.open(bytes(connection.received))
@@ -212,7 +212,7 @@ class Server:
     def _sweep(self) -> None:
         now = time.monotonic()
         for channel, begun in list(self._channels.items()):
-            silent = now - max(begun, channel.heard)
+            silent = now - max(begun, channel.last_received)
             if channel.bound is None and not channel.serving and silent > PENDING_S:
                 channel.drop(f"silent for {PENDING_S:g} s without a link")
         self._pending.sweep(now - PENDING_S)

@@ -197,7 +197,7 @@ class Links:
         """End the links of a communicator, at all members, or stop making them.
 
         Raises:
-            TypeError, ValueError: comm_id is no uint64.
+            TypeError, ValueError: comm_id is not a uint64.
             LLMException: LLM_NOT_YET_LINK: no communicator has this id; LLM_LINK_BUSY: transfers
                 are in flight, and it stays.
         """
@@ -207,7 +207,7 @@ class Links:
         """The status of a communicator; FAILED also if a link has broken since.
 
         Raises:
-            TypeError, ValueError: comm_id is no uint64.
+            TypeError, ValueError: comm_id is not a uint64.
             LLMException: LLM_NOT_YET_LINK: no communicator has this id.
         """
         self._check_usable()

@@ -49,7 +49,7 @@ class LinkOptions(Protocol):
 
     @property
     def heartbeat_timeout_ms(self) -> int:
-        """Milliseconds without hearing from a peer after which its link is broken."""
+        """Milliseconds without a message from a peer after which its link is broken."""
 
     @property
     def max_links(self) -> int:

@@ -69,8 +69,8 @@ class PeerLink(LinkLifecycle):
         self.publisher: Publisher | None = None
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._control = control
-        self._wait_s = wait_ms / 1000
-        self._claims = Claims(self, control, self._slots, self._wait_s)
+        self.wait_s = wait_ms / 1000
+        self._claims = Claims(self, control, self._slots, self.wait_s)
         self._table = PeerTable(cluster_id)
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
@@ -110,8 +110,7 @@ class PeerLink(LinkLifecycle):
             # It is this cache that is meant, freed or not: the transfer may find that out itself.
             else writable and (link is None or link.finds_freed == "after")
         ):
-            # All that the peer has published arrives before its answer.
-            self._request(Sync(), Synced)
+            self._request(Sync(), Synced)  # whatever the peer publishes arrives before its reply
             found = offered.get(wanted)
         if found is not None:
             return found
@@ -156,7 +155,7 @@ class PeerLink(LinkLifecycle):
             cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
         )
         self._memories[key] = (cache, memory)
-        # Whoever changes the table or ends the link does so first, and clears memories after.
+        # A change of the table, or the end of the link, is visible before memories are cleared.
         if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
@@ -165,10 +164,8 @@ class PeerLink(LinkLifecycle):
         """`cache` as a side of a plan, with how it is reached."""
         known = self._sides.get(cache.cache_id)
         if known is None or known[0] is not cache:
-            known = self._sides[cache.cache_id] = (
-                cache,
-                replace(cache.side, way=self._described_way),
-            )
+            side = replace(cache.side, way=self._described_way)
+            known = self._sides[cache.cache_id] = cache, side
         return known[1]
 
     def tensors(
@@ -185,7 +182,7 @@ class PeerLink(LinkLifecycle):
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: an address in no cache that the peer offers;
-                LLM_PARAM_INVALID: addresses in several caches, or less than a row behind one;
+                LLM_PARAM_INVALID: addresses in several caches, or less room than a row after one;
                 otherwise as `cache` and `memory`.
         """
         known = find_by_address(self._table.caches(), addresses)
@@ -263,11 +260,6 @@ class PeerLink(LinkLifecycle):
                 self._memories.pop((cache_id, writable), None)
 
     @property
-    def wait_s(self) -> float:
-        """Seconds that a request to the peer may take."""
-        return self._wait_s
-
-    @property
     def way(self) -> str:
         """By what means bytes move over the link; empty before the peer's memory is reached."""
         return "" if self.transport_link is None else self.transport_link.way
@@ -277,7 +269,7 @@ class PeerLink(LinkLifecycle):
         return f"{self.transport}: {self.way}"
 
     def death(self) -> str:
-        """Why the transport knows that the peer is gone; empty: it does not know of that."""
+        """How the transport knows that the peer is gone; empty: it does not know that."""
         connecting = self.connecting
         if connecting is None or not connecting.done() or connecting.cancelled():
             return ""
@@ -318,8 +310,8 @@ class PeerLink(LinkLifecycle):
         return self._wait_for(self._send(self._live_channel(), body, expected))
 
     async def _send(self, channel: Channel, body: Body, expected: type[_Reply]) -> _Reply:
-        async with asyncio.timeout(self._wait_s), self._slots:
-            return await channel.typed_request(body, expected, self._wait_s)
+        async with asyncio.timeout(self.wait_s), self._slots:
+            return await channel.typed_request(body, expected, self.wait_s)
 
     def _live_channel(self) -> Channel:
         if self.channel is None or not self.is_live:
@@ -332,7 +324,7 @@ class PeerLink(LinkLifecycle):
             return self._control.run(reply)
         except TimeoutError:
             raise LLMException(
-                f"cluster {self.cluster_id} has not answered within {self._wait_s * 1000:g} ms",
+                f"cluster {self.cluster_id} has not answered within {self.wait_s * 1000:g} ms",
                 status_code=LLMStatusCode.LLM_TIMEOUT,
             ) from None
         except ChannelClosed as error:

@@ -27,7 +27,7 @@ class Location:
 
     Attributes:
         server_id: address of the host: its `host_ip` where the table has one, else its
-            `server_id`; empty: the host of whoever asks.
+            `server_id`; empty: the host of this process.
         device_id: number of the device on that host.
     """
 
@@ -92,9 +92,9 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
         ranks: of the members.
 
     Raises:
-        TypeError: rank_table is no str.
-        LLMException: LLM_PARAM_INVALID: it is no rank table of these versions, or a rank is not in
-            it.
+        TypeError: rank_table is not a str.
+        LLMException: LLM_PARAM_INVALID: it is not a rank table of these versions, or lacks a
+            rank.
     """
     if not check_type("rank_table", rank_table, str):
         return dict.fromkeys(ranks, Location())

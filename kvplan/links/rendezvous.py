@@ -107,7 +107,7 @@ class Rendezvous:
         """Begin to link all members, this engine among them; returns the communicator's id.
 
         Raises:
-            TypeError: comm_name is no str.
+            TypeError: comm_name is not a str.
             LLMException: LLM_PARAM_INVALID.
         """
         if not 1 <= len(check_type("comm_name", comm_name, str)) <= 127:
@@ -190,11 +190,11 @@ class Rendezvous:
                 await asyncio.gather(*pairs)
         except TimeoutError:
             missing = [it for it in others if not comm.arrived[it].is_set()]
-            attempts = "; ".join(
+            errors = "; ".join(
                 str(e.args[0]) for it in missing if (e := self._transitions.errors.get(it))
             )
             reason = f"clusters {missing} have not linked within {total_s:g} s"
-            self._conclude(comm, f"{reason}: {attempts}" if attempts else reason)
+            self._conclude(comm, f"{reason}: {errors}" if errors else reason)
         except LLMException as error:
             self._conclude(comm, str(error.args[0]))
         else:
@@ -250,10 +250,10 @@ class Rendezvous:
             async with self._listening:
                 servers = (it for other in self._communicators.values() for it in other.servers)
                 server = next((it for it in servers if it.endpoint == endpoint), None)
-                comm.servers.append(
-                    server
-                    or await Server.listen(engine.control, endpoint, self._handler, engine.keys)
-                )
+                if server is None:
+                    handler, keys = self._handler, engine.keys
+                    server = await Server.listen(engine.control, endpoint, handler, keys)
+                comm.servers.append(server)
 
     def _forget(self, comm: Communicator) -> None:
         del self._communicators[comm.comm_id]

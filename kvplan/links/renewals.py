@@ -111,7 +111,7 @@ class Renewals:
                     self._fail(attempt, link_failed(f"the peer cannot renew it: {reason}"))
                 elif attempt is not None:
                     attempt.peer_has_made = True
-                    self._settle(attempt)
+                    self._adopt(attempt)
                 elif reason:  # the peer could not begin it, and ignores that number from now on
                     self._highest = max(self._highest, generation)
 
@@ -174,9 +174,9 @@ class Renewals:
             return
         await self._send(Renewed(generation, ""))
         attempt.is_made = True
-        self._settle(attempt)
+        self._adopt(attempt)
 
-    def _settle(self, attempt: _Attempt) -> None:
+    def _adopt(self, attempt: _Attempt) -> None:
         """Take it into use, if both ends have it."""
         is_abandoned = self._attempts.get(attempt.generation) is not attempt
         if is_abandoned or not attempt.is_made or not attempt.peer_has_made:

@@ -1,4 +1,4 @@
-"""What users of links see: whom to link with, the state of a link, the results of a call."""
+"""What users of links see: whom to link with, states, the results of a call, and failures."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ClusterInfo:
     Args:
         remote_cluster_id: of the peer.
         remote: where it listens; exactly one address to link, none needed to unlink.
-        local: kept for callers of the reference, which need it; not used here.
-        remote_role_type: kept likewise.
+        local: as in the reference; not used here.
+        remote_role_type: likewise.
     """
 
     remote_cluster_id: int
@@ -62,7 +62,7 @@ class ClusterInfo:
         """Where to link.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: not exactly one remote address, or one that cannot be.
+            LLMException: LLM_PARAM_INVALID: not exactly one remote address, or an impossible one.
         """
         remote = _addresses("remote", self.remote)
         if len(remote) != 1:
@@ -88,12 +88,12 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
 
 
 def check_clusters(clusters: object, kind: type | UnionType) -> None:
-    """Refuse what does not name clusters.
+    """Check a list of clusters.
 
     Raises:
-        TypeError: no list or tuple, or an element that is no `kind`.
+        TypeError: not a list or tuple, or an element that is not a `kind`.
         ValueError: an id outside uint64.
-        LLMException: LLM_PARAM_INVALID: none at all.
+        LLMException: LLM_PARAM_INVALID: no cluster.
     """
     if not isinstance(clusters, list | tuple):
         raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
@@ -184,7 +184,7 @@ class LinkResult:
     Attributes:
         cluster_id: the peer's.
         status: LLM_SUCCESS, or that of `error`.
-        error: why not: who, in which phase, and what the system said.
+        error: why it failed: who, in which phase, and the reason of the system.
     """
 
     cluster_id: int

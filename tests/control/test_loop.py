@@ -307,6 +307,7 @@ def test_rounds_of_connecting_and_closing_leave_nothing_behind(footprint: None) 
     near.start()
     far.start()
     conversation = Conversation(near, far, None)
+    conversation.far_channel().bound = object()  # else it is dropped if the rounds take 10 s
 
     async def rounds() -> None:
         for number in range(ROUNDS):
