@@ -419,4 +419,4 @@ def test_after_finalize_nothing_is_taken(decoder: LLMDataDist, dst: KvCacheManag
     refused(INVALID, lambda: dst.deallocate_cache(cache))
     with pytest.raises(RuntimeError):
         _ = decoder.kv_cache_manager
-    assert "cache_id" in repr(cache)  # its end, now, is nobody's business
+    assert "cache_id" in repr(cache)  # its end, now, concerns no manager

@@ -16,7 +16,7 @@ HEAD = """\
 Each case of this page and its table is a test: `tests/llm_datadist/validation/` has every case
 that was measured with the official library (`hicann/hixl` at 9ed283b). What is compared is the
 outcome, not the text: the type of an exception, the status of an LLMException, and the value where
-one was recorded. The page is generated: `python -m tests.llm_datadist.validation` writes it anew.
+one was recorded. The page is generated: `python -m tests.llm_datadist.validation` writes it.
 
 {measured} cases: {same} have the official outcome, {different} differ.
 
@@ -38,7 +38,7 @@ one was recorded. The page is generated: `python -m tests.llm_datadist.validatio
 | --- | --- |
 {others}
 
-[differences.md](differences.md) tells how the engine itself differs: links, options, ownership.
+[differences.md](differences.md) says how the engine itself differs: links, options, ownership.
 """
 
 
