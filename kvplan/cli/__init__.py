@@ -11,6 +11,8 @@ import kvplan
 from kvplan.cli import info
 from kvplan.status import LLMException
 
+__all__ = ["main"]
+
 OK: Final = 0
 FAILED: Final = 1
 # argparse itself exits with 2 where the command line is not understood.
