@@ -61,7 +61,7 @@ _ROLE = "llm.Role"
 
 
 def _as_status(call: Callable[_P, None]) -> Callable[_P, int]:
-    """Return what returns the status that `call` raises."""
+    """Decorate a call to return the number of the status that it raises."""
 
     @wraps(call)
     def returning(*args: _P.args, **kwargs: _P.kwargs) -> int:
@@ -76,7 +76,7 @@ def _as_status(call: Callable[_P, None]) -> Callable[_P, int]:
 
 
 def _as_pair(nothing: _T) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[int, _T]]]:
-    """Return what returns the status that a call raises, and its result or `nothing`."""
+    """Decorate a call to return the status that it raises, and its result or `nothing`."""
 
     def decorated(call: Callable[_P, _T]) -> Callable[_P, tuple[int, _T]]:
         @wraps(call)

@@ -174,7 +174,7 @@ def test_what_nothing_can_be_scaled_by() -> None:
     with pytest.raises(TypeError, match="must be a number"):
         COST.scale([(PLAN, None)])  # type: ignore[list-item]
     free = TransportCost(name="free", way="", lines=(CostLine(),))
-    with pytest.raises(LLMException, match=r"free: .* costs nothing, which no factor changes"):
+    with pytest.raises(LLMException, match=r"free: .* costs 0 ms, which no factor changes"):
         free.scale([(PLAN, 1.0)])
     with pytest.raises(LLMException, match="'hccl': it has run on simulated") as refused:
         TRANSPORT_COSTS["hccl"].scale([(PLAN, 1.0)])

@@ -275,7 +275,7 @@ def test_a_source_freed_while_its_blocks_are_pushed_is_held(
     assert (arrays(dst, mine)[3][2] == theirs[3][0]).all()
 
 
-def test_a_layer_that_does_not_come_is_told(src: KvCacheManager, dst: KvCacheManager) -> None:
+def test_a_layer_that_does_not_come_is_reported(src: KvCacheManager, dst: KvCacheManager) -> None:
     cache = src.allocate_cache(SLOTS)
     mine = dst.allocate_cache(SLOTS)
     config = TransferConfig(DECODER, mine.per_device_tensor_addrs[0])
