@@ -25,17 +25,17 @@ MEASURED: Final = ControlCosts(
     answer_us=1800,
     link_ms=3.7,
     beat_us=240,
-    tell_us=60,
-    tell_cache_us=0.15,
-    hear_us=100,
+    publish_us=60,
+    publish_cache_us=0.15,
+    receive_us=100,
     claim_us=600,
     claimed_us=440,
     table_nbytes=1670,
     beat_nbytes=90,
 )
 """By benchmarks.control_costs, of 32 peers, on a VM of 2 cores."""
-NEWS_S: Final = 0.01
-"""That an engine waits before it tells its peers, so that many changes are told as one."""
+PUBLISH_S: Final = 0.01
+"""That an engine waits before it publishes, so that many changes are published as one."""
 ENDURABLE_S: Final = 0.05
 """That a message may wait for the control thread, 99 times of 100."""
 
@@ -88,8 +88,7 @@ class Load:
 
     Attributes:
         busy: seconds of work that come in one second; from 1 on it falls behind for ever.
-        waits_s: that jobs which somebody waits for wait before they are begun: of 100 of them, the
-            middle one and the last but one.
+        waits_s: that awaited jobs wait before they are begun: the median and the 99th percentile.
     """
 
     busy: float
@@ -102,7 +101,7 @@ class Load:
 
 
 class Job(NamedTuple):
-    """When it comes, the seconds that it takes, and whether somebody waits for it."""
+    """When it comes, the seconds that it takes, and whether it is awaited."""
 
     at: float
     cost: float
@@ -134,20 +133,20 @@ class Simulation:
         self._random = random.Random(0)
 
     def prefill(self) -> Load:
-        """The control thread of a prefill engine: it tells its peers, and is asked for keys."""
+        """The control thread of a prefill engine: it publishes changes, and is asked for keys."""
         streams = [self._beats()]
         if self._cluster.per_request:
-            streams += [self._telling(), self._poisson(self._rate, self._costs.claimed_us)]
+            streams += [self._publishing(), self._poisson(self._rate, self._costs.claimed_us)]
         return serve(heapq.merge(*streams), self._seconds)
 
     def decode(self) -> Load:
-        """The control thread of a decode engine: it hears from all its peers, and claims keys."""
+        """The control thread of a decode engine: it receives from its peers, and claims keys."""
         streams = [self._beats()]
         if self._cluster.per_request:
-            # Of many peers' news each is independent of the others': together they are random.
-            heard = len(list(self._rounds())) / self._seconds * self._cluster.linked
+            # Updates of many peers are independent of each other: together they are random.
+            received = len(list(self._rounds())) / self._seconds * self._cluster.linked
             streams += [
-                self._poisson(heard, self._costs.hear_us),
+                self._poisson(received, self._costs.receive_us),
                 self._poisson(self._rate, self._costs.claim_us),
             ]
         return serve(heapq.merge(*streams), self._seconds)
@@ -156,8 +155,8 @@ class Simulation:
         """What moves the bytes of a decode engine, one prompt after the other."""
         return serve(self._poisson(self._rate, 1e6 * transfer_s), self._seconds)
 
-    def news_per_s(self) -> float:
-        """How often a prefill engine tells its peers what has changed."""
+    def publishes_per_s(self) -> float:
+        """How often a prefill engine publishes what has changed."""
         return len(list(self._rounds())) / self._seconds if self._cluster.per_request else 0.0
 
     @property
@@ -179,23 +178,23 @@ class Simulation:
                 yield Job(number * beat_s + phase, self._costs.beat_us / 1e6)
 
     def _rounds(self) -> Iterator[float]:
-        """When a prefill engine tells its peers: caches come, and go when they were held."""
+        """When a prefill engine publishes: caches come, and go when they were held."""
         chance = random.Random(1)
         come = []
         at = chance.expovariate(self._rate)
         while at < self._seconds:
             come.append(at)
             at += chance.expovariate(self._rate)
-        told = -1.0
+        published = -1.0
         for at in sorted([*come, *(it + self._cluster.held_s for it in come)]):
-            if told <= at < self._seconds:
-                told = at + NEWS_S
-                yield told
+            if published <= at < self._seconds:
+                published = at + PUBLISH_S
+                yield published
 
-    def _telling(self) -> Iterator[Job]:
+    def _publishing(self) -> Iterator[Job]:
         """A round is one job for each peer, all of them at once."""
         costs, cluster = self._costs, self._cluster
-        each = (costs.tell_us + costs.tell_cache_us * cluster.caches) / 1e6
+        each = (costs.publish_us + costs.publish_cache_us * cluster.caches) / 1e6
         for at in self._rounds():
             yield from itertools.repeat(Job(at, each, awaited=False), cluster.linked)
 
@@ -227,7 +226,7 @@ def row(cluster: Cluster, costs: ControlCosts, seconds: float) -> str:
     run = Simulation(cluster, costs, seconds)
     prefill, decode = run.prefill(), run.decode()
     beats = 2 * cluster.linked / cluster.beat_s
-    tables = run.news_per_s() * cluster.linked
+    tables = run.publishes_per_s() * cluster.linked
     # Every second one only says which cache has gone, in about as many bytes as a Ping.
     nbytes = beats * costs.beat_nbytes + tables * (costs.table_nbytes + costs.beat_nbytes) / 2
     waits = [" / ".join(f"{1e3 * it:.1f}" for it in load.waits_s) for load in (prefill, decode)]

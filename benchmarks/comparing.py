@@ -1,4 +1,4 @@
-"""The paged work by ours and by another library, in turns, and the row that tells of all cases."""
+"""The paged work by ours and by another library in turns, and the row that sums up all cases."""
 
 from __future__ import annotations
 

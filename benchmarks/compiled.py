@@ -16,7 +16,7 @@ def compiled(source: str, suffix: str, *flags: str) -> Path:
     """The program or library made of the file `source` of this folder.
 
     Raises:
-        RuntimeError: there is no compiler.
+        RuntimeError: no compiler was found.
     """
     compiler = os.environ.get("CC") or shutil.which("cc")
     if not compiler:

@@ -22,8 +22,8 @@ TENSORS = 122
 """Of each cache: keys and values of 61 layers."""
 SMALL = CacheDesc(TENSORS, (1, 64), DataType.DT_UINT8)
 HUB = 0
-NEWS_S = 0.02
-"""Twice as long as an engine waits before it tells news, so that each change is told alone."""
+PUBLISH_S = 0.02
+"""Twice as long as an engine waits before it publishes, so that each change is published alone."""
 CACHES = 512
 """That an engine has while it is measured what each of them adds."""
 ZMTP_NBYTES, PACKET_NBYTES, SEGMENT_NBYTES = 9, 66, 1448
@@ -55,27 +55,27 @@ class ControlCosts:
         call_us, answer_us: of a link that is made, at the end that calls and at the other.
         link_ms: of the whole process, for both ends, its worker threads too.
         beat_us: of a link in one heartbeat interval: looking, a Ping out and a Pong in.
-        tell_us: of one change of the caches, to tell one linked peer of it.
-        tell_cache_us: more of it, for each cache that the engine has.
-        hear_us: to hear of it.
+        publish_us: of one change of the caches, to publish it to one linked peer.
+        publish_cache_us: more of it, for each cache that the engine has.
+        receive_us: to receive it.
         claim_us, claimed_us: of a pull by a request's key, at the end that pulls and at the owner.
-        table_nbytes, beat_nbytes: of a change told, and of a Ping or Pong, as packets.
+        table_nbytes, beat_nbytes: of a published change, and of a Ping or Pong, as packets.
     """
 
     call_us: float
     answer_us: float
     link_ms: float
     beat_us: float
-    tell_us: float
-    tell_cache_us: float
-    hear_us: float
+    publish_us: float
+    publish_cache_us: float
+    receive_us: float
     claim_us: float
     claimed_us: float
     table_nbytes: int
     beat_nbytes: int
 
 
-class Crowd:
+class LinkedEngines:
     """One engine, the hub, and others; links between them are made by the hub."""
 
     def __init__(self, opened: ExitStack, peers: int, options: dict[str, str]) -> None:
@@ -84,7 +84,7 @@ class Crowd:
         clusters = [ClusterInfo(it + 1, peer.listen_address) for it, peer in enumerate(self.peers)]
         before, process = self.read(), time.process_time()
         self.hub.link_clusters(clusters, timeout_ms=60_000).raise_for_status()
-        time.sleep(5 * NEWS_S)
+        time.sleep(5 * PUBLISH_S)
         self.link_s = (time.process_time() - process) / peers
         self.linking = self._since(before)
 
@@ -122,7 +122,7 @@ class Crowd:
 
 
 @contextmanager
-def crowd(peers: int, key_file: str, interval_ms: int = 60_000) -> Iterator[Crowd]:
+def linked_engines(peers: int, key_file: str, interval_ms: int = 60_000) -> Iterator[LinkedEngines]:
     """Linked engines; with a long heartbeat interval unless that is what is measured."""
     options = {"kvplan.cluster_key_file": key_file} if key_file else {}
     options |= {
@@ -130,13 +130,13 @@ def crowd(peers: int, key_file: str, interval_ms: int = 60_000) -> Iterator[Crow
         "kvplan.heartbeat_timeout_ms": str(100 * interval_ms),
     }
     with ExitStack() as opened:
-        yield Crowd(opened, peers, options)
+        yield LinkedEngines(opened, peers, options)
 
 
 def beating(peers: int, key_file: str, seconds: float) -> float:
     """`beat_us`, at an interval short enough to see it."""
     interval_ms = 50
-    with crowd(peers, key_file, interval_ms) as linked:
+    with linked_engines(peers, key_file, interval_ms) as linked:
 
         def wait() -> int:
             time.sleep(seconds)
@@ -146,17 +146,17 @@ def beating(peers: int, key_file: str, seconds: float) -> float:
     return (hub + peer) / 2  # one of them sends the Ping, whichever is first
 
 
-def changes(linked: Crowd, caches: int, times: int) -> tuple[float, float]:
-    """Of one change told to one peer, at the hub and at the peer, while there are `caches`."""
+def changes(linked: LinkedEngines, caches: int, times: int) -> tuple[float, float]:
+    """Of one change published to one peer, at the hub and at the peer, while there are `caches`."""
     kept = [linked.hub.allocate_cache(SMALL) for _ in range(caches)]
-    time.sleep(10 * NEWS_S)
+    time.sleep(10 * PUBLISH_S)
 
     def change() -> int:
         for _ in range(times):
             cache = linked.hub.allocate_cache(SMALL)
-            time.sleep(NEWS_S)
+            time.sleep(PUBLISH_S)
             linked.hub.deallocate_cache(cache)
-            time.sleep(NEWS_S)
+            time.sleep(PUBLISH_S)
         return 2 * times
 
     found = linked.cost(change)
@@ -165,12 +165,12 @@ def changes(linked: Crowd, caches: int, times: int) -> tuple[float, float]:
     return found
 
 
-def claims(linked: Crowd, times: int) -> tuple[float, float]:
+def claims(linked: LinkedEngines, times: int) -> tuple[float, float]:
     """Of one pull by a request's key: at the owner, which is the hub, and at one that pulls."""
     mine = [peer.allocate_cache(SMALL) for peer in linked.peers]
     keys = [CacheKey(HUB, it) for it in range(times * len(mine))]
     owned = [linked.hub.allocate_cache(SMALL, [key]) for key in keys]
-    time.sleep(10 * NEWS_S)
+    time.sleep(10 * PUBLISH_S)
 
     def pull() -> int:
         for number, key in enumerate(keys):
@@ -186,9 +186,9 @@ def claims(linked: Crowd, times: int) -> tuple[float, float]:
 
 def measure(peers: int, times: int, key_file: str) -> ControlCosts:
     """All of it; a few seconds."""
-    with crowd(peers, key_file) as linked:
+    with linked_engines(peers, key_file) as linked:
         call_us, answer_us = linked.linking
-        few, hear_us = changes(linked, 0, times)
+        few, receive_us = changes(linked, 0, times)
         many, _ = changes(linked, CACHES, times)
         claimed_us, claim_us = claims(linked, times // 2)
         link_ms = 1e3 * linked.link_s
@@ -197,9 +197,9 @@ def measure(peers: int, times: int, key_file: str) -> ControlCosts:
         answer_us=answer_us,
         link_ms=link_ms,
         beat_us=beating(peers, key_file, times / 10),
-        tell_us=few,
-        tell_cache_us=max(0.0, many - few) / CACHES,
-        hear_us=hear_us,
+        publish_us=few,
+        publish_cache_us=max(0.0, many - few) / CACHES,
+        receive_us=receive_us,
         claim_us=claim_us,
         claimed_us=claimed_us,
         table_nbytes=on_the_wire(len(encode(TABLE))),

@@ -1,7 +1,7 @@
 """`python -m benchmarks.cost_model`: what transfers cost here, and how well that is foretold.
 
 Sweeps sizes and counts between two engines, fits the costs to one half of the transfers, and
-compares what they foretell with the measured medians of the other half.
+compares what they predict with the measured medians of the other half.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Sample:
         return 1e3 * statistics.median(self.seconds)
 
     def error(self, cost: TransportCost) -> float:
-        """How far `cost` is off: 0.1 if it foretells 1.1 times what was measured."""
+        """How far `cost` is off: 0.1 if it predicts 1.1 times what was measured."""
         return self.plan.estimate(cost).ms / self.ms - 1
 
 
@@ -216,10 +216,10 @@ def report(transport: str, samples: list[Sample], every: bool) -> bool:
     print(HEADER)
     for sample in samples if every else kept:
         plan = sample.plan
-        told = f"{sample.error(shipped):+8.0%}" if shipped.lines else ""
+        ours = f"{sample.error(shipped):+8.0%}" if shipped.lines else ""
         print(
             f"{plan.operation:12} {plan.num_descriptors:6} {nbytes_text(plan.nbytes):>10} "
-            f"{sample.ms:12.3f} {sample.error(fitted):+8.0%} {told}"
+            f"{sample.ms:12.3f} {sample.error(fitted):+8.0%} {ours}"
         )
     held, factor = True, 1.0
     costs = [("fitted costs", fitted)]

@@ -98,7 +98,7 @@ class Decode:
 
         Raises:
             LLMException: a link or a pull failed.
-            AssertionError: a byte is wrong, or a link is no more.
+            AssertionError: a byte is wrong, or a link is gone.
         """
         outcome = Outcome()
         self._look(outcome)

@@ -164,7 +164,7 @@ class _End:
     said: IO[str]
 
     def line(self) -> str:
-        """The next line of its output; empty: there is none."""
+        """The next line of its output; empty: its end."""
         stdout = self.process.stdout
         assert stdout is not None
         with selectors.DefaultSelector() as selector:

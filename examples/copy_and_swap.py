@@ -52,7 +52,7 @@ def swap(datadist: LlmDataDist) -> None:
 
 
 def main() -> None:
-    """All three, with an engine that is linked to nobody."""
+    """All three, with an engine that has no link."""
     explain_yourself(__doc__)
     with LlmDataDist(1, LlmRole.MIX) as datadist:
         datadist.initialize()

@@ -50,7 +50,7 @@ class Tensors:
         return self._here.copy()
 
     def close(self) -> None:
-        """Let go of the device; no engine may use the tensors any more."""
+        """Release the device; no engine may use the tensors any more."""
         if self._device is not None:
             del self._buffer
             self._device.close()

@@ -2,8 +2,8 @@
 
 Here decode listens and prefill links, the other way round than in examples.pull: who listens has
 nothing to do with the direction of the bytes. Prefill pushes blocks, and then a slot layer by
-layer, as if it sent each when it is computed. Decode's engine is not told when bytes have arrived:
-prefill says so, over a channel of its own.
+layer, as if it sent each when it is computed. Decode's engine is not notified when bytes have
+arrived: prefill says so, over a channel of its own.
 """
 
 from multiprocessing.connection import Connection

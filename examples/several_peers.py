@@ -1,7 +1,7 @@
 """Several peers: one decode engine pulls from three prefill engines at the same time.
 
 All are linked by one call. Each pull is submitted, which returns a task at once; then all tasks are
-waited for. A hook sees every plan before it is executed; links() tells what went over each link.
+waited for. A hook sees every plan before it is executed; links() says what went over each link.
 """
 
 from contextlib import ExitStack

@@ -1,7 +1,7 @@
-"""The paged work, and how an end is told to do it. NumPy and nothing else.
+"""The paged work, and the messages that start it. NumPy and nothing else.
 
-The serving end says one line, JSON, which tells how to reach it, and serves until its input ends.
-The moving end gets that line as its last argument. Then it answers each line of its own input,
+The serving end prints one line of JSON, which says how to reach it, and serves until its input
+ends. The moving end gets that line as its last argument. Then it answers each line of its input,
 "pull BLOCKS" or "push BLOCKS", with one of JSON: how many seconds that took.
 """
 
@@ -68,7 +68,7 @@ POOLS: dict[str, Callable[[], OnePool]] = {
 
 
 def tables(blocks: int) -> list[Ids]:
-    """Random distinct blocks: of the peer, of ours, and once more of ours, others."""
+    """Random distinct blocks: of the peer, of ours, and others of ours."""
     rng = np.random.default_rng(blocks)
     remote, local, elsewhere = (rng.permutation(POOL_BLOCKS)[:blocks] for _ in range(3))
     return [remote, local, elsewhere]

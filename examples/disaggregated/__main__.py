@@ -139,7 +139,7 @@ def demonstrate(
     pushed: Generated = workers.answer(decoder)
     console.lines("\n" + check_identical(pushed, alone, "pushed"))
 
-    console.title("Layer by layer: prefill computes anew, and pushes each layer while it goes on")
+    console.title("Layer by layer: prefill computes again, and pushes each layer while it goes on")
     decoder.send(AwaitPush())
     target = workers.answer(decoder)
     prefiller.send(replace(target, by_layer=True))
@@ -192,7 +192,7 @@ def main() -> int:
         console.lines("\nstopped")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); let the interpreter's last flush go nowhere.
+        # The reader of our output has gone (`| head`); let the interpreter's last flush go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0

@@ -41,7 +41,7 @@ def prepare(device: str) -> None:
 
 
 def options(device: str, number: int) -> dict[str, str]:
-    """What an engine is told of its device, the `number`-th of this demo."""
+    """The options of an engine for its device, the `number`-th of this demo."""
     if device == "host":
         return {"kvplan.accelerator": "none"}
     return {"kvplan.accelerator": "ascend", "llm.DeviceId": str(number)}

@@ -39,7 +39,7 @@ class Host:
             enter(self.keeper)
 
     def options(self) -> dict[str, str]:
-        """What an engine there is told of how it reaches others.
+        """The options of an engine there for reaching others.
 
         Two namespaces of one machine share its memory; `auto` would find that out, and use it.
         """

@@ -1,4 +1,4 @@
-"""What the demo's processes tell each other: prompts, block ids and figures, no byte of the cache.
+"""What the demo's processes send each other: prompts, block ids and figures, no byte of the cache.
 
 A serving system has such messages of its own, between scheduler and workers. What is *not* here is
 what kvplan's link carries: who the peer is, how its memory is reached, what its caches look like.
@@ -48,7 +48,7 @@ class Handover:
 class PushTarget:
     """From decode to prefill: an empty cache, and the blocks to push the prompt into.
 
-    `by_layer`: the demo adds that prefill shall compute it anew, and push while it computes.
+    `by_layer`: the demo adds that prefill shall compute it again, and push while it computes.
     """
 
     cache_id: int

@@ -1,7 +1,7 @@
 """A paged KV cache: memory cut into blocks of a few tokens, and a block table for each request.
 
 Token `p` of a request lies in row `p % block_size` of block `block_table[p // block_size]`. Blocks
-are handed out in the order in which they fell free, so those of a request are scattered, and
+are given out in the order in which they were freed, so those of a request are scattered, and
 differently so in every process. To move a request is to copy, for each i and each tensor, block
 `block_table[i]` over there to block `block_table[i]` here.
 """

@@ -29,7 +29,7 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """A line for whoever watches."""
+    """Print a line for the user."""
 
     text: str
 
@@ -74,14 +74,14 @@ class Channel:
 
 
 def _work(module: str, connection: Connection, arguments: tuple[Any, ...], host: Host) -> None:
-    """What a worker process does: the module's `run`, and tell how it failed if it did."""
+    """What a worker process does: the module's `run`, and report how it failed if it did."""
     # Ctrl-C reaches every process of the terminal; the demo alone decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         host.enter()
         import_module(module).run(Channel(connection), *arguments)
     except (EOFError, BrokenPipeError):
-        sys.exit(1)  # the demo is gone: there is nobody to tell
+        sys.exit(1)  # the demo is gone: there is nobody to report to
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         with suppress(OSError):
@@ -98,7 +98,7 @@ class Worker:
     connection: Connection
 
     def send(self, value: Any) -> None:
-        # If it is gone, that and its last words are told by whoever waits for its answer.
+        # If it is gone, that and its last output are reported where its answer is awaited.
         with suppress(OSError):
             self.connection.send(value)
 

@@ -259,7 +259,7 @@ class TransportCost:
         for plan, ms in measurements:
             measured, estimated = _checked_ms(plan, ms), self.estimate(plan).ms
             if not estimated:
-                raise invalid(f"{self.name}: {plan!r} costs nothing, which no factor changes")
+                raise invalid(f"{self.name}: {plan!r} costs 0 ms, which no factor changes")
             ratios.append(measured / estimated)
         if not ratios:
             raise invalid("measurements: there are none; one transfer is enough")

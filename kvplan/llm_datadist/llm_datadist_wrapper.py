@@ -61,7 +61,7 @@ _ROLE = "llm.Role"
 
 
 def _as_status(call: Callable[_P, None]) -> Callable[_P, int]:
-    """Return what returns the status that `call` raises."""
+    """Decorate a call to return the number of the status that it raises."""
 
     @wraps(call)
     def returning(*args: _P.args, **kwargs: _P.kwargs) -> int:
@@ -76,7 +76,7 @@ def _as_status(call: Callable[_P, None]) -> Callable[_P, int]:
 
 
 def _as_pair(nothing: _T) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[int, _T]]]:
-    """Return what returns the status that a call raises, and its result or `nothing`."""
+    """Decorate a call to return the status that it raises, and its result or `nothing`."""
 
     def decorated(call: Callable[_P, _T]) -> Callable[_P, tuple[int, _T]]:
         @wraps(call)
@@ -92,7 +92,7 @@ def _as_pair(nothing: _T) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[int
     return decorated
 
 
-def _initialized(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LLMDataDist:
+def _datadist(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LLMDataDist:
     """Return the LLMDataDist of this process; refuse with status `otherwise` if there is none."""
     if (found := LLMDataDist.llm_engine_instance) is None:
         raise LLMException("no LLMDataDist is initialized", status_code=otherwise)
@@ -101,12 +101,12 @@ def _initialized(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> 
 
 def _engine(otherwise: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID) -> LlmDataDist:
     """Return its engine."""
-    return _initialized(otherwise)._running()
+    return _datadist(otherwise)._running()
 
 
 def _is_remote_mode() -> bool:
     """Whether its peers reach caches by themselves."""
-    return _initialized()._engine_options.get(REMOTE_ACCESS) == "1"
+    return _datadist()._engine_options.get(REMOTE_ACCESS) == "1"
 
 
 def dict_to_vector(py_dict: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -131,7 +131,7 @@ def finalize_v2() -> None:
 @_as_status
 def switch_role_v2(role: str, options: dict[str, str]) -> None:
     """Change the role, and where it listens."""
-    _initialized().switch_role(_role_of(role), options)
+    _datadist().switch_role(_role_of(role), options)
 
 
 def _role_of(name: str | None) -> LLMRole:
@@ -186,7 +186,7 @@ def unlink_clusters_v2(
 
 def _codes(call: Callable[[LLMDataDist], link_codes.Codes]) -> tuple[int, list[int]]:
     try:
-        code, codes = call(_initialized(LLMStatusCode.LLM_FAILED))
+        code, codes = call(_datadist(LLMStatusCode.LLM_FAILED))
     except LLMException as error:
         return int(error.status_code), []
     return int(code), [int(it) for it in codes]
@@ -242,7 +242,7 @@ def deallocate_cache_v2(cache_id: int) -> None:
 @_as_status
 def check_capacity_v2(seq_len: int) -> None:
     """Whether the pool of Placement.DEVICE has `seq_len` bytes in one piece."""
-    if POOL not in _initialized()._engine_options:
+    if POOL not in _datadist()._engine_options:
         raise LLMException(
             f"without {POOL} there is no pool", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         )
@@ -344,4 +344,4 @@ def transfer_cache_v2(
         ext_param=layers,
     )
     task.ready(layer)
-    task.wait(wait_time_ms(_initialized()._engine_options))
+    task.wait(wait_time_ms(_datadist()._engine_options))

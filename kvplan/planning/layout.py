@@ -57,7 +57,8 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
     """
     if isinstance(cache, Side):
         if cache.paged is not paged:
-            raise invalid(f"{argument}={cache.name} has {cache.row}s; it cannot be read otherwise")
+            word = "blocks" if paged else "slots"
+            raise invalid(f"{argument}={cache.name} has {cache.row}s, and cannot be read as {word}")
         return cache
     if isinstance(cache, RemoteCache):
         desc, key, name = cache.cache_desc, cache.key, repr(cache.key)

@@ -32,7 +32,7 @@ class Misuse(Exception):  # noqa: N818 - the command line's, not an error of the
 
 
 class Launch(NamedTuple):
-    """What to do: options of the launcher, then the arguments of the interpreter."""
+    """Options of the launcher, and the arguments of the interpreter."""
 
     several_engines: bool
     program: tuple[str, ...]

@@ -32,15 +32,15 @@ def test_idle_links_cost_their_heartbeats() -> None:
     expected = BY_BLOCK.linked * MEASURED.beat_us / 1e6
     assert run.prefill().busy == pytest.approx(expected)
     assert run.decode().busy == pytest.approx(expected)
-    assert run.news_per_s() == 0
+    assert run.publishes_per_s() == 0
 
 
 def test_each_prompt_is_told_to_all_peers_twice() -> None:
     run = Simulation(BY_KEY, MEASURED, seconds=400)
-    assert run.news_per_s() == pytest.approx(2 * BY_KEY.requests_per_s, rel=0.1)
-    tell_us = MEASURED.tell_us + MEASURED.tell_cache_us * BY_KEY.caches
-    told_us = run.news_per_s() * BY_KEY.linked * tell_us
-    expected = (told_us + 2 * MEASURED.claimed_us + BY_KEY.linked * MEASURED.beat_us) / 1e6
+    assert run.publishes_per_s() == pytest.approx(2 * BY_KEY.requests_per_s, rel=0.1)
+    publish_us = MEASURED.publish_us + MEASURED.publish_cache_us * BY_KEY.caches
+    published_us = run.publishes_per_s() * BY_KEY.linked * publish_us
+    expected = (published_us + 2 * MEASURED.claimed_us + BY_KEY.linked * MEASURED.beat_us) / 1e6
     assert run.prefill().busy == pytest.approx(expected, rel=0.02)
 
 

@@ -108,8 +108,8 @@ class TestWithoutAccelerator:
     def test_says_which_key_links_of_this_host_have(self, tmp_path: Path) -> None:
         path = tmp_path / "kvplan/user.key"
         asked = {"KVPLAN_ASCEND_LIBRARY": "", "XDG_STATE_HOME": str(tmp_path)}
-        told = {"path": str(path), "is_made": False, "why_not_home": "", "why_not": ""}
-        assert found(**asked)["user_key"] == told
+        expected = {"path": str(path), "is_made": False, "why_not_home": "", "why_not": ""}
+        assert found(**asked)["user_key"] == expected
         assert not path.exists()
         path.parent.mkdir(0o700)
         path.write_text("mine")

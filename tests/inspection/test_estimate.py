@@ -63,15 +63,15 @@ def test_what_people_read() -> None:
 
 
 def test_a_tree_has_one_line_more_under_its_head() -> None:
-    told = PLAN.explain(transport=COST).splitlines()
-    assert told.pop(3) == "  over wire: gathered, 3 messages | 192 KiB | about 0.156 ms"
-    assert told == PLAN.explain().splitlines()
+    lines = PLAN.explain(transport=COST).splitlines()
+    assert lines.pop(3) == "  over wire: gathered, 3 messages | 192 KiB | about 0.156 ms"
+    assert lines == PLAN.explain().splitlines()
 
 
 def test_a_table_has_one_line_more_at_its_end() -> None:
-    told = PLAN.explain("table", transport=COST).splitlines()
-    assert told.pop() == "over wire: gathered, 3 messages | 192 KiB | about 0.156 ms"
-    assert told == PLAN.explain("table").splitlines()
+    lines = PLAN.explain("table", transport=COST).splitlines()
+    assert lines.pop() == "over wire: gathered, 3 messages | 192 KiB | about 0.156 ms"
+    assert lines == PLAN.explain("table").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_nothing_can_be_scaled_by() -> None:
     with pytest.raises(TypeError, match="must be a number"):
         COST.scale([(PLAN, None)])  # type: ignore[list-item]
     free = TransportCost(name="free", way="", lines=(CostLine(),))
-    with pytest.raises(LLMException, match=r"free: .* costs nothing, which no factor changes"):
+    with pytest.raises(LLMException, match=r"free: .* costs 0 ms, which no factor changes"):
         free.scale([(PLAN, 1.0)])
     with pytest.raises(LLMException, match="'hccl': it has run on simulated") as refused:
         TRANSPORT_COSTS["hccl"].scale([(PLAN, 1.0)])

@@ -41,7 +41,7 @@ def make_datadist() -> Iterator[MakeDataDist]:
 def idle_peers() -> Iterator[IdlePeers]:
     """Processes without a client: to start one takes longer than most tests.
 
-    They are told apart by the environment that they were started in.
+    They differ by the environment that they were started in.
     """
     peers: IdlePeers = {}
     yield peers
@@ -82,7 +82,7 @@ def make_peer(idle_peers: IdlePeers) -> Iterator[MakePeer]:
 
 @pytest.fixture
 def datadist(make_datadist: MakeDataDist) -> LLMDataDist:
-    """Of cluster 2, in remote mode, linked with nobody."""
+    """Of cluster 2, in remote mode, without a link."""
     return make_datadist(**REMOTE)
 
 

@@ -1,4 +1,4 @@
-"""A program that knows official names only, in a process of its own, told what to do by lines."""
+"""A program that knows official names only, in a process of its own, controlled by lines."""
 
 import gc
 import logging

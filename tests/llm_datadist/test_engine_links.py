@@ -34,8 +34,8 @@ LISTEN = "llm.listenIpInfo"
 HIXL = {"llm.TransferBackend": "hixl", LISTEN: "127.0.0.1:0"}
 
 
-def nobody(cluster_id: int = 9) -> LLMClusterInfo:
-    """A cluster where nobody listens."""
+def unreachable(cluster_id: int = 9) -> LLMClusterInfo:
+    """A cluster where no engine listens."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return cluster_info(cluster_id, f"127.0.0.1:{found.getsockname()[1]}")
@@ -69,7 +69,7 @@ def test_what_cannot_be_linked_is_told_beside_what_can(
     no_address.remote_cluster_id = 4
     no_address.append_local_ip_info("127.0.0.1", 0)
     two_addresses.append_remote_ip_info("127.0.0.1", 2)
-    refusing = nobody()
+    refusing = unreachable()
     clusters = [own, no_address, refusing, peer.info, two_addresses]
     assert datadist.link_clusters(clusters) == (
         PARAM_INVALID,  # the last failure's
@@ -271,6 +271,6 @@ def test_a_peer_that_is_started_anew_is_linked_anew(
     peer = make_peer(1, **REMOTE)
     link(datadist, peer)
     peer.kill()
-    anew = make_peer(1, **REMOTE)
-    link(datadist, anew)
-    assert datadist.unlink_clusters([anew.info]) == (SUCCESS, [SUCCESS])
+    second = make_peer(1, **REMOTE)
+    link(datadist, second)
+    assert datadist.unlink_clusters([second.info]) == (SUCCESS, [SUCCESS])

@@ -159,7 +159,7 @@ def test_pull_by_id(pair: tuple[Peer, CacheManager]) -> None:
 
 
 @both_modes
-def test_layers_go_where_they_are_told(pair: tuple[Peer, CacheManager]) -> None:
+def test_layers_go_where_the_ranges_say(pair: tuple[Peer, CacheManager]) -> None:
     peer, manager = pair
     cache_id = peer.run(SLOTS)
     key = CacheKeyByIdAndIndex(1, cache_id)

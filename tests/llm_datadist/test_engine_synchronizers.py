@@ -1,4 +1,4 @@
-"""transfer_cache_async under faults: nothing reads as a success that is none, nothing hangs."""
+"""transfer_cache_async under faults: no failure reads as a success, nothing hangs."""
 
 from __future__ import annotations
 
@@ -234,12 +234,12 @@ def test_finalize_ends_what_waits_for_a_synchronizer(
 
     task = datadist.cache_manager.transfer_cache_async(slots, Late(slots), [one.slot()])
     tripwire.wait()
-    told: list[list[LLMStatusCode]] = []
-    waiting = threading.Thread(target=lambda: told.append(task.get_results()))
+    results: list[list[LLMStatusCode]] = []
+    waiting = threading.Thread(target=lambda: results.append(task.get_results()))
     waiting.start()
     datadist.finalize()
     waiting.join(DEADLINE_S)  # though the synchronizer has not returned
-    assert told == [[FAILED]]
+    assert results == [[FAILED]]
     assert task.synchronize() == FAILED
     tripwire.go_on()
     assert tripwire.left.wait(DEADLINE_S)
@@ -322,7 +322,7 @@ def test_a_copy_that_fails_at_layer_7(
     assert found[:14] == [True] * 14
     assert not any(found[16:])  # no further layer was begun
     assert (two.bytes_of("cache")[40:54, ROW] == model.expected(1)[40:54]).all()
-    # Nor was one asked for that nobody needs any more.
+    # Nor was one asked for that no destination needs any more.
     assert model.layers == [*range(8), *range(20, 27)]
 
 

@@ -53,7 +53,7 @@ MODULES = {
     "metadef_wrapper": "DT_FLOAT DT_FLOAT16 DT_BF16 DT_INT8 DT_STRING",
 }
 
-# An error never has the status of a success, and tells more than the official one.
+# An error never has the status of a success, and says more than the official one.
 OURS = {
     "class LLMException(self, *args, status_code=LLMStatusCode.LLM_SUCCESS)": "class LLMException"
     "(self, *args, status_code=LLMStatusCode.LLM_FAILED, origin=None, unconfirmed=())",

@@ -275,7 +275,7 @@ def test_a_source_freed_while_its_blocks_are_pushed_is_held(
     assert (arrays(dst, mine)[3][2] == theirs[3][0]).all()
 
 
-def test_a_layer_that_does_not_come_is_told(src: KvCacheManager, dst: KvCacheManager) -> None:
+def test_a_layer_that_does_not_come_is_reported(src: KvCacheManager, dst: KvCacheManager) -> None:
     cache = src.allocate_cache(SLOTS)
     mine = dst.allocate_cache(SLOTS)
     config = TransferConfig(DECODER, mine.per_device_tensor_addrs[0])
@@ -419,4 +419,4 @@ def test_after_finalize_nothing_is_taken(decoder: LLMDataDist, dst: KvCacheManag
     refused(INVALID, lambda: dst.deallocate_cache(cache))
     with pytest.raises(RuntimeError):
         _ = decoder.kv_cache_manager
-    assert "cache_id" in repr(cache)  # its end, now, is nobody's business
+    assert "cache_id" in repr(cache)  # its end, now, concerns no manager

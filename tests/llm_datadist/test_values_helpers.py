@@ -161,9 +161,9 @@ def test_a_handler_that_raises_ends_nobody(capsys: pytest.CaptureFixture[str]) -
         log.error("said %s", "it")
     finally:
         log.get_logger().removeHandler(broken)
-    told = capsys.readouterr()
-    assert "no space left" in told.err
-    assert "test_a_handler_that_raises_ends_nobody: said it" in told.out
+    output = capsys.readouterr()
+    assert "no space left" in output.err
+    assert "test_a_handler_that_raises_ends_nobody: said it" in output.out
 
 
 def test_the_logger_is_made_once() -> None:

@@ -20,12 +20,12 @@ print([it for it in sys.path if it != {str(STUBS)!r}], sys.flags, sys.warnoption
 """
 
 HEEDS_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-"""Also where a shell had started the tests in the background, and so told them to ignore those."""
+"""Also where a shell had started the tests in the background, and so made them ignore those."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What python is told, and the program (in program.py, inside package/, or by stdin)."""
+    """Options of python, and the program (in program.py, inside package/, or by stdin)."""
 
     name: str
     arguments: tuple[str, ...]

@@ -231,7 +231,7 @@ class KvCacheManager:
         src = table_of("prompt_blocks", prompt_blocks)
         dst = table_of("decoder_blocks", decoder_blocks)
         if len(src) != len(dst) or not len(src):
-            raise invalid(f"{len(src)} prompt_blocks, {len(dst)} decoder_blocks: as many, and some")
+            raise invalid(f"{len(src)} prompt_blocks, {len(dst)} decoder_blocks: as many, and > 0")
         layers = layers_given(kwargs)
         self._engine.pull_blocks(key_of(prompt_cache_key), target, *last_wins(src, dst), layers)
 

@@ -418,7 +418,7 @@ class LLMDataDist:
         self._check_mode(name, cache_manager=True)
         if self._own_links is not None:
             raise LLMException(
-                f"with {BACKEND} there is link_clusters, and no {name}",
+                f"with {BACKEND} use link_clusters: {name} is not available",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         return engine

@@ -90,7 +90,7 @@ def blocks_key_of(packed: Sequence[CacheKey]) -> kvplan.BlocksCacheKey | None:
     if not keys:
         return None
     if len(keys) > 1 or not isinstance(keys[0], kvplan.BlocksCacheKey):
-        raise invalid(f"a paged cache has one key, of a paged cache; not {keys}")
+        raise invalid(f"a paged cache has one key, a BlocksCacheKey; not {keys}")
     return keys[0]
 
 

@@ -1,7 +1,7 @@
 """Installs kvplan's `llm_datadist` when it is first imported, and costs next to nothing until then.
 
-Any Python may get here at its start, so this needs little of the standard library and nothing else;
-one older than 3.7 says in a line that it cannot, and goes on.
+Any Python may run this at its start, so it needs little of the standard library and nothing else;
+one older than 3.7 prints a line that it cannot, and continues.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
 class Hook:
-    """A finder that answers for our two names, and what is below, in place of any other."""
+    """A finder for our two names and the modules below them, in place of any other."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: None = None
     ) -> ModuleSpec | None:
-        """Install, and let the finder that this puts in place answer."""
+        """Install, and return what the installed finder finds."""
         if name.partition(".")[0] in ("llm_datadist", "llm_datadist_v1"):
             return install().find_spec(name, path, target)
         return None
@@ -40,5 +40,5 @@ def install() -> MetaPathFinder:
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))  # noqa: PTH120
     from kvplan.llm_datadist import installation
 
-    installation.install(quiet=True)  # the launcher has said it
+    installation.install(quiet=True)  # the launcher has reported it
     return installation.finder

@@ -1,4 +1,4 @@
-"""Becomes kvplan's `llm_datadist_v1` when it is imported: as its neighbour."""
+"""Becomes kvplan's `llm_datadist_v1` when it is imported; see `llm_datadist.py`."""
 
 import sys
 from importlib import import_module

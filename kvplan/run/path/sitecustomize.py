@@ -1,6 +1,6 @@
 """Runs at the start of each Python process under the launcher: our `llm_datadist` comes first.
 
-The modules beside this one would do, were it not for the program's own folder, which comes before
+The modules next to this one would do, but for the program's own folder, which comes before
 PYTHONPATH and may hold another `llm_datadist`.
 """
 
@@ -10,8 +10,8 @@ from importlib.machinery import PathFinder
 from kvplan_hook import FOLDER, Hook  # type: ignore[import-not-found] # this folder is in sys.path
 
 
-def hand_on() -> None:
-    """Run the sitecustomize that this one stands before, in its name."""
+def run_hidden() -> None:
+    """Run the sitecustomize that this one hides, under its name."""
     others = [folder for folder in sys.path if folder != FOLDER]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
@@ -22,4 +22,4 @@ def hand_on() -> None:
 
 
 sys.meta_path.insert(0, Hook)
-hand_on()
+run_hidden()

@@ -1,4 +1,4 @@
-"""`python -m tests.llm_datadist.validation` writes the page of differences anew."""
+"""`python -m tests.llm_datadist.validation` writes the page of differences."""
 
 from tests.llm_datadist.validation.page import write
 

@@ -1,4 +1,4 @@
-"""What the cases happen in: an engine not yet initialised, a shared one, and one that is linked.
+"""What the cases happen in: an engine not yet initialized, a shared one, and one that is linked.
 
 One process has one official engine, so there is one environment at a time: asking for another
 finalizes the last. The shared engine is made once for all rows that follow each other, and each
@@ -48,7 +48,7 @@ class Ready(LayerSynchronizer):
 
 
 class Fresh:
-    """`datadist`, which nobody initialised yet."""
+    """`datadist`, which is not initialized yet."""
 
     def __init__(self) -> None:
         self.datadist = LLMDataDist(LLMRole.PROMPT, CLUSTER)
@@ -57,7 +57,7 @@ class Fresh:
         self.datadist.finalize()
 
     def init(self, options: dict[str, str]) -> list[str]:
-        """Initialises it; returns the modes that it is in, as its calls tell."""
+        """Initializes it; returns the modes that it is in, as its calls show."""
         self.datadist.init(options)
         manager = self.datadist.cache_manager
         no_key = observe(lambda: manager.push_cache("no key", None))  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class Fresh:
 
 
 class Engine(Fresh):
-    """An initialised engine in remote mode, with both pools, linked with nobody."""
+    """An initialized engine in remote mode, with both pools and no link."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ result = [it.tensor_addrs[0] for it in caches]
 """
 
 
-class Told(LayerSynchronizer):
+class ScriptedSynchronizer(LayerSynchronizer):
     """Does `at[layer]`, or says that the layer is ready; `asked` has the layers."""
 
     def __init__(self, at: dict[int, object]) -> None:
@@ -146,7 +146,7 @@ def odd_tensor(linked: Linked) -> list[int]:
 def results_so_far(linked: Linked) -> tuple[object, ...]:
     key, more = theirs(linked, num_tensors=4), Event()
     task = linked.manager.transfer_cache_async(
-        linked.cache(num_tensors=4), Told({1: more}), [to(key, 2), to(key, 1)]
+        linked.cache(num_tensors=4), ScriptedSynchronizer({1: more}), [to(key, 2), to(key, 1)]
     )
     while (so_far := task.get_results(0))[1] is TIMEOUT:
         pass
@@ -165,12 +165,12 @@ def one_destination_fails(linked: Linked) -> object:
 def asked_after_the_end(linked: Linked) -> list[object]:
     found: list[object] = []
     for end in (False, ZeroDivisionError()):
-        told = Told({0: end})
+        synchronizer = ScriptedSynchronizer({0: end})
         key = theirs(linked, num_tensors=4)
         task = linked.manager.transfer_cache_async(
-            linked.cache(num_tensors=4), told, [to(key, 2), to(key, 1, 2)]
+            linked.cache(num_tensors=4), synchronizer, [to(key, 2), to(key, 1, 2)]
         )
-        found.append((task.get_results(5000), told.asked))
+        found.append((task.get_results(5000), synchronizer.asked))
     return found
 
 
