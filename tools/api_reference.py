@@ -22,7 +22,7 @@ PUBLIC = (
     "kvplan.ascend.device",
     "kvplan.ascend.memory",
     "kvplan.cli",
-    "kvplan.engine.metrics",
+    "kvplan.engine.telemetry",
     "kvplan.engine.option_rows",
     "kvplan.engine.prometheus",
     "kvplan.execution",

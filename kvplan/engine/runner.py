@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeAlias
 from weakref import ref
 
-from kvplan.engine.log import log_operation, logger, status_of
-from kvplan.engine.release import finalized
+from kvplan.engine.registry import finalized
+from kvplan.engine.telemetry import log_operation, logger, status_of
 from kvplan.inspection.units import plural
 from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -420,7 +420,7 @@ class OperationRunner:
         engine = operation.engine
         task = engine.transfers.submit(plan, src, dst, operation.end)
         operation.submitted = True
-        engine.outcomes.expect(task)
+        engine.completion.track(task)
         return task
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
@@ -430,9 +430,9 @@ class OperationRunner:
         if self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        task = engine.transfers.stage(plan, src, dst, operation.end, engine.outcomes.expect)
+        task = engine.transfers.stage(plan, src, dst, operation.end, engine.completion.track)
         operation.submitted = True
-        engine.outcomes.watch(task)
+        engine.completion.watch(task)
         return task
 
     def _show(self, operation: Operation, plan: Plan) -> None:

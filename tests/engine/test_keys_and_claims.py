@@ -9,7 +9,7 @@ import pytest
 import kvplan
 from kvnative._executor import delay
 from kvplan import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode, Transfers
-from kvplan.engine.cache_keys import MAX_CLAIMS
+from kvplan.engine.claims import MAX_CLAIMS
 from kvplan.types import NO_ID
 
 from .caches import (

@@ -12,7 +12,7 @@ import pytest
 import kvplan
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
 from kvplan.control.messages import MAX_NBYTES, Table, TableEntry, encode
-from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.entry import CacheEntry
 from kvplan.engine.links import peer_table
 from kvplan.engine.links.addressed import find_addressed
 from kvplan.engine.links.peer_link import PeerLink

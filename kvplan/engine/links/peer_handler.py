@@ -22,7 +22,7 @@ from kvplan.control.messages import (
     Unlink,
     Unused,
 )
-from kvplan.engine.cache_entry import HeldCache, end_all
+from kvplan.engine.entry import HeldCache, end_all
 from kvplan.engine.links.answering import Answerer
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.peer_link import PeerLink

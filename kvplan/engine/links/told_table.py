@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvplan.control.messages import Table, TableEntry
-from kvplan.engine.cache_entry import MAX_TOLD_NBYTES, CacheEntry, told_nbytes
+from kvplan.engine.entry import MAX_TOLD_NBYTES, CacheEntry, told_nbytes
 from kvplan.types import Cache
 
 _ID_NBYTES = 9

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvplan.engine.cache_entry import end_all
+from kvplan.engine.entry import end_all
 from kvplan.engine.links.local_end import LocalEnd, link_failed
 from kvplan.engine.links.renewals import Renewals
 from kvplan.engine.links.state import LOST, LinkState
