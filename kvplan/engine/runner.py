@@ -180,7 +180,8 @@ class Operation:
             raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
         if key.cluster_id == self.engine.cluster_id:
             raise _own_cluster(argument, key)
-        link = self.engine.links.get(key.cluster_id)
+        links = self.engine.links
+        link = links.peers.get(key.cluster_id) or links.get(key.cluster_id)
         if self._moves and self.link is None:
             self.link = link  # first: what ends has not begun, at worst
             link.begin(self)
@@ -220,7 +221,8 @@ class Operation:
         """
         if given.cluster_id == self.engine.cluster_id:
             raise _own_cluster(argument, given)
-        link = self.engine.links.get(given.cluster_id)
+        links = self.engine.links
+        link = links.peers.get(given.cluster_id) or links.get(given.cluster_id)
         if self._moves and self.link is None:
             self.link = link  # first, as for `peer`
             link.begin(self)

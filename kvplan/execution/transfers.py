@@ -27,8 +27,8 @@ from kvnative._lower import Descriptors, lower
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
 from kvplan.execution.task import TransferTask, failure
-from kvplan.planning.invariants import first_overlap
 from kvplan.planning.plan import Plan
+from kvplan.planning.segments import first_overlap
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type
 

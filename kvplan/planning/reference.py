@@ -17,7 +17,7 @@ def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
     """Copy what `plan` says from `src` to `dst`: one C-contiguous array for each tensor.
 
     Raises, before a byte is copied:
-        TypeError: an element that is no NumPy array.
+        TypeError: an element that is not a NumPy array.
         LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
             contiguity, writability).
     """

@@ -28,6 +28,10 @@ class Coalesce(StrEnum):
     """Sort by source, then destination offset: finds runs in descending or shuffled tables too."""
 
 
+DEFAULT_COALESCE = Coalesce.SORTED
+"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
+
+
 class Segments:
     """A frozen table of (src offset, dst offset, nbytes), shared by every tensor pair of a plan.
 
@@ -57,7 +61,7 @@ class Segments:
 
     @classmethod
     def adopt(cls, src: Column, dst: Column, nbytes: Column, *, merged: bool = False) -> Segments:
-        """Take over columns that nobody else holds, without copying them.
+        """Take over columns that have no other holder, without copying them.
 
         Args:
             merged: whether neighbours that are adjacent on both sides become one; the bytes copied
@@ -65,7 +69,7 @@ class Segments:
         """
         if merged and len(src) > 1:
             src_ends = src + nbytes
-            # The law of merging: a segment goes on where both sides go on.
+            # The law of merging: a segment continues where both sides continue.
             adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
             if adjacent.any():
                 breaks = np.flatnonzero(~adjacent)
@@ -132,3 +136,14 @@ def _column(name: str, values: ArrayLike) -> Column:
     column = np.array(given, dtype=np.uint64, order="C")
     column.setflags(write=False)
     return column
+
+
+def first_overlap(starts: Column, nbytes: Column) -> tuple[int, int] | None:
+    """Return the indices of two ranges [start, start + nbytes) that share a byte, or None."""
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = starts + nbytes[order]
+    clashes = np.flatnonzero(ends[:-1] > starts[1:])
+    if not len(clashes):
+        return None
+    return int(order[clashes[0]]), int(order[clashes[0] + 1])

@@ -53,6 +53,9 @@ class Links:
     In a forked child every call raises LLMException (LLM_FAILED), and `close` does nothing: all of
     it is the parent's.
 
+    Attributes:
+        peers: the link with each cluster, in whatever state; `get` says why there is none.
+
     Args:
         cluster_id: of this engine.
         role: of this engine, when asked.
@@ -101,6 +104,7 @@ class Links:
         )
         self._is_news_due = False
         self._closed = False
+        self.peers: Mapping[int, PeerLink] = self._steps.links
 
     def start(self) -> None:
         """Start the control thread; links can be made from here on."""
@@ -128,6 +132,7 @@ class Links:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self.peers = MappingProxyType({})
         self._control.stop(self._close)
 
     def link(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
@@ -228,9 +233,9 @@ class Links:
         Raises:
             LLMException: LLM_NOT_YET_LINK: there is none, and why the last try failed.
         """
+        self._check_usable()
         link = self._steps.links.get(cluster_id)
-        if link is None or self._closed or os.getpid() != self._pid:
-            self._check_usable()
+        if link is None:
             raise self._steps.not_linked(cluster_id)
         return link
 
