@@ -23,7 +23,7 @@ PUBLIC = (
     "kvplan.device.ascend",
     "kvplan.device.device",
     "kvplan.device.memory",
-    "kvplan.engine.metrics",
+    "kvplan.engine.telemetry",
     "kvplan.engine.option_rows",
     "kvplan.engine.prometheus",
     "kvplan.execution",

@@ -9,15 +9,13 @@ from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
 
-from kvplan.engine.cache_operations import CacheOperations
-from kvplan.engine.engine import Engine
+from kvplan.engine.cache_api import CacheOperations
+from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.layer_transfers import LayerOperations
 from kvplan.engine.local_transfers import LocalOperations
-from kvplan.engine.log import log_operation
-from kvplan.engine.metrics import EngineMetrics, Metrics
 from kvplan.engine.options import Options
-from kvplan.engine.release import release, released_with
 from kvplan.engine.runner import PlanHook
+from kvplan.engine.telemetry import EngineMetrics, Metrics, log_operation
 from kvplan.engine.transfers import RemoteOperations
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid

@@ -1,29 +1,36 @@
-"""What lives between `initialize` and `finalize`, made and released as one."""
+"""What lives between `initialize` and `finalize`, made and released as one.
+
+An engine that nobody finalized is released all the same: when dropped, and at exit.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
-from threading import RLock
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from threading import RLock, Thread
 from typing import TYPE_CHECKING
 
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_of_strangers
 from kvplan.device.choice import open_accelerator
-from kvplan.engine.outcomes import Outcomes
+from kvplan.engine.completion import CompletionThread
+from kvplan.engine.memory import merged_ranges
 from kvplan.engine.registry import CacheRegistry
-from kvplan.engine.release import stopped
-from kvplan.engine.remapping import checked_ranges, remapped
 from kvplan.engine.runner import InFlight
 from kvplan.execution import default_transfers
+from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.choice import TransportOptions, make_transports
+from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
-    from kvplan.engine.metrics import Metrics
+    from kvplan.engine.entry import CacheEntry
     from kvplan.engine.options import Options
+    from kvplan.engine.telemetry import Metrics
     from kvplan.execution import Transfers
     from kvplan.types import LlmRole
 
@@ -52,7 +59,7 @@ class Engine:
         self.transfers = (transfers or default_transfers()).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
-        self.outcomes = Outcomes(f"kvplan-outcomes-{cluster_id}")
+        self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
         self._listen_at = ""
         self.in_flight = InFlight()
         self._remapping = RLock()
@@ -136,7 +143,7 @@ class Engine:
 
     def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
         """See `remap_registered_memory`."""
-        given = checked_ranges(ranges)
+        given = _checked_ranges(ranges)
         if not any(it.state is LinkState.LINKED for it in self.links.status()):
             raise LLMException(
                 f"cluster {self.cluster_id} has no link that stands",
@@ -144,7 +151,7 @@ class Engine:
             )
         with self._remapping:  # of two at once the second must not be lost
             entries = [it for it, _ in self.registry.entries()]
-            self.registry.renew(remapped(entries, given))
+            self.registry.renew(_touched(entries, given))
         self.links.tell_all(self.wait_ms / 1000)
 
     def close(self) -> None:
@@ -157,9 +164,97 @@ class Engine:
         if not self.in_flight.close():
             return
         with self._held as held:  # whatever goes wrong here, an interrupt say: from the last on
-            held.callback(self.outcomes.close, _STOPPED_S)
+            held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
             # Also what a call that is under way still has to begin.
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(self.wait_ms / 1000):
-                self.outcomes.cancel(stopped())
+                self.completion.cancel(LLMException("stopped, as the engine was finalized"))
+
+
+_open: set[Engine] = set()
+"""Held here, so that a forked child never collects what is its parent's."""
+
+
+def released_with(owner: object, engine: Engine) -> None:
+    """Close `engine` when `owner` is collected, or the process ends."""
+    _open.add(engine)
+    # Not the engine itself: its owner may live on for long after it was closed.
+    weakref.finalize(owner, _release_soon, weakref.ref(engine)).atexit = False
+
+
+def _release_soon(held: weakref.ref[Engine]) -> None:
+    # The collector runs in any thread, also in one that `close` would wait for, and holding locks.
+    engine = held()
+    if not (engine is None or engine.inherited or engine.in_flight.closed):
+        with suppress(RuntimeError):  # no more threads: then at exit
+            Thread(target=release, args=(engine,), name="kvplan-release", daemon=True).start()
+
+
+def release(engine: Engine) -> None:
+    """Close `engine`, and do not hold it any more."""
+    try:
+        engine.close()
+    finally:
+        _open.discard(engine)
+
+
+@atexit.register
+def _release_all() -> None:
+    for engine in tuple(_open):
+        release(engine)
+
+
+def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
+    """The (address, nbytes) of a caller.
+
+    Raises:
+        TypeError: no sequence of pairs of int.
+        ValueError: a number outside uint64.
+        LLMException: LLM_PARAM_INVALID: none at all, address 0, no bytes, or an end past 2**64.
+    """
+    if isinstance(ranges, str | bytes) or not isinstance(ranges, Sequence):
+        raise TypeError(f"ranges={shown(ranges)} must be a sequence of (address, nbytes)")
+    if not ranges:
+        raise invalid("ranges is empty; at least one is needed")
+    checked = []
+    for position, it in enumerate(ranges):
+        name = f"ranges[{position}]"
+        if not isinstance(it, tuple | list) or len(it) != 2:
+            raise TypeError(f"{name}={shown(it)} must be (address, nbytes)")
+        address = check_width(f"{name} address", it[0], 0, UINT64_MAX)
+        nbytes = check_width(f"{name} nbytes", it[1], 0, UINT64_MAX)
+        if not address or not nbytes or address + nbytes > 2**64:
+            raise invalid(
+                f"{name}={it} must be of an address and nbytes of at least 1, and end by 2**64"
+            )
+        checked.append((address, nbytes))
+    return checked
+
+
+def _touched(entries: Iterable[CacheEntry], ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """The ids of the registered caches that the ranges touch.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a byte of a range is in none.
+    """
+    registered = [(it, merged_ranges(it.memory)) for it in entries if not it.owned]
+    touched: set[int] = set()
+    for position, (address, nbytes) in enumerate(ranges):
+        covered = address  # every byte from the address to here is in a cache
+        pieces = sorted(
+            (start, size, entry.cache.cache_id)
+            for entry, parts in registered
+            for start, size in parts
+            if start < address + nbytes and address < start + size
+        )
+        for start, size, cache_id in pieces:
+            touched.add(cache_id)
+            if start <= covered:
+                covered = max(covered, start + size)
+        if covered < address + nbytes:
+            raise invalid(
+                f"ranges[{position}]=({address:#x}, {nbytes}): the byte at {covered:#x} is in none "
+                f"of the {plural(len(registered), 'registered cache')}"
+            )
+    return sorted(touched)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Self
 from weakref import WeakValueDictionary
 
-from kvplan.engine.log import logger
+from kvplan.engine.telemetry import logger
 from kvplan.execution import LayerTask
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, invalid

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.engine.transfers import has_blocks
-from kvplan.planning.planner import ALL_LAYERS, DEFAULT_COALESCE, plan_push_blocks, plan_push_cache
-from kvplan.planning.selection import source_tensors
+from kvplan.planning.layout import source_tensors
+from kvplan.planning.planner import ALL_LAYERS, plan_push_blocks, plan_push_cache
+from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex
 from kvplan.validation import shown
@@ -16,8 +17,8 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.execution import LayerTask
     from kvplan.planning import Coalesce, Plan
+    from kvplan.planning.blocks import Blocks
     from kvplan.planning.layout import Side
-    from kvplan.planning.selection import Blocks
     from kvplan.types import Cache, KvCacheExtParam
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.planning.planner import (
-    DEFAULT_COALESCE,
     plan_copy_blocks,
     plan_copy_cache,
     plan_swap_blocks,
 )
+from kvplan.planning.segments import DEFAULT_COALESCE
 
 if TYPE_CHECKING:
     from kvplan.execution import TransferTask

@@ -10,23 +10,22 @@ from functools import partial
 from operator import call, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvplan.engine import cache_memory
-from kvplan.engine.cache_entry import (
+from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys, not_exist
+from kvplan.engine.entry import (
     CacheEntry,
     Claim,
-    Endings,
     HeldCache,
+    PendingDeregistrations,
     ad_hoc,
-    check_tellable,
+    check_publishable,
     end_all,
     offer,
     renew_all,
 )
-from kvplan.engine.cache_keys import AnyKey, BoundKey, KeyIndex, check_fit, check_keys, not_exist
+from kvplan.engine.memory import CacheMemory, memory_of_span, memory_of_tensors, offered_ranges
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
-from kvplan.engine.release import finalized
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
@@ -82,7 +81,7 @@ class CacheRegistry:
         self._closed = False
         self._last_id = 0
         self._held: dict[int, HeldCache] = {}
-        self._endings = Endings()
+        self._pending = PendingDeregistrations()
         # Those that live by their id. `get` reads it without the lock.
         self._entries: dict[int, CacheEntry] = {}
         self._keys = KeyIndex()
@@ -106,7 +105,7 @@ class CacheRegistry:
         check_keys(keys, paged)
         cache_id = self._next_id(desc, keys)
         span = self.pools.take(desc.placement, desc.nbytes)
-        memory, view = cache_memory.of_span(desc, span), span.view(desc.nbytes)
+        memory, view = memory_of_span(desc, span), span.view(desc.nbytes)
         return self._publish(cache_id, desc, memory, (view,), paged, keys, span)
 
     def register(
@@ -148,8 +147,8 @@ class CacheRegistry:
                 f"num_tensors={desc.num_tensors}; at most max_tensors={self._max_tensors} can be "
                 "registered"
             )
-        memory = cache_memory.of_tensors(desc, tensors, writable=writable, device=self._device)
-        ranges = cache_memory.offered_ranges(memory) if remote_accessible else ()
+        memory = memory_of_tensors(desc, tensors, writable=writable, device=self._device)
+        ranges = offered_ranges(memory) if remote_accessible else ()
         return self._publish(cache_id, desc, memory, ranges, paged, keys)
 
     def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
@@ -189,10 +188,10 @@ class CacheRegistry:
             there = self._entry_of(cache_id, owned=False) is not None
             if there and self._entries.pop(cache_id, None) is not None:
                 self._keys.unbind(cache_id)
-                self._endings.add([self._held.pop(cache_id)])
-            ended = self._endings.of(cache_id)  # it was renewed perhaps, or somebody is at it
+                self._pending.add([self._held.pop(cache_id)])
+            ended = self._pending.of(cache_id)  # it was renewed perhaps, or somebody is at it
         if ended:
-            self._endings.end(ended)
+            self._pending.end(ended)
             self._on_change()
 
     def renew(self, cache_ids: Iterable[int]) -> None:
@@ -213,8 +212,8 @@ class CacheRegistry:
                     if cache_id in self._entries:
                         self._entries[cache_id] = now.entry
                 ended.append(before if lives else now)
-            self._endings.add(ended)
-        self._endings.end(ended)
+            self._pending.add(ended)
+        self._pending.end(ended)
         self._on_change()
 
     def remove_key(self, key: CacheKey) -> None:
@@ -371,7 +370,7 @@ class CacheRegistry:
         self,
         cache_id: int,
         desc: CacheDesc,
-        memory: cache_memory.CacheMemory,
+        memory: CacheMemory,
         ranges: Sequence[Registrable],  # none: peers cannot reach it
         paged: bool,
         keys: Sequence[AnyKey],
@@ -393,7 +392,7 @@ class CacheRegistry:
                 metadata=offered.metadata,
                 created=time.time(),
             )
-            check_tellable(entry)
+            check_publishable(entry)
             with self._mutex:
                 if self._closed:
                     raise finalized()
@@ -423,3 +422,11 @@ class CacheRegistry:
             return []
         held = self._held.pop(cache_id, None)  # None: it was unregistered under a claim
         return [] if held is None else [held]
+
+
+def finalized() -> LLMException:
+    """The refusal of a call after `finalize`."""
+    return LLMException(
+        "the engine is finalized; initialize it again",
+        status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
+    )

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeAlias
 from weakref import ref
 
-from kvplan.engine.log import log_operation, logger, status_of
-from kvplan.engine.release import finalized
+from kvplan.engine.registry import finalized
+from kvplan.engine.telemetry import log_operation, logger, status_of
 from kvplan.inspection.units import plural
 from kvplan.planning.layout import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -180,7 +180,8 @@ class Operation:
             raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
         if key.cluster_id == self.engine.cluster_id:
             raise _own_cluster(argument, key)
-        link = self.engine.links.get(key.cluster_id)
+        links = self.engine.links
+        link = links.peers.get(key.cluster_id) or links.get(key.cluster_id)
         if self._moves and self.link is None:
             self.link = link  # first: what ends has not begun, at worst
             link.begin(self)
@@ -220,7 +221,8 @@ class Operation:
         """
         if given.cluster_id == self.engine.cluster_id:
             raise _own_cluster(argument, given)
-        link = self.engine.links.get(given.cluster_id)
+        links = self.engine.links
+        link = links.peers.get(given.cluster_id) or links.get(given.cluster_id)
         if self._moves and self.link is None:
             self.link = link  # first, as for `peer`
             link.begin(self)
@@ -420,7 +422,7 @@ class OperationRunner:
         engine = operation.engine
         task = engine.transfers.submit(plan, src, dst, operation.end)
         operation.submitted = True
-        engine.outcomes.expect(task)
+        engine.completion.track(task)
         return task
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
@@ -430,9 +432,9 @@ class OperationRunner:
         if self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        task = engine.transfers.stage(plan, src, dst, operation.end, engine.outcomes.expect)
+        task = engine.transfers.stage(plan, src, dst, operation.end, engine.completion.track)
         operation.submitted = True
-        engine.outcomes.watch(task)
+        engine.completion.watch(task)
         return task
 
     def _show(self, operation: Operation, plan: Plan) -> None:

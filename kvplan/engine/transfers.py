@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.planning.planner import (
     ALL_LAYERS,
-    DEFAULT_COALESCE,
     plan_pull_blocks,
     plan_pull_cache,
     plan_push_blocks,
     plan_push_cache,
 )
+from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, CacheKey
 from kvplan.validation import check_type
@@ -21,7 +21,7 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from kvplan.execution import TransferTask
     from kvplan.planning import Coalesce, Plan
-    from kvplan.planning.selection import Blocks
+    from kvplan.planning.blocks import Blocks
     from kvplan.types import AnyCacheKey, Cache, KvCacheExtParam
 
 

@@ -46,6 +46,9 @@ class Links:
     In a forked child every call raises LLMException (LLM_FAILED), and `close` does nothing: links
     belong to the parent.
 
+    Attributes:
+        peers: the link with each cluster, in whatever state; `get` says why there is none.
+
     Args:
         cluster_id: of this engine.
         role: returns the role that this engine has now.
@@ -96,6 +99,7 @@ class Links:
         )
         self._is_publish_pending = False
         self._closed = False
+        self.peers: Mapping[int, PeerLink] = self._transitions.links
 
     def start(self) -> None:
         """Start the control thread; links can be made from here on."""
@@ -123,6 +127,7 @@ class Links:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self.peers = MappingProxyType({})
         self._control.stop(self._close)
 
     def link(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
@@ -223,9 +228,9 @@ class Links:
         Raises:
             LLMException: LLM_NOT_YET_LINK: there is none, and why the last attempt failed.
         """
+        self._check_usable()
         link = self._transitions.links.get(cluster_id)
-        if link is None or self._closed or os.getpid() != self._pid:
-            self._check_usable()
+        if link is None:
             raise self._transitions.not_linked(cluster_id)
         return link
 

@@ -2,8 +2,6 @@
 
 Everywhere: `src` and `dst` say the direction of the bytes; a cache is given as `CacheDesc`,
 `Cache` or `RemoteCache`; offsets and sizes are bytes. `ext_param` cuts the transfer to layers.
-
-There are three kinds of transfer: slot to slot (C2C), slot to blocks (C2B), blocks to blocks (B2B).
 """
 
 from __future__ import annotations
@@ -14,10 +12,7 @@ from itertools import chain
 import numpy as np
 
 from kvplan.inspection.units import plural
-from kvplan.planning.layout import Described, Side, side
-from kvplan.planning.plan import Kind, Operation, Plan
-from kvplan.planning.segments import Coalesce, Segments
-from kvplan.planning.selection import (
+from kvplan.planning.blocks import (
     Blocks,
     Indices,
     block_indices,
@@ -25,22 +20,22 @@ from kvplan.planning.selection import (
     check_distinct,
     check_indices,
     sorted_pairs,
+)
+from kvplan.planning.layout import (
+    Described,
+    Side,
+    is_same_cache,
+    side,
+    slot_index,
     tensor_ranges,
 )
+from kvplan.planning.plan import Kind, Operation, Plan
+from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.status import LLMException, invalid
-from kvplan.types import (
-    Cache,
-    CacheKeyByIdAndIndex,
-    KvCacheExtParam,
-    Placement,
-    RemoteCache,
-)
+from kvplan.types import KvCacheExtParam, Placement
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
 ALL_LAYERS = KvCacheExtParam()
-
-DEFAULT_COALESCE = Coalesce.SORTED
-"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
 
 _BLOCK_LISTS = (Sequence, np.ndarray)
 
@@ -193,7 +188,7 @@ def plan_copy_blocks(
     """
     check_mapping("blocks", blocks)
     source = side("src", src, paged=True)
-    within = dst is None or _is_same_cache(src, dst)
+    within = dst is None or is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
     if source.stride != target.stride:
         raise _unequal_blocks(source, target)
@@ -206,7 +201,7 @@ def plan_copy_blocks(
     check_distinct("blocks (destination)", dst_table, target)
     src_table = np.repeat(read, list(map(len, blocks.values())))
     if within:
-        # A block copied to itself changes nothing, so nobody can read it too late.
+        # A block copied to itself changes nothing, so no read of it can come too late.
         moved = dst_table[src_table != dst_table]
         clash = moved[np.isin(moved, src_table)]
         if len(clash):
@@ -254,6 +249,9 @@ def plan_swap_blocks(
     )
 
 
+# The kinds of transfer: each checks what it is given, lays out the slices, and makes the Plan.
+
+
 def _slot_to_slot(
     operation: Operation,
     src: Described,
@@ -269,8 +267,8 @@ def _slot_to_slot(
     """Plan C2C: `size` bytes of a slot, from an offset into each row on."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
-    src_slot = _slot("src_batch_index", src_batch_index, src, source)
-    dst_slot = _slot("dst_batch_index", dst_batch_index, dst, target)
+    src_slot = slot_index("src_batch_index", src_batch_index, src, source)
+    dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
     for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
@@ -321,7 +319,7 @@ def _to_blocks(
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
     if paged:
         if src_batch_index is not None:  # only 0 will do
-            _slot("src_batch_index", src_batch_index, src, source)
+            slot_index("src_batch_index", src_batch_index, src, source)
         if source.stride != target.stride:
             raise _unequal_blocks(source, target)
         src_table = check_indices("src_blocks", given, source)
@@ -332,7 +330,7 @@ def _to_blocks(
             )
         return _block_to_block(operation, source, target, src_table, dst_table, ext_param, how)
 
-    slot = _slot("src_batch_index", src_batch_index, src, source)
+    slot = slot_index("src_batch_index", src_batch_index, src, source)
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if int(starts[-1]) >= source.stride:
         raise invalid(
@@ -421,34 +419,3 @@ def _unequal_blocks(source: Side, target: Side) -> LLMException:
     return invalid(
         f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be equal"
     )
-
-
-def _slot(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
-    """Return the slot: `given`, or the one that the key of a remote cache names, or 0.
-
-    Raises:
-        TypeError: `given` is not an int.
-        LLMException: LLM_PARAM_INVALID out of range, in a paged cache other than 0, or not the
-            slot that the key names.
-    """
-    slot = 0 if given is None else given
-    if isinstance(cache, RemoteCache) and isinstance(cache.key, CacheKeyByIdAndIndex):
-        named = cache.key.batch_index
-        if given is not None and check_type(argument, given, int) != named:
-            raise invalid(f"{argument}={given} must be None or {named}, the slot of {cache.key}")
-        slot = named
-    if type(slot) is int and 0 <= slot < (1 if read_as.paged else read_as.count):
-        return slot
-    if read_as.paged and check_type(argument, slot, int) != 0:
-        raise invalid(f"{argument}={slot} must be None or 0: a paged cache has no slots")
-    return check_index(argument, slot, read_as.count)
-
-
-def _is_same_cache(a: Described, b: Described) -> bool:
-    """Whether both surely are one cache: one object, one cache id, or the same addresses."""
-    if a is b:
-        return True
-    if not (isinstance(a, Cache) and isinstance(b, Cache)):
-        return False
-    same_id = a.cache_id == b.cache_id >= 0
-    return same_id or (bool(a.tensor_addrs) and a.tensor_addrs == b.tensor_addrs)

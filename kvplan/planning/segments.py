@@ -28,6 +28,10 @@ class Coalesce(StrEnum):
     """Sort by source, then destination offset: finds runs in descending or shuffled tables too."""
 
 
+DEFAULT_COALESCE = Coalesce.SORTED
+"""Chosen by measurement: docs/adr/0001-coalescing-order.md."""
+
+
 class Segments:
     """A frozen table of (src offset, dst offset, nbytes), shared by every tensor pair of a plan.
 
@@ -57,7 +61,7 @@ class Segments:
 
     @classmethod
     def adopt(cls, src: Column, dst: Column, nbytes: Column, *, merged: bool = False) -> Segments:
-        """Take over columns that nobody else holds, without copying them.
+        """Take over columns that have no other holder, without copying them.
 
         Args:
             merged: whether neighbours that are adjacent on both sides become one; the bytes copied
@@ -65,7 +69,7 @@ class Segments:
         """
         if merged and len(src) > 1:
             src_ends = src + nbytes
-            # The law of merging: a segment goes on where both sides go on.
+            # The law of merging: a segment continues where both sides continue.
             adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
             if adjacent.any():
                 breaks = np.flatnonzero(~adjacent)

@@ -10,7 +10,7 @@ import pytest
 
 import kvplan
 from kvplan import CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode, Placement
-from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.entry import CacheEntry
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
 

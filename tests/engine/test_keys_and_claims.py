@@ -8,7 +8,7 @@ import pytest
 
 import kvplan
 from kvplan import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode, Transfers
-from kvplan.engine.cache_keys import MAX_CLAIMS
+from kvplan.engine.claims import MAX_CLAIMS
 from kvplan.types import NO_ID
 from tests.support.wrappers import delay
 

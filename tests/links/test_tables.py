@@ -12,7 +12,7 @@ import pytest
 import kvplan
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
 from kvplan.control.messages import MAX_NBYTES, Table, TableEntry, encode
-from kvplan.engine.cache_entry import CacheEntry
+from kvplan.engine.entry import CacheEntry
 from kvplan.links import peer_table
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvplan.execution import TransferTask
 
 
-class Outcomes:
+class CompletionThread:
     """A thread, begun with the first task that is not done at once, that waits for each in turn.
 
     A task that is done behind one that is not is found by whoever waits for it, or in its turn.
@@ -33,7 +33,7 @@ class Outcomes:
         self._thread: Thread | None = None
         self._mutex = RLock()
 
-    def expect(self, task: TransferTask) -> None:
+    def track(self, task: TransferTask) -> None:
         """Settle `task` when it is done: now, or later."""
         self._open.discard(ref(task))
         if task.done:
@@ -56,11 +56,11 @@ class Outcomes:
             task.cancel(self._cancelled)
 
     def watch(self, task: TransferTask) -> None:
-        """Let `cancel` stop `task` too, which waits for its layers; `expect` follows then."""
+        """Let `cancel` stop `task` too, which waits for its layers; `track` follows then."""
         self._open.add(ref(task, self._open.discard))
         if self._cancelled:
             task.cancel(self._cancelled)
-            self.expect(task)
+            self.track(task)
 
     def cancel(self, reason: LLMException) -> None:
         """Stop all tasks in flight, and those that come; on return they move no byte any more.
@@ -72,7 +72,7 @@ class Outcomes:
         for it in tuple(self._open):
             if (task := it()) is not None:
                 task.cancel(reason)
-                self.expect(task)
+                self.track(task)
         for flying in tuple(self._tasks):
             flying.cancel(reason)
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvplan.engine.arrays import tensor_arrays
-from kvplan.engine.contents import read_tensors, write_tensors
+from kvplan.engine.arrays import read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.runner import OperationRunner
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
 from kvplan.validation import check_type

@@ -27,7 +27,7 @@ CacheMemory = HostMemory | DeviceMemory
 _USER: Final = "the user, until it is unregistered"
 
 
-def of_span(desc: CacheDesc, span: Span) -> CacheMemory:
+def memory_of_span(desc: CacheDesc, span: Span) -> CacheMemory:
     """The tensors of a cache, one behind the other in `span`, which they hold."""
     sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
     offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
@@ -37,7 +37,7 @@ def of_span(desc: CacheDesc, span: Span) -> CacheMemory:
     return HostMemory(addresses, sizes, writable=True, owner=span)
 
 
-def of_tensors(
+def memory_of_tensors(
     desc: CacheDesc,
     tensors: Sequence[Any],
     *,
@@ -118,7 +118,7 @@ def memory_at(
     return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)
 
 
-def check_anew(memory: CacheMemory) -> None:
+def check_again(memory: CacheMemory) -> None:
     """Refuse memory that is not where it was when it was registered: LLM_PARAM_INVALID."""
     if isinstance(memory, DeviceMemory):
         memory.check_located()

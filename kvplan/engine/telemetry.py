@@ -1,15 +1,24 @@
-"""What an engine has done: counts by operation and status, bytes, and how long it took."""
+"""What an engine has done: counted by operation, and logged, one line an operation."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from bisect import bisect_left
 from collections import defaultdict
 from itertools import accumulate
 from threading import RLock
-from typing import TypedDict
+from typing import Final, TypedDict
 
-from kvplan.status import LLMStatusCode
+from kvplan.logs import Log
+from kvplan.status import LLMException, LLMStatusCode
+
+logger = Log("kvplan")
+# A program that set no logging up is not spoken to: it gets exceptions.
+logger.logger.addHandler(logging.NullHandler())
+
+_STATUSES: Final = frozenset(LLMStatusCode)
 
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2, 5))
 """Upper bounds of the histograms, in seconds: 10 us to 5 s."""
@@ -86,3 +95,53 @@ class _Row:
             "nbytes": self.nbytes,
             "seconds": {"count": buckets[math.inf], "sum": self.seconds, "buckets": buckets},
         }
+
+
+def status_of(error: BaseException | None) -> LLMStatusCode:
+    """The status that stands for how a call ended."""
+    if error is None:
+        return LLMStatusCode.LLM_SUCCESS
+    if isinstance(error, LLMException):
+        known = error.status_code in _STATUSES
+        return LLMStatusCode(error.status_code) if known else LLMStatusCode.LLM_FAILED
+    if isinstance(error, TypeError | ValueError):
+        return LLMStatusCode.LLM_PARAM_INVALID
+    return LLMStatusCode.LLM_FAILED
+
+
+def log_operation(
+    operation: str,
+    seconds: float,
+    error: BaseException | None = None,
+    **fields: object,
+) -> None:
+    """Log how an operation went, as `key=value` on logger `kvplan`; fields of None are left out.
+
+    Args:
+        seconds: how long it took.
+        error: what it failed with; None: it did not.
+    """
+    level = logging.INFO if error is None else logging.WARNING
+    if not logger.isEnabledFor(level):
+        return
+    shown = {
+        "operation": operation,
+        **fields,
+        "us": f"{seconds * 1e6:.1f}",
+        "status": status_of(error).name,
+        "error": _reason(error),
+    }
+    pairs = (f"{key}={_quoted(value)}" for key, value in shown.items() if value is not None)
+    logger.log(level, "%s", " ".join(pairs))
+
+
+def _reason(error: BaseException | None) -> object:
+    if isinstance(error, LLMException) and error.args:
+        return error.args[0]
+    return error and repr(error)
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    plain = text.isprintable() and text and not set(text) & set(' "=')
+    return text if plain else json.dumps(text)

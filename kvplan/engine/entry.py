@@ -10,7 +10,7 @@ from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvplan.engine.cache_memory import CacheMemory, check_anew, memory_at, offered_ranges
+from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
 from kvplan.links.published_table import MAX_PUBLISHED_NBYTES, published_nbytes
 from kvplan.logs import Log
 from kvplan.planning.layout import Side, side
@@ -67,7 +67,7 @@ def ad_hoc(cache: Cache, device: AscendDevice | None) -> CacheEntry:
     return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
 
 
-def check_tellable(entry: CacheEntry) -> None:
+def check_publishable(entry: CacheEntry) -> None:
     """Refuse a cache that no message can describe to a peer, which would never see it.
 
     Raises:
@@ -105,7 +105,7 @@ class HeldCache:
         entry = self.entry
         cache, memory = entry.cache, entry.memory
         try:
-            check_anew(memory)
+            check_again(memory)
         except LLMException as error:
             raise LLMException(
                 f"cache {cache.cache_id}: {error.args[0]}", status_code=error.status_code
@@ -138,7 +138,7 @@ def end_all(held: Iterable[HeldCache]) -> None:
             all_of_them.callback(it.offer.withdraw)
 
 
-class Endings:
+class PendingDeregistrations:
     """Caches of the user's memory that nothing names any more, and that have not ended yet.
 
     To end one waits for what is being sent of it; until then the memory must stay, whichever of

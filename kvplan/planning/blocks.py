@@ -1,0 +1,107 @@
+"""Block tables: from what callers pass to checked arrays of block indices."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.planning.layout import Side
+from kvplan.status import LLMException, invalid
+
+Blocks = Sequence[int] | NDArray[np.integer]
+Indices = NDArray[np.int64]
+
+_TEXT = (str, bytes, bytearray)  # sequences too, and of int
+
+
+def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
+    """Return `blocks` as int64 indices, each in [0, cache.count)."""
+    return check_indices(name, block_table(name, blocks), cache)
+
+
+def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
+    """Return `blocks` as a flat array of integers (not of bool or float), perhaps empty."""
+    if isinstance(blocks, np.ndarray):
+        table = np.asarray(blocks)  # a masked array would hide entries from the checks
+    else:
+        if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
+            raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
+        types = set(map(type, blocks))
+        if types == {int}:
+            try:  # a third of the time that np.array takes
+                return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
+            except struct.error:  # beyond 64 bits: out of range, but of which?
+                return np.array(blocks, dtype=object)
+        # NumPy would take True for 1, next to an int silently.
+        if not types.isdisjoint((bool, np.bool_)):
+            raise TypeError(f"{name} must hold int, not bool")
+        try:
+            table = np.array(blocks)
+        except (ValueError, OverflowError) as error:
+            raise TypeError(f"{name} must be a flat sequence of int: {error}") from None
+        if table.dtype.kind not in "iu" and all(issubclass(t, int | np.integer) for t in types):
+            # No one type of NumPy holds them all, so it took float or object: keep them exact.
+            return np.array(blocks, dtype=object)
+    if table.ndim != 1:
+        raise TypeError(f"{name} must be one-dimensional, not of shape {table.shape}")
+    if table.size and table.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, not {table.dtype}")
+    return table
+
+
+def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
+    """Return `table` as int64 if it is not empty and every entry is in [0, cache.count)."""
+    if table.size == 0:
+        raise invalid(f"{name} is empty; at least one block is needed")
+    try:
+        indices = table.astype(np.int64, copy=False)
+    except OverflowError:  # one is beyond 64 bits
+        raise _out_of_range(name, table, cache) from None
+    unsigned = indices.view(np.uint64)  # what is negative is now beyond any count
+    if (unsigned.item() if table.size == 1 else int(unsigned.max())) >= cache.count:
+        raise _out_of_range(name, table, cache)
+    return indices
+
+
+def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
+    position = int(np.flatnonzero((table < 0) | (table >= cache.count))[0])
+    return invalid(f"{name}[{position}]={int(table[position])} is out of range [0, {cache.count})")
+
+
+def check_distinct(name: str, table: Indices, cache: Side) -> None:
+    """Refuse a block that is named twice: which of its writes would win is not defined."""
+    if table.size == 1:
+        return
+    if cache.count <= 64 * table.size:
+        # A bitmap is several times faster than sorting while it is not much larger than the table.
+        seen = np.zeros(cache.count, dtype=np.bool_)
+        seen[table] = True
+        distinct = int(np.count_nonzero(seen))
+    else:
+        ordered = np.sort(table)  # not np.unique, whose first call imports numpy.ma: 8 ms
+        distinct = 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+    if distinct == table.size:
+        return
+    order = np.argsort(table, kind="stable")
+    repeat = int(np.flatnonzero(table[order][1:] == table[order][:-1])[0])
+    first, second = int(order[repeat]), int(order[repeat + 1])
+    raise invalid(
+        f"{name}[{second}]={int(table[second])} is already {name}[{first}]; destination blocks "
+        f"must be distinct"
+    )
+
+
+def sorted_pairs(src_table: Indices, dst_table: Indices) -> tuple[Indices, Indices]:
+    """Return the pairs of both tables in ascending order of source, then destination block."""
+    if bool(np.all(src_table[1:] > src_table[:-1])):
+        return src_table, dst_table
+    if max(int(src_table.max()), int(dst_table.max())) >= 2**31:
+        order = np.lexsort((dst_table, src_table))
+        return src_table[order], dst_table[order]
+    # A pair in one number: NumPy sorts numbers several times faster than it finds their order.
+    pairs = np.sort((src_table << 32) | dst_table)
+    return pairs >> 32, pairs & 0xFFFFFFFF
