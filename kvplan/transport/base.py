@@ -170,23 +170,9 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         writable: bool = False,
         metadata: bytes | None = None,
     ) -> _Memory:
-        """The peer's tensors, for use as the remote side of a transfer.
+        """See `TransportLink.memory`: which registration holds each tensor is decided here alone.
 
-        Args:
-            addresses: of each tensor, in the peer.
-            nbytes: of each tensor, or one number for all.
-            writable: whether the transfer writes to them.
-            metadata: the peer's, naming the registrations that hold them; None: the one that the
-                link was made with.
-
-        Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or
-                that has ended, where `finds_freed` is "check" (else the transfer finds it);
-                LLM_PARAM_INVALID: bad sizes or metadata, another peer's metadata, or a read-only
-                registration to be written; LLM_FEATURE_NOT_ENABLED: memory that this link does not
-                reach, and why; LLM_LINK_FAILED: the peer is gone or refuses access;
-                LLM_NOT_YET_LINK: the link was closed.
-            TypeError: not whole numbers.
+        Whether those still stand is looked at here, or in the transfer, as `finds_freed` says.
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)

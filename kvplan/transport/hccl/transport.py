@@ -112,37 +112,18 @@ class HcclTransport(BaseTransport):
             raise
 
     def expect(self, memory: Registrable, keep: object = None) -> None:
-        """Let HCCL know a pool as one region: its parts need no connection to be renewed.
-
-        Args:
-            memory: all of it.
-            keep: what must not go before HCCL has forgotten it, such as what pins it.
-
-        Raises:
-            LLMException: as `register`.
-        """
+        """See `Transport.expect`: one region of HCCL, whose parts need no renewed connection."""
         self._check_open()
         self._registrations.expect(memory, keep)
 
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
     ) -> HcclRegistration:
-        """Let peers reach `memory`, and write to it unless `writable` is False.
+        """See `Transport.register`; memory of the host where the product allows it.
 
         Memory may be registered several times, and a part of what is registered. What lies partly
         in other registrations is known to HCCL in parts, and no tensor may cross their borders.
-
-        Args:
-            memory: a DeviceRange; or of the host, where the product allows it: anything with a
-                contiguous buffer, which is then held, or (address, nbytes), which the caller holds.
-            writable: whether peers may write to it.
-            keep: not used: what peers write is not seen.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: memory that is not of this device, or not as asked, or
-                is in parts of another kind already; LLM_OUT_OF_MEMORY: `max_registrations` are
-                registered already; what HCCL says.
-            TypeError: neither of these.
+        `keep` is not used: what peers write is not seen.
         """
         self._check_open()
         return self._registrations.add(memory, writable=writable)
@@ -157,12 +138,7 @@ class HcclTransport(BaseTransport):
         self._registrations.remove(registration)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """What a peer needs to reach this device: its address and `registrations` (None: all).
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
-            TypeError: one of them is no `Registration`.
-        """
+        """See `Transport.metadata`."""
         self._check_open()
         return self._metadata(self._registrations.ranges(registrations)).to_bytes()
 
@@ -174,18 +150,10 @@ class HcclTransport(BaseTransport):
         session: bytes = b"",
         streams: protocol.Streams | None = None,
     ) -> HcclLink:
-        """Link to the device of `metadata`, whose process must do so too, in any order.
+        """See `Transport.connect`; the peer must do so too, in any order; `streams` is not used.
 
-        Args:
-            metadata: the peer's, of now: what it registered later is reached once both ends have
-                renewed the connection (`Renewable`).
-            timeout_ms: milliseconds to wait for the peer; HCCL takes whole seconds.
-            session: the same at both ends, and no other attempt's.
-            streams: not used: HCCL makes connections of its own.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: it cannot be reached, has not come in time, or HCCL says
-                why not; LLM_PARAM_INVALID: bad metadata.
+        What either end registers later is reached once both have renewed the connection
+        (`Renewable`). HCCL takes whole seconds of `timeout_ms`.
         """
         self._check_open()
         peer = Metadata.from_bytes(metadata)

@@ -80,18 +80,21 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         *,
         writable: bool,
     ) -> LocalPeerMemory:
+        slots, generations = columns(ranges, "slot", "generation")
         # That the peer lives was found just now.
-        self.check_ranges(ranges, *columns(ranges, "slot", "generation"), alive=False)
+        self.check_ranges(ranges, slots, generations, alive=False)
         arenas, shifts = self._mapped(ranges)
         if arenas:
             starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
         else:
             self._probe()
         writer = self._writer_there() if writable else None
-        return LocalPeerMemory(self, starts, sizes, ranges, arenas, writer, writable=writable)
+        return LocalPeerMemory(
+            self, starts, sizes, ranges, slots, generations, arenas, writer, writable=writable
+        )
 
     def _check_peer(self) -> None:
-        self.check_ranges((), _NONE, _NONE)
+        self._find_stale(_NONE, _NONE, alive=True)
 
     def check_ranges(
         self,
@@ -109,18 +112,22 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         """
         if alive:
             check_process(self.pid, "link")
-        try:
-            look = self.process.check if alive else self.process.stale
-            stale = look(slots, generations)
-        except ValueError:
-            raise self._closed_error() from None
-        except OSError as error:
-            raise self._refusal(error, "is lost") from error
+        stale = self._find_stale(slots, generations, alive=alive)
         if stale >= 0:
             raise LLMException(
                 f"{self.peer} has deregistered {ranges[stale]}",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
+
+    def _find_stale(self, slots: Column, generations: Column, *, alive: bool) -> int:
+        """The index of the first range that is deregistered by now; -1: none is."""
+        look = self.process.check if alive else self.process.stale
+        try:
+            return look(slots, generations)
+        except ValueError:
+            raise self._closed_error() from None
+        except OSError as error:
+            raise self._refusal(error, "is lost") from error
 
     def reading(self, pool: ThreadPool) -> Backend:
         """The backend that reads from this peer's own addresses."""

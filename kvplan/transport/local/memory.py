@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvnative._host import Arena
-from kvplan.transport.base import BasePeerMemory, columns
+from kvplan.transport.base import BasePeerMemory
 from kvplan.transport.local.metadata import ArenaRef, Range
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         addresses: Column,
         nbytes: Column,
         ranges: Sequence[Range],
+        slots: Column,
+        generations: Column,
         arenas: Sequence[Arena | Pin],
         writer: Writer | None,
         *,
@@ -103,7 +105,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
     ) -> None:
         in_process = bool(arenas) or link.is_to_self
         super().__init__(link, addresses, nbytes, ranges, writable=writable, in_process=in_process)
-        self._slots, self._generations = columns(ranges, "slot", "generation")
+        self._slots, self._generations = slots, generations  # of the ranges
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
         self._writer = writer  # that announces what is written; None: not writable

@@ -130,20 +130,7 @@ class UcxTransport(BaseTransport):
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None
     ) -> UcxRegistration:
-        """Let peers reach `memory`, and write to it unless `writable` is False.
-
-        Args:
-            memory: anything with a contiguous buffer, which is held until deregistered; or
-                (address, nbytes), which the caller holds.
-            writable: whether peers may write to it.
-            keep: held as long as a peer may write to it.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: not mapped, not readable, not writable as asked, or not
-                contiguous; LLM_OUT_OF_MEMORY: `max_registrations` are registered already;
-                LLM_FEATURE_NOT_ENABLED: memory of a device that UCX does not reach.
-            TypeError: none of these.
-        """
+        """See `Transport.register`; memory of a device, too, where UCX reaches it."""
         self._check_open()
         return self._registrations.add(memory, writable=writable, keep=keep)
 
@@ -160,12 +147,7 @@ class UcxTransport(BaseTransport):
         self._wait_for_writers([self._registrations.end(registration)])
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """What a peer needs to reach this process: its address and `registrations` (None: all).
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: one of them is not registered here, or no longer.
-            TypeError: one of them is no `Registration`.
-        """
+        """See `Transport.metadata`."""
         worker = self._running()
         shown = self._registrations.shown(registrations)
         return Metadata(
@@ -186,17 +168,7 @@ class UcxTransport(BaseTransport):
         session: bytes = b"",
         streams: protocol.Streams | None = None,
     ) -> UcxLink:
-        """Link to the process of `metadata`, whose Python takes no part in that.
-
-        Args:
-            metadata: the peer's.
-            timeout_ms: milliseconds that it may take.
-            session, streams: not used.
-
-        Raises:
-            LLMException: LLM_LINK_FAILED: it cannot be reached, or has not answered in time;
-                LLM_PARAM_INVALID: bad metadata.
-        """
+        """See `Transport.connect`; `session` and `streams` are not used."""
         self._check_open()
         peer = Metadata.from_bytes(metadata)
         endpoint = self._endpoint(peer)
