@@ -1,7 +1,7 @@
 # Declarations of the sources behind _hccl, and its class.
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from kvnative._acl cimport Device, kvn_device
+from kvnative._device cimport Device, kvn_device
 from kvnative._hccl_memory cimport HcclLibrary, kvn_hccl, kvn_region, kvn_staging
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend

@@ -1,7 +1,7 @@
 from typing import Literal, final
 
-from kvnative._acl import Device
 from kvnative._backend import Backend
+from kvnative._device import Device
 from kvnative._hccl_memory import (
     MAX_GUARDS,
     Guards,

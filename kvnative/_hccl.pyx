@@ -4,14 +4,15 @@ cimport cython
 from libc.stdint cimport int32_t, uint32_t
 from posix.unistd cimport getpid
 
-from kvnative._acl cimport Device
 from kvnative._backend cimport Backend
+from kvnative._device cimport Device
 from kvnative._hccl_memory cimport (
     Guards,
     HcclLibrary,
     Region,
     Staging,
     check_arguments,
+    check_device,
     check_hccl,
 )
 from kvnative._host cimport kvn_failure
@@ -78,7 +79,7 @@ cdef class Communicator:
                              f" numbers >= 0")
         if not 1 <= max_batch <= KVN_HCCL_MAX_BATCH:
             raise ValueError(f"max_batch is {max_batch}; it must be in [1, {KVN_HCCL_MAX_BATCH}]")
-        device.check_usable()
+        check_device(device)
         options.rank_table = table
         options.name = label
         options.rank = rank
@@ -247,7 +248,7 @@ cdef class Communicator:
         """
         cdef kvn_failure failure
         cdef int status
-        if self.communicator is NULL or self.library.acl.library.pid != getpid():
+        if self.communicator is NULL or self.library.acl.pid != getpid():
             return
         with nogil:
             status = kvn_communicator_close(self.communicator, &failure)
@@ -273,7 +274,7 @@ cdef class Communicator:
         cdef kvn_failure ignored
         if self.communicator is NULL:
             return
-        if self.library.acl.library.pid == getpid():
+        if self.library.acl.pid == getpid():
             with nogil:
                 kvn_communicator_close(self.communicator, &ignored)
         with nogil:

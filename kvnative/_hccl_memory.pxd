@@ -1,8 +1,8 @@
 # Declarations of the sources behind _hccl_memory, and its classes.
 from libc.stdint cimport uint32_t, uint64_t
 
-from kvnative._acl cimport AclLibrary, Device, kvn_device
-from kvnative._acl_library cimport kvn_acl
+from kvnative._acl cimport AclLibrary, kvn_acl
+from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure
 
 
@@ -60,6 +60,8 @@ cdef extern from "hccl/communicator.h" nogil:
 cdef int check_hccl(int status, const kvn_failure *failure) except -1
 # The same, but ValueError for an argument that was refused before any call.
 cdef int check_arguments(int status, const kvn_failure *failure) except -1
+# HCCL works with Ascend devices: TypeError for another, NativeError where it cannot be used.
+cdef int check_device(Device device) except -1
 
 
 cdef class HcclLibrary:

@@ -3,23 +3,20 @@ from typing import Literal, Never, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._acl import AclLibrary, Device
-from kvnative._backend import NativeError
+from kvnative._acl import AclLibrary
+from kvnative._device import Device, DeviceError, DeviceLibrary
 
 __all__ = ["MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Staging"]
 
 MAX_GUARDS: int
 
-class HcclError(NativeError):
-    code: int
-    status: int
-    def __init__(self, message: str, code: int = 0, status: int = -9) -> None: ...
+class HcclError(DeviceError): ...
 
 @final
 class HcclLibrary:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @staticmethod
-    def load(acl: AclLibrary, path: str | None = None) -> HcclLibrary: ...
+    def load(acl: DeviceLibrary, path: str | None = None) -> HcclLibrary: ...
     @property
     def acl(self) -> AclLibrary: ...
     @property

@@ -7,15 +7,16 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 from posix.unistd cimport getpid
 
-from kvnative._acl cimport AclLibrary, Device, DeviceBuffer
+from kvnative._acl cimport AclLibrary
 from kvnative._crossing cimport acquire_uint64
+from kvnative._device cimport Device, DeviceBuffer
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_FAILED, KVN_INVALID, KVN_OK
+from kvnative._native cimport KVN_INVALID, KVN_OK
 
 import os
 import threading
 
-from kvnative._backend import NativeError
+from kvnative._device import DeviceError
 from kvnative.ascend_files import candidates
 
 __all__ = ["MAX_GUARDS", "Guards", "HcclError", "HcclLibrary", "Region", "Staging"]
@@ -27,7 +28,7 @@ cdef dict LIBRARIES = {}  # path -> HcclLibrary: a library is never closed
 LIBRARIES_LOCK = threading.Lock()
 
 
-class HcclError(NativeError):
+class HcclError(DeviceError):
     """A call of HCCL, or one of ACL for it, failed.
 
     The message has the call, its result in words and the vendor's text.
@@ -36,11 +37,6 @@ class HcclError(NativeError):
         code: the HcclResult or aclError; 0 where no call was made.
         status: one of the KVN_ constants.
     """
-
-    def __init__(self, message, code=0, status=KVN_FAILED):
-        super().__init__(message)
-        self.code = code
-        self.status = status
 
 
 cdef int check_hccl(int status, const kvn_failure *failure) except -1:
@@ -53,6 +49,12 @@ cdef int check_arguments(int status, const kvn_failure *failure) except -1:
     if status == KVN_INVALID and failure.code == 0:
         raise ValueError(failure.message.decode("utf-8", "replace"))
     return check_hccl(status, failure)
+
+
+cdef int check_device(Device device) except -1:
+    if not isinstance(device.library, AclLibrary):
+        raise TypeError(f"device is {device!r}; it must be an Ascend device")
+    return device.check_usable()
 
 
 @cython.final
@@ -154,7 +156,7 @@ cdef class Region:
         cdef int status
         if self.made:
             raise TypeError("a Region is made once")
-        device.check_usable()
+        check_device(device)
         self.library = library
         self.device = device
         self.owner = owner
@@ -193,7 +195,7 @@ cdef class Region:
         """
         cdef kvn_failure failure
         cdef int status
-        if not self.made or self.library.acl.library.pid != getpid():
+        if not self.made or self.library.acl.pid != getpid():
             return
         with nogil:
             status = kvn_region_close(&self.region, &failure)
@@ -203,7 +205,7 @@ cdef class Region:
 
     def __dealloc__(self):
         cdef kvn_failure ignored
-        if self.made and self.library.acl.library.pid == getpid():
+        if self.made and self.library.acl.pid == getpid():
             with nogil:
                 kvn_region_close(&self.region, &ignored)
 
@@ -339,7 +341,7 @@ cdef class Staging:
         """
         cdef kvn_failure failure
         cdef int status = KVN_OK
-        if not self.made or self.device.library.library.pid != getpid():
+        if not self.made or self.device.library.pid != getpid():
             return
         if self.region.region.num_bound == 0:
             # Before the region, which lets the memory go: a transfer may use it all the same, if it
@@ -355,7 +357,7 @@ cdef class Staging:
         cdef kvn_failure ignored
         if not self.made:
             return
-        if self.device.library.library.pid == getpid():
+        if self.device.library.pid == getpid():
             with nogil:
                 kvn_staging_close(&self.staging, &ignored)
         kvn_staging_free(&self.staging)

@@ -1,7 +1,7 @@
 # The native side of the transport tcp, as C has it.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
-from kvnative._acl cimport kvn_device
+from kvnative._device cimport kvn_device
 from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 

@@ -4,8 +4,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._acl import Device
 from kvnative._backend import Backend
+from kvnative._device import Device
 
 __all__ = [
     "MAX_CONNECTIONS",

@@ -7,9 +7,9 @@ from libc.stdlib cimport calloc, free
 from posix.types cimport pid_t
 from posix.unistd cimport close, getpid
 
-from kvnative._acl cimport Device, kvn_device
 from kvnative._backend cimport Backend
 from kvnative._crossing cimport acquire_uint64
+from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_INVALID, KVN_NO_MEMORY, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT
 from kvnative._native cimport kvn_backend

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
-#include <unistd.h>
 
 /* ---- opening ---- */
 
@@ -42,7 +41,6 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
     bool opened = false;
 
     memset(out, 0, sizeof *out);
-    out->pid = getpid();
     for (size_t i = 0; i < num_paths && i < KVN_ACL_MAX_FILES; i++) {
         /* Global, as programs that link it have it: libraries of the toolkit look for each other. */
         out->files[i] = dlopen(paths[i], RTLD_NOW | RTLD_GLOBAL);

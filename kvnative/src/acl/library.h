@@ -5,7 +5,6 @@
 
 #include <stdbool.h>
 #include <stddef.h>
-#include <sys/types.h>
 
 #include "core/failure.h"
 #include "kvnative/acl.h"
@@ -15,7 +14,6 @@
 typedef struct kvn_acl_library {
     kvn_acl calls;
     void *files[KVN_ACL_MAX_FILES]; /* dlopen handles; NULL where not opened */
-    pid_t pid;                      /* of the process that opened it: no other may use it */
 } kvn_acl_library;
 
 /* Opens those of `paths` (of files; 1 or 2) that can be opened, and takes each symbol from the first

@@ -262,7 +262,7 @@ void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job)
     pthread_mutex_unlock(&channel->mutex);
 }
 
-bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job)
+bool kvn_channel_dequeue(kvn_channel *channel, kvn_channel_job *job)
 {
     kvn_channel_job *before = NULL;
     bool queued;

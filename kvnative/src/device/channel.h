@@ -4,8 +4,8 @@
  *
  * A stream that was aborted or that reported an error is replaced by a new one. While none can be
  * made, jobs fail and say why; each tries again. */
-#ifndef KVN_CHANNEL_H
-#define KVN_CHANNEL_H
+#ifndef KVN_DEVICE_CHANNEL_H
+#define KVN_DEVICE_CHANNEL_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -17,15 +17,15 @@ typedef struct kvn_channel kvn_channel;
 
 /* Why work on a channel stopped. */
 typedef struct kvn_channel_fault {
-    kvn_failure why;    /* its status is the one that is returned with it, which alone counts */
+    kvn_failure why;    /* code and message; the status is what the call returns */
     uint64_t failed;    /* index in the shard of the descriptor at fault; KVN_NO_DESCRIPTOR: unknown */
     uint64_t confirmed; /* leading descriptors of the shard that arrived for certain */
 } kvn_channel_fault;
 
-/* Preset: no code, no culprit, nothing confirmed, "". */
+/* Preset: no code, an unknown descriptor, nothing confirmed, "". */
 void kvn_channel_fault_begin(kvn_channel_fault *fault);
 
-/* Embed it in what the thread is to do; it must stay in place until it ran or was withdrawn. */
+/* Embed it in what the thread is to do; it must stay in place until it ran or was taken back. */
 typedef struct kvn_channel_job {
     struct kvn_channel_job *next; /* channel.c's, as `queued` */
     bool queued;
@@ -44,7 +44,7 @@ bool kvn_channel_is_ours(const kvn_channel *channel);
 /* Queues the job behind the others. */
 void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job);
 /* Takes a job back that has not begun. False: it runs, or has run. */
-bool kvn_channel_withdraw(kvn_channel *channel, kvn_channel_job *job);
+bool kvn_channel_dequeue(kvn_channel *channel, kvn_channel_job *job);
 /* Aborts what the job has streams for, if it runs: for a thread that is blocked in a call (copies of
  * pageable memory wait, full streams do) and so cannot look whether it is to stop. It may enter such
  * a call after this: then another interrupt is due. */

@@ -23,12 +23,12 @@ struct kvn_device {
     const kvn_device_ops *ops;
     const void *runtime; /* what the ops are called with: theirs to know */
     int32_t id;
-    pid_t pid;               /* of the process that opened it: no other may use it */
-    void *context;           /* the device's primary one; never destroyed by us */
+    pid_t pid;                /* of the process that opened it: no other may use it */
+    void *context;            /* the device's primary one; never destroyed by us */
     atomic_uint batch_copies; /* kvn_batch_copies: only ever taken away */
-    pthread_mutex_t mutex;   /* guards what follows */
-    char fallback[256];      /* why not all batch copies are used; "" while they are */
-    kvn_pinned *pinned;      /* ascending, disjoint */
+    pthread_mutex_t mutex;    /* guards what follows */
+    char fallback[256];       /* why not all batch copies are used; "" while they are */
+    kvn_pinned *pinned;       /* ascending, disjoint */
     size_t num_pinned;
 };
 

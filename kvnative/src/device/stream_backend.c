@@ -126,7 +126,7 @@ static void drop_queued(kvn_request *request)
 
     kvn_channel_fault_begin(&none);
     for (unsigned i = 0; i < request->num_shards; i++)
-        if (kvn_channel_withdraw(request->shards[i].channel, &request->shards[i].job))
+        if (kvn_channel_dequeue(request->shards[i].channel, &request->shards[i].job))
             settle(&request->shards[i], KVN_CANCELLED, &none);
 }
 

@@ -24,8 +24,8 @@ typedef int (*kvn_stream_move)(kvn_stream_backend *self, kvn_channel *channel,
                                kvn_channel_fault *fault);
 
 struct kvn_stream_backend {
-    kvn_backend base;           /* its vtable is the next */
-    kvn_backend_vtable vtable;  /* own name and destroy, the rest is shared */
+    kvn_backend base;          /* its vtable is the next */
+    kvn_backend_vtable vtable; /* own name and destroy, the rest is shared */
     kvn_stream_move move;
     kvn_channel **channels; /* not owned, nor the array */
     unsigned num_channels;

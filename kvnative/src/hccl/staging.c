@@ -116,9 +116,10 @@ int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_f
 int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
                      uint32_t num_sets, kvn_staging *out, kvn_failure *failure)
 {
+    const kvn_acl *acl = kvn_acl_of(device);
     *out = (kvn_staging){.device = device, .slot_nbytes = slot_nbytes, .slots = slots,
                          .num_sets = num_sets};
-    if (!kvn_acl_of(device)->aclrtCreateEventExWithFlag || !kvn_acl_of(device)->aclrtSynchronizeEventWithTimeout)
+    if (!acl->aclrtCreateEventExWithFlag || !acl->aclrtSynchronizeEventWithTimeout)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "this ACL library lacks aclrtCreateEventExWithFlag or "
                         "aclrtSynchronizeEventWithTimeout, which staging needs");

@@ -1,0 +1,121 @@
+# What other Cython modules may see of devices: cimport this to work with one, or to add a kind.
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+from posix.types cimport pid_t
+
+from kvnative._host cimport kvn_failure
+from kvnative._native cimport kvn_backend
+
+
+cdef extern from "device/ops.h" nogil:
+    enum:
+        KVN_MEMORY_PAGEABLE
+        KVN_MEMORY_PINNED
+        KVN_MEMORY_DEVICE
+        KVN_MEMORY_MANAGED
+    ctypedef struct kvn_memory_place:
+        int kind
+        uint32_t device
+        uint32_t page_nbytes
+    ctypedef struct kvn_device_ops:
+        const char *runtime
+
+
+cdef extern from "device/device.h" nogil:
+    ctypedef struct kvn_device:
+        int32_t id
+
+    int kvn_device_open(
+        const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
+        kvn_failure *failure
+    )
+    void kvn_device_close(kvn_device *device)
+    int kvn_device_allocate(
+        const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure
+    )
+    int kvn_device_free(const kvn_device *device, void *address, kvn_failure *failure)
+    int kvn_device_pin(
+        kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure
+    )
+    int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure)
+    int kvn_device_locate(
+        const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure
+    )
+    int kvn_device_copy(
+        const kvn_device *device, int direction, uint64_t dst, uint64_t src, uint64_t nbytes,
+        kvn_failure *failure
+    )
+    int kvn_device_clear(
+        const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure
+    )
+    int kvn_device_memory(
+        const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes, kvn_failure *failure
+    )
+    void kvn_device_fallback(kvn_device *device, char *out, size_t room)
+
+
+cdef extern from "device/channel.h" nogil:
+    ctypedef struct kvn_channel:
+        pass
+
+    int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure)
+    void kvn_channel_destroy(kvn_channel *channel)
+
+
+cdef extern from "device/stream_backend.h" nogil:
+    enum:
+        KVN_MAX_CHANNELS
+
+
+cdef extern from "device/copy.h" nogil:
+    kvn_backend *kvn_device_copy_create(
+        kvn_device *device, kvn_channel **channels, unsigned num_channels, int direction
+    )
+
+
+# What devices come from: the opened runtime of one kind of accelerator, once in a process. Each
+# kind is a subclass; it fills in the fields when it is made.
+cdef class DeviceLibrary:
+    cdef const kvn_device_ops *ops
+    cdef const void *runtime   # what the ops work with
+    cdef pid_t pid             # of the process that opened it: no other may use it
+    cdef object error          # a DeviceError: what its calls raise
+    cdef readonly str path     # the file that it was found in
+    cdef readonly object version
+    cdef object lock
+    cdef object devices        # id -> Device, weak
+    cdef object __weakref__
+
+    # NativeError in a forked child.
+    cdef int check_process(self) except -1
+    # Raises what `failure` says: self.error, or ValueError for an argument that was refused before
+    # any call.
+    cdef int check(self, int status, const kvn_failure *failure) except -1
+    # Makes the runtime ready for its first device, once.
+    cdef int begin(self) except -1
+    # Number of a device on the server.
+    cdef int physical_number(self, int32_t device) except? -1
+    # None where this version does not know it.
+    cdef object attribute_of(self, int32_t device, int number)
+
+
+cdef class Device:
+    cdef readonly DeviceLibrary library
+    cdef kvn_device device     # stays in place: channels and backends point to it
+    cdef bint opened
+    cdef bint closed
+    cdef object lock
+    cdef object channels       # direction -> Channels, weak
+    cdef object __weakref__
+
+    @staticmethod
+    cdef Device open_number(DeviceLibrary library, int32_t number)
+    # NativeError in a forked child, and when it is closed.
+    cdef int check_usable(self) except -1
+    cdef kvn_memory_place look_up(self, object address) except *
+    cdef int copy(self, object address, object buffer, bint to_device) except -1
+
+
+cdef class DeviceBuffer:
+    cdef readonly Device device
+    cdef void *start
+    cdef readonly uint64_t nbytes

@@ -1,0 +1,471 @@
+"""Devices of any kind: their memory, and the backends that copy to, from and in it."""
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_ANY_CONTIGUOUS,
+    PyBUF_WRITABLE,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
+)
+from libc.stdint cimport int32_t, uint64_t, uintptr_t
+from posix.unistd cimport getpid
+
+from kvnative._backend cimport Backend
+from kvnative._host cimport kvn_failure, unsigned
+from kvnative._native cimport (
+    KVN_DEVICE_TO_DEVICE,
+    KVN_DEVICE_TO_HOST,
+    KVN_FAILED,
+    KVN_HOST_TO_DEVICE,
+    KVN_INVALID,
+    KVN_OK,
+)
+
+import threading
+import weakref
+
+from kvnative._backend import NativeError
+
+__all__ = ["Device", "DeviceBuffer", "DeviceError", "DeviceLibrary", "Pinned"]
+
+# Direction: its bit, and how many channels. One stream keeps a link to the host busy; the second is
+# for who would wait behind a large transfer.
+cdef dict DIRECTIONS = {
+    "host_to_device": (KVN_HOST_TO_DEVICE, 2),
+    "device_to_host": (KVN_DEVICE_TO_HOST, 2),
+    "device_to_device": (KVN_DEVICE_TO_DEVICE, 4),
+}
+
+cdef dict KINDS = {
+    KVN_MEMORY_PAGEABLE: "pageable",
+    KVN_MEMORY_PINNED: "host",
+    KVN_MEMORY_DEVICE: "device",
+    KVN_MEMORY_MANAGED: "managed",
+}
+
+
+class DeviceError(NativeError):
+    """A call of a device's runtime failed.
+
+    The message has the call, its code in words and the vendor's text.
+
+    Attributes:
+        code: the runtime's own; 0 where the failure is not its.
+        status: one of the KVN_ constants.
+    """
+
+    def __init__(self, message, code=0, status=KVN_FAILED):
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+@cython.auto_pickle(False)
+cdef class DeviceLibrary:
+    """The runtime of one kind of device, opened in this process.
+
+    Attributes:
+        path: the file that it was found in.
+        version: of it, or of what it belongs to; None: unknown.
+    """
+
+    def __cinit__(self):
+        self.pid = getpid()
+        self.error = DeviceError
+        self.lock = threading.Lock()
+        self.devices = weakref.WeakValueDictionary()
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a DeviceLibrary is one of its subclasses: AclLibrary.load()")
+
+    cdef int check_process(self) except -1:
+        if self.ops is NULL:
+            raise TypeError("the library was not opened")
+        if self.pid != getpid():
+            raise NativeError(f"{self.ops.runtime.decode()} was opened by process {self.pid} and"
+                              f" does not work in process {getpid()}, forked from it: start such"
+                              f" processes with spawn")
+        return 0
+
+    cdef int check(self, int status, const kvn_failure *failure) except -1:
+        if status == KVN_OK:
+            return 0
+        message = failure.message.decode("utf-8", "replace")
+        if status == KVN_INVALID and failure.code == 0:
+            raise ValueError(message)
+        raise self.error(message, failure.code, status)
+
+    cdef int begin(self) except -1:
+        return self.check_process()
+
+    cdef int physical_number(self, int32_t device) except? -1:
+        return device
+
+    cdef object attribute_of(self, int32_t device, int number):
+        return None
+
+    def device(self, int device_id) -> Device:
+        """Return the device of this number, the same object as long as anybody uses it.
+
+        Raises:
+            DeviceError: there is no such device, or it cannot be used.
+        """
+        self.begin()
+        with self.lock:
+            device = self.devices.get(device_id)
+            if device is None:
+                device = Device.open_number(self, device_id)
+                self.devices[device_id] = device
+            return device
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class Device:
+    """A device of this process: its memory, and the backends that copy to, from and in it."""
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a Device comes from AclLibrary.device()")
+
+    @staticmethod
+    cdef Device open_number(DeviceLibrary library, int32_t number):
+        cdef kvn_failure failure
+        cdef Device self = Device.__new__(Device)
+        cdef int status
+        self.library = library
+        self.lock = threading.Lock()
+        self.channels = weakref.WeakValueDictionary()
+        with nogil:
+            status = kvn_device_open(library.ops, library.runtime, number, &self.device, &failure)
+        self.library.check(status, &failure)
+        self.opened = True
+        return self
+
+    def __dealloc__(self):
+        if self.opened and self.library.pid == getpid():
+            kvn_device_close(&self.device)
+
+    cdef int check_usable(self) except -1:
+        self.library.check_process()
+        if self.closed:
+            raise NativeError(f"device {self.device.id} is closed")
+        return 0
+
+    @property
+    def id(self) -> int:
+        """Number among the devices that this process can use."""
+        return self.device.id
+
+    @property
+    def physical_id(self) -> int:
+        """Number among the devices of the server."""
+        return self.library.physical_number(self.device.id)
+
+    @property
+    def soc_name(self) -> str:
+        """Name of its chip."""
+        return self.library.soc_name()
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why copies to and from the host are not the fastest that kvplan knows; "" if they are.
+
+        What only the first batch copy tells is there after it.
+        """
+        cdef char reason[256]
+        self.check_usable()
+        kvn_device_fallback(&self.device, reason, sizeof(reason))
+        return reason.decode(errors="replace")
+
+    def allocate(self, nbytes) -> DeviceBuffer:
+        """Return new memory of the device, its contents undefined.
+
+        Raises:
+            ValueError: nbytes < 1.
+            DeviceError: the device has no such memory (KVN_NO_DEVICE_MEMORY).
+        """
+        cdef uint64_t size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef DeviceBuffer buffer
+        cdef int status
+        self.check_usable()
+        if size < 1:
+            raise ValueError("nbytes is 0; it must be at least 1")
+        buffer = DeviceBuffer.__new__(DeviceBuffer)
+        buffer.device = self
+        with nogil:
+            status = kvn_device_allocate(&self.device, size, &buffer.start, &failure)
+        if status != KVN_OK:
+            buffer.start = NULL
+        self.library.check(status, &failure)
+        buffer.nbytes = size
+        return buffer
+
+    def pin(self, address, nbytes, keep: object = None) -> Pinned:
+        """Pin [address, address + nbytes) of this process until the result is closed or let go.
+
+        Copies between it and the device then go without the help of a processor.
+
+        Args:
+            keep: the memory's owner, kept as long: it must be mapped until it is unpinned.
+
+        Raises:
+            ValueError: no page begins at address, or the range overlaps another that is pinned.
+            DeviceError: the system refuses.
+        """
+        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef Pinned pinned
+        cdef int status
+        self.check_usable()
+        pinned = Pinned.__new__(Pinned)
+        pinned.device = self
+        pinned.keep = keep
+        pinned.address = start
+        pinned.nbytes = size
+        with nogil:
+            status = kvn_device_pin(&self.device, start, size, &failure)
+        self.library.check(status, &failure)
+        pinned.held = True
+        return pinned
+
+    def locate(self, address) -> tuple[str, int]:
+        """Return where memory lies: "device", "host" (pinned), "managed" or "pageable"; its device.
+
+        Raises:
+            DeviceError: the device cannot be asked.
+        """
+        cdef kvn_memory_place found = self.look_up(address)
+        return KINDS[found.kind], found.device
+
+    def page_nbytes(self, address) -> int:
+        """Return the size of the pages that memory of the device lies in; 0 where nobody knows.
+
+        Raises:
+            DeviceError: the device cannot be asked.
+        """
+        return self.look_up(address).page_nbytes
+
+    cdef kvn_memory_place look_up(self, object address) except *:
+        cdef uint64_t where = unsigned("address", address)
+        cdef kvn_failure failure
+        cdef kvn_memory_place found
+        cdef int status
+        self.check_usable()
+        with nogil:
+            status = kvn_device_locate(&self.device, where, &found, &failure)
+        self.library.check(status, &failure)
+        return found
+
+    def write(self, address, buffer) -> None:
+        """Copy a contiguous buffer to the device, and wait. Bounds are the caller's.
+
+        Raises:
+            DeviceError: the copy failed.
+        """
+        self.copy(address, buffer, True)
+
+    def read(self, address, buffer) -> None:
+        """Fill a contiguous writable buffer from the device, and wait. Bounds are the caller's.
+
+        Raises:
+            DeviceError: the copy failed.
+        """
+        self.copy(address, buffer, False)
+
+    cdef int copy(self, object address, object buffer, bint to_device) except -1:
+        cdef uint64_t there = unsigned("address", address)
+        cdef kvn_failure failure
+        cdef Py_buffer view
+        cdef uint64_t here
+        cdef int status
+        self.check_usable()
+        PyObject_GetBuffer(buffer, &view,
+                           PyBUF_ANY_CONTIGUOUS | (0 if to_device else PyBUF_WRITABLE))
+        here = <uintptr_t>view.buf
+        try:
+            with nogil:
+                status = kvn_device_copy(
+                    &self.device, KVN_HOST_TO_DEVICE if to_device else KVN_DEVICE_TO_HOST,
+                    there if to_device else here, here if to_device else there, view.len, &failure)
+        finally:
+            PyBuffer_Release(&view)
+        self.library.check(status, &failure)
+        return 0
+
+    def clear(self, address, nbytes) -> None:
+        """Zero memory of the device, and wait. Bounds are the caller's.
+
+        Raises:
+            DeviceError: the device refuses.
+        """
+        cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
+        cdef kvn_failure failure
+        cdef int status
+        self.check_usable()
+        with nogil:
+            status = kvn_device_clear(&self.device, where, size, &failure)
+        self.library.check(status, &failure)
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free and all bytes of the device's memory."""
+        cdef size_t free_nbytes = 0, total_nbytes = 0
+        cdef kvn_failure failure
+        cdef int status
+        self.check_usable()
+        with nogil:
+            status = kvn_device_memory(&self.device, &free_nbytes, &total_nbytes, &failure)
+        self.library.check(status, &failure)
+        return free_nbytes, total_nbytes
+
+    def attribute(self, int number) -> int | None:
+        """Return an attribute by the runtime's number for it; None where this version lacks it.
+
+        Raises:
+            DeviceError: the device cannot be asked.
+        """
+        self.check_usable()
+        return self.library.attribute_of(self.device.id, number)
+
+    def backend(self, str direction not None) -> Backend:
+        """Return a backend that copies in a direction.
+
+        Args:
+            direction: "host_to_device", "device_to_host" or "device_to_device". All backends of one
+                direction share its channels, threads that need nobody to poll or wait.
+
+        Raises:
+            ValueError: another direction.
+            DeviceError: the device has no stream left.
+        """
+        cdef Channels channels
+        cdef int bit
+        self.check_usable()
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction is {direction!r}; it must be one of"
+                             f" {', '.join(map(repr, DIRECTIONS))}")
+        bit, count = DIRECTIONS[direction]
+        with self.lock:
+            channels = self.channels.get(direction)
+            if channels is None:
+                channels = Channels.start(self, count)
+                self.channels[direction] = channels
+        what = f"backend {direction} of device {self.device.id}"
+        return Backend.adopt(
+            kvn_device_copy_create(&self.device, channels.items, channels.count, bit), channels,
+            what)
+
+    def close(self) -> None:
+        """Take no more; what was made of it goes on until it is let go. Idempotent."""
+        self.closed = True
+        devices = self.library.devices
+        if devices.get(self.device.id) is self:
+            del devices[self.device.id]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self.closed
+
+    def __repr__(self):
+        return f"<Device {self.device.id}: {self.soc_name}>"
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+@cython.internal
+cdef class Channels:
+    # Threads and streams of a device; a backend has it among its owners.
+    cdef Device device         # before the channels: they use it as long as they are
+    cdef kvn_channel *items[16]  # KVN_MAX_CHANNELS
+    cdef unsigned count
+    cdef object __weakref__
+
+    @staticmethod
+    cdef Channels start(Device device, unsigned count):
+        cdef Channels self = Channels.__new__(Channels)
+        cdef kvn_failure failure
+        cdef int status = KVN_OK
+        self.device = device
+        while self.count < count:
+            with nogil:
+                status = kvn_channel_create(&device.device, &self.items[self.count], &failure)
+            device.library.check(status, &failure)
+            self.count += 1
+        return self
+
+    def __dealloc__(self):
+        with nogil:
+            for i in range(self.count):
+                kvn_channel_destroy(self.items[i])
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class DeviceBuffer:
+    """Memory of a device; freed with the last reference to it, never in a forked child."""
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a DeviceBuffer comes from Device.allocate()")
+
+    @property
+    def address(self) -> int:
+        """Where it begins: an address that only the device can reach."""
+        return <uintptr_t>self.start
+
+    def __dealloc__(self):
+        cdef kvn_failure ignored
+        if self.start is not NULL and self.device.library.pid == getpid():
+            with nogil:
+                kvn_device_free(&self.device.device, self.start, &ignored)
+
+    def __repr__(self):
+        return (f"<DeviceBuffer of {self.nbytes} bytes at {self.address:#x} of device"
+                f" {self.device.id}>")
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class Pinned:
+    """Host memory that is pinned for a device, until it is closed or let go."""
+
+    cdef readonly Device device
+    cdef object keep           # let go after the memory is unpinned
+    cdef readonly uint64_t address
+    cdef readonly uint64_t nbytes
+    cdef bint held
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("Pinned memory comes from Device.pin()")
+
+    @cython.critical_section
+    def close(self) -> None:
+        """Unpin it; no copy may be in flight. Idempotent; nothing in a forked child.
+
+        Raises:
+            DeviceError: the system refuses; it counts as unpinned all the same.
+        """
+        cdef kvn_failure failure
+        cdef int status = KVN_OK
+        if not self.held:
+            return
+        self.held = False
+        if self.device.library.pid != getpid():
+            return
+        with nogil:
+            status = kvn_device_unpin(&self.device.device, self.address, &failure)
+        self.keep = None
+        self.device.library.check(status, &failure)
+
+    def __dealloc__(self):
+        cdef kvn_failure ignored
+        if self.held and self.device.library.pid == getpid():
+            with nogil:
+                kvn_device_unpin(&self.device.device, self.address, &ignored)
+
+    def __repr__(self):
+        return f"<Pinned [{self.address:#x}, {self.address + self.nbytes:#x})>"
