@@ -288,12 +288,14 @@ cdef class UcxWorker:
         """Fail its endpoints and stop its thread. Idempotent; nothing in a forked child."""
         if self.worker is not NULL:
             with nogil:
-                kvn_ucx_worker_close(self.worker)
+                kvn_ucx_endpoints_close(self.worker)
+                kvn_ucx_worker_stop(self.worker)
 
     def __dealloc__(self):
         if self.worker is not NULL and not kvn_ucx_worker_is_forked(self.worker):
             with nogil:
-                kvn_ucx_worker_close(self.worker)
+                kvn_ucx_endpoints_close(self.worker)
+                kvn_ucx_worker_stop(self.worker)
                 kvn_ucx_regions_fini(&self.regions)
                 kvn_ucx_worker_release(self.worker)
 

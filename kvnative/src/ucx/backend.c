@@ -9,9 +9,17 @@
 #include "core/clock.h"
 #include "core/job.h"
 #include "core/report.h"
-#include "ucx/transfer.h"
 
 #define ABORT_NS INT64_C(500000000) /* for what is in flight to end by itself */
+
+typedef struct kvn_ucx_backend {
+    kvn_backend base;
+    kvn_ucx_regions *regions;
+    kvn_ucx_route route;
+    pthread_mutex_t error_mutex;
+    char error[256];       /* message of the latest failed transfer */
+    char error_shown[256]; /* the copy of it that last_error returns */
+} kvn_ucx_backend;
 
 /* ---- submit ---- */
 
@@ -25,15 +33,15 @@ static void forget(kvn_request *request)
 /* Notes which ranges the batch uses. `where`: a number for each range, UINT64_MAX at first. */
 static int look_up(kvn_request *request, uint64_t *where, kvn_report *report)
 {
-    const kvn_ucx_backend *self = request->self;
+    const kvn_ucx_route *route = request->route;
     const kvn_columns *batch = &request->batch;
-    const uint64_t *remotes = self->direction == KVN_PEER_GET ? batch->src : batch->dst;
+    const uint64_t *remotes = route->direction == KVN_PEER_GET ? batch->src : batch->dst;
     size_t hint = 0;
 
     for (uint64_t i = 0; i < batch->count; i++) {
         if (batch->nbytes[i] == 0)
             continue;
-        const size_t range = kvn_ucx_range_of(self, remotes[i], batch->nbytes[i], &hint);
+        const size_t range = kvn_ucx_range_of(route, remotes[i], batch->nbytes[i], &hint);
         if (range == KVN_NO_INTERVAL) {
             kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
                               "descriptor %" PRIu64 ": remote memory [0x%" PRIx64 ", 0x%" PRIx64
@@ -52,7 +60,7 @@ static int look_up(kvn_request *request, uint64_t *where, kvn_report *report)
 
 static int find_uses(kvn_request *request, kvn_report *report)
 {
-    const uint64_t count = request->self->num_ranges;
+    const uint64_t count = request->route->num_ranges;
     uint64_t *where = malloc((count + 1) * sizeof *where);
 
     request->uses = malloc((count + 1) * sizeof *request->uses);
@@ -67,14 +75,14 @@ static int find_uses(kvn_request *request, kvn_report *report)
     return status;
 }
 
-static kvn_request *create(kvn_ucx_backend *self, const kvn_columns *batch)
+static kvn_request *create(const kvn_ucx_route *route, const kvn_columns *batch)
 {
     kvn_request *request = malloc(sizeof *request);
 
     if (!request)
         return NULL;
     memset(request, 0, offsetof(kvn_request, report));
-    request->self = self;
+    request->route = route;
     request->batch = *batch;
     request->failed = KVN_NO_DESCRIPTOR;
     for (size_t i = 0; i < KVN_UCX_WINDOW; i++) {
@@ -98,13 +106,13 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     uint64_t total;
 
     *out = NULL;
-    if (kvn_ucx_endpoint_has_failed(self->endpoint, &why))
+    if (kvn_ucx_endpoint_has_failed(self->route.endpoint, &why))
         return kvn_report_refuse(report, batch->count, KVN_PEER_GONE, why.code, "%s",
                                  why.message);
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
                                  "the descriptors have 2**64 bytes or more together");
-    request = create(self, batch);
+    request = create(&self->route, batch);
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a transfer");
@@ -115,7 +123,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     }
     request->snapshot = kvn_ucx_snapshot_take(self->regions);
     request->beginning.run = begin;
-    kvn_ucx_post(self->endpoint->worker, &request->beginning);
+    kvn_ucx_post(self->route.endpoint->worker, &request->beginning);
     *out = request;
     return KVN_OK;
 }
@@ -134,12 +142,12 @@ static void remember_error(kvn_ucx_backend *self, const kvn_report *report)
     pthread_mutex_unlock(&self->error_mutex);
 }
 
-static int report_on(kvn_request *request, kvn_report *report)
+static int poll_request(kvn_backend *base, kvn_request *request, kvn_report *report)
 {
     if (is_finished(request)) {
         kvn_report_copy(report, &request->report);
         if (report->status != KVN_OK)
-            remember_error(request->self, report);
+            remember_error((kvn_ucx_backend *)base, report);
     } else {
         kvn_report_begin(report);
         report->bytes_done = atomic_load_explicit(&request->moved, memory_order_relaxed);
@@ -147,19 +155,13 @@ static int report_on(kvn_request *request, kvn_report *report)
     return report->status;
 }
 
-static int poll_request(kvn_backend *base, kvn_request *request, kvn_report *report)
-{
-    (void)base;
-    return report_on(request, report);
-}
-
 static int wait_for(kvn_backend *base, kvn_request *request, int64_t deadline_ns,
                     kvn_report *report)
 {
     const kvn_ucx_backend *self = (kvn_ucx_backend *)base;
 
-    kvn_ucx_wait(self->endpoint->worker, is_finished, request, deadline_ns);
-    return report_on(request, report);
+    kvn_ucx_wait(self->route.endpoint->worker, is_finished, request, deadline_ns);
+    return poll_request(base, request, report);
 }
 
 typedef struct giving_up {
@@ -179,7 +181,7 @@ static void give_up(kvn_ucx_work *work)
 static int abort_request(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
 {
     const kvn_ucx_backend *self = (kvn_ucx_backend *)base;
-    kvn_ucx_worker *worker = self->endpoint->worker;
+    kvn_ucx_worker *worker = self->route.endpoint->worker;
     giving_up it = {.work = {.run = give_up}, .request = request, .why = why};
 
     if (!is_finished(request)) {
@@ -187,12 +189,12 @@ static int abort_request(kvn_backend *base, kvn_request *request, int why, kvn_r
         if (!kvn_ucx_wait(worker, is_finished, request, kvn_now_ns() + ABORT_NS)) {
             /* UCX ends everything on an endpoint that is closed by force. Until it has, memory may be
              * touched, and this must not return. */
-            kvn_ucx_endpoint_fail(self->endpoint, why, 0,
+            kvn_ucx_endpoint_fail(self->route.endpoint, why, 0,
                                   "a transfer that was given up did not stop within 500 ms");
             kvn_ucx_wait(worker, is_finished, request, KVN_FOREVER);
         }
     }
-    return report_on(request, report);
+    return poll_request(base, request, report);
 }
 
 static void release(kvn_backend *base, kvn_request *request)
@@ -214,8 +216,8 @@ static void destroy_keys(kvn_ucx_work *work)
 {
     kvn_ucx_backend *self = ((key_work *)work)->self;
 
-    for (uint64_t i = 0; i < self->num_keys; i++)
-        self->endpoint->worker->calls->ucp_rkey_destroy(self->keys[i]);
+    for (uint64_t i = 0; i < self->route.num_keys; i++)
+        self->route.endpoint->worker->calls->ucp_rkey_destroy(self->route.keys[i]);
 }
 
 static void unpack_keys(kvn_ucx_work *work)
@@ -223,16 +225,16 @@ static void unpack_keys(kvn_ucx_work *work)
     const key_work *it = (key_work *)work;
     kvn_ucx_backend *self = it->self;
 
-    if (kvn_ucx_endpoint_has_failed(self->endpoint, it->failure))
+    if (kvn_ucx_endpoint_has_failed(self->route.endpoint, it->failure))
         return;
-    if (atomic_load(&self->endpoint->state) != KVN_UCX_CONNECTED) {
+    if (atomic_load(&self->route.endpoint->state) != KVN_UCX_CONNECTED) {
         kvn_fail(it->failure, KVN_INVALID, 0, "the endpoint is not connected");
         return;
     }
-    for (; self->num_keys < it->options->num_keys; self->num_keys++) {
-        const kvn_ucx_packed_key *packed = &it->options->keys[self->num_keys];
-        if (kvn_ucx_unpack_key(self->endpoint, packed->bytes, packed->nbytes,
-                               &self->keys[self->num_keys], it->failure) != KVN_OK)
+    for (; self->route.num_keys < it->options->num_keys; self->route.num_keys++) {
+        const kvn_ucx_packed_key *packed = &it->options->keys[self->route.num_keys];
+        if (kvn_ucx_unpack_key(self->route.endpoint, packed->bytes, packed->nbytes,
+                               &self->route.keys[self->route.num_keys], it->failure) != KVN_OK)
             return;
     }
 }
@@ -242,13 +244,13 @@ static void destroy(kvn_backend *base)
     kvn_ucx_backend *self = (kvn_ucx_backend *)base;
     key_work it = {.work = {.run = destroy_keys}, .self = self};
 
-    if (self->num_keys)
-        kvn_ucx_call(self->endpoint->worker, &it.work);
-    kvn_ucx_endpoint_release(self->endpoint);
+    if (self->route.num_keys)
+        kvn_ucx_call(self->route.endpoint->worker, &it.work);
+    kvn_ucx_endpoint_release(self->route.endpoint);
     pthread_mutex_destroy(&self->error_mutex);
-    free(self->ranges);
-    free(self->places);
-    free(self->keys);
+    free(self->route.ranges);
+    free(self->route.places);
+    free(self->route.keys);
     free(self);
 }
 
@@ -256,7 +258,7 @@ static void capabilities(const kvn_backend *base, kvn_capabilities *out)
 {
     const kvn_ucx_backend *self = (const kvn_ucx_backend *)base;
     *out = (kvn_capabilities){.max_batch = UINT64_MAX, .max_nbytes = UINT64_MAX,
-                              .directions = self->direction, .asynchronous = 1};
+                              .directions = self->route.direction, .asynchronous = 1};
 }
 
 static const char *last_error(const kvn_backend *base)
@@ -291,10 +293,10 @@ static int check_range(const kvn_ucx_backend *self, const kvn_ucx_backend_option
                         "range %" PRIu64 " is at 0x%" PRIx64 " and has %" PRIu64
                         " bytes; it must have at least 1 and end at 2**64 or before",
                         i, it->address, it->nbytes);
-    if (it->slot >= self->endpoint->board_slots)
+    if (it->slot >= self->route.endpoint->board_slots)
         return kvn_fail(failure, KVN_INVALID, 0,
                         "slots: range %" PRIu64 " has %" PRIu64 "; the board has %" PRIu64, i,
-                        it->slot, self->endpoint->board_slots);
+                        it->slot, self->route.endpoint->board_slots);
     if (it->key >= options->num_keys)
         return kvn_fail(failure, KVN_INVALID, 0,
                         "keys: range %" PRIu64 " has %" PRIu64 "; there are %" PRIu64, i, it->key,
@@ -307,23 +309,23 @@ static int take_ranges(kvn_ucx_backend *self, const kvn_ucx_backend_options *opt
 {
     const uint64_t count = options->num_ranges;
 
-    self->ranges = calloc(count + 1, sizeof *self->ranges);
-    self->places = calloc(count + 1, sizeof *self->places);
-    self->keys = calloc(options->num_keys + 1, sizeof *self->keys);
-    if (!self->ranges || !self->places || !self->keys)
+    self->route.ranges = calloc(count + 1, sizeof *self->route.ranges);
+    self->route.places = calloc(count + 1, sizeof *self->route.places);
+    self->route.keys = calloc(options->num_keys + 1, sizeof *self->route.keys);
+    if (!self->route.ranges || !self->route.places || !self->route.keys)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %" PRIu64 " ranges", count);
     for (uint64_t i = 0; i < count; i++) {
         if (check_range(self, options, i, failure) != KVN_OK)
             return failure->status;
-        self->ranges[i] = options->ranges[i];
-        self->places[i] = (kvn_interval){
-            .first = self->ranges[i].address,
-            .last = self->ranges[i].address + (self->ranges[i].nbytes - 1),
+        self->route.ranges[i] = options->ranges[i];
+        self->route.places[i] = (kvn_interval){
+            .first = self->route.ranges[i].address,
+            .last = self->route.ranges[i].address + (self->route.ranges[i].nbytes - 1),
             .index = i,
         };
     }
-    kvn_intervals_sort(self->places, count);
-    self->num_ranges = count;
+    kvn_intervals_sort(self->route.places, count);
+    self->route.num_ranges = count;
     return KVN_OK;
 }
 
@@ -340,10 +342,10 @@ int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
     failure->status = KVN_OK;
     self->base.vtable = &vtable;
     self->regions = regions;
-    self->endpoint = endpoint;
+    self->route.endpoint = endpoint;
     kvn_ucx_endpoint_hold(endpoint);
-    self->direction = options->direction;
-    self->local_type = options->local_type;
+    self->route.direction = options->direction;
+    self->route.local_type = options->local_type;
     pthread_mutex_init(&self->error_mutex, NULL);
     if (take_ranges(self, options, failure) == KVN_OK)
         kvn_ucx_call(endpoint->worker, &it.work);

@@ -8,10 +8,11 @@
 #include <unistd.h>
 
 #include "core/clock.h"
-#include "ucx/transfer.h"
+#include "kvnative/backend.h"
 
 /* UCX is not told how long an address or a key is: what a wrong one makes it read is ours, too. */
 #define PADDING 4096
+#define CLOSE_NS 1000000000
 
 /* Done for whoever waits for it. */
 typedef struct request {
@@ -19,6 +20,11 @@ typedef struct request {
     kvn_ucx_endpoint *endpoint;
     kvn_failure *failure;
 } request;
+
+typedef struct closing {
+    kvn_ucx_work work;
+    kvn_ucx_worker *worker;
+} closing;
 
 /* ---- making and unmaking ---- */
 
@@ -154,7 +160,6 @@ static void end(kvn_ucx_work *work)
         at = &(*at)->next;
     if (*at)
         *at = self->next;
-    kvn_ucx_fail_transfers(self);
     close_handle(self);
     kvn_ucx_notify(self->worker);
     kvn_ucx_endpoint_release(self); /* the worker's */
@@ -185,6 +190,30 @@ bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
         return false;
     *why = self->why;
     return true;
+}
+
+static void fail_all(kvn_ucx_work *work)
+{
+    kvn_ucx_worker *worker = ((closing *)work)->worker;
+
+    worker->is_closed = true;
+    for (kvn_ucx_endpoint *it = worker->endpoints; it; it = it->next)
+        kvn_ucx_endpoint_fail(it, KVN_CANCELLED, 0, "its engine was closed");
+}
+
+static bool has_no_endpoints(const void *context)
+{
+    return atomic_load(&((const kvn_ucx_worker *)context)->num_endpoints) == 0;
+}
+
+void kvn_ucx_endpoints_close(kvn_ucx_worker *worker)
+{
+    closing it = {.work = {.run = fail_all}, .worker = worker};
+
+    if (kvn_ucx_worker_is_forked(worker))
+        return;
+    kvn_ucx_call(worker, &it.work);
+    kvn_ucx_wait(worker, has_no_endpoints, worker, kvn_now_ns() + CLOSE_NS);
 }
 
 static void lose(kvn_ucx_endpoint *self, const char *what, kvn_ucs_status status)

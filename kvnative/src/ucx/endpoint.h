@@ -64,6 +64,9 @@ int kvn_ucx_endpoint_read_tickets(kvn_ucx_endpoint *self, int64_t deadline_ns,
                                   uint64_t out[KVN_UCX_TICKETS], kvn_failure *failure);
 /* The first reason stays. Any thread, with the progress lock or without; what follows comes a little later. */
 void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const char *message);
+/* Fails those of a worker, which takes no more, and waits for UCX to close them (a second at most). Idempotent; by
+ * any thread without the progress lock. Nothing is done in a forked child. */
+void kvn_ucx_endpoints_close(kvn_ucx_worker *worker);
 bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why);
 void kvn_ucx_endpoint_hold(kvn_ucx_endpoint *self);
 void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self);

@@ -1,15 +1,28 @@
-/* A transfer on its way: made and ended by the backend (ucx_backend.c); its operations are posted with the
- * progress lock (ucx_transfer.c). */
+/* A transfer on its way: made and ended by the backend; from begin to finish a task of the worker.
+ *
+ * Before a transfer and after it the words of the ranges that it uses are read from the peer's board: if one
+ * is not what this side was told, the owner has ended the registration, and the transfer is KVN_UNMAPPED.
+ * The look before keeps requests for memory that is gone off the wire, where they would end the endpoint. */
 #ifndef KVN_UCX_TRANSFER_H
 #define KVN_UCX_TRANSFER_H
 
-#include "ucx/backend.h"
+#include "kvnative/backend.h"
+#include "ucx/endpoint.h"
+#include "ucx/region.h"
 
 #define KVN_UCX_WINDOW 128 /* operations of one transfer in flight */
 
-typedef struct kvn_ucx_backend {
-    kvn_backend base;
-    kvn_ucx_regions *regions;
+/* A range of the peer's: what it holds on the board, and which of the keys opens it. */
+typedef struct kvn_ucx_peer_range {
+    uint64_t address;
+    uint64_t nbytes;
+    uint64_t slot;
+    uint64_t generation;
+    uint64_t key;
+} kvn_ucx_peer_range;
+
+/* What transfers of one backend move, and how. */
+typedef struct kvn_ucx_route {
     kvn_ucx_endpoint *endpoint; /* held */
     kvn_direction direction;
     int local_type;
@@ -18,10 +31,7 @@ typedef struct kvn_ucx_backend {
     uint64_t num_ranges;
     kvn_ucp_rkey_h *keys;
     uint64_t num_keys;
-    pthread_mutex_t error_mutex;
-    char error[256];       /* message of the latest failed transfer */
-    char error_shown[256]; /* the copy of it that last_error returns */
-} kvn_ucx_backend;
+} kvn_ucx_route;
 
 /* What a transfer does, one after the other. What writes much does so in rounds, each with a look before it. */
 typedef enum kvn_ucx_phase {
@@ -48,7 +58,7 @@ typedef struct kvn_ucx_operation {
 } kvn_ucx_operation;
 
 struct kvn_request {
-    kvn_ucx_backend *self;
+    const kvn_ucx_route *route;
     kvn_columns batch;
     uint64_t total; /* bytes */
     kvn_ucx_snapshot *snapshot;
@@ -56,8 +66,7 @@ struct kvn_request {
     uint64_t num_uses;
     kvn_ucx_work beginning;
     /* with the progress lock */
-    kvn_request *next; /* the worker's */
-    kvn_request *previous;
+    kvn_ucx_task task;
     kvn_ucx_phase phase;
     unsigned ticket; /* of a put: 1 + its place among the worker's; 0: not announced yet */
     uint64_t cursor;     /* of the uses, or flushes: what is posted next in this phase */
@@ -83,18 +92,17 @@ struct kvn_request {
 void kvn_ucx_begin_transfer(kvn_request *request);
 /* With the progress lock: nothing more is posted for it. */
 void kvn_ucx_give_up_transfer(kvn_request *request, int why);
-/* With the progress lock: those over an endpoint that has failed. */
-void kvn_ucx_fail_transfers(const kvn_ucx_endpoint *endpoint);
 
-/* Which of the backend's ranges holds a remote piece; KVN_NO_INTERVAL: none. */
-static inline size_t kvn_ucx_range_of(const kvn_ucx_backend *self, uint64_t address,
+/* Which of the ranges holds a remote piece; KVN_NO_INTERVAL: none. `hint` is the caller's, for the next call. */
+static inline size_t kvn_ucx_range_of(const kvn_ucx_route *route, uint64_t address,
                                       uint64_t nbytes, size_t *hint)
 {
-    const size_t found = kvn_intervals_find(self->places, self->num_ranges, address, nbytes, *hint);
+    const size_t found =
+        kvn_intervals_find(route->places, route->num_ranges, address, nbytes, *hint);
     if (found == KVN_NO_INTERVAL)
         return found;
     *hint = found;
-    return self->places[found].index;
+    return route->places[found].index;
 }
 
 #endif
