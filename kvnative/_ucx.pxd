@@ -52,11 +52,11 @@ cdef extern from "ucx/endpoint.h" nogil:
     ctypedef struct kvn_ucx_remote:
         const void *address
         size_t address_nbytes
-        uint64_t board
-        uint64_t board_slots
+        uint64_t generations
+        uint64_t num_slots
         uint64_t tickets
-        const void *board_key
-        size_t board_key_nbytes
+        const void *generations_key
+        size_t generations_key_nbytes
         const void *tickets_key
         size_t tickets_key_nbytes
         uint32_t tag

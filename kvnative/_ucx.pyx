@@ -268,12 +268,12 @@ cdef class UcxWorker:
             raise ValueError("address, board_rkey and tickets_rkey must have at least 1 byte")
         remote.address = <const char *>address
         remote.address_nbytes = len(address)
-        remote.board = unsigned("board_address", board_address)
-        remote.board_slots = unsigned("board_slots", board_slots)
-        if remote.board_slots == 0:
+        remote.generations = unsigned("board_address", board_address)
+        remote.num_slots = unsigned("board_slots", board_slots)
+        if remote.num_slots == 0:
             raise ValueError("board_slots is 0; it must be at least 1")
-        remote.board_key = <const char *>board_rkey
-        remote.board_key_nbytes = len(board_rkey)
+        remote.generations_key = <const char *>board_rkey
+        remote.generations_key_nbytes = len(board_rkey)
         remote.tickets = unsigned("tickets_address", tickets_address)
         remote.tickets_key = <const char *>tickets_rkey
         remote.tickets_key_nbytes = len(tickets_rkey)

@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -92,11 +91,6 @@ static kvn_request *create(const kvn_ucx_route *route, const kvn_columns *batch)
     return request;
 }
 
-static void begin(kvn_ucx_work *work)
-{
-    kvn_ucx_begin_transfer((kvn_request *)((char *)work - offsetof(kvn_request, beginning)));
-}
-
 static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,
                   kvn_report *report)
 {
@@ -122,8 +116,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
         return report->status;
     }
     request->snapshot = kvn_ucx_snapshot_take(self->regions);
-    request->beginning.run = begin;
-    kvn_ucx_post(self->route.endpoint->worker, &request->beginning);
+    kvn_ucx_post(self->route.endpoint->worker, &request->beginning, kvn_ucx_begin_transfer, request);
     *out = request;
     return KVN_OK;
 }
@@ -165,27 +158,26 @@ static int wait_for(kvn_backend *base, kvn_request *request, int64_t deadline_ns
 }
 
 typedef struct giving_up {
-    kvn_ucx_work work;
     kvn_request *request;
     int why;
 } giving_up;
 
-static void give_up(kvn_ucx_work *work)
+static void give_up(void *context)
 {
-    const giving_up *it = (giving_up *)work;
+    const giving_up *it = context;
 
-    if (!is_finished(it->request))
-        kvn_ucx_give_up_transfer(it->request, it->why);
+    if (!is_finished(it->request) && it->request->why == KVN_OK)
+        it->request->why = it->why; /* nothing more is posted for it */
 }
 
 static int abort_request(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
 {
     const kvn_ucx_backend *self = (kvn_ucx_backend *)base;
     kvn_ucx_worker *worker = self->route.endpoint->worker;
-    giving_up it = {.work = {.run = give_up}, .request = request, .why = why};
+    giving_up it = {.request = request, .why = why};
 
     if (!is_finished(request)) {
-        kvn_ucx_call(worker, &it.work);
+        kvn_ucx_call(worker, give_up, &it);
         if (!kvn_ucx_wait(worker, is_finished, request, kvn_now_ns() + ABORT_NS)) {
             /* UCX ends everything on an endpoint that is closed by force. Until it has, memory may be
              * touched, and this must not return. */
@@ -205,24 +197,23 @@ static void release(kvn_backend *base, kvn_request *request)
 
 /* ---- making and unmaking ---- */
 
-typedef struct key_work {
-    kvn_ucx_work work;
-    kvn_ucx_backend *self;
-    const kvn_ucx_backend_options *options;
-    kvn_failure *failure;
-} key_work;
-
-static void destroy_keys(kvn_ucx_work *work)
+static void destroy_keys(void *context)
 {
-    kvn_ucx_backend *self = ((key_work *)work)->self;
+    kvn_ucx_backend *self = context;
 
     for (uint64_t i = 0; i < self->route.num_keys; i++)
         self->route.endpoint->worker->calls->ucp_rkey_destroy(self->route.keys[i]);
 }
 
-static void unpack_keys(kvn_ucx_work *work)
+typedef struct unpacking {
+    kvn_ucx_backend *self;
+    const kvn_ucx_backend_options *options;
+    kvn_failure *failure;
+} unpacking;
+
+static void unpack_keys(void *context)
 {
-    const key_work *it = (key_work *)work;
+    const unpacking *it = context;
     kvn_ucx_backend *self = it->self;
 
     if (kvn_ucx_endpoint_has_failed(self->route.endpoint, it->failure))
@@ -242,10 +233,9 @@ static void unpack_keys(kvn_ucx_work *work)
 static void destroy(kvn_backend *base)
 {
     kvn_ucx_backend *self = (kvn_ucx_backend *)base;
-    key_work it = {.work = {.run = destroy_keys}, .self = self};
 
     if (self->route.num_keys)
-        kvn_ucx_call(self->route.endpoint->worker, &it.work);
+        kvn_ucx_call(self->route.endpoint->worker, destroy_keys, self);
     kvn_ucx_endpoint_release(self->route.endpoint);
     pthread_mutex_destroy(&self->error_mutex);
     free(self->route.ranges);
@@ -293,10 +283,10 @@ static int check_range(const kvn_ucx_backend *self, const kvn_ucx_backend_option
                         "range %" PRIu64 " is at 0x%" PRIx64 " and has %" PRIu64
                         " bytes; it must have at least 1 and end at 2**64 or before",
                         i, it->address, it->nbytes);
-    if (it->slot >= self->route.endpoint->board_slots)
+    if (it->slot >= self->route.endpoint->remote.num_slots)
         return kvn_fail(failure, KVN_INVALID, 0,
-                        "slots: range %" PRIu64 " has %" PRIu64 "; the board has %" PRIu64, i,
-                        it->slot, self->route.endpoint->board_slots);
+                        "slots: range %" PRIu64 " has %" PRIu64 "; the generation table has %" PRIu64, i,
+                        it->slot, self->route.endpoint->remote.num_slots);
     if (it->key >= options->num_keys)
         return kvn_fail(failure, KVN_INVALID, 0,
                         "keys: range %" PRIu64 " has %" PRIu64 "; there are %" PRIu64, i, it->key,
@@ -334,8 +324,7 @@ int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
                            kvn_failure *failure)
 {
     kvn_ucx_backend *self = calloc(1, sizeof *self);
-    key_work it = {
-        .work = {.run = unpack_keys}, .self = self, .options = options, .failure = failure};
+    unpacking it = {.self = self, .options = options, .failure = failure};
 
     if (!self)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a backend");
@@ -348,7 +337,7 @@ int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
     self->route.local_type = options->local_type;
     pthread_mutex_init(&self->error_mutex, NULL);
     if (take_ranges(self, options, failure) == KVN_OK)
-        kvn_ucx_call(endpoint->worker, &it.work);
+        kvn_ucx_call(endpoint->worker, unpack_keys, &it);
     if (failure->status != KVN_OK) {
         destroy(&self->base);
         return failure->status;

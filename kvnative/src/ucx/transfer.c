@@ -2,13 +2,12 @@
 #include "ucx/transfer.h"
 
 #include <inttypes.h>
-#include <stddef.h>
 
 #include "core/report.h"
 
 #define MAX_PIECE (UINT64_C(8) << 20) /* of a descriptor in one operation: what an abort may wait for */
 #define MAX_BYTES_IN_FLIGHT (UINT64_C(32) << 20)
-#define MAX_ROUND (UINT64_C(64) << 20) /* bytes of puts between two looks: what an owner may wait for */
+#define MAX_ROUND (UINT64_C(64) << 20) /* bytes of puts between two checks: what an owner may wait for */
 #define POSTS_A_STEP 32
 
 static const kvn_ucx *calls_of(const kvn_request *request)
@@ -173,20 +172,20 @@ static void post_piece(kvn_request *request, kvn_ucp_ep_h ep)
                                   : calls->ucp_put_nbx(ep, buffer, nbytes, remote, key, &param));
 }
 
-static void post_look(kvn_request *request, kvn_ucp_ep_h ep)
+static void post_check(kvn_request *request, kvn_ucp_ep_h ep)
 {
     const kvn_ucx_route *route = request->route;
     const kvn_ucx_endpoint *endpoint = route->endpoint;
     kvn_ucx_use *use = &request->uses[request->cursor++];
-    const uint64_t remote = endpoint->board + sizeof(uint64_t) * route->ranges[use->range].slot;
+    const uint64_t remote = endpoint->remote.generations + sizeof(uint64_t) * route->ranges[use->range].slot;
     kvn_ucx_operation *operation = begin(request, KVN_NO_DESCRIPTOR, 0);
     kvn_ucp_request_param param = parameters(operation);
 
     param.op_attr_mask |= KVN_UCP_OP_ATTR_MEMORY_TYPE;
     param.memory_type = KVN_UCS_MEMORY_HOST;
-    use->word = 0;
-    note_posted(operation, calls_of(request)->ucp_get_nbx(ep, &use->word, sizeof use->word, remote,
-                                                          endpoint->board_key, &param));
+    use->generation = 0;
+    note_posted(operation, calls_of(request)->ucp_get_nbx(ep, &use->generation, sizeof use->generation, remote,
+                                                          endpoint->generations_key, &param));
 }
 
 static void post_flush(kvn_request *request, kvn_ucp_ep_h ep)
@@ -200,14 +199,14 @@ static void post_flush(kvn_request *request, kvn_ucp_ep_h ep)
 
 /* ---- announcing ----
  *
- * A writer puts a ticket into its own table, then looks at the owner's board, and writes if the registrations
- * stand. An owner that ends a registration changes the board, then reads the tickets of its peers. So one of the
- * two sees the other: either nothing is written, or it is waited for. */
+ * A writer puts a ticket into a table of its own, then reads the owner's generations, and writes if the
+ * registrations stand. An owner that ends a registration changes its generation, then reads the tickets of its
+ * peers. So one of the two sees the other: either nothing is written, or it is waited for. */
 
 static void put_ticket(kvn_request *request, unsigned place)
 {
     kvn_ucx_worker *worker = request->route->endpoint->worker;
-    const uint64_t tag = request->route->endpoint->tag;
+    const uint64_t tag = request->route->endpoint->remote.tag;
 
     worker->num_announced += worker->num_announced == UINT32_MAX ? 2 : 1; /* 0 would be none */
     atomic_store(&worker->tickets[place], tag << 32 | worker->num_announced);
@@ -231,26 +230,26 @@ static bool announce(kvn_request *request)
 
 /* ---- phases ---- */
 
-static bool is_look(const kvn_request *request)
+static bool is_check(const kvn_request *request)
 {
-    return request->phase == KVN_UCX_LOOKING_BEFORE || request->phase == KVN_UCX_LOOKING_AFTER;
+    return request->phase == KVN_UCX_CHECKING_BEFORE || request->phase == KVN_UCX_CHECKING_AFTER;
 }
 
-static void compare_words(kvn_request *request)
+static void compare_generations(kvn_request *request)
 {
     for (uint64_t i = 0; i < request->num_uses; i++) {
         const kvn_ucx_use *use = &request->uses[i];
         const kvn_ucx_peer_range *range = &request->route->ranges[use->range];
         kvn_failure failure;
 
-        if (use->word == range->generation)
+        if (use->generation == range->generation)
             continue;
         kvn_fail(&failure, KVN_UNMAPPED, 0,
                  "the peer has deregistered [0x%" PRIx64 ", 0x%" PRIx64 ") %s (slot %" PRIu64
-                 " of its board says %" PRIu64 ", expected %" PRIu64 ")",
+                 " of its generation table has %" PRIu64 ", expected %" PRIu64 ")",
                  range->address, range->address + range->nbytes,
                  request->descriptor || request->skip ? "meanwhile" : "before", range->slot,
-                 use->word, range->generation);
+                 use->generation, range->generation);
         fail(request, use->first, &failure);
         return;
     }
@@ -264,8 +263,8 @@ static bool has_posts(const kvn_request *request)
         return request->descriptor < request->batch.count && request->round_left > 0 &&
                !is_stopping(request);
     case KVN_UCX_FLUSHING: return request->route->direction == KVN_PEER_PUT && request->cursor == 0;
-    case KVN_UCX_LOOKING_BEFORE:
-    case KVN_UCX_LOOKING_AFTER: return request->cursor < request->num_uses;
+    case KVN_UCX_CHECKING_BEFORE:
+    case KVN_UCX_CHECKING_AFTER: return request->cursor < request->num_uses;
     default: return false;
     }
 }
@@ -275,7 +274,7 @@ static void post(kvn_request *request, kvn_ucp_ep_h ep)
     switch (request->phase) {
     case KVN_UCX_MOVING: post_piece(request, ep); break;
     case KVN_UCX_FLUSHING: post_flush(request, ep); break;
-    default: post_look(request, ep); break;
+    default: post_check(request, ep); break;
     }
 }
 
@@ -284,13 +283,13 @@ static void advance(kvn_request *request)
     const bool is_round_over =
         request->phase == KVN_UCX_FLUSHING && request->descriptor < request->batch.count;
 
-    if (is_look(request))
-        compare_words(request);
+    if (is_check(request))
+        compare_generations(request);
     request->cursor = 0;
     request->round_left = MAX_ROUND;
     if (is_round_over && !is_stopping(request)) {
         put_ticket(request, request->ticket - 1); /* another one: what was written until now is there */
-        request->phase = KVN_UCX_LOOKING_BEFORE;
+        request->phase = KVN_UCX_CHECKING_BEFORE;
     } else {
         request->phase++;
     }
@@ -332,16 +331,16 @@ static void finish(kvn_request *request)
 }
 
 /* A bounded step; how many things it did. The request may be gone afterwards. */
-static unsigned step(kvn_ucx_task *task)
+static unsigned step(void *context)
 {
-    kvn_request *request = (kvn_request *)((char *)task - offsetof(kvn_request, task));
+    kvn_request *request = context;
     const kvn_ucx_endpoint *endpoint = request->route->endpoint;
     unsigned count = 0;
 
     note_end_of_endpoint(request);
     for (;;) {
         /* What was put may still be on its way: a flush tells when it is not, and is not left out. */
-        if (is_stopping(request) && is_look(request))
+        if (is_stopping(request) && is_check(request))
             request->phase = KVN_UCX_THROUGH;
         if (request->phase == KVN_UCX_THROUGH)
             break;
@@ -367,14 +366,9 @@ static unsigned step(kvn_ucx_task *task)
     return count + 1;
 }
 
-void kvn_ucx_begin_transfer(kvn_request *request)
+void kvn_ucx_begin_transfer(void *context)
 {
-    request->task.step = step;
-    kvn_ucx_add_task(request->route->endpoint->worker, &request->task);
-}
+    kvn_request *request = context;
 
-void kvn_ucx_give_up_transfer(kvn_request *request, int why)
-{
-    if (request->why == KVN_OK)
-        request->why = why;
+    kvn_ucx_add_task(request->route->endpoint->worker, &request->task, step, request);
 }

@@ -58,7 +58,7 @@ static unsigned run_work(kvn_ucx_worker *self)
 
     for (; (work = take_work(self)) != NULL; count++) {
         const bool is_awaited = work->is_awaited;
-        work->run(work);
+        work->run(work->context);
         if (!is_awaited)
             continue;
         atomic_store(&work->is_done, true);
@@ -74,7 +74,7 @@ static unsigned step_tasks(kvn_ucx_worker *self)
     self->has_completed = false;
     for (kvn_ucx_task *it = self->first_task, *next; it; it = next) {
         next = it->next;
-        count += it->step(it);
+        count += it->step(it->context);
     }
     return count;
 }
@@ -147,9 +147,10 @@ static void release(kvn_ucx_worker *self)
 
 /* ---- what others call ---- */
 
-void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work)
+void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work, void (*run)(void *context),
+                  void *context)
 {
-    work->is_awaited = false;
+    *work = (kvn_ucx_work){.run = run, .context = context};
     queue_work(self, work);
     if (try_acquire(self))
         release(self);
@@ -160,12 +161,12 @@ static bool is_run(const void *context)
     return atomic_load(&((const kvn_ucx_work *)context)->is_done);
 }
 
-void kvn_ucx_call(kvn_ucx_worker *self, kvn_ucx_work *work)
+void kvn_ucx_call(kvn_ucx_worker *self, void (*run)(void *context), void *context)
 {
-    work->is_awaited = true;
-    atomic_init(&work->is_done, false);
-    queue_work(self, work);
-    kvn_ucx_wait(self, is_run, work, KVN_FOREVER);
+    kvn_ucx_work work = {.run = run, .context = context, .is_awaited = true};
+
+    queue_work(self, &work);
+    kvn_ucx_wait(self, is_run, &work, KVN_FOREVER);
 }
 
 bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
@@ -195,10 +196,10 @@ void kvn_ucx_notify(kvn_ucx_worker *self)
 
 /* ---- tasks ---- */
 
-void kvn_ucx_add_task(kvn_ucx_worker *self, kvn_ucx_task *task)
+void kvn_ucx_add_task(kvn_ucx_worker *self, kvn_ucx_task *task, unsigned (*step)(void *context),
+                      void *context)
 {
-    task->next = NULL;
-    task->previous = self->last_task;
+    *task = (kvn_ucx_task){.step = step, .context = context, .previous = self->last_task};
     if (self->last_task)
         self->last_task->next = task;
     else

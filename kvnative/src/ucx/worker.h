@@ -33,18 +33,20 @@ typedef struct kvn_ucx_endpoint kvn_ucx_endpoint;
 typedef struct kvn_ucx_work kvn_ucx_work;
 
 struct kvn_ucx_work {
-    void (*run)(kvn_ucx_work *self);
+    void (*run)(void *context);
+    void *context;
     kvn_ucx_work *next;  /* the worker's */
     atomic_bool is_done; /* of kvn_ucx_call */
     bool is_awaited;
 };
 
-/* What goes on in steps, with the progress lock: a transfer. Each pass of progress calls `step`, which does a
- * bounded part of it and returns how many things it did. It may remove its task, and free it, but no other one. */
+/* What goes on in steps, with the progress lock, such as a transfer. Each pass of progress calls `step(context)`, which
+ * does a bounded part of it and returns how many things it did. It may remove its task, and free it, but no other. */
 typedef struct kvn_ucx_task kvn_ucx_task;
 
 struct kvn_ucx_task {
-    unsigned (*step)(kvn_ucx_task *self);
+    unsigned (*step)(void *context);
+    void *context;
     kvn_ucx_task *next; /* the worker's */
     kvn_ucx_task *previous;
 };
@@ -97,10 +99,12 @@ void kvn_ucx_worker_hold(kvn_ucx_worker *self);
 void kvn_ucx_worker_release(kvn_ucx_worker *self);
 bool kvn_ucx_worker_is_forked(const kvn_ucx_worker *self);
 
-/* Runs it soon: at once if the progress lock is free. Never blocks; with the lock, too. */
-void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work);
+/* Queues `run(context)` as `work`. It runs soon: at once if the progress lock is free. Never blocks; with the lock,
+ * too. */
+void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work, void (*run)(void *context),
+                  void *context);
 /* As kvn_ucx_post, and returns when it has run. Not with the progress lock. */
-void kvn_ucx_call(kvn_ucx_worker *self, kvn_ucx_work *work);
+void kvn_ucx_call(kvn_ucx_worker *self, void (*run)(void *context), void *context);
 /* Waits until `is_done(context)`, which reads atomics, and returns it: false when the deadline has passed.
  * Whoever makes it true calls kvn_ucx_notify. Not with the progress lock. */
 bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
@@ -108,7 +112,8 @@ bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), co
 void kvn_ucx_notify(kvn_ucx_worker *self);
 
 /* With the progress lock. */
-void kvn_ucx_add_task(kvn_ucx_worker *self, kvn_ucx_task *task);
+void kvn_ucx_add_task(kvn_ucx_worker *self, kvn_ucx_task *task, unsigned (*step)(void *context),
+                      void *context);
 void kvn_ucx_remove_task(kvn_ucx_worker *self, kvn_ucx_task *task);
 
 #endif
