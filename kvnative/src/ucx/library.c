@@ -172,7 +172,7 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
         return why_not_loaded(failure);
     void *address = dlsym(out->ucp, "ucp_get_version");
     if (!address)
-        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%.180s is no libucp of UCX", path);
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%.180s is not a libucp of UCX", path);
     snprintf(out->path, sizeof out->path, "%s",
              dladdr(address, &found) && found.dli_fname ? found.dli_fname : path);
     memcpy(&version, &address, sizeof version);

@@ -40,7 +40,6 @@ static bool has_work(kvn_ucx_worker *self)
 static void queue_work(kvn_ucx_worker *self, kvn_ucx_work *work)
 {
     pthread_mutex_lock(&self->mutex);
-    work->next = NULL;
     if (self->first_work)
         self->last_work->next = work;
     else
@@ -56,14 +55,8 @@ static unsigned run_work(kvn_ucx_worker *self)
     kvn_ucx_work *work;
     unsigned count = 0;
 
-    for (; (work = take_work(self)) != NULL; count++) {
-        const bool is_awaited = work->is_awaited;
+    for (; (work = take_work(self)) != NULL; count++)
         work->run(work->context);
-        if (!is_awaited)
-            continue;
-        atomic_store(&work->is_done, true);
-        kvn_ucx_notify(self);
-    }
     return count;
 }
 
@@ -156,17 +149,35 @@ void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work, void (*run)(void *co
         release(self);
 }
 
+typedef struct call {
+    kvn_ucx_worker *worker;
+    void (*run)(void *context);
+    void *context;
+    atomic_bool is_done; /* from then on it may be gone */
+} call;
+
+static void run_call(void *context)
+{
+    call *it = context;
+    kvn_ucx_worker *worker = it->worker;
+
+    it->run(it->context);
+    atomic_store(&it->is_done, true);
+    kvn_ucx_notify(worker);
+}
+
 static bool is_run(const void *context)
 {
-    return atomic_load(&((const kvn_ucx_work *)context)->is_done);
+    return atomic_load(&((const call *)context)->is_done);
 }
 
 void kvn_ucx_call(kvn_ucx_worker *self, void (*run)(void *context), void *context)
 {
-    kvn_ucx_work work = {.run = run, .context = context, .is_awaited = true};
+    call it = {.worker = self, .run = run, .context = context};
+    kvn_ucx_work work;
 
-    queue_work(self, &work);
-    kvn_ucx_wait(self, is_run, &work, KVN_FOREVER);
+    kvn_ucx_post(self, &work, run_call, &it);
+    kvn_ucx_wait(self, is_run, &it, KVN_FOREVER);
 }
 
 bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,

@@ -35,9 +35,7 @@ typedef struct kvn_ucx_work kvn_ucx_work;
 struct kvn_ucx_work {
     void (*run)(void *context);
     void *context;
-    kvn_ucx_work *next;  /* the worker's */
-    atomic_bool is_done; /* of kvn_ucx_call */
-    bool is_awaited;
+    kvn_ucx_work *next; /* the worker's */
 };
 
 /* What goes on in steps, with the progress lock, such as a transfer. Each pass of progress calls `step(context)`, which
