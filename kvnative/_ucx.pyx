@@ -559,7 +559,7 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
         raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
     endpoint.check_made()
     taken.take_ranges({"addresses": addresses, "nbytes": nbytes, "slots": slots,
-                        "generations": generations, "keys": keys})
+                       "generations": generations, "keys": keys})
     taken.take_keys(list(rkeys))
     taken.options.direction = DIRECTIONS[direction]
     taken.options.local_type = memory_type("local", local)

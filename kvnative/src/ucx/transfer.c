@@ -27,7 +27,7 @@ static void fail(kvn_request *request, uint64_t descriptor, const kvn_failure *f
 }
 
 /* Whatever it failed for: for the transfer the peer is gone, at no descriptor of its own. */
-static void note_end_of_endpoint(kvn_request *request)
+static void note_endpoint_failure(kvn_request *request)
 {
     kvn_failure failure;
 
@@ -57,7 +57,7 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
     const char *text = calls_of(request)->ucs_status_string(status);
     kvn_failure failure;
 
-    note_end_of_endpoint(request); /* the operation ended for that */
+    note_endpoint_failure(request); /* the operation ended for that */
     if (request->failure.status != KVN_OK)
         return;
     if (is_refusal(status)) {
@@ -208,7 +208,7 @@ static void put_ticket(kvn_request *request, unsigned place)
     kvn_ucx_worker *worker = request->route->endpoint->worker;
     const uint64_t tag = request->route->endpoint->remote.tag;
 
-    worker->num_announced += worker->num_announced == UINT32_MAX ? 2 : 1; /* 0 would be none */
+    worker->num_announced += worker->num_announced == UINT32_MAX ? 2 : 1; /* 0 means none */
     atomic_store(&worker->tickets[place], tag << 32 | worker->num_announced);
     request->ticket = place + 1;
 }
@@ -297,7 +297,7 @@ static void advance(kvn_request *request)
 
 /* ---- steps ---- */
 
-static void settle(kvn_request *request)
+static void fill_report(kvn_request *request)
 {
     kvn_report *report = &request->report;
 
@@ -325,7 +325,7 @@ static void finish(kvn_request *request)
     kvn_ucx_remove_task(worker, &request->task);
     if (request->ticket)
         atomic_store(&worker->tickets[request->ticket - 1], 0);
-    settle(request);
+    fill_report(request);
     atomic_store(&request->finished, true);
     kvn_ucx_notify(worker);
 }
@@ -337,12 +337,12 @@ static unsigned step(void *context)
     const kvn_ucx_endpoint *endpoint = request->route->endpoint;
     unsigned count = 0;
 
-    note_end_of_endpoint(request);
+    note_endpoint_failure(request);
     for (;;) {
-        /* What was put may still be on its way: a flush tells when it is not, and is not left out. */
+        /* What was put may still be on its way until a flush has ended, so that is not left out. */
         if (is_stopping(request) && is_check(request))
-            request->phase = KVN_UCX_THROUGH;
-        if (request->phase == KVN_UCX_THROUGH)
+            request->phase = KVN_UCX_DONE;
+        if (request->phase == KVN_UCX_DONE)
             break;
         if (!has_posts(request)) {
             if (request->in_flight > 0)
@@ -351,7 +351,7 @@ static unsigned step(void *context)
         } else if (!endpoint->handle) { /* it has failed */
             if (!endpoint->is_closed)
                 return count;
-            request->phase = KVN_UCX_THROUGH;
+            request->phase = KVN_UCX_DONE;
         } else if (count == POSTS_A_STEP || !request->free ||
                    request->bytes_in_flight >= MAX_BYTES_IN_FLIGHT || !announce(request)) {
             return count;

@@ -21,7 +21,7 @@ typedef struct kvn_ucx_peer_range {
     uint64_t key;
 } kvn_ucx_peer_range;
 
-/* What transfers of one backend move, and how. */
+/* Between which memory the transfers of one backend move bytes, and over which endpoint. */
 typedef struct kvn_ucx_route {
     kvn_ucx_endpoint *endpoint; /* held */
     kvn_direction direction;
@@ -39,7 +39,7 @@ typedef enum kvn_ucx_phase {
     KVN_UCX_MOVING,
     KVN_UCX_FLUSHING, /* puts; also those of a transfer that stops */
     KVN_UCX_CHECKING_AFTER,
-    KVN_UCX_THROUGH
+    KVN_UCX_DONE
 } kvn_ucx_phase;
 
 /* A range that a transfer uses. */
@@ -68,7 +68,7 @@ struct kvn_request {
     /* with the progress lock */
     kvn_ucx_task task;
     kvn_ucx_phase phase;
-    unsigned ticket; /* of a put: 1 + its place among the worker's; 0: not announced yet */
+    unsigned ticket;     /* of a put: 1 + its place among the worker's; 0: not announced yet */
     uint64_t cursor;     /* of the uses, or flushes: what is posted next in this phase */
     uint64_t descriptor; /* that is posted next */
     uint64_t skip;       /* bytes of it that are posted */
