@@ -21,13 +21,14 @@ cdef extern from "ucx/library.h" nogil:
         unsigned version[3]
         const char *path
 
+    ctypedef struct kvn_ucx_setting:
+        const char *name
+        const char *value
+
     int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure)
 
 
 cdef extern from "ucx/worker.h" nogil:
-    ctypedef struct kvn_ucx_setting:
-        const char *name
-        const char *value
     enum:
         KVN_UCX_TICKETS
     ctypedef struct kvn_ucx_worker:
@@ -40,7 +41,7 @@ cdef extern from "ucx/worker.h" nogil:
         kvn_ucx_library *library, const kvn_ucx_setting *settings, size_t num_settings,
         const char *name, kvn_ucx_worker **out, kvn_failure *failure
     )
-    void kvn_ucx_worker_close(kvn_ucx_worker *self)
+    void kvn_ucx_worker_stop(kvn_ucx_worker *self)
     void kvn_ucx_worker_release(kvn_ucx_worker *self)
     bint kvn_ucx_worker_is_forked(const kvn_ucx_worker *self)
 
@@ -51,11 +52,11 @@ cdef extern from "ucx/endpoint.h" nogil:
     ctypedef struct kvn_ucx_remote:
         const void *address
         size_t address_nbytes
-        uint64_t board
-        uint64_t board_slots
+        uint64_t generations
+        uint64_t num_slots
         uint64_t tickets
-        const void *board_key
-        size_t board_key_nbytes
+        const void *generations_key
+        size_t generations_key_nbytes
         const void *tickets_key
         size_t tickets_key_nbytes
         uint32_t tag
@@ -77,6 +78,7 @@ cdef extern from "ucx/endpoint.h" nogil:
     void kvn_ucx_endpoint_fail(
         kvn_ucx_endpoint *self, int status, int code, const char *message
     )
+    void kvn_ucx_endpoints_close(kvn_ucx_worker *worker)
     bint kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
     void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self)
 
@@ -97,13 +99,16 @@ cdef extern from "ucx/region.h" nogil:
     void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region)
 
 
-cdef extern from "ucx/backend.h" nogil:
+cdef extern from "ucx/transfer.h" nogil:
     ctypedef struct kvn_ucx_peer_range:
         uint64_t address
         uint64_t nbytes
         uint64_t slot
         uint64_t generation
         uint64_t key
+
+
+cdef extern from "ucx/backend.h" nogil:
     ctypedef struct kvn_ucx_packed_key:
         const void *bytes
         size_t nbytes

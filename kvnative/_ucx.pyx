@@ -2,6 +2,7 @@
 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
+from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -20,7 +21,6 @@ from kvnative._native cimport (
 )
 
 import atexit
-import math
 import os
 import threading
 import weakref
@@ -132,6 +132,17 @@ cdef dict encoded_settings(settings):
     return found
 
 
+cdef void stop_worker(kvn_ucx_worker *worker) noexcept nogil:
+    kvn_ucx_endpoints_close(worker)
+    kvn_ucx_worker_stop(worker)
+
+
+cdef int64_t deadline_in(double timeout_ms) noexcept nogil:
+    if timeout_ms == INFINITY:
+        return KVN_FOREVER
+    return kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
+
+
 cdef int memory_type(str name, kind) except -1:
     if kind not in KINDS:
         raise ValueError(f"{name} is {kind!r}; it must be one of {', '.join(KINDS)}")
@@ -155,7 +166,7 @@ cdef class UcxWorker:
         transports: what UCX found to use, "rc_mlx5/mlx5_0:1 cma/memory" say.
 
     Raises:
-        ValueError: a setting is none.
+        ValueError: a setting is not a name of UCX's and text.
         UcxError: UCX refuses: no device of that name, say; its settings let it use TCP; or
             (KVN_UNSUPPORTED) this process was forked from one while that had a worker.
     """
@@ -206,9 +217,9 @@ cdef class UcxWorker:
         return 0
 
     def map(self, address, nbytes, *, kind="host", object owner=None) -> UcxRegion:
-        """Make memory known, which may take a second for each few gigabytes with RDMA.
+        """Register memory with UCX, which may take a second for each few gigabytes with RDMA.
 
-        Mapped once, however often it is asked for.
+        A range is mapped once, however often it is asked for.
 
         Args:
             address, nbytes: the range; it stays allocated until released.
@@ -238,7 +249,7 @@ cdef class UcxWorker:
         return made
 
     def tickets(self) -> UcxRegion:
-        """Make known what owners read to see what this process is writing to their memory."""
+        """Register what owners read to see what this process is writing to their memory."""
         return self.map(<uintptr_t>self.worker.tickets, KVN_UCX_TICKETS * sizeof(uint64_t))
 
     def endpoint(self, bytes address not None, *, board_address, board_slots,
@@ -246,12 +257,13 @@ cdef class UcxWorker:
                  uint32_t tag) -> UcxEndpoint:
         """Make an endpoint to a peer; connect() it before use.
 
-        What the peer tells is believed: UCX ends the process for an address that it cannot read.
+        What the peer publishes is believed: UCX ends the process for an address that it cannot
+        read.
 
         Args:
             address: of the peer's worker.
-            board_address, board_slots, board_rkey: the peer's board: a word of 8 bytes for each
-                slot, 1 at least.
+            board_address, board_slots, board_rkey: the peer's generation table: a word of 8 bytes
+                for each slot, 1 at least.
             tickets_address, tickets_rkey: its `tickets`.
             tag: 32 bits, by which the peer knows what is written to its memory.
 
@@ -268,12 +280,12 @@ cdef class UcxWorker:
             raise ValueError("address, board_rkey and tickets_rkey must have at least 1 byte")
         remote.address = <const char *>address
         remote.address_nbytes = len(address)
-        remote.board = unsigned("board_address", board_address)
-        remote.board_slots = unsigned("board_slots", board_slots)
-        if remote.board_slots == 0:
+        remote.generations = unsigned("board_address", board_address)
+        remote.num_slots = unsigned("board_slots", board_slots)
+        if remote.num_slots == 0:
             raise ValueError("board_slots is 0; it must be at least 1")
-        remote.board_key = <const char *>board_rkey
-        remote.board_key_nbytes = len(board_rkey)
+        remote.generations_key = <const char *>board_rkey
+        remote.generations_key_nbytes = len(board_rkey)
         remote.tickets = unsigned("tickets_address", tickets_address)
         remote.tickets_key = <const char *>tickets_rkey
         remote.tickets_key_nbytes = len(tickets_rkey)
@@ -288,12 +300,12 @@ cdef class UcxWorker:
         """Fail its endpoints and stop its thread. Idempotent; nothing in a forked child."""
         if self.worker is not NULL:
             with nogil:
-                kvn_ucx_worker_close(self.worker)
+                stop_worker(self.worker)
 
     def __dealloc__(self):
         if self.worker is not NULL and not kvn_ucx_worker_is_forked(self.worker):
             with nogil:
-                kvn_ucx_worker_close(self.worker)
+                stop_worker(self.worker)
                 kvn_ucx_regions_fini(&self.regions)
                 kvn_ucx_worker_release(self.worker)
 
@@ -321,27 +333,26 @@ cdef class UcxEndpoint:
         return self.worker.check_made()
 
     def connect(self, timeout_ms: float) -> None:
-        """Return when the peer's board was read.
+        """Return when the peer's generation table was read.
 
         Raises:
             UcxError: KVN_TIMEOUT: it was not within the time, and connect() may be called again;
                 another status: the endpoint has failed.
         """
         cdef kvn_failure failure
-        cdef int64_t deadline = KVN_FOREVER
+        cdef int64_t deadline
         cdef int status
         self.check_made()
         if not timeout_ms > 0:
             raise ValueError(f"timeout_ms is {timeout_ms:g}; it must be > 0")
-        if not math.isinf(timeout_ms):
-            deadline = kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
+        deadline = deadline_in(timeout_ms)
         with nogil:
             status = kvn_ucx_endpoint_connect(self.endpoint, deadline, &failure)
         check_ucx(status, &failure)
 
     @property
     def connected(self) -> bool:
-        """The peer's board was read, and the endpoint has not failed."""
+        """The peer's generation table was read, and the endpoint has not failed."""
         self.check_made()
         return self.endpoint.state == KVN_UCX_CONNECTED
 
@@ -373,18 +384,18 @@ cdef class UcxEndpoint:
 
         Args:
             tag: of this process, that the peer's endpoint was made with.
-            timeout_ms: that the look may take.
+            timeout_ms: that reading it may take.
 
         Returns:
             A ticket for each transfer; no other one is ever equal to it.
 
         Raises:
-            UcxError: KVN_TIMEOUT: it could not be seen in time; another status: the endpoint has
+            UcxError: KVN_TIMEOUT: it was not read in time; another status: the endpoint has
                 failed, or is not connected.
         """
         cdef uint64_t words[KVN_UCX_TICKETS]
         cdef kvn_failure failure
-        cdef int64_t deadline = kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
+        cdef int64_t deadline = deadline_in(timeout_ms)
         cdef int status
         self.check_made()
         with nogil:
@@ -440,7 +451,7 @@ cdef class UcxRegion:
         """Say that it is not used any more; idempotent, nothing in a forked child.
 
         Transfers of this worker that use it keep it mapped until they are through. A peer that
-        reaches for it afterwards loses its endpoint: take it off the board before.
+        reaches for it afterwards loses its endpoint: end its generation before.
         """
         cdef kvn_ucx_region *region = self.region
         if region is NULL or kvn_ucx_worker_is_forked(self.worker.worker):
@@ -464,7 +475,7 @@ cdef class UcxRegion:
 @cython.final
 @cython.internal
 @cython.no_gc
-cdef class Choice:
+cdef class BackendOptions:
     cdef kvn_ucx_backend_options options
     cdef kvn_ucx_peer_range *ranges
     cdef kvn_ucx_packed_key *keys
@@ -523,8 +534,8 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
                 generations, keys, rkeys, local="host") -> Backend:
     """Return a backend whose remote addresses are the peer's.
 
-    Before and after its bytes a transfer reads from the peer's board the words of those ranges that
-    it uses; if one is not its generation, the transfer ends with KVN_UNMAPPED.
+    Before and after its bytes a transfer reads the generations of the ranges that it uses; if one
+    is not as given here, the transfer ends with KVN_UNMAPPED.
 
     Args:
         endpoint: connected.
@@ -540,20 +551,20 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
         TypeError, ValueError: arguments that do not fit together.
         UcxError: the endpoint has failed, or UCX refuses a key.
     """
-    cdef Choice choice = Choice.__new__(Choice)
+    cdef BackendOptions taken = BackendOptions.__new__(BackendOptions)
     cdef kvn_backend *backend = NULL
     cdef kvn_failure failure
     cdef int status
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
     endpoint.check_made()
-    choice.take_ranges({"addresses": addresses, "nbytes": nbytes, "slots": slots,
-                        "generations": generations, "keys": keys})
-    choice.take_keys(list(rkeys))
-    choice.options.direction = DIRECTIONS[direction]
-    choice.options.local_type = memory_type("local", local)
+    taken.take_ranges({"addresses": addresses, "nbytes": nbytes, "slots": slots,
+                       "generations": generations, "keys": keys})
+    taken.take_keys(list(rkeys))
+    taken.options.direction = DIRECTIONS[direction]
+    taken.options.local_type = memory_type("local", local)
     with nogil:
         status = kvn_ucx_backend_create(&endpoint.worker.regions, endpoint.endpoint,
-                                        &choice.options, &backend, &failure)
+                                        &taken.options, &backend, &failure)
     check_ucx(status, &failure)
     return Backend.adopt(backend, endpoint, "ucx_backend")

@@ -1,8 +1,8 @@
 /* What kvplan uses of UCX (libucp, libucs): declarations of our own, so that nothing of a vendor is needed
  * to build. The library is found and opened at run time.
  *
- * Layouts are those of API 1.13 on 64-bit Linux. Later releases append fields; what a structure holds is
- * told by its mask, so one build runs with all of them. Names follow UCX's, with the prefix kvn_, so that
+ * Layouts are those of API 1.13 on 64-bit Linux. Later releases append fields; its mask says
+ * what a structure holds, so one build runs with all of them. Names follow UCX's, with the prefix kvn_, so that
  * its documentation can be looked up. */
 #ifndef KVNATIVE_UCX_H
 #define KVNATIVE_UCX_H
@@ -35,14 +35,10 @@ enum {
     KVN_UCS_OK = 0,
     KVN_UCS_INPROGRESS = 1,
     KVN_UCS_ERR_NO_RESOURCE = -2,
-    KVN_UCS_ERR_IO_ERROR = -3,
     KVN_UCS_ERR_NO_MEMORY = -4,
     KVN_UCS_ERR_INVALID_PARAM = -5,
     KVN_UCS_ERR_UNREACHABLE = -6,
     KVN_UCS_ERR_INVALID_ADDR = -7,
-    KVN_UCS_ERR_NO_ELEM = -12,
-    KVN_UCS_ERR_NO_DEVICE = -14,
-    KVN_UCS_ERR_BUSY = -15,
     KVN_UCS_ERR_CANCELED = -16,
     KVN_UCS_ERR_TIMED_OUT = -20,
     KVN_UCS_ERR_UNSUPPORTED = -22,
@@ -60,7 +56,6 @@ enum {
 enum {
     KVN_UCP_PARAM_FEATURES = 1 << 0,
     KVN_UCP_PARAM_MT_WORKERS_SHARED = 1 << 5,
-    KVN_UCP_PARAM_ESTIMATED_NUM_EPS = 1 << 6,
     KVN_UCP_PARAM_NAME = 1 << 8
 };
 enum { KVN_UCP_FEATURE_RMA = 1 << 1, KVN_UCP_FEATURE_WAKEUP = 1 << 4 };
@@ -80,7 +75,7 @@ typedef struct kvn_ucp_params {
 
 /* ucp_worker_params; ucs_thread_mode_t */
 enum { KVN_UCP_WORKER_PARAM_THREAD_MODE = 1 << 0, KVN_UCP_WORKER_PARAM_FLAGS = 1 << 5 };
-enum { KVN_UCS_THREAD_MODE_SINGLE = 0, KVN_UCS_THREAD_MODE_SERIALIZED = 1 };
+enum { KVN_UCS_THREAD_MODE_SERIALIZED = 1 };
 enum { KVN_UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK = 1 << 0 };
 
 typedef struct kvn_ucp_worker_params {
@@ -100,10 +95,8 @@ typedef struct kvn_ucp_worker_params {
 enum {
     KVN_UCP_EP_PARAM_REMOTE_ADDRESS = 1 << 0,
     KVN_UCP_EP_PARAM_ERR_HANDLING_MODE = 1 << 1,
-    KVN_UCP_EP_PARAM_ERR_HANDLER = 1 << 2,
-    KVN_UCP_EP_PARAM_FLAGS = 1 << 5
+    KVN_UCP_EP_PARAM_ERR_HANDLER = 1 << 2
 };
-enum { KVN_UCP_EP_PARAMS_FLAGS_NO_LOOPBACK = 1 << 1 };
 enum { KVN_UCP_ERR_HANDLING_MODE_NONE = 0, KVN_UCP_ERR_HANDLING_MODE_PEER = 1 };
 
 typedef struct kvn_ucs_sock_addr {
@@ -135,21 +128,11 @@ typedef struct kvn_ucp_ep_params {
 enum {
     KVN_UCP_MEM_MAP_PARAM_ADDRESS = 1 << 0,
     KVN_UCP_MEM_MAP_PARAM_LENGTH = 1 << 1,
-    KVN_UCP_MEM_MAP_PARAM_FLAGS = 1 << 2,
-    KVN_UCP_MEM_MAP_PARAM_PROT = 1 << 3,
     KVN_UCP_MEM_MAP_PARAM_MEMORY_TYPE = 1 << 4
-};
-enum { KVN_UCP_MEM_MAP_NONBLOCK = 1 << 0 };
-enum {
-    KVN_UCP_MEM_MAP_PROT_LOCAL_READ = 1 << 0,
-    KVN_UCP_MEM_MAP_PROT_LOCAL_WRITE = 1 << 1,
-    KVN_UCP_MEM_MAP_PROT_REMOTE_READ = 1 << 8,
-    KVN_UCP_MEM_MAP_PROT_REMOTE_WRITE = 1 << 9
 };
 enum {
     KVN_UCS_MEMORY_HOST = 0,
     KVN_UCS_MEMORY_CUDA = 1,
-    KVN_UCS_MEMORY_CUDA_MANAGED = 2,
     KVN_UCS_MEMORY_ROCM = 3
 };
 
@@ -166,12 +149,9 @@ typedef struct kvn_ucp_mem_map_params {
 enum {
     KVN_UCP_OP_ATTR_CALLBACK = 1 << 1,
     KVN_UCP_OP_ATTR_USER_DATA = 1 << 2,
-    KVN_UCP_OP_ATTR_DATATYPE = 1 << 3,
     KVN_UCP_OP_ATTR_FLAGS = 1 << 4,
     KVN_UCP_OP_ATTR_MEMORY_TYPE = 1 << 6,
     KVN_UCP_OP_ATTR_MEMH = 1 << 8,
-    KVN_UCP_OP_ATTR_NO_IMM_CMPL = 1 << 16,
-    KVN_UCP_OP_ATTR_FAST_CMPL = 1 << 17,
     KVN_UCP_OP_ATTR_MULTI_SEND = 1 << 19
 };
 enum { KVN_UCP_EP_CLOSE_FLAG_FORCE = 1 << 0 };

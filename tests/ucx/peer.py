@@ -35,7 +35,7 @@ def open_worker(**settings: str) -> UcxWorker:
 
 
 class UcxPeer(Owner):
-    """A process whose memory is a file that this one sees as `memory`: one region, and a board."""
+    """A process with one region, a file that this one sees as `memory`, and a generation table."""
 
     script = Path(__file__).with_name("peer_process.py")
 
@@ -79,7 +79,7 @@ class UcxPeer(Owner):
         return made
 
     def take(self) -> tuple[int, int]:
-        """A slot of its board, and the generation."""
+        """A slot of its generation table, and the generation."""
         slot, generation = self.run("result = board.take()")
         return slot, generation
 

@@ -1,4 +1,4 @@
-"""A worker of UCX in a process of its own, with a file's bytes for memory, and a board.
+"""A worker of UCX in a process of its own, with a file's bytes for memory, and a generation table.
 
 Argument: the file. Otherwise as tests/transport/owner_process.py.
 """

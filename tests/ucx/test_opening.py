@@ -60,10 +60,10 @@ def test_a_process_stays_as_it_was_but_for_the_threads_of_a_worker(ucx: Found) -
         before = state(), num_threads()
         library = UcxLibrary.load(path)
         assert (state(), num_threads()) == before
-        end = UcxWorker(library)
+        worker = UcxWorker(library)
         assert (state(), num_threads()) == (before[0], before[1] + 2)  # ours, UCX's to connect
-        end.close()
-        del end
+        worker.close()
+        del worker
         assert state() == before[0]
         """
     assert run(script, ucx.path) == ""
@@ -81,9 +81,9 @@ def test_what_other_threads_may_read_of_the_environment_stays_in_place(ucx: Foun
             return ctypes.addressof(environ.contents), environ[:count]
 
         before = state()
-        end = UcxWorker(UcxLibrary.load(path))
+        worker = UcxWorker(UcxLibrary.load(path))
         assert state() == before
-        end.close()
+        worker.close()
         assert state() == before
         """
     assert run(script, ucx.path) == ""
@@ -104,7 +104,7 @@ def test_threads_have_names_and_leave_signals_to_those_of_the_program(ucx: Found
         all_signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
         library = UcxLibrary.load(path)
         before = masks()
-        end = UcxWorker(library)
+        worker = UcxWorker(library)
         after = masks()
         for name, mask in sorted(after[task] for task in after.keys() - before.keys()):
             print(name, [int(it) for it in all_signals if not mask >> (it - 1) & 1])
@@ -117,7 +117,7 @@ PAIR = """
 from kvnative._host import Board
 
 def connected():
-    "A worker, another one with a board, and an endpoint from the first to the second."
+    "A worker, another one with a generation table, and an endpoint from the first to the second."
     board = Board(4)
     workers = [UcxWorker(UcxLibrary.load(path)) for _ in range(2)]
     region = workers[1].map(board.address, 32, owner=board)
@@ -171,16 +171,16 @@ def test_a_forked_child_is_refused_and_only_forgets(ucx: Found) -> None:
     )
 
 
-def test_a_child_that_is_forked_while_ucx_is_in_use_is_told_what_to_do(ucx: Found) -> None:
+def test_a_child_that_is_forked_while_ucx_is_in_use_is_refused_with_advice(ucx: Found) -> None:
     script = """
         workers, region, endpoint = connected()
         in_child(connected)
         workers[0].close()  # it is there still
         in_child(lambda: (workers.clear(), connected()))
         """
-    told = run(PAIR + dedent(script), ucx.path).splitlines()
-    assert len(told) == 2
-    for line in told:
+    printed = run(PAIR + dedent(script), ucx.path).splitlines()
+    assert len(printed) == 2
+    for line in printed:
         assert line.startswith("UCX was in use in process ")
         assert "start such processes with the method spawn" in line
 
@@ -210,13 +210,13 @@ VERSION = (
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("int nothing;", "{path} is no libucp of UCX"),
+        ("int nothing;", "{path} is not a libucp of UCX"),
         (VERSION.format(1, 12, 1), "{path} is UCX 1.12.1; it must be 1.13 or a later 1.x"),
         (VERSION.format(2, 0, 0), "{path} is UCX 2.0.0; it must be 1.13 or a later 1.x"),
         (VERSION.format(1, 13, 0), "{path} (UCX 1.13.0) lacks ucp_config_read"),
     ],
 )
-def test_what_is_no_ucx_that_we_can_use_is_refused(code: str, words: str, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_used_is_refused(code: str, words: str, tmp_path: Path) -> None:
     path = fake(tmp_path, code)
     script = """
         for i in range(2):
@@ -235,8 +235,8 @@ def test_a_missing_file_is_named() -> None:
         except UcxError as error:
             print(error.status, error)
         """
-    told = run(script, "/nowhere/libucp.so.0")
-    assert told.startswith(f"{KVN_UNSUPPORTED} /nowhere/libucp.so.0: cannot open")
+    printed = run(script, "/nowhere/libucp.so.0")
+    assert printed.startswith(f"{KVN_UNSUPPORTED} /nowhere/libucp.so.0: cannot open")
 
 
 def test_a_library_is_opened_once_and_the_one_that_is_open_is_used(ucx: Found) -> None:
@@ -298,12 +298,12 @@ def test_it_has_no_socket_of_a_network(ucx: Found) -> None:
         print("now ours:")
         sockets()
         """
-    told = run(PAIR + dedent(script), ucx.path).splitlines()
-    assert told[0] == "now ours:"
-    assert len(told) == 2  # it would have been found
+    printed = run(PAIR + dedent(script), ucx.path).splitlines()
+    assert printed[0] == "now ours:"
+    assert len(printed) == 2  # it would have been found
 
 
-def test_what_it_may_use_is_told(ucx: Found) -> None:
+def test_what_it_may_use_is_listed(ucx: Found) -> None:
     worker = UcxWorker(UcxLibrary.load(ucx.path), settings={"UCX_TLS": "self"})
     assert worker.transports == "self/memory"
     worker.close()

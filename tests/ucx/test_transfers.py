@@ -257,7 +257,7 @@ class TestArguments:
             "slots: expected 1 items, as in addresses, got 2", slots=np.ones(2, dtype=np.uint64)
         )
         refused("nbytes: expected uint64", nbytes=np.ones(1))
-        refused("slots: range 0 has 16; the board has 16", slots=one * 16)
+        refused("slots: range 0 has 16; the generation table has 16", slots=one * 16)
         refused("keys: range 0 has 1; there are 1", keys=one)
         refused(r"rkeys\[0\]: expected bytes that are not empty", rkeys=[b""])
         refused("it must have at least 1 and end at", nbytes=one * 0)

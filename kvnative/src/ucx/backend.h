@@ -1,23 +1,9 @@
 /* Reading and writing a peer's memory over UCX without its help: one get or put for each descriptor, many in
- * flight.
- *
- * Before a transfer and after it the words of the ranges that it used are read from the peer's board: if one
- * is not what this side was told, the owner has ended the registration, and the transfer is KVN_UNMAPPED.
- * The look before keeps requests for memory that is gone off the wire, where they would end the endpoint. */
+ * flight. */
 #ifndef KVN_UCX_BACKEND_H
 #define KVN_UCX_BACKEND_H
 
-#include "ucx/endpoint.h"
-#include "ucx/region.h"
-
-/* A range of the peer's: what it holds on the board, and which of the keys opens it. */
-typedef struct kvn_ucx_peer_range {
-    uint64_t address;
-    uint64_t nbytes;
-    uint64_t slot;
-    uint64_t generation;
-    uint64_t key;
-} kvn_ucx_peer_range;
+#include "ucx/transfer.h"
 
 /* As packed by the peer's UCX. */
 typedef struct kvn_ucx_packed_key {

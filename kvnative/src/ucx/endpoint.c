@@ -1,24 +1,17 @@
 #include "ucx/endpoint.h"
 
 #include <errno.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "core/clock.h"
-#include "ucx/transfer.h"
+#include "kvnative/backend.h"
 
-/* UCX is not told how long an address or a key is: what a wrong one makes it read is ours, too. */
+/* UCX is not given the length of an address or a key: what a wrong one makes it read is ours, too. */
 #define PADDING 4096
-
-/* Done for whoever waits for it. */
-typedef struct request {
-    kvn_ucx_work work;
-    kvn_ucx_endpoint *endpoint;
-    kvn_failure *failure;
-} request;
+#define CLOSE_NS 1000000000
 
 /* ---- making and unmaking ---- */
 
@@ -36,9 +29,9 @@ static void dispose(kvn_ucx_endpoint *self)
 
     if (self->death_fd >= 0)
         close(self->death_fd);
-    free(self->address);
-    free(self->packed[0].bytes);
-    free(self->packed[1].bytes);
+    free((void *)self->remote.address);
+    free((void *)self->remote.generations_key);
+    free((void *)self->remote.tickets_key);
     free(self);
     kvn_ucx_worker_release(worker);
 }
@@ -51,18 +44,17 @@ void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self)
         dispose(self);
 }
 
-static void list_endpoint(kvn_ucx_work *work)
+static void list_endpoint(void *context)
 {
-    const request *it = (request *)work;
-    kvn_ucx_worker *worker = it->endpoint->worker;
+    kvn_ucx_endpoint *self = context;
+    kvn_ucx_worker *worker = self->worker;
 
-    if (worker->is_closed) {
-        kvn_fail(it->failure, KVN_CANCELLED, 0, "this worker of UCX is closed");
+    if (worker->is_closed)
         return;
-    }
-    kvn_ucx_endpoint_hold(it->endpoint); /* the worker's, until it has failed */
-    it->endpoint->next = worker->endpoints;
-    worker->endpoints = it->endpoint;
+    kvn_ucx_endpoint_hold(self); /* the worker's, until it has failed */
+    self->is_listed = true;
+    self->next = worker->endpoints;
+    worker->endpoints = self;
 }
 
 int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote,
@@ -72,34 +64,28 @@ int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote
 
     if (!self)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for an endpoint");
-    failure->status = KVN_OK;
     self->worker = worker;
     kvn_ucx_worker_hold(worker);
     atomic_init(&self->num_holders, 1);
-    self->board = remote->board;
-    self->board_slots = remote->board_slots;
-    self->tickets = remote->tickets;
-    self->tag = remote->tag;
-    self->address = padded(remote->address, remote->address_nbytes);
-    self->packed[0].bytes = padded(remote->board_key, remote->board_key_nbytes);
-    self->packed[0].nbytes = remote->board_key_nbytes;
-    self->packed[1].bytes = padded(remote->tickets_key, remote->tickets_key_nbytes);
-    self->packed[1].nbytes = remote->tickets_key_nbytes;
+    self->remote = *remote;
+    self->remote.address = padded(remote->address, remote->address_nbytes);
+    self->remote.generations_key = padded(remote->generations_key, remote->generations_key_nbytes);
+    self->remote.tickets_key = padded(remote->tickets_key, remote->tickets_key_nbytes);
     self->death_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (!self->address || !self->packed[0].bytes || !self->packed[1].bytes)
+    if (!self->remote.address || !self->remote.generations_key || !self->remote.tickets_key) {
         kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for an endpoint");
-    else if (self->death_fd < 0)
+    } else if (self->death_fd < 0) {
         kvn_fail(failure, KVN_FAILED, errno, "no eventfd for an endpoint: %s", strerror(errno));
-    else {
-        request it = {.work = {.run = list_endpoint}, .endpoint = self, .failure = failure};
-        kvn_ucx_call(worker, &it.work);
+    } else {
+        kvn_ucx_call(worker, list_endpoint, self);
+        if (self->is_listed) {
+            *out = self;
+            return KVN_OK;
+        }
+        kvn_fail(failure, KVN_CANCELLED, 0, "this worker of UCX is closed");
     }
-    if (failure->status != KVN_OK) {
-        dispose(self);
-        return failure->status;
-    }
-    *out = self;
-    return KVN_OK;
+    dispose(self);
+    return failure->status;
 }
 
 /* ---- failing; what follows is done with the progress lock, not within a callback of UCX ---- */
@@ -131,11 +117,11 @@ static void close_handle(kvn_ucx_endpoint *self)
         .user_data = self,
     };
 
-    if (self->board_key)
-        calls->ucp_rkey_destroy(self->board_key);
+    if (self->generations_key)
+        calls->ucp_rkey_destroy(self->generations_key);
     if (self->tickets_key)
         calls->ucp_rkey_destroy(self->tickets_key);
-    self->board_key = self->tickets_key = NULL;
+    self->generations_key = self->tickets_key = NULL;
     if (!self->handle)
         return;
     kvn_ucs_status_ptr request = calls->ucp_ep_close_nbx(self->handle, &param);
@@ -144,17 +130,14 @@ static void close_handle(kvn_ucx_endpoint *self)
         on_closed(NULL, KVN_UCS_POINTER_STATUS(request), self);
 }
 
-static void end(kvn_ucx_work *work)
+static void tear_down(void *context)
 {
-    kvn_ucx_endpoint *self =
-        (kvn_ucx_endpoint *)((char *)work - offsetof(kvn_ucx_endpoint, ending));
-    kvn_ucx_endpoint **at = &self->worker->endpoints;
+    kvn_ucx_endpoint *self = context, **at = &self->worker->endpoints;
 
     while (*at && *at != self)
         at = &(*at)->next;
     if (*at)
         *at = self->next;
-    kvn_ucx_fail_transfers(self);
     close_handle(self);
     kvn_ucx_notify(self->worker);
     kvn_ucx_endpoint_release(self); /* the worker's */
@@ -175,8 +158,7 @@ void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const c
         return;
     while (write(self->death_fd, &one, sizeof one) < 0 && errno == EINTR)
         ;
-    self->ending.run = end;
-    kvn_ucx_post(self->worker, &self->ending);
+    kvn_ucx_post(self->worker, &self->teardown, tear_down, self);
 }
 
 bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
@@ -187,7 +169,29 @@ bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
     return true;
 }
 
-static void lose(kvn_ucx_endpoint *self, const char *what, kvn_ucs_status status)
+static void fail_all(void *context)
+{
+    kvn_ucx_worker *worker = context;
+
+    worker->is_closed = true;
+    for (kvn_ucx_endpoint *it = worker->endpoints; it; it = it->next)
+        kvn_ucx_endpoint_fail(it, KVN_CANCELLED, 0, "its engine was closed");
+}
+
+static bool has_no_endpoints(const void *context)
+{
+    return atomic_load(&((const kvn_ucx_worker *)context)->num_endpoints) == 0;
+}
+
+void kvn_ucx_endpoints_close(kvn_ucx_worker *worker)
+{
+    if (kvn_ucx_worker_is_forked(worker))
+        return;
+    kvn_ucx_call(worker, fail_all, worker);
+    kvn_ucx_wait(worker, has_no_endpoints, worker, kvn_now_ns() + CLOSE_NS);
+}
+
+static void fail_for(kvn_ucx_endpoint *self, const char *what, kvn_ucs_status status)
 {
     char text[200];
 
@@ -200,7 +204,7 @@ static void lose(kvn_ucx_endpoint *self, const char *what, kvn_ucs_status status
 static void on_error(void *argument, kvn_ucp_ep_h ep, kvn_ucs_status status)
 {
     (void)ep;
-    lose(argument, "the connection to the peer's UCX is lost", status);
+    fail_for(argument, "the connection to the peer's UCX is lost", status);
 }
 
 static kvn_ucs_status make_handle(kvn_ucx_endpoint *self, bool is_watched)
@@ -208,7 +212,7 @@ static kvn_ucs_status make_handle(kvn_ucx_endpoint *self, bool is_watched)
     const kvn_ucp_ep_params params = {
         .field_mask = KVN_UCP_EP_PARAM_REMOTE_ADDRESS | KVN_UCP_EP_PARAM_ERR_HANDLING_MODE |
                       KVN_UCP_EP_PARAM_ERR_HANDLER,
-        .address = self->address,
+        .address = self->remote.address,
         .err_mode = is_watched ? KVN_UCP_ERR_HANDLING_MODE_PEER : KVN_UCP_ERR_HANDLING_MODE_NONE,
         .err_handler = {.cb = on_error, .arg = self},
     };
@@ -290,58 +294,58 @@ int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes
                : kvn_ucx_fail(worker->library, "ucp_ep_rkey_unpack", status, failure);
 }
 
-/* The word that was asked for is here, or will never be. */
-static void note_answer(kvn_ucx_endpoint *self, kvn_ucs_status status)
+/* Reads words of the peer, and calls `done(NULL or a request to free, status, argument)`, maybe at once. */
+static void read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uint64_t remote,
+                       kvn_ucp_rkey_h key, kvn_ucp_send_nbx_callback done, void *argument)
 {
+    const kvn_ucp_request_param param = {
+        .op_attr_mask = KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA |
+                        KVN_UCP_OP_ATTR_MEMORY_TYPE,
+        .send = done,
+        .memory_type = KVN_UCS_MEMORY_HOST,
+        .user_data = argument,
+    };
+    kvn_ucs_status_ptr request =
+        self->worker->calls->ucp_get_nbx(self->handle, out, nbytes, remote, key, &param);
+
+    if (request == NULL || KVN_UCS_IS_ERROR(request))
+        done(NULL, KVN_UCS_POINTER_STATUS(request), argument);
+}
+
+/* The word that was asked for is here, or will never be. */
+static void on_answer(void *request, kvn_ucs_status status, void *argument)
+{
+    kvn_ucx_endpoint *self = argument;
     int open = KVN_UCX_OPEN;
 
+    if (request)
+        self->worker->calls->ucp_request_free(request);
     if (status != KVN_UCS_OK)
-        lose(self, "the peer's memory cannot be read", status);
+        fail_for(self, "the peer's memory cannot be read", status);
     else if (atomic_compare_exchange_strong(&self->state, &open, KVN_UCX_CONNECTED))
         kvn_ucx_notify(self->worker);
     kvn_ucx_endpoint_release(self);
 }
 
-static void on_answer(void *request, kvn_ucs_status status, void *argument)
+static void start_connecting(void *context)
 {
-    kvn_ucx_endpoint *self = argument;
-
-    self->worker->calls->ucp_request_free(request);
-    note_answer(self, status);
-}
-
-static void read_word(kvn_ucx_endpoint *self)
-{
-    const kvn_ucp_request_param param = {
-        .op_attr_mask = KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA |
-                        KVN_UCP_OP_ATTR_MEMORY_TYPE,
-        .send = on_answer,
-        .memory_type = KVN_UCS_MEMORY_HOST,
-        .user_data = self,
-    };
-
-    kvn_ucx_endpoint_hold(self); /* UCX writes to it */
-    kvn_ucs_status_ptr request = self->worker->calls->ucp_get_nbx(
-        self->handle, &self->word, sizeof self->word, self->board, self->board_key, &param);
-    if (request == NULL || KVN_UCS_IS_ERROR(request))
-        note_answer(self, KVN_UCS_POINTER_STATUS(request));
-}
-
-static void begin(kvn_ucx_work *work)
-{
-    kvn_ucx_endpoint *self = ((request *)work)->endpoint;
+    kvn_ucx_endpoint *self = context;
+    const kvn_ucx_remote *remote = &self->remote;
     kvn_failure failure;
 
     if (self->handle || atomic_load(&self->state) != KVN_UCX_OPEN)
         return;
-    if (open_handle(self, &failure) == KVN_OK && check_transport(self, &failure) == KVN_OK &&
-        kvn_ucx_unpack_key(self, self->packed[0].bytes, self->packed[0].nbytes, &self->board_key,
-                           &failure) == KVN_OK &&
-        kvn_ucx_unpack_key(self, self->packed[1].bytes, self->packed[1].nbytes,
-                           &self->tickets_key, &failure) == KVN_OK)
-        read_word(self);
-    else
+    if (open_handle(self, &failure) != KVN_OK || check_transport(self, &failure) != KVN_OK ||
+        kvn_ucx_unpack_key(self, remote->generations_key, remote->generations_key_nbytes,
+                           &self->generations_key, &failure) != KVN_OK ||
+        kvn_ucx_unpack_key(self, remote->tickets_key, remote->tickets_key_nbytes,
+                           &self->tickets_key, &failure) != KVN_OK) {
         kvn_ucx_endpoint_fail(self, failure.status, failure.code, failure.message);
+        return;
+    }
+    kvn_ucx_endpoint_hold(self); /* UCX writes to it */
+    read_words(self, &self->word, sizeof self->word, remote->generations, self->generations_key,
+               on_answer, self);
 }
 
 static bool is_settled(const void *context)
@@ -351,10 +355,8 @@ static bool is_settled(const void *context)
 
 int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_failure *failure)
 {
-    request it = {.work = {.run = begin}, .endpoint = self};
-
     if (!is_settled(self))
-        kvn_ucx_call(self->worker, &it.work);
+        kvn_ucx_call(self->worker, start_connecting, self);
     if (!kvn_ucx_wait(self->worker, is_settled, self, deadline_ns))
         return kvn_fail(failure, KVN_TIMEOUT, 0,
                         "the peer's memory was not read over %s within the time allowed",
@@ -366,7 +368,6 @@ int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_fa
 
 /* Of the caller and of UCX, which may write to it after the caller has left. */
 typedef struct reading {
-    kvn_ucx_work work;
     kvn_ucx_endpoint *endpoint; /* held */
     atomic_uint num_holders;
     atomic_bool is_done;
@@ -382,45 +383,30 @@ static void release_reading(reading *it)
     free(it);
 }
 
-static void finish_reading(reading *it, kvn_ucs_status status)
-{
-    const kvn_ucx_worker *worker = it->endpoint->worker;
-
-    if (status != KVN_UCS_OK && !kvn_ucx_endpoint_has_failed(it->endpoint, &it->failure))
-        kvn_ucx_fail(worker->library, "ucp_get", status, &it->failure);
-    atomic_store(&it->is_done, true);
-    kvn_ucx_notify(it->endpoint->worker);
-    release_reading(it);
-}
-
 static void on_read(void *request, kvn_ucs_status status, void *argument)
 {
     reading *it = argument;
+    kvn_ucx_worker *worker = it->endpoint->worker;
 
-    it->endpoint->worker->calls->ucp_request_free(request);
-    finish_reading(it, status);
+    if (request)
+        worker->calls->ucp_request_free(request);
+    if (status != KVN_UCS_OK && !kvn_ucx_endpoint_has_failed(it->endpoint, &it->failure))
+        kvn_ucx_fail(worker->library, "ucp_get", status, &it->failure);
+    atomic_store(&it->is_done, true);
+    kvn_ucx_notify(worker);
+    release_reading(it);
 }
 
-static void read_tickets(kvn_ucx_work *work)
+static void start_reading(void *context)
 {
-    reading *it = (reading *)work;
+    reading *it = context;
     kvn_ucx_endpoint *self = it->endpoint;
-    const kvn_ucp_request_param param = {
-        .op_attr_mask = KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA |
-                        KVN_UCP_OP_ATTR_MEMORY_TYPE,
-        .send = on_read,
-        .memory_type = KVN_UCS_MEMORY_HOST,
-        .user_data = it,
-    };
 
-    if (atomic_load(&self->state) != KVN_UCX_CONNECTED || !self->handle) {
-        finish_reading(it, KVN_UCS_ERR_NOT_CONNECTED);
-        return;
-    }
-    kvn_ucs_status_ptr request = self->worker->calls->ucp_get_nbx(
-        self->handle, it->words, sizeof it->words, self->tickets, self->tickets_key, &param);
-    if (request == NULL || KVN_UCS_IS_ERROR(request))
-        finish_reading(it, KVN_UCS_POINTER_STATUS(request));
+    if (atomic_load(&self->state) != KVN_UCX_CONNECTED || !self->handle)
+        on_read(NULL, KVN_UCS_ERR_NOT_CONNECTED, it);
+    else
+        read_words(self, it->words, sizeof it->words, self->remote.tickets, self->tickets_key,
+                   on_read, it);
 }
 
 static bool is_read(const void *context)
@@ -435,11 +421,10 @@ int kvn_ucx_endpoint_read_tickets(kvn_ucx_endpoint *self, int64_t deadline_ns,
 
     if (!it)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the tickets of a peer");
-    it->work.run = read_tickets;
     it->endpoint = self;
     kvn_ucx_endpoint_hold(self);
     atomic_init(&it->num_holders, 2);
-    kvn_ucx_call(self->worker, &it->work);
+    kvn_ucx_call(self->worker, start_reading, it);
     if (!kvn_ucx_wait(self->worker, is_read, it, deadline_ns)) {
         kvn_fail(failure, KVN_TIMEOUT, 0, "the peer's tickets were not read in time");
     } else {

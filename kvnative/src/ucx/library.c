@@ -1,16 +1,16 @@
 /* UCX's libraries change a process when they are loaded: handlers of signals for the sake of backtraces,
  * and the first instructions of mmap, munmap and brk for the sake of caches of registered memory. A library
  * of a program must not do that to it, and kvplan has no use for it: what it moves is registered by hand.
- * Only the environment can say so in time, so they are loaded with another one: ucx_environ.h. */
+ * Only the environment can say so in time, so they are loaded with another one. */
 #include "ucx/library.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "ucx/environ.h"
+#include <unistd.h>
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
@@ -70,6 +70,34 @@ int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_statu
                     library->calls.ucs_status_string(status));
 }
 
+/* ---- the environment ---- */
+
+/* `variables` are "NAME=value", and stay in place for good. False: no memory, and nothing was done. */
+static bool add_variables(kvn_ucx_environ *self, const char *const *variables, size_t count)
+{
+    size_t num_before = 0;
+
+    self->before = environ;
+    while (environ && environ[num_before])
+        num_before++;
+    self->ours = calloc(count + num_before + 1, sizeof *self->ours);
+    if (!self->ours)
+        return false;
+    memcpy(self->ours, variables, count * sizeof *variables);
+    memcpy(self->ours + count, self->before, num_before * sizeof *self->ours);
+    __atomic_store_n(&environ, self->ours, __ATOMIC_SEQ_CST);
+    return true;
+}
+
+/* Where a variable was set meanwhile nonetheless, the environment is a copy of ours by then, and stays that. */
+static void restore_environment(kvn_ucx_environ *self)
+{
+    char **ours = self->ours;
+
+    __atomic_compare_exchange_n(&environ, &ours, self->before, false, __ATOMIC_SEQ_CST,
+                                __ATOMIC_SEQ_CST);
+}
+
 /* ---- opening ---- */
 
 #define SYMBOL(result, name_, parameters) {#name_, offsetof(kvn_ucx, name_)},
@@ -107,10 +135,10 @@ static void *load(const char *path, bool *keeps_log)
     for (size_t i = 0; i < COUNT(harmless); i++)
         if (!getenv(harmless[i][0]))
             ours[count++] = harmless[i][1];
-    if (!kvn_ucx_environ_add(&environment, ours, count))
+    if (!add_variables(&environment, ours, count))
         return NULL;
     file = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    kvn_ucx_environ_restore(&environment);
+    restore_environment(&environment);
     return file;
 }
 
@@ -144,7 +172,7 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
         return why_not_loaded(failure);
     void *address = dlsym(out->ucp, "ucp_get_version");
     if (!address)
-        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%.180s is no libucp of UCX", path);
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%.180s is not a libucp of UCX", path);
     snprintf(out->path, sizeof out->path, "%s",
              dladdr(address, &found) && found.dli_fname ? found.dli_fname : path);
     memcpy(&version, &address, sizeof version);
@@ -162,4 +190,147 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
     if (keeps_log)
         out->calls.ucs_log_push_handler(on_message);
     return KVN_OK;
+}
+
+/* ---- settings ---- */
+
+/* TCP is not for UCX: it listens on every interface, and whoever connects reads and writes memory.
+ * Where no transport reads memory itself, UCX would have the owner's thread do it by messages, at any address
+ * that they name, and die of one that is not mapped: not for us.
+ * Between GPUs that it sees no NVLink of, UCX leaves gets out, and pulls would have no way at all. */
+static const kvn_ucx_setting presets[] = {
+    {"TLS", "^tcp"},
+    {"PROTO_EMULATION_ENABLE", "n"},
+    {"CUDA_IPC_ENABLE_GET_ZCOPY", "on"},
+};
+
+#define MAX_NAME 256
+
+/* The n-th of all: the presets, then those given. NULL: a preset that the environment overrides. */
+static const kvn_ucx_setting *nth_setting(const kvn_ucx_settings *self, size_t n)
+{
+    char variable[MAX_NAME];
+
+    if (n >= COUNT(presets))
+        return &self->given[n - COUNT(presets)];
+    snprintf(variable, sizeof variable, "UCX_%s", presets[n].name);
+    return getenv(variable) ? NULL : &presets[n];
+}
+
+static int apply_settings(const kvn_ucx_settings *self, kvn_ucp_config *config,
+                          kvn_failure *failure)
+{
+    const kvn_ucx_library *library = self->library;
+
+    for (size_t i = 0; i < COUNT(presets) + self->num_given; i++) {
+        const kvn_ucx_setting *it = nth_setting(self, i);
+        if (!it)
+            continue;
+        const kvn_ucs_status status = library->calls.ucp_config_modify(config, it->name, it->value);
+        if (status != KVN_UCS_OK && i >= COUNT(presets)) /* a version may not know a preset */
+            return kvn_fail(failure, KVN_INVALID, status,
+                            "UCX %u.%u.%u does not take the setting UCX_%.60s=%.100s: %s",
+                            library->version[0], library->version[1], library->version[2], it->name,
+                            it->value, library->calls.ucs_status_string(status));
+    }
+    return KVN_OK;
+}
+
+int kvn_ucx_settings_export(kvn_ucx_settings *self, kvn_failure *failure)
+{
+    const size_t count = COUNT(presets) + self->num_given;
+    const char **variables;
+    size_t used = 0;
+    bool has_memory;
+
+    self->environment.ours = NULL;
+    if (self->library->version[1] >= 15)
+        return KVN_OK;
+    variables = calloc(count, sizeof *variables);
+    has_memory = variables != NULL;
+    for (size_t i = count; has_memory && i-- > 0;) { /* backwards: the first of a name is found */
+        const kvn_ucx_setting *it = nth_setting(self, i);
+        char *text;
+        if (!it)
+            continue;
+        has_memory = asprintf(&text, "UCX_%s=%s", it->name, it->value) >= 0;
+        if (has_memory)
+            variables[used++] = text;
+    }
+    has_memory = has_memory && add_variables(&self->environment, variables, used);
+    free(variables);
+    return has_memory ? KVN_OK
+                      : kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for settings of UCX");
+}
+
+void kvn_ucx_settings_restore(kvn_ucx_settings *self)
+{
+    if (self->environment.ours)
+        restore_environment(&self->environment);
+}
+
+/* ---- contexts ---- */
+
+/* Notes what UCX may use: the lines of its description of a context that end in "-- rc_mlx5/mlx5_0:1". */
+static int list_transports(const kvn_ucx_library *library, kvn_ucp_context_h context,
+                           char out[KVN_UCX_TRANSPORTS], kvn_failure *failure)
+{
+    char *text = NULL, *rest = NULL;
+    size_t nbytes, used = 0;
+    bool has_tcp = false;
+    FILE *file = open_memstream(&text, &nbytes);
+
+    if (!file)
+        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory for a list of UCX's transports");
+    library->calls.ucp_context_print_info(context, file);
+    fclose(file);
+    for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+        const char *found = strstr(line, " -- ");
+        if (!found || !strstr(line, "resource"))
+            continue;
+        has_tcp |= strncmp(found + 4, "tcp/", 4) == 0;
+        if (used < KVN_UCX_TRANSPORTS)
+            used += (size_t)snprintf(out + used, KVN_UCX_TRANSPORTS - used, "%s%s",
+                                     used ? " " : "", found + 4);
+    }
+    free(text);
+    if (!has_tcp)
+        return KVN_OK;
+    return kvn_fail(failure, KVN_INVALID, KVN_UCS_ERR_INVALID_PARAM,
+                    "UCX_TLS lets UCX use TCP, over which any host could read and write this "
+                    "process's memory: leave tcp (and all) out of it; kvplan's own transport tcp is "
+                    "for networks without RDMA");
+}
+
+int kvn_ucx_context_open(const kvn_ucx_settings *settings, const char *name, kvn_ucp_context_h *out,
+                         char transports[KVN_UCX_TRANSPORTS], kvn_failure *failure)
+{
+    const kvn_ucx_library *library = settings->library;
+    const kvn_ucx *calls = &library->calls;
+    kvn_ucp_config *config;
+    const kvn_ucp_params params = {
+        .field_mask = KVN_UCP_PARAM_FEATURES | KVN_UCP_PARAM_MT_WORKERS_SHARED |
+                      (*name ? KVN_UCP_PARAM_NAME : 0),
+        .features = KVN_UCP_FEATURE_RMA | KVN_UCP_FEATURE_WAKEUP,
+        .mt_workers_shared = 1, /* memory is mapped without the progress lock */
+        .name = name,
+    };
+    kvn_ucs_status status = calls->ucp_config_read(NULL, NULL, &config);
+
+    if (status != KVN_UCS_OK)
+        return kvn_ucx_fail(library, "ucp_config_read", status, failure);
+    failure->status = apply_settings(settings, config, failure);
+    if (failure->status == KVN_OK) {
+        status = calls->ucp_init_version(KVN_UCP_API_MAJOR, KVN_UCP_API_MINOR, &params, config, out);
+        if (status != KVN_UCS_OK)
+            kvn_ucx_fail(library, "ucp_init", status, failure);
+    }
+    calls->ucp_config_release(config);
+    if (failure->status != KVN_OK)
+        return failure->status;
+    if (list_transports(library, *out, transports, failure) != KVN_OK) {
+        calls->ucp_cleanup(*out);
+        *out = NULL;
+    }
+    return failure->status;
 }

@@ -1,5 +1,6 @@
-/* The UCX libraries of this process: opened, their calls looked up, their errors in words. They are never
- * closed, because what they have registered with the loader and with the system outlives a context. */
+/* UCX in this process: its libraries, opened, their calls looked up, their errors in words; settings; contexts.
+ * The libraries are never closed, because what they have registered with the loader and with the system outlives
+ * a context. */
 #ifndef KVN_UCX_LIBRARY_H
 #define KVN_UCX_LIBRARY_H
 
@@ -12,7 +13,7 @@
 
 typedef struct kvn_ucx_library {
     kvn_ucx calls;
-    atomic_uint num_workers; /* not destroyed yet, of process `pid`: ucx_worker.c */
+    atomic_uint num_workers; /* not destroyed yet, of process `pid`: worker.c */
     pid_t pid;
     void *ucp; /* of dlopen */
     unsigned version[3];
@@ -35,5 +36,42 @@ int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_statu
 void kvn_ucx_log_clear(void);
 /* Appends ": " and what was said last on this thread since, if anything. */
 void kvn_ucx_log_append(char *message, size_t room);
+
+/* Variables that UCX shall find in the environment for a while, as it reads some settings nowhere else.
+ *
+ * setenv and unsetenv would move what other threads may be reading in getenv. So the environment itself stays
+ * as it is: for that while `environ` points to a copy of it that begins with ours, of which getenv takes the
+ * first. A copy is never freed, since a thread may read it still. One thread at a time in a process, while
+ * nothing sets a variable. */
+typedef struct kvn_ucx_environ {
+    char **before;
+    char **ours; /* NULL: nothing was added */
+} kvn_ucx_environ;
+
+/* A setting of UCX without its prefix: {"TLS", "rc"}. */
+typedef struct kvn_ucx_setting {
+    const char *name;
+    const char *value;
+} kvn_ucx_setting;
+
+/* What UCX is set to: our presets, unless the environment says otherwise, and then what the user says. */
+typedef struct kvn_ucx_settings {
+    const kvn_ucx_library *library;
+    const kvn_ucx_setting *given;
+    size_t num_given;
+    kvn_ucx_environ environment; /* of kvn_ucx_settings_export */
+} kvn_ucx_settings;
+
+/* Before 1.15 UCX accepts settings of transports and does not heed them: until a worker is made, it looks
+ * into the environment. So for these versions they stand there, too, until kvn_ucx_settings_restore. */
+int kvn_ucx_settings_export(kvn_ucx_settings *self, kvn_failure *failure);
+void kvn_ucx_settings_restore(kvn_ucx_settings *self);
+
+#define KVN_UCX_TRANSPORTS 512
+
+/* Opens a context. `name` (may be "") is for UCX's tools. `transports`, "rc_mlx5/mlx5_0:1 cma/memory" say, is
+ * what UCX may use. KVN_INVALID: a setting that UCX does not take, or that lets it use TCP. */
+int kvn_ucx_context_open(const kvn_ucx_settings *settings, const char *name, kvn_ucp_context_h *out,
+                         char transports[KVN_UCX_TRANSPORTS], kvn_failure *failure);
 
 #endif

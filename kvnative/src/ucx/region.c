@@ -55,7 +55,7 @@ void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot)
 }
 
 /* Of what is listed; with the mutex. NULL: no memory. */
-static kvn_ucx_snapshot *draw(const kvn_ucx_regions *self)
+static kvn_ucx_snapshot *make_snapshot(const kvn_ucx_regions *self)
 {
     size_t count = 0;
     for (kvn_ucx_region *it = self->first; it; it = it->next)
@@ -79,11 +79,11 @@ static kvn_ucx_snapshot *draw(const kvn_ucx_regions *self)
     return snapshot;
 }
 
-/* With the mutex. The one before is for the caller to let go, without it. */
-static kvn_ucx_snapshot *renew(kvn_ucx_regions *self)
+/* With the mutex. Returns the one before, for the caller to release without it. */
+static kvn_ucx_snapshot *replace_snapshot(kvn_ucx_regions *self)
 {
     kvn_ucx_snapshot *before = self->snapshot;
-    self->snapshot = draw(self);
+    self->snapshot = make_snapshot(self);
     return before;
 }
 
@@ -125,25 +125,18 @@ void kvn_ucx_regions_fini(kvn_ucx_regions *self)
     kvn_ucx_worker_release(self->worker);
 }
 
-static kvn_ucx_region *find(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
-                            int memory_type)
+/* One more user of a range that is mapped already; NULL: it is not. */
+static kvn_ucx_region *find_mapped(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
+                                   int memory_type)
 {
+    pthread_mutex_lock(&self->mutex);
     kvn_ucx_region *it = self->first;
     while (it && (it->address != address || it->nbytes != nbytes || it->memory_type != memory_type))
         it = it->next;
-    return it;
-}
-
-/* Takes the mutex; NULL: there is none yet. */
-static kvn_ucx_region *join(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
-                            int memory_type)
-{
-    pthread_mutex_lock(&self->mutex);
-    kvn_ucx_region *found = find(self, address, nbytes, memory_type);
-    if (found)
-        found->num_users++;
+    if (it)
+        it->num_users++;
     pthread_mutex_unlock(&self->mutex);
-    return found;
+    return it;
 }
 
 int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes, int memory_type,
@@ -154,18 +147,18 @@ int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
                         "address is 0x%" PRIx64 " and nbytes %" PRIu64
                         "; the range must have at least 1 byte and end at 2**64 or before",
                         address, nbytes);
-    *out = join(self, address, nbytes, memory_type);
+    *out = find_mapped(self, address, nbytes, memory_type);
     if (*out)
         return KVN_OK;
-    kvn_ucx_region *region = calloc(1, sizeof *region);
+    kvn_ucx_region *region = malloc(sizeof *region);
     if (!region)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a region");
-    region->worker = self->worker;
-    region->address = address;
-    region->nbytes = nbytes;
-    region->memory_type = memory_type;
-    region->num_users = 1;
-    atomic_init(&region->num_holders, 1);
+    *region = (kvn_ucx_region){.worker = self->worker,
+                               .address = address,
+                               .nbytes = nbytes,
+                               .memory_type = memory_type,
+                               .num_users = 1,
+                               .num_holders = 1};
     /* Without the mutex, since it may take seconds. Two threads may map one range at once: then it is
      * mapped twice, which UCX allows. */
     if (map(region, failure) != KVN_OK) {
@@ -176,7 +169,7 @@ int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
     pthread_mutex_lock(&self->mutex);
     region->next = self->first;
     self->first = region;
-    kvn_ucx_snapshot *before = renew(self);
+    kvn_ucx_snapshot *before = replace_snapshot(self);
     pthread_mutex_unlock(&self->mutex);
     kvn_ucx_snapshot_release(before);
     *out = region;
@@ -194,7 +187,7 @@ void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region)
         while (*link != region)
             link = &(*link)->next;
         *link = region->next;
-        before = renew(self);
+        before = replace_snapshot(self);
     }
     pthread_mutex_unlock(&self->mutex);
     kvn_ucx_snapshot_release(before);

@@ -1,7 +1,7 @@
-/* Memory that UCX knows: mapped once for any number of users, with the key that peers need.
+/* Memory that is registered with UCX: mapped once for any number of users, with the key that peers need.
  *
  * What is mapped at one time is a snapshot: a value that never changes. A transfer holds the one that it began
- * with, finds in it what it needs for its local memory, and so keeps that mapped until it is through. */
+ * with, finds in it what it needs for its local memory, and so keeps that mapped until it has finished. */
 #ifndef KVN_UCX_REGION_H
 #define KVN_UCX_REGION_H
 
@@ -52,7 +52,8 @@ int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
 /* One user less: of the last, the range is unmapped as soon as no transfer uses it. Not with the progress lock. */
 void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region);
 
-/* What is mapped now; NULL: nothing that is known. Held until released, not with the progress lock. */
+/* What is mapped now; NULL: nothing, or no memory for the list of it. Held until released, not with the progress
+ * lock. */
 kvn_ucx_snapshot *kvn_ucx_snapshot_take(kvn_ucx_regions *self);
 void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot);
 /* The region that holds the range; NULL: none does. `hint` is the caller's, for the next call. */

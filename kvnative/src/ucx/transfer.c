@@ -2,18 +2,17 @@
 #include "ucx/transfer.h"
 
 #include <inttypes.h>
-#include <stddef.h>
 
 #include "core/report.h"
 
 #define MAX_PIECE (UINT64_C(8) << 20) /* of a descriptor in one operation: what an abort may wait for */
 #define MAX_BYTES_IN_FLIGHT (UINT64_C(32) << 20)
-#define MAX_ROUND (UINT64_C(64) << 20) /* bytes of puts between two looks: what an owner may wait for */
+#define MAX_ROUND (UINT64_C(64) << 20) /* bytes of puts between two checks: what an owner may wait for */
 #define POSTS_A_STEP 32
 
 static const kvn_ucx *calls_of(const kvn_request *request)
 {
-    return request->self->endpoint->worker->calls;
+    return request->route->endpoint->worker->calls;
 }
 
 /* ---- failures ---- */
@@ -25,6 +24,17 @@ static void fail(kvn_request *request, uint64_t descriptor, const kvn_failure *f
         return;
     request->failure = *failure;
     request->failed = descriptor;
+}
+
+/* Whatever it failed for: for the transfer the peer is gone, at no descriptor of its own. */
+static void note_endpoint_failure(kvn_request *request)
+{
+    kvn_failure failure;
+
+    if (!kvn_ucx_endpoint_has_failed(request->route->endpoint, &failure))
+        return;
+    failure.status = KVN_PEER_GONE;
+    fail(request, KVN_NO_DESCRIPTOR, &failure);
 }
 
 static bool is_stopping(const kvn_request *request)
@@ -42,16 +52,15 @@ static bool is_refusal(kvn_ucs_status status)
 
 static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status status)
 {
-    kvn_ucx_backend *self = request->self;
-    const char *call = self->direction == KVN_PEER_GET ? "ucp_get" : "ucp_put";
+    const kvn_ucx_route *route = request->route;
+    const char *call = route->direction == KVN_PEER_GET ? "ucp_get" : "ucp_put";
     const char *text = calls_of(request)->ucs_status_string(status);
     kvn_failure failure;
 
+    note_endpoint_failure(request); /* the operation ended for that */
     if (request->failure.status != KVN_OK)
         return;
-    if (kvn_ucx_endpoint_has_failed(self->endpoint, &failure)) {
-        failure.status = KVN_PEER_GONE; /* the operation ended for that */
-    } else if (is_refusal(status)) {
+    if (is_refusal(status)) {
         /* It cancels what it finds no way for. */
         kvn_fail(&failure, status == KVN_UCS_ERR_NO_MEMORY ? KVN_NO_MEMORY : KVN_UNSUPPORTED,
                  status, "UCX refuses %s: %s%s", call, text,
@@ -63,7 +72,7 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
         kvn_fail(&failure, KVN_PEER_GONE, status,
                  "%s failed: %s; the peer has died, or has freed memory that was in use", call,
                  text);
-        kvn_ucx_endpoint_fail(self->endpoint, failure.status, failure.code, failure.message);
+        kvn_ucx_endpoint_fail(route->endpoint, failure.status, failure.code, failure.message);
     }
     fail(request, descriptor, &failure);
 }
@@ -82,7 +91,7 @@ static void complete(kvn_ucx_operation *operation, kvn_ucs_status status)
         note_error(request, operation->descriptor, status);
     operation->next = request->free;
     request->free = operation;
-    request->self->endpoint->worker->has_completed = true;
+    request->route->endpoint->worker->has_completed = true;
 }
 
 /* What follows is done in the next step: UCX is not called from here. */
@@ -124,10 +133,10 @@ static void note_posted(kvn_ucx_operation *operation, kvn_ucs_status_ptr handle)
 
 static void post_piece(kvn_request *request, kvn_ucp_ep_h ep)
 {
-    const kvn_ucx_backend *self = request->self;
+    const kvn_ucx_route *route = request->route;
     const kvn_ucx *calls = calls_of(request);
     const kvn_columns *batch = &request->batch;
-    const bool is_get = self->direction == KVN_PEER_GET;
+    const bool is_get = route->direction == KVN_PEER_GET;
     const uint64_t i = request->descriptor, left = batch->nbytes[i] - request->skip;
     const uint64_t nbytes = left < MAX_PIECE ? left : MAX_PIECE;
     const uint64_t local = (is_get ? batch->dst[i] : batch->src[i]) + request->skip;
@@ -143,15 +152,15 @@ static void post_piece(kvn_request *request, kvn_ucp_ep_h ep)
     if (nbytes == 0)
         return;
     /* It is in one: the whole of the batch was looked up before. */
-    const size_t range = kvn_ucx_range_of(self, remote, nbytes, &request->remote_hint);
+    const size_t range = kvn_ucx_range_of(route, remote, nbytes, &request->remote_hint);
     const kvn_ucx_region *region =
         kvn_ucx_snapshot_find(request->snapshot, local, nbytes, &request->local_hint);
-    kvn_ucp_rkey_h key = self->keys[self->ranges[range].key];
+    kvn_ucp_rkey_h key = route->keys[route->ranges[range].key];
     kvn_ucx_operation *operation = begin(request, i, nbytes);
     kvn_ucp_request_param param = parameters(operation);
 
     param.op_attr_mask |= KVN_UCP_OP_ATTR_MEMORY_TYPE;
-    param.memory_type = region ? region->memory_type : self->local_type;
+    param.memory_type = region ? region->memory_type : route->local_type;
     if (region) {
         param.op_attr_mask |= KVN_UCP_OP_ATTR_MEMH;
         param.memh = region->memory;
@@ -163,20 +172,20 @@ static void post_piece(kvn_request *request, kvn_ucp_ep_h ep)
                                   : calls->ucp_put_nbx(ep, buffer, nbytes, remote, key, &param));
 }
 
-static void post_look(kvn_request *request, kvn_ucp_ep_h ep)
+static void post_check(kvn_request *request, kvn_ucp_ep_h ep)
 {
-    const kvn_ucx_backend *self = request->self;
-    const kvn_ucx_endpoint *endpoint = self->endpoint;
+    const kvn_ucx_route *route = request->route;
+    const kvn_ucx_endpoint *endpoint = route->endpoint;
     kvn_ucx_use *use = &request->uses[request->cursor++];
-    const uint64_t remote = endpoint->board + sizeof(uint64_t) * self->ranges[use->range].slot;
+    const uint64_t remote = endpoint->remote.generations + sizeof(uint64_t) * route->ranges[use->range].slot;
     kvn_ucx_operation *operation = begin(request, KVN_NO_DESCRIPTOR, 0);
     kvn_ucp_request_param param = parameters(operation);
 
     param.op_attr_mask |= KVN_UCP_OP_ATTR_MEMORY_TYPE;
     param.memory_type = KVN_UCS_MEMORY_HOST;
-    use->word = 0;
-    note_posted(operation, calls_of(request)->ucp_get_nbx(ep, &use->word, sizeof use->word, remote,
-                                                          endpoint->board_key, &param));
+    use->generation = 0;
+    note_posted(operation, calls_of(request)->ucp_get_nbx(ep, &use->generation, sizeof use->generation, remote,
+                                                          endpoint->generations_key, &param));
 }
 
 static void post_flush(kvn_request *request, kvn_ucp_ep_h ep)
@@ -190,16 +199,16 @@ static void post_flush(kvn_request *request, kvn_ucp_ep_h ep)
 
 /* ---- announcing ----
  *
- * A writer puts a ticket into its own table, then looks at the owner's board, and writes if the registrations
- * stand. An owner that ends a registration changes the board, then reads the tickets of its peers. So one of the
- * two sees the other: either nothing is written, or it is waited for. */
+ * A writer puts a ticket into a table of its own, then reads the owner's generations, and writes if the
+ * registrations stand. An owner that ends a registration changes its generation, then reads the tickets of its
+ * peers. So one of the two sees the other: either nothing is written, or it is waited for. */
 
 static void put_ticket(kvn_request *request, unsigned place)
 {
-    kvn_ucx_worker *worker = request->self->endpoint->worker;
-    const uint64_t tag = request->self->endpoint->tag;
+    kvn_ucx_worker *worker = request->route->endpoint->worker;
+    const uint64_t tag = request->route->endpoint->remote.tag;
 
-    worker->num_announced += worker->num_announced == UINT32_MAX ? 2 : 1; /* 0 would be none */
+    worker->num_announced += worker->num_announced == UINT32_MAX ? 2 : 1; /* 0 means none */
     atomic_store(&worker->tickets[place], tag << 32 | worker->num_announced);
     request->ticket = place + 1;
 }
@@ -207,9 +216,9 @@ static void put_ticket(kvn_request *request, unsigned place)
 /* False: there is no room for a ticket. */
 static bool announce(kvn_request *request)
 {
-    const kvn_ucx_worker *worker = request->self->endpoint->worker;
+    const kvn_ucx_worker *worker = request->route->endpoint->worker;
 
-    if (request->ticket || request->self->direction != KVN_PEER_PUT)
+    if (request->ticket || request->route->direction != KVN_PEER_PUT)
         return true;
     for (unsigned i = 0; i < KVN_UCX_TICKETS; i++)
         if (atomic_load_explicit(&worker->tickets[i], memory_order_relaxed) == 0) {
@@ -221,26 +230,26 @@ static bool announce(kvn_request *request)
 
 /* ---- phases ---- */
 
-static bool is_look(const kvn_request *request)
+static bool is_check(const kvn_request *request)
 {
-    return request->phase == KVN_UCX_LOOKING_BEFORE || request->phase == KVN_UCX_LOOKING_AFTER;
+    return request->phase == KVN_UCX_CHECKING_BEFORE || request->phase == KVN_UCX_CHECKING_AFTER;
 }
 
-static void compare_words(kvn_request *request)
+static void compare_generations(kvn_request *request)
 {
     for (uint64_t i = 0; i < request->num_uses; i++) {
         const kvn_ucx_use *use = &request->uses[i];
-        const kvn_ucx_peer_range *range = &request->self->ranges[use->range];
+        const kvn_ucx_peer_range *range = &request->route->ranges[use->range];
         kvn_failure failure;
 
-        if (use->word == range->generation)
+        if (use->generation == range->generation)
             continue;
         kvn_fail(&failure, KVN_UNMAPPED, 0,
                  "the peer has deregistered [0x%" PRIx64 ", 0x%" PRIx64 ") %s (slot %" PRIu64
-                 " of its board says %" PRIu64 ", expected %" PRIu64 ")",
+                 " of its generation table has %" PRIu64 ", expected %" PRIu64 ")",
                  range->address, range->address + range->nbytes,
                  request->descriptor || request->skip ? "meanwhile" : "before", range->slot,
-                 use->word, range->generation);
+                 use->generation, range->generation);
         fail(request, use->first, &failure);
         return;
     }
@@ -253,9 +262,9 @@ static bool has_posts(const kvn_request *request)
     case KVN_UCX_MOVING:
         return request->descriptor < request->batch.count && request->round_left > 0 &&
                !is_stopping(request);
-    case KVN_UCX_FLUSHING: return request->self->direction == KVN_PEER_PUT && request->cursor == 0;
-    case KVN_UCX_LOOKING_BEFORE:
-    case KVN_UCX_LOOKING_AFTER: return request->cursor < request->num_uses;
+    case KVN_UCX_FLUSHING: return request->route->direction == KVN_PEER_PUT && request->cursor == 0;
+    case KVN_UCX_CHECKING_BEFORE:
+    case KVN_UCX_CHECKING_AFTER: return request->cursor < request->num_uses;
     default: return false;
     }
 }
@@ -265,7 +274,7 @@ static void post(kvn_request *request, kvn_ucp_ep_h ep)
     switch (request->phase) {
     case KVN_UCX_MOVING: post_piece(request, ep); break;
     case KVN_UCX_FLUSHING: post_flush(request, ep); break;
-    default: post_look(request, ep); break;
+    default: post_check(request, ep); break;
     }
 }
 
@@ -274,44 +283,21 @@ static void advance(kvn_request *request)
     const bool is_round_over =
         request->phase == KVN_UCX_FLUSHING && request->descriptor < request->batch.count;
 
-    if (is_look(request))
-        compare_words(request);
+    if (is_check(request))
+        compare_generations(request);
     request->cursor = 0;
     request->round_left = MAX_ROUND;
     if (is_round_over && !is_stopping(request)) {
         put_ticket(request, request->ticket - 1); /* another one: what was written until now is there */
-        request->phase = KVN_UCX_LOOKING_BEFORE;
+        request->phase = KVN_UCX_CHECKING_BEFORE;
     } else {
         request->phase++;
     }
 }
 
-/* ---- the worker's list ---- */
+/* ---- steps ---- */
 
-static void append(kvn_ucx_worker *worker, kvn_request *request)
-{
-    request->next = NULL;
-    request->previous = worker->tail;
-    if (worker->tail)
-        worker->tail->next = request;
-    else
-        worker->head = request;
-    worker->tail = request;
-}
-
-static void take_off(kvn_ucx_worker *worker, kvn_request *request)
-{
-    if (request->previous)
-        request->previous->next = request->next;
-    else
-        worker->head = request->next;
-    if (request->next)
-        request->next->previous = request->previous;
-    else
-        worker->tail = request->previous;
-}
-
-static void settle(kvn_request *request)
+static void fill_report(kvn_request *request)
 {
     kvn_report *report = &request->report;
 
@@ -334,36 +320,38 @@ static void settle(kvn_request *request)
 /* From here on the request may be gone. */
 static void finish(kvn_request *request)
 {
-    kvn_ucx_worker *worker = request->self->endpoint->worker;
+    kvn_ucx_worker *worker = request->route->endpoint->worker;
 
-    take_off(worker, request);
+    kvn_ucx_remove_task(worker, &request->task);
     if (request->ticket)
         atomic_store(&worker->tickets[request->ticket - 1], 0);
-    settle(request);
+    fill_report(request);
     atomic_store(&request->finished, true);
     kvn_ucx_notify(worker);
 }
 
 /* A bounded step; how many things it did. The request may be gone afterwards. */
-static unsigned step(kvn_request *request)
+static unsigned step(void *context)
 {
-    const kvn_ucx_endpoint *endpoint = request->self->endpoint;
+    kvn_request *request = context;
+    const kvn_ucx_endpoint *endpoint = request->route->endpoint;
     unsigned count = 0;
 
+    note_endpoint_failure(request);
     for (;;) {
-        /* What was put may still be on its way: a flush tells when it is not, and is not left out. */
-        if (is_stopping(request) && is_look(request))
-            request->phase = KVN_UCX_THROUGH;
-        if (request->phase == KVN_UCX_THROUGH)
+        /* What was put may still be on its way until a flush has ended, so that is not left out. */
+        if (is_stopping(request) && is_check(request))
+            request->phase = KVN_UCX_DONE;
+        if (request->phase == KVN_UCX_DONE)
             break;
         if (!has_posts(request)) {
             if (request->in_flight > 0)
                 return count;
             advance(request);
-        } else if (!endpoint->handle) { /* it has failed, and its transfers hear of it */
+        } else if (!endpoint->handle) { /* it has failed */
             if (!endpoint->is_closed)
                 return count;
-            request->phase = KVN_UCX_THROUGH;
+            request->phase = KVN_UCX_DONE;
         } else if (count == POSTS_A_STEP || !request->free ||
                    request->bytes_in_flight >= MAX_BYTES_IN_FLIGHT || !announce(request)) {
             return count;
@@ -378,37 +366,9 @@ static unsigned step(kvn_request *request)
     return count + 1;
 }
 
-unsigned kvn_ucx_progress_transfers(kvn_ucx_worker *self)
+void kvn_ucx_begin_transfer(void *context)
 {
-    unsigned count = 0;
+    kvn_request *request = context;
 
-    self->has_completed = false;
-    for (kvn_request *it = self->head, *next; it; it = next) {
-        next = it->next;
-        count += step(it);
-    }
-    return count;
-}
-
-void kvn_ucx_begin_transfer(kvn_request *request)
-{
-    append(request->self->endpoint->worker, request);
-    if (kvn_ucx_endpoint_has_failed(request->self->endpoint, &request->failure))
-        request->failure.status = KVN_PEER_GONE;
-}
-
-void kvn_ucx_give_up_transfer(kvn_request *request, int why)
-{
-    if (request->why == KVN_OK)
-        request->why = why;
-}
-
-void kvn_ucx_fail_transfers(const kvn_ucx_endpoint *endpoint)
-{
-    kvn_failure failure = endpoint->why;
-
-    failure.status = KVN_PEER_GONE; /* whatever ended the endpoint */
-    for (kvn_request *it = endpoint->worker->head; it; it = it->next)
-        if (it->self->endpoint == endpoint)
-            fail(it, KVN_NO_DESCRIPTOR, &failure);
+    kvn_ucx_add_task(request->route->endpoint->worker, &request->task, step, request);
 }

@@ -1,15 +1,28 @@
-/* A transfer on its way: made and ended by the backend (ucx_backend.c); its operations are posted with the
- * progress lock (ucx_transfer.c). */
+/* A transfer on its way: made and ended by the backend; from begin to finish a task of the worker.
+ *
+ * Before a transfer and after it the generations of the ranges that it uses are read from the peer's table: if
+ * one is not what the peer has published, it has ended the registration, and the transfer is KVN_UNMAPPED.
+ * The check before keeps requests for memory that is gone off the wire, where they would end the endpoint. */
 #ifndef KVN_UCX_TRANSFER_H
 #define KVN_UCX_TRANSFER_H
 
-#include "ucx/backend.h"
+#include "kvnative/backend.h"
+#include "ucx/endpoint.h"
+#include "ucx/region.h"
 
 #define KVN_UCX_WINDOW 128 /* operations of one transfer in flight */
 
-typedef struct kvn_ucx_backend {
-    kvn_backend base;
-    kvn_ucx_regions *regions;
+/* A range of the peer's: its generation, in which slot of the peer's table, and which of the keys opens it. */
+typedef struct kvn_ucx_peer_range {
+    uint64_t address;
+    uint64_t nbytes;
+    uint64_t slot;
+    uint64_t generation;
+    uint64_t key;
+} kvn_ucx_peer_range;
+
+/* Between which memory the transfers of one backend move bytes, and over which endpoint. */
+typedef struct kvn_ucx_route {
     kvn_ucx_endpoint *endpoint; /* held */
     kvn_direction direction;
     int local_type;
@@ -18,34 +31,34 @@ typedef struct kvn_ucx_backend {
     uint64_t num_ranges;
     kvn_ucp_rkey_h *keys;
     uint64_t num_keys;
-} kvn_ucx_backend;
+} kvn_ucx_route;
 
-/* What a transfer does, one after the other. What writes much does so in rounds, each with a look before it. */
+/* What a transfer does, one after the other. What writes much does so in rounds, each with a check before it. */
 typedef enum kvn_ucx_phase {
-    KVN_UCX_LOOKING_BEFORE,
+    KVN_UCX_CHECKING_BEFORE,
     KVN_UCX_MOVING,
     KVN_UCX_FLUSHING, /* puts; also those of a transfer that stops */
-    KVN_UCX_LOOKING_AFTER,
-    KVN_UCX_THROUGH
+    KVN_UCX_CHECKING_AFTER,
+    KVN_UCX_DONE
 } kvn_ucx_phase;
 
 /* A range that a transfer uses. */
 typedef struct kvn_ucx_use {
     uint64_t range;
-    uint64_t first; /* descriptor that lies in it */
-    uint64_t word;  /* what its slot of the board held */
+    uint64_t first;      /* descriptor that lies in it */
+    uint64_t generation; /* that its slot of the peer's table held */
 } kvn_ucx_use;
 
 /* One in flight. */
 typedef struct kvn_ucx_operation {
     kvn_request *request;
-    uint64_t descriptor; /* KVN_NO_DESCRIPTOR: a word of the board, or a flush */
+    uint64_t descriptor; /* KVN_NO_DESCRIPTOR: a generation, or a flush */
     uint64_t nbytes;
     struct kvn_ucx_operation *next; /* among those that are free */
 } kvn_ucx_operation;
 
 struct kvn_request {
-    kvn_ucx_backend *self;
+    const kvn_ucx_route *route;
     kvn_columns batch;
     uint64_t total; /* bytes */
     kvn_ucx_snapshot *snapshot;
@@ -53,14 +66,13 @@ struct kvn_request {
     uint64_t num_uses;
     kvn_ucx_work beginning;
     /* with the progress lock */
-    kvn_request *next; /* the worker's */
-    kvn_request *previous;
+    kvn_ucx_task task;
     kvn_ucx_phase phase;
-    unsigned ticket; /* of a put: 1 + its place among the worker's; 0: not announced yet */
+    unsigned ticket;     /* of a put: 1 + its place among the worker's; 0: not announced yet */
     uint64_t cursor;     /* of the uses, or flushes: what is posted next in this phase */
     uint64_t descriptor; /* that is posted next */
     uint64_t skip;       /* bytes of it that are posted */
-    uint64_t round_left; /* bytes of puts until the next look */
+    uint64_t round_left; /* bytes of puts until the next check */
     size_t local_hint;
     size_t remote_hint;
     unsigned in_flight;
@@ -76,22 +88,19 @@ struct kvn_request {
     kvn_report report;
 };
 
-/* With the progress lock: begins it. */
-void kvn_ucx_begin_transfer(kvn_request *request);
-/* With the progress lock: nothing more is posted for it. */
-void kvn_ucx_give_up_transfer(kvn_request *request, int why);
-/* With the progress lock: those over an endpoint that has failed. */
-void kvn_ucx_fail_transfers(const kvn_ucx_endpoint *endpoint);
+/* With the progress lock: begins the request that `context` is. */
+void kvn_ucx_begin_transfer(void *context);
 
-/* Which of the backend's ranges holds a remote piece; KVN_NO_INTERVAL: none. */
-static inline size_t kvn_ucx_range_of(const kvn_ucx_backend *self, uint64_t address,
+/* Which of the ranges holds a remote piece; KVN_NO_INTERVAL: none. `hint` is the caller's, for the next call. */
+static inline size_t kvn_ucx_range_of(const kvn_ucx_route *route, uint64_t address,
                                       uint64_t nbytes, size_t *hint)
 {
-    const size_t found = kvn_intervals_find(self->places, self->num_ranges, address, nbytes, *hint);
+    const size_t found =
+        kvn_intervals_find(route->places, route->num_ranges, address, nbytes, *hint);
     if (found == KVN_NO_INTERVAL)
         return found;
     *hint = found;
-    return self->places[found].index;
+    return route->places[found].index;
 }
 
 #endif

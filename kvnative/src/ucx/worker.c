@@ -12,21 +12,19 @@
 #include <unistd.h>
 
 #include "core/clock.h"
-#include "ucx/endpoint.h"
-#include "ucx/settings.h"
+#include "kvnative/backend.h"
 
 #define SPIN_NS 50000 /* after the last event: what is under way mostly ends within */
 #define SETTLE_NS 20000 /* within which a small transfer ends before anybody is woken for it */
-#define CLOSE_NS 1000000000
 
-/* ---- the queue ---- */
+/* ---- the submission queue ---- */
 
 static kvn_ucx_work *take_work(kvn_ucx_worker *self)
 {
     pthread_mutex_lock(&self->mutex);
-    kvn_ucx_work *work = self->first;
+    kvn_ucx_work *work = self->first_work;
     if (work)
-        self->first = work->next;
+        self->first_work = work->next;
     pthread_mutex_unlock(&self->mutex);
     return work;
 }
@@ -34,7 +32,7 @@ static kvn_ucx_work *take_work(kvn_ucx_worker *self)
 static bool has_work(kvn_ucx_worker *self)
 {
     pthread_mutex_lock(&self->mutex);
-    const bool has_any = self->first != NULL;
+    const bool has_any = self->first_work != NULL;
     pthread_mutex_unlock(&self->mutex);
     return has_any;
 }
@@ -42,12 +40,11 @@ static bool has_work(kvn_ucx_worker *self)
 static void queue_work(kvn_ucx_worker *self, kvn_ucx_work *work)
 {
     pthread_mutex_lock(&self->mutex);
-    work->next = NULL;
-    if (self->first)
-        self->last->next = work;
+    if (self->first_work)
+        self->last_work->next = work;
     else
-        self->first = work;
-    self->last = work;
+        self->first_work = work;
+    self->last_work = work;
     pthread_mutex_unlock(&self->mutex);
 }
 
@@ -58,13 +55,19 @@ static unsigned run_work(kvn_ucx_worker *self)
     kvn_ucx_work *work;
     unsigned count = 0;
 
-    for (; (work = take_work(self)) != NULL; count++) {
-        const bool is_awaited = work->is_awaited;
-        work->run(work);
-        if (!is_awaited)
-            continue;
-        atomic_store(&work->is_done, true);
-        kvn_ucx_notify(self);
+    for (; (work = take_work(self)) != NULL; count++)
+        work->run(work->context);
+    return count;
+}
+
+static unsigned step_tasks(kvn_ucx_worker *self)
+{
+    unsigned count = 0;
+
+    self->has_completed = false;
+    for (kvn_ucx_task *it = self->first_task, *next; it; it = next) {
+        next = it->next;
+        count += it->step(it->context);
     }
     return count;
 }
@@ -73,7 +76,7 @@ static unsigned progress_once(kvn_ucx_worker *self)
 {
     unsigned count = run_work(self);
 
-    count += kvn_ucx_progress_transfers(self);
+    count += step_tasks(self);
     count += self->calls->ucp_worker_progress(self->handle);
     return count + self->has_completed; /* UCX may call back, and say that it did nothing */
 }
@@ -108,7 +111,10 @@ static void take_wakeups(kvn_ucx_worker *self)
         ;
 }
 
-static bool try_lock(kvn_ucx_worker *self) { return pthread_mutex_trylock(&self->progress) == 0; }
+static bool try_acquire(kvn_ucx_worker *self)
+{
+    return pthread_mutex_trylock(&self->progress_lock) == 0;
+}
 
 /* True: the next event will wake the thread. */
 static bool arm(kvn_ucx_worker *self)
@@ -123,36 +129,55 @@ static bool arm(kvn_ucx_worker *self)
 }
 
 /* Whoever queued something meanwhile has found the lock taken: so it is looked for after that was released. */
-static void unlock(kvn_ucx_worker *self)
+static void release(kvn_ucx_worker *self)
 {
     do {
         if (!arm(self))
             wake_thread(self);
-        pthread_mutex_unlock(&self->progress);
-    } while (has_work(self) && try_lock(self));
+        pthread_mutex_unlock(&self->progress_lock);
+    } while (has_work(self) && try_acquire(self));
 }
 
 /* ---- what others call ---- */
 
-void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work)
+void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work, void (*run)(void *context),
+                  void *context)
 {
-    work->is_awaited = false;
+    *work = (kvn_ucx_work){.run = run, .context = context};
     queue_work(self, work);
-    if (try_lock(self))
-        unlock(self);
+    if (try_acquire(self))
+        release(self);
+}
+
+typedef struct call {
+    kvn_ucx_worker *worker;
+    void (*run)(void *context);
+    void *context;
+    atomic_bool is_done; /* from then on it may be gone */
+} call;
+
+static void run_call(void *context)
+{
+    call *it = context;
+    kvn_ucx_worker *worker = it->worker;
+
+    it->run(it->context);
+    atomic_store(&it->is_done, true);
+    kvn_ucx_notify(worker);
 }
 
 static bool is_run(const void *context)
 {
-    return atomic_load(&((const kvn_ucx_work *)context)->is_done);
+    return atomic_load(&((const call *)context)->is_done);
 }
 
-void kvn_ucx_call(kvn_ucx_worker *self, kvn_ucx_work *work)
+void kvn_ucx_call(kvn_ucx_worker *self, void (*run)(void *context), void *context)
 {
-    work->is_awaited = true;
-    atomic_init(&work->is_done, false);
-    queue_work(self, work);
-    kvn_ucx_wait(self, is_run, work, KVN_FOREVER);
+    call it = {.worker = self, .run = run, .context = context};
+    kvn_ucx_work work;
+
+    kvn_ucx_post(self, &work, run_call, &it);
+    kvn_ucx_wait(self, is_run, &it, KVN_FOREVER);
 }
 
 bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
@@ -162,9 +187,9 @@ bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), co
 
     if (is_done(context))
         return true;
-    if (try_lock(self)) {
+    if (try_acquire(self)) {
         progress_until(self, is_done, context, deadline_ns);
-        unlock(self);
+        release(self);
     }
     pthread_mutex_lock(&self->mutex);
     while (!(is_over = is_done(context)) && kvn_now_ns() < deadline_ns)
@@ -180,6 +205,31 @@ void kvn_ucx_notify(kvn_ucx_worker *self)
     pthread_mutex_unlock(&self->mutex);
 }
 
+/* ---- tasks ---- */
+
+void kvn_ucx_add_task(kvn_ucx_worker *self, kvn_ucx_task *task, unsigned (*step)(void *context),
+                      void *context)
+{
+    *task = (kvn_ucx_task){.step = step, .context = context, .previous = self->last_task};
+    if (self->last_task)
+        self->last_task->next = task;
+    else
+        self->first_task = task;
+    self->last_task = task;
+}
+
+void kvn_ucx_remove_task(kvn_ucx_worker *self, kvn_ucx_task *task)
+{
+    if (task->previous)
+        task->previous->next = task->next;
+    else
+        self->first_task = task->next;
+    if (task->next)
+        task->next->previous = task->previous;
+    else
+        self->last_task = task->previous;
+}
+
 /* ---- the thread ---- */
 
 /* It does not spin: that would keep callers, who wait in less time, from the lock. */
@@ -190,8 +240,8 @@ static void *run_thread(void *argument)
                              {.fd = self->wake_fd, .events = POLLIN}};
 
     while (!atomic_load(&self->is_stopping)) {
-        pthread_mutex_lock(&self->progress);
-        unlock(self);
+        pthread_mutex_lock(&self->progress_lock);
+        release(self);
         if (poll(files, 2, -1) > 0 && files[1].revents & POLLIN)
             take_wakeups(self);
     }
@@ -211,8 +261,10 @@ static int start_thread(kvn_ucx_worker *self, kvn_failure *failure)
 }
 
 /* By whichever of several callers comes first; the others wait until it has ended. */
-static void stop_thread(kvn_ucx_worker *self)
+void kvn_ucx_worker_stop(kvn_ucx_worker *self)
 {
+    if (kvn_ucx_worker_is_forked(self))
+        return;
     pthread_mutex_lock(&self->mutex);
     const bool is_first = !atomic_exchange(&self->is_stopping, true);
     while (!is_first && self->has_thread)
@@ -229,61 +281,6 @@ static void stop_thread(kvn_ucx_worker *self)
 }
 
 /* ---- making ---- */
-
-/* Notes what UCX may use: the lines of its description of a context that end in "-- rc_mlx5/mlx5_0:1". */
-static int list_transports(kvn_ucx_worker *self, kvn_failure *failure)
-{
-    char *text = NULL, *rest = NULL;
-    size_t nbytes, used = 0;
-    bool has_tcp = false;
-    FILE *file = open_memstream(&text, &nbytes);
-
-    if (!file)
-        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory for a list of UCX's transports");
-    self->calls->ucp_context_print_info(self->context, file);
-    fclose(file);
-    for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
-        const char *found = strstr(line, " -- ");
-        if (!found || !strstr(line, "resource"))
-            continue;
-        has_tcp |= strncmp(found + 4, "tcp/", 4) == 0;
-        if (used < sizeof self->transports)
-            used += (size_t)snprintf(self->transports + used, sizeof self->transports - used, "%s%s",
-                                     used ? " " : "", found + 4);
-    }
-    free(text);
-    if (!has_tcp)
-        return KVN_OK;
-    return kvn_fail(failure, KVN_INVALID, KVN_UCS_ERR_INVALID_PARAM,
-                    "UCX_TLS lets UCX use TCP, over which any host could read and write this "
-                    "process's memory: leave tcp (and all) out of it; kvplan's own transport tcp is "
-                    "for networks without RDMA");
-}
-
-static int open_context(kvn_ucx_worker *self, const kvn_ucx_settings *settings, const char *name,
-                        kvn_failure *failure)
-{
-    kvn_ucp_config *config;
-    const kvn_ucp_params params = {
-        .field_mask = KVN_UCP_PARAM_FEATURES | KVN_UCP_PARAM_MT_WORKERS_SHARED |
-                      (*name ? KVN_UCP_PARAM_NAME : 0),
-        .features = KVN_UCP_FEATURE_RMA | KVN_UCP_FEATURE_WAKEUP,
-        .mt_workers_shared = 1, /* memory is mapped without the progress lock */
-        .name = name,
-    };
-    kvn_ucs_status status = self->calls->ucp_config_read(NULL, NULL, &config);
-
-    if (status != KVN_UCS_OK)
-        return kvn_ucx_fail(self->library, "ucp_config_read", status, failure);
-    if (kvn_ucx_settings_apply(settings, config, failure) == KVN_OK) {
-        status = self->calls->ucp_init_version(KVN_UCP_API_MAJOR, KVN_UCP_API_MINOR, &params,
-                                               config, &self->context);
-        if (status != KVN_UCS_OK)
-            kvn_ucx_fail(self->library, "ucp_init", status, failure);
-    }
-    self->calls->ucp_config_release(config);
-    return failure->status == KVN_OK ? list_transports(self, failure) : failure->status;
-}
 
 /* Pages of its own: UCX makes pages known, and a network card reads them. */
 static int make_tickets(kvn_ucx_worker *self, kvn_failure *failure)
@@ -346,7 +343,7 @@ static void destroy(kvn_ucx_worker *self)
         munmap((void *)self->tickets, KVN_UCX_TICKETS * sizeof *self->tickets);
     pthread_cond_destroy(&self->changed);
     pthread_mutex_destroy(&self->mutex);
-    pthread_mutex_destroy(&self->progress);
+    pthread_mutex_destroy(&self->progress_lock);
     atomic_fetch_sub(&self->library->num_workers, 1);
     free(self);
     give_back();
@@ -389,7 +386,7 @@ int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *setti
     self->wake_fd = -1;
     atomic_init(&self->num_holders, 1);
     pthread_mutex_init(&self->mutex, NULL);
-    pthread_mutex_init(&self->progress, NULL);
+    pthread_mutex_init(&self->progress_lock, NULL);
     kvn_cond_init(&self->changed);
     kvn_ucx_log_clear();
     /* Signals are for the threads of the program: UCX's own thread inherits this, and the worker's. */
@@ -397,7 +394,7 @@ int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *setti
     pthread_sigmask(SIG_SETMASK, &all_signals, &before);
     if (make_tickets(self, failure) == KVN_OK &&
         kvn_ucx_settings_export(&all, failure) == KVN_OK &&
-        open_context(self, &all, name, failure) == KVN_OK)
+        kvn_ucx_context_open(&all, name, &self->context, self->transports, failure) == KVN_OK)
         open_worker(self, failure);
     kvn_ucx_settings_restore(&all);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -408,38 +405,6 @@ int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *setti
     }
     *out = self;
     return KVN_OK;
-}
-
-/* ---- closing ---- */
-
-typedef struct closing {
-    kvn_ucx_work work;
-    kvn_ucx_worker *worker;
-} closing;
-
-static void fail_endpoints(kvn_ucx_work *work)
-{
-    kvn_ucx_worker *self = ((closing *)work)->worker;
-
-    self->is_closed = true;
-    for (kvn_ucx_endpoint *it = self->endpoints; it; it = it->next)
-        kvn_ucx_endpoint_fail(it, KVN_CANCELLED, 0, "its engine was closed");
-}
-
-static bool has_no_endpoints(const void *context)
-{
-    return atomic_load(&((const kvn_ucx_worker *)context)->num_endpoints) == 0;
-}
-
-void kvn_ucx_worker_close(kvn_ucx_worker *self)
-{
-    closing it = {.work = {.run = fail_endpoints}, .worker = self};
-
-    if (kvn_ucx_worker_is_forked(self))
-        return;
-    kvn_ucx_call(self, &it.work);
-    kvn_ucx_wait(self, has_no_endpoints, self, kvn_now_ns() + CLOSE_NS);
-    stop_thread(self);
 }
 
 void kvn_ucx_worker_hold(kvn_ucx_worker *self) { atomic_fetch_add(&self->num_holders, 1); }

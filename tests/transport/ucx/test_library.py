@@ -77,8 +77,8 @@ def test_where_there_is_none_it_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(LLMException) as raised:
         find()
     assert raised.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    told = str(raised.value)
-    assert "looked at package no_such_package (not there), this Python's environment (" in told
-    assert f"the system ({tmp_path / 'lib'})" in told
-    assert "KVPLAN_UCX_LIBRARY" in told
-    assert OVERRIDE in told
+    message = str(raised.value)
+    assert "looked at package no_such_package (not there), this Python's environment (" in message
+    assert f"the system ({tmp_path / 'lib'})" in message
+    assert "KVPLAN_UCX_LIBRARY" in message
+    assert OVERRIDE in message

@@ -1,4 +1,4 @@
-"""What peers tell of themselves over UCX: every field is looked at before it is believed."""
+"""What peers publish of themselves over UCX: every field is checked before it is believed."""
 
 from __future__ import annotations
 

@@ -141,8 +141,8 @@ def test_what_has_ended(owner: UcxOwner, link: UcxLink, pool: ThreadPool) -> Non
     assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     owner.run("one = transport.register(extra)")  # the slot's next
     assert move(pool, remote, local, "get").status == KVN_UNMAPPED
-    anew = link.memory([address], 4096, metadata=owner.metadata())
-    assert move(pool, anew, local, "get").status == KVN_OK
+    again = link.memory([address], 4096, metadata=owner.metadata())
+    assert move(pool, again, local, "get").status == KVN_OK
     link.check()
 
 
