@@ -3,6 +3,7 @@
 #ifndef KVN_HCCL_PASSAGE_H
 #define KVN_HCCL_PASSAGE_H
 
+#include "core/columns.h"
 #include "hccl/transfer.h"
 #include "device/streamed.h"
 
@@ -32,12 +33,6 @@ typedef struct kvn_passage {
     kvn_channel_fault *fault;
     bool is_untouched; /* it failed before HCCL had to do with that */
 } kvn_passage;
-
-/* Where in the part: a descriptor, and how many bytes of it are dealt with. */
-typedef struct kvn_cursor {
-    uint64_t index;
-    uint64_t skip;
-} kvn_cursor;
 
 /* Bytes that one operation moves: (a piece of) a descriptor. */
 typedef struct kvn_fragment {
