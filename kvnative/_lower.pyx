@@ -262,6 +262,5 @@ cdef class Descriptors:
         columns.nbytes = <const uint64_t *>(<char *>self.buffer + 2 * stride)
         columns.count = self.num_descriptors
         columns.first = 0
-        columns.beside = 0
-        columns.waits = 0
+        columns.caller = KVN_CALLER_RETURNS
         return columns

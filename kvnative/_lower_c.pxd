@@ -3,14 +3,16 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stddef cimport size_t
 
 cdef extern from "kvnative/descriptor.h" nogil:
+    enum:
+        KVN_CALLER_RETURNS
+        KVN_CALLER_WAITS
     ctypedef struct kvn_columns:
         const uint64_t *dst
         const uint64_t *src
         const uint64_t *nbytes
         size_t count
         uint64_t first
-        uint32_t beside
-        uint32_t waits
+        uint32_t caller
 
 cdef extern from "core/lower.h" nogil:
     ctypedef struct kvn_recipe:

@@ -55,7 +55,6 @@ cdef extern from "host/pool.h" nogil:
         pass
     kvn_pool *kvn_pool_create(unsigned threads)
     unsigned kvn_pool_threads(const kvn_pool *pool)
-    bint kvn_pool_is_ours(const kvn_pool *pool)
     void kvn_pool_destroy(kvn_pool *pool)
 
 cdef extern from "host/host.h" nogil:

@@ -7,7 +7,7 @@ from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._lower_c cimport kvn_columns
+from kvnative._lower_c cimport KVN_CALLER_WAITS, kvn_columns
 from kvnative._native cimport *
 
 import atexit
@@ -257,7 +257,8 @@ cdef class Task(AnyTask):
         """A task that moves nothing before `begin`; `waits`: who begins it waits for it at once."""
         cdef Task self = Task.__new__(Task)
         cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
-        columns.waits = waits
+        if waits:
+            columns.caller = KVN_CALLER_WAITS
         kvn_task_init(&self.task, backend.handle, &columns)
         self.enlist()
         return self

@@ -10,6 +10,13 @@
 extern "C" {
 #endif
 
+/* What the thread that submits does next: a hint, which any backend may use. */
+typedef enum kvn_caller {
+    KVN_CALLER_RETURNS,
+    KVN_CALLER_WAITS,    /* for this batch, at once: it can move it itself */
+    KVN_CALLER_COMPUTES, /* for long: a core is to be left for it */
+} kvn_caller;
+
 /* Columns: the form of aclrtMemcpyBatch (void **dsts, void **srcs, size_t *sizes), and of every
  * backend here. The three arrays belong to whoever made them. */
 typedef struct kvn_columns {
@@ -18,8 +25,7 @@ typedef struct kvn_columns {
     const uint64_t *nbytes;
     size_t count;
     uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
-    uint32_t beside; /* 1: whoever submits computes on; a thread is left for it, or for who waits */
-    uint32_t waits;  /* 1: whoever submits waits for it at once, and can move it himself */
+    uint32_t caller; /* kvn_caller */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

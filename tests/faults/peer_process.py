@@ -8,9 +8,10 @@ import kvplan
 from kvnative import _executor
 from tests.faults import contents, footprint, states
 from tests.over_tcp import engine_of
+from tests.support import wrappers
 from tests.transport.owner_process import serve
 
-ROOMS = (kvplan, _executor)
+ROOMS = (kvplan, _executor, wrappers)
 HELPERS = {
     "np": np,
     "DESC": contents.DESC,

@@ -4,17 +4,6 @@
 
 #include "core/report.h"
 
-bool kvn_columns_total(const kvn_columns *batch, uint64_t *total)
-{
-    uint64_t sum = 0;
-    bool overflow = false;
-
-    for (size_t i = 0; i < batch->count; i++)
-        overflow |= __builtin_add_overflow(sum, batch->nbytes[i], &sum);
-    *total = sum;
-    return !overflow;
-}
-
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
                   kvn_piece_limits limits)
 {

@@ -7,6 +7,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "core/columns.h"
+#include "core/list.h"
 #include "kvnative/backend.h"
 
 /* Bytes. Also what an abort waits for: the piece that each thread is moving. */
@@ -51,8 +53,7 @@ typedef struct kvn_job {
     void *context;
     kvn_piece_limits limits;
     kvn_pool *pool;           /* NULL: moved by kvn_job_run */
-    struct kvn_job *next;     /* in the pool's queue of jobs with unclaimed descriptors */
-    struct kvn_job *previous;
+    kvn_node queued;          /* in the pool's queue of jobs with unclaimed descriptors */
     pthread_cond_t changed;    /* finished */
     uint64_t cursor;           /* first descriptor not wholly claimed */
     uint64_t cursor_skip;      /* bytes of it that are claimed */
@@ -60,18 +61,14 @@ typedef struct kvn_job {
     uint64_t total;            /* bytes */
     uint32_t in_motion;        /* pieces claimed and not yet back */
     uint32_t waiters;
-    bool queued;
     atomic_bool finished;        /* read without the mutex by poll */
     atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll */
     kvn_report report;           /* the outcome; stable once finished */
 } kvn_job;
 
-/* `context` is passed to `move`. The
- * columns must outlive the outcome. */
+/* `context` is passed to `move`. The columns must outlive the outcome. */
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
                   kvn_piece_limits limits);
-/* Total bytes of a batch; false if they do not fit in 64 bits. */
-bool kvn_columns_total(const kvn_columns *batch, uint64_t *total);
 
 /* Moves all of it on the calling thread, without the pool; finished on return. */
 void kvn_job_run(kvn_job *job, uint64_t total);

@@ -5,29 +5,46 @@
 #include <string.h>
 
 #include "core/clock.h"
-#include "core/job.h"
-#include "core/opened.h"
+#include "core/columns.h"
 #include "core/report.h"
 
 /* How many of the stages in flight an open looks at: enough to notice a failure and to keep stages of
  * several batches going, without making an open dearer the more is in flight. */
 #define LOOKS_PER_OPEN 4
 
+struct kvn_opened {
+    kvn_task task;
+    kvn_node in_flight; /* in the list, in the order in which they are looked at */
+    uint64_t stage;
+    uint32_t users; /* threads in a call on the task, without the mutex; the last one absorbs it */
+    bool submitted; /* the task may be called */
+    bool driven;    /* a thread waits in it */
+    bool stopping;  /* a thread aborts it */
+    bool through;   /* somebody has seen its outcome */
+};
+
+static kvn_opened *opened_of(const kvn_node *node) { return KVN_LISTED(node, kvn_opened, in_flight); }
+
+static kvn_opened *first_opened(const kvn_staged *staged)
+{
+    return opened_of(kvn_list_first(&staged->in_flight));
+}
+
+static kvn_opened *opened_after(const kvn_staged *staged, const kvn_opened *it)
+{
+    return opened_of(kvn_list_after(&staged->in_flight, &it->in_flight));
+}
+
 /* ---- stages; with the mutex held unless said otherwise ---- */
 
 static kvn_columns slice_of(const kvn_staged *staged, uint64_t stage)
 {
-    const kvn_columns *all = &staged->columns;
-    uint64_t first = stage * staged->stage_size, left = all->count - first;
+    const uint64_t count = staged->columns.count, first = stage * staged->stage_size;
+    const uint64_t last = count - first < staged->stage_size ? count : first + staged->stage_size;
+    kvn_columns slice = kvn_columns_slice(&staged->columns, first, last);
 
-    return (kvn_columns){
-        .dst = all->dst + first,
-        .src = all->src + first,
-        .nbytes = all->nbytes + first,
-        .count = left < staged->stage_size ? left : staged->stage_size,
-        .first = all->first + first,
-        .beside = 1,
-    };
+    slice.caller = KVN_CALLER_COMPUTES;
+    return slice;
 }
 
 uint32_t kvn_staged_spans(const kvn_staged *staged, uint64_t stage, kvn_span *spans)
@@ -106,7 +123,7 @@ static void absorb(kvn_staged *staged, kvn_opened *it)
     const kvn_report *report = kvn_task_outcome(&it->task);
     bool done = report->status == KVN_OK;
 
-    kvn_opened_remove(staged, it);
+    kvn_list_remove(&it->in_flight);
     staged->num_moving--;
     staged->bytes_done += report->bytes_done;
     stage->state = done ? KVN_STAGE_DONE : KVN_STAGE_FAILED;
@@ -136,12 +153,13 @@ static void look(kvn_staged *staged, uint64_t most)
 {
     uint64_t looks = staged->num_moving < most ? staged->num_moving : most;
 
-    for (; looks > 0 && staged->head; looks--) {
-        kvn_opened *it = staged->head;
+    for (; looks > 0; looks--) {
+        kvn_opened *it = first_opened(staged);
         int status;
 
-        kvn_opened_remove(staged, it);
-        kvn_opened_last(staged, it);
+        if (!it)
+            break;
+        kvn_list_push_back(&staged->in_flight, &it->in_flight);
         if (!it->submitted || it->through || it->driven)
             continue;
         it->users++;
@@ -167,6 +185,7 @@ int kvn_staged_init(kvn_staged *staged, kvn_backend *backend, const kvn_columns 
         return KVN_NO_MEMORY;
     pthread_mutex_init(&staged->mutex, NULL);
     kvn_cond_init(&staged->changed);
+    kvn_list_init(&staged->in_flight);
     staged->num_waiting = staged->num_stages;
     kvn_report_begin(&staged->outcome);
     staged->sealed = staged->num_stages == 0;
@@ -204,10 +223,11 @@ static kvn_opened *begin(kvn_staged *staged, uint64_t stage)
         refuse_open(staged, stage);
         return NULL;
     }
+    it->in_flight = (kvn_node){NULL, NULL};
     it->stage = stage;
     it->users = 1;
     it->submitted = it->driven = it->stopping = it->through = false;
-    kvn_opened_last(staged, it);
+    kvn_list_push_back(&staged->in_flight, &it->in_flight);
     staged->stages[stage] = (kvn_stage){it, KVN_STAGE_MOVING};
     staged->num_waiting--;
     staged->num_moving++;
@@ -252,10 +272,10 @@ int kvn_staged_poll(kvn_staged *staged)
 /* The first stage in flight that no other thread waits in. */
 static kvn_opened *find_undriven(const kvn_staged *staged)
 {
-    kvn_opened *it = staged->head;
+    kvn_opened *it = first_opened(staged);
 
     while (it && (!it->submitted || it->through || it->driven))
-        it = it->next;
+        it = opened_after(staged, it);
     return it;
 }
 
@@ -287,10 +307,10 @@ int kvn_staged_wait(kvn_staged *staged, int64_t deadline_ns)
 
 static kvn_opened *find_going_on(const kvn_staged *staged)
 {
-    kvn_opened *it = staged->head;
+    kvn_opened *it = first_opened(staged);
 
     while (it && (!it->submitted || it->through || it->stopping))
-        it = it->next;
+        it = opened_after(staged, it);
     return it;
 }
 
@@ -353,7 +373,7 @@ int kvn_staged_report(kvn_staged *staged, kvn_report *report)
     }
     kvn_report_begin(report);
     report->bytes_done = staged->bytes_done;
-    for (kvn_opened *it = staged->head; it; it = it->next) {
+    for (kvn_opened *it = first_opened(staged); it; it = opened_after(staged, it)) {
         kvn_report part;
         if (!it->submitted)
             continue;

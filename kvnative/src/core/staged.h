@@ -8,6 +8,7 @@
 #define KVNATIVE_CORE_STAGED_H
 
 #include "core/executor.h"
+#include "core/list.h"
 
 typedef enum kvn_stage_state {
     KVN_STAGE_WAITING, /* not open; nothing of it was moved */
@@ -32,8 +33,7 @@ typedef struct kvn_staged {
     pthread_mutex_t mutex;  /* guards everything below; taken before a task's own */
     pthread_cond_t changed; /* a stage was submitted, is through or is let go; or the outcome came */
     kvn_stage *stages;
-    kvn_opened *head;       /* stages in flight, in the order in which they are looked at */
-    kvn_opened *tail;
+    kvn_list in_flight;     /* stages, in the order in which they are looked at */
     uint64_t num_waiting;
     uint64_t num_moving;
     uint64_t bytes_done; /* of stages that are through */

@@ -93,8 +93,8 @@ static int ask_all(kvn_request *request, kvn_report *report)
 
 /* ---- submit ---- */
 
-/* A stripe for each lane, up to the descriptor that brings the bytes before it to the lanes' share of all; none for
- * a lane of whose share nothing is left, as a descriptor before it was larger than its own. */
+/* A stripe for each backend, up to the descriptor that brings the bytes before it to the backends' share of
+ * all; none for one of whose share nothing is left, as a descriptor before it was larger than its own. */
 static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *request)
 {
     const uint64_t most = request->total / self->min_nbytes;
@@ -120,14 +120,10 @@ static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *r
 
 static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
 {
-    kvn_columns part = *batch;
+    kvn_columns part = kvn_columns_slice(batch, it->first, it->last);
 
-    part.dst += it->first;
-    part.src += it->first;
-    part.nbytes += it->first;
-    part.first += it->first;
-    part.count = it->last - it->first;
-    part.waits = batch->waits && it->first == 0; /* for the first stripe; the others move meanwhile */
+    if (it->first > 0 && part.caller == KVN_CALLER_WAITS) /* it waits in the first; the others move meanwhile */
+        part.caller = KVN_CALLER_RETURNS;
     return it->inner->vtable->submit(it->inner, &part, &it->request, report);
 }
 

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "core/clock.h"
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/report.h"
 
 #define SHARD_COST (1u << 20)
@@ -225,12 +225,7 @@ static void cut(kvn_request *request, const kvn_columns *batch, uint64_t cost, u
         it->job = (kvn_channel_job){.run = run};
         it->request = request;
         it->offset = first;
-        it->columns = *batch;
-        it->columns.dst += first;
-        it->columns.src += first;
-        it->columns.nbytes += first;
-        it->columns.count = at - first;
-        it->columns.first += first;
+        it->columns = kvn_columns_slice(batch, first, at);
     }
 }
 

@@ -5,6 +5,7 @@
 #ifndef KVN_HCCL_TRANSFER_H
 #define KVN_HCCL_TRANSFER_H
 
+#include "core/columns.h"
 #include "device/stream_backend.h"
 #include "hccl/communicator.h"
 #include "hccl/staging.h"
@@ -52,12 +53,6 @@ typedef struct kvn_transfer_context {
     kvn_channel_fault *fault;
     bool is_untouched; /* it failed before HCCL had to do with that */
 } kvn_transfer_context;
-
-/* Where in the shard: a descriptor, and how many bytes of it are dealt with. */
-typedef struct kvn_cursor {
-    uint64_t index;
-    uint64_t skip;
-} kvn_cursor;
 
 /* Bytes that one operation moves: (a piece of) a descriptor. */
 typedef struct kvn_fragment {

@@ -8,7 +8,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "host/queue.h"
 #include "core/clock.h"
 #include "core/report.h"
 
@@ -21,7 +20,7 @@
 struct kvn_pool {
     pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
     pthread_cond_t work;
-    kvn_queue queue; /* jobs with unclaimed descriptors */
+    kvn_list queue; /* jobs with unclaimed descriptors, in the order in which they are served */
     unsigned threads;
     unsigned started;
     unsigned moving; /* pieces in motion; never more than `threads` */
@@ -35,6 +34,11 @@ struct kvn_pool {
     pthread_t workers[];
 };
 
+static kvn_job *next_job(const kvn_pool *pool)
+{
+    return KVN_LISTED(kvn_list_first(&pool->queue), kvn_job, queued);
+}
+
 static void pause_cpu(void)
 {
 #if defined(__x86_64__)
@@ -42,17 +46,17 @@ static void pause_cpu(void)
 #endif
 }
 
-/* How many more pieces of the next job workers may take; with the mutex held. Of a job that moves
- * beside a computation they leave one place, if there are several: that core computes, and its thread
+/* How many more pieces of the next job workers may take; with the mutex held. Of a job whose
+ * caller computes meanwhile they leave one place, if there are several: that core computes, and its thread
  * has a place at once when it comes to wait. */
 static unsigned free_places(const kvn_pool *pool)
 {
-    const kvn_job *next = pool->queue.head;
+    const kvn_job *next = next_job(pool);
     unsigned workers = pool->moving - pool->helping, most = pool->threads;
 
     if (!next || pool->moving >= pool->threads)
         return 0;
-    if (next->batch.beside && most > 1)
+    if (next->batch.caller == KVN_CALLER_COMPUTES && most > 1)
         most--;
     if (workers >= most)
         return 0;
@@ -94,7 +98,7 @@ static void work_on(kvn_pool *pool, kvn_job *job)
 
     kvn_job_claim(job, pool->threads, &piece);
     if (!kvn_job_has_unclaimed(job))
-        kvn_queue_remove(&pool->queue, job);
+        kvn_list_remove(&job->queued);
     job->in_motion++;
     pool->moving++;
     wake_worker(pool);
@@ -107,7 +111,7 @@ static void work_on(kvn_pool *pool, kvn_job *job)
     job->in_motion--;
     if (status != KVN_OK) {
         kvn_job_fail(job, &piece, status, &fault);
-        kvn_queue_remove(&pool->queue, job);
+        kvn_list_remove(&job->queued);
     }
     if (job->in_motion == 0 && !kvn_job_has_unclaimed(job))
         finish(job);
@@ -136,7 +140,7 @@ static void *worker_main(void *argument)
     pthread_mutex_lock(&pool->mutex);
     while (!pool->stopping) {
         if (free_places(pool) > 0) {
-            work_on(pool, pool->queue.head);
+            work_on(pool, next_job(pool));
             looked = false;
             continue;
         }
@@ -205,6 +209,7 @@ kvn_pool *kvn_pool_create(unsigned threads)
         return NULL;
     init_mutex(&pool->mutex);
     pthread_cond_init(&pool->work, NULL);
+    kvn_list_init(&pool->queue);
     pool->threads = threads;
     pool->pid = getpid();
     error = start_workers(pool);
@@ -218,11 +223,9 @@ kvn_pool *kvn_pool_create(unsigned threads)
 
 unsigned kvn_pool_threads(const kvn_pool *pool) { return pool->threads; }
 
-bool kvn_pool_is_ours(const kvn_pool *pool) { return pool->pid == getpid(); }
-
 void kvn_pool_destroy(kvn_pool *pool)
 {
-    if (!pool || !kvn_pool_is_ours(pool))
+    if (!pool || pool->pid != getpid())
         return; /* a forked child has no workers, and may have inherited a locked mutex */
     pthread_mutex_lock(&pool->mutex);
     pool->stopping = true;
@@ -237,30 +240,19 @@ void kvn_pool_destroy(kvn_pool *pool)
 
 /* ---- jobs ---- */
 
-static int refuse_foreign(const kvn_job *job, const kvn_pool *pool, kvn_report *report)
+void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
 {
-    return kvn_report_refuse(report, job->batch.count, KVN_INVALID, 0,
-                             "the thread pool belongs to process %d and its threads do not exist "
-                             "in process %d, forked from it: make a new pool and executor there",
-                             (int)pool->pid, (int)getpid());
-}
-
-int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *report)
-{
-    if (!kvn_pool_is_ours(pool))
-        return refuse_foreign(job, pool, report);
     if (job->batch.count == 0) {
         kvn_job_run(job, 0);
-        return KVN_OK;
+        return;
     }
     kvn_cond_init(&job->changed);
     job->pool = pool;
     kvn_job_start(job, total);
     pthread_mutex_lock(&pool->mutex);
-    kvn_queue_last(&pool->queue, job);
+    kvn_list_push_back(&pool->queue, &job->queued);
     wake_worker(pool);
     pthread_mutex_unlock(&pool->mutex);
-    return KVN_OK;
 }
 
 static int pending(const kvn_job *job, kvn_report *report)
@@ -320,8 +312,8 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
             spin_until_finished(job);
             pthread_mutex_lock(&pool->mutex);
         } else {
-            if (job->queued)
-                kvn_queue_first(&pool->queue, job);
+            if (kvn_list_is_in(&job->queued)) /* somebody waits for it: before all others */
+                kvn_list_push_front(&pool->queue, &job->queued);
             wake_worker(pool);
             if (!sleep_until(pool, job, deadline_ns))
                 break;
@@ -336,8 +328,6 @@ int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report)
 
     if (kvn_job_is_finished(job))
         return outcome(job, report);
-    if (!kvn_pool_is_ours(pool))
-        return refuse_foreign(job, pool, report);
     pthread_mutex_lock(&pool->mutex);
     help(pool, job, deadline_ns);
     pthread_mutex_unlock(&pool->mutex);
@@ -350,13 +340,11 @@ int kvn_job_abort(kvn_job *job, int why, kvn_report *report)
 
     if (kvn_job_is_finished(job))
         return outcome(job, report);
-    if (!kvn_pool_is_ours(pool))
-        return refuse_foreign(job, pool, report);
     pthread_mutex_lock(&pool->mutex);
     if (kvn_job_has_unclaimed(job)) {
         job->report.status = why;
         kvn_job_abandon(job);
-        kvn_queue_remove(&pool->queue, job);
+        kvn_list_remove(&job->queued);
         if (job->in_motion == 0)
             finish(job);
     }
@@ -370,7 +358,7 @@ void kvn_job_release(kvn_job *job)
 {
     kvn_pool *pool = job->pool;
 
-    if (!pool || !kvn_pool_is_ours(pool))
+    if (!pool)
         return;
     /* Who finished the job may still hold the mutex; after this nobody looks at the job. */
     pthread_mutex_lock(&pool->mutex);

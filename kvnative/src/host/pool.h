@@ -6,13 +6,13 @@
  *
  * - At most `threads` pieces of a pool are in motion at any moment. A thread in kvn_job_wait helps
  *   with its own job when a place is free, instead of a worker.
- * - Of a job that moves beside a computation (`beside` of its batch) the workers take a place less, if
+ * - Of a job whose caller computes meanwhile (KVN_CALLER_COMPUTES) the workers take a place less, if
  *   there are two or more: the last one is a waiter's.
  * - Jobs start in the order of submission; one that somebody waits for comes first.
  * - A piece is short (its backend says how long at most): aborting means claiming no more, and
  *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
- * - A pool belongs to the process that made it: in a forked child every call is refused
- *   (KVN_INVALID) and destroying it only forgets it. */
+ * - A pool belongs to the process that made it: a forked child, which has none of its threads, may only
+ *   destroy it, which forgets it. The Backend in front of it (kvnative/_backend.pyx) sees to that. */
 #ifndef KVNATIVE_HOST_POOL_H
 #define KVNATIVE_HOST_POOL_H
 
@@ -25,11 +25,9 @@ kvn_pool *kvn_pool_create(unsigned threads);
 unsigned kvn_pool_threads(const kvn_pool *pool);
 /* No job may be left. Joins the workers (in the process that made the pool). */
 void kvn_pool_destroy(kvn_pool *pool);
-/* False in a forked child of the process that made the pool. */
-bool kvn_pool_is_ours(const kvn_pool *pool);
 
-/* Queues the job and wakes a worker. KVN_OK, or KVN_INVALID in a forked child. */
-int kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total, kvn_report *report);
+/* Queues the job and wakes a worker. */
+void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total);
 /* As in the backend vtable. wait and abort may be called by several threads at once. */
 int kvn_job_poll(kvn_job *job, kvn_report *report);
 int kvn_job_wait(kvn_job *job, int64_t deadline_ns, kvn_report *report);

@@ -32,7 +32,6 @@ int kvn_pooled_submit(kvn_backend *base, const kvn_columns *batch, kvn_request *
     kvn_pooled *self = pooled(base);
     kvn_request *request;
     uint64_t total;
-    int status = KVN_OK;
 
     *out = NULL;
     if (!kvn_columns_total(batch, &total))
@@ -47,11 +46,7 @@ int kvn_pooled_submit(kvn_backend *base, const kvn_columns *batch, kvn_request *
     if (total <= self->inline_nbytes)
         kvn_job_run(&request->job, total);
     else
-        status = kvn_job_submit(&request->job, self->pool, total, report);
-    if (status != KVN_OK) {
-        free(request);
-        return status;
-    }
+        kvn_job_submit(&request->job, self->pool, total);
     *out = request;
     return KVN_OK;
 }

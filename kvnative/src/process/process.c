@@ -25,9 +25,8 @@ typedef struct process_backend {
 
 /* Where a piece has got to. */
 typedef struct progress {
-    uint64_t index; /* descriptor */
-    uint64_t skip;  /* bytes of it that are done */
-    uint64_t left;  /* bytes of the piece */
+    kvn_cursor at;
+    uint64_t left; /* bytes of the piece */
 } progress;
 
 typedef struct ranges {
@@ -37,20 +36,22 @@ typedef struct ranges {
     unsigned long count;
 } ranges;
 
-static void gather(const process_backend *self, const kvn_columns *batch, progress at,
+static void gather(const process_backend *self, const kvn_columns *batch, progress progress,
                    unsigned long limit, ranges *out)
 {
     const uint64_t *locals = self->is_put ? batch->src : batch->dst;
     const uint64_t *remotes = self->is_put ? batch->dst : batch->src;
-    for (out->count = out->first; at.left && out->count < out->first + limit; out->count++) {
+    kvn_cursor at = progress.at;
+    for (out->count = out->first; progress.left && out->count < out->first + limit; out->count++) {
         uint64_t nbytes = batch->nbytes[at.index] - at.skip;
-        if (nbytes > at.left)
-            nbytes = at.left;
+        if (nbytes > progress.left)
+            nbytes = progress.left;
         out->local[out->count] =
             (struct iovec){(void *)(uintptr_t)(locals[at.index] + at.skip), nbytes};
         out->remote[out->count] =
             (struct iovec){(void *)(uintptr_t)(remotes[at.index] + at.skip), nbytes};
-        at = (progress){at.index + 1, 0, at.left - nbytes};
+        progress.left -= nbytes;
+        at = (kvn_cursor){at.index + 1, 0};
     }
 }
 
@@ -80,17 +81,6 @@ static void begin(const process_backend *self, kvn_announcement *announced, rang
     out->remote[0] = (struct iovec){
         (void *)(uintptr_t)kvn_guard_gate(self->pooled.guard, announced),
         sizeof announced->number};
-}
-
-static void advance(const kvn_columns *batch, progress *at, uint64_t nbytes)
-{
-    at->left -= nbytes;
-    while (at->left && nbytes >= batch->nbytes[at->index] - at->skip) {
-        nbytes -= batch->nbytes[at->index] - at->skip;
-        at->index++;
-        at->skip = 0;
-    }
-    at->skip += nbytes;
 }
 
 /* The kernel does not say whose address was wrong. Ours can be looked up; else it was theirs. */
@@ -142,27 +132,28 @@ static int diagnose(const process_backend *self, const ranges *ranges, int error
 static int move_announced(const process_backend *self, const kvn_columns *batch,
                           const kvn_piece *piece, kvn_announcement *announced, kvn_fault *fault)
 {
-    progress at = {piece->first, piece->skip, piece->nbytes};
+    progress progress = {{piece->first, piece->skip}, piece->nbytes};
     unsigned long limit = MAX_RANGES;
     ranges ranges;
     begin(self, announced, &ranges);
-    while (at.left) {
-        gather(self, batch, at, limit, &ranges);
+    while (progress.left) {
+        gather(self, batch, progress, limit, &ranges);
         const int64_t moved = transfer(self, &ranges);
         int error = moved < 0 ? (int)-moved : EFAULT;
         if (moved > 0 && ranges.first && !kvn_guard_has_passed(self->pooled.guard, announced)) {
             error = ESRCH; /* another process has the pid since we looked */
         } else if (moved > 0) {
             /* If it was less: the next call starts at the byte in doubt, and gets its errno. */
-            advance(batch, &at, (uint64_t)moved);
+            progress.left -= (uint64_t)moved;
+            kvn_cursor_advance(&progress.at, batch, (uint64_t)moved);
             continue;
         } else if (ranges.count > ranges.first + 1 && (error == EFAULT || error == EINVAL)) {
             limit = 1; /* the kernel refuses a whole call for one impossible address in it */
             continue;
         }
-        fault->failed = at.index;
-        fault->bytes_done = piece->nbytes - at.left;
-        return diagnose(self, &ranges, error, batch->first + at.index, fault);
+        fault->failed = progress.at.index;
+        fault->bytes_done = piece->nbytes - progress.left;
+        return diagnose(self, &ranges, error, batch->first + progress.at.index, fault);
     }
     return KVN_OK;
 }

@@ -95,7 +95,7 @@ static void end(kvn_request *it, int status, int code, uint64_t failed)
         finish(it);
 }
 
-static void end_refused(kvn_request *it, kvn_tcp_reason reason, const kvn_tcp_cursor *from,
+static void end_refused(kvn_request *it, kvn_tcp_reason reason, const kvn_cursor *from,
                         uint64_t offset)
 {
     uint64_t index = from->index;
@@ -158,27 +158,14 @@ static void fail_by(kvn_tcp_client *self, int error) { fail(self, error, kvn_tcp
 /* ---- walking over descriptors ---- */
 
 /* Adds at most `limit` bytes of the local memory; a part is left for an answer. */
-static void add_local(const kvn_request *it, kvn_tcp_cursor at, uint64_t limit, kvn_tcp_parts *parts)
+static void add_local(const kvn_request *it, kvn_cursor at, uint64_t limit, kvn_tcp_parts *parts)
 {
     while (limit > 0 && parts->count < KVN_TCP_MAX_PARTS - 1) {
         uint64_t nbytes = it->batch.nbytes[at.index] - at.skip;
         nbytes = nbytes < limit ? nbytes : limit;
         kvn_tcp_parts_add_of(parts, it->device, it->local[at.index] + at.skip, nbytes);
         limit -= nbytes;
-        at = (kvn_tcp_cursor){at.index + 1, 0};
-    }
-}
-
-static void advance(const kvn_request *it, kvn_tcp_cursor *at, uint64_t nbytes)
-{
-    while (nbytes > 0 || (at->index < it->batch.count && it->batch.nbytes[at->index] == at->skip)) {
-        const uint64_t left = it->batch.nbytes[at->index] - at->skip;
-        if (nbytes < left) {
-            at->skip += nbytes;
-            return;
-        }
-        nbytes -= left;
-        *at = (kvn_tcp_cursor){at->index + 1, 0};
+        at = (kvn_cursor){at.index + 1, 0};
     }
 }
 
@@ -231,7 +218,7 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
     kvn_tcp_request *out = &self->out;
     uint32_t num_runs = 0;
     size_t hint = 0;
-    kvn_tcp_cursor at = it->cut;
+    kvn_cursor at = it->cut;
     uint64_t nbytes = 0;
 
     out->head.num_ranges = 0;
@@ -240,7 +227,7 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
         uint64_t part = it->batch.nbytes[at.index] - at.skip;
         part = part < REQUEST_NBYTES - nbytes ? part : REQUEST_NBYTES - nbytes;
         if (part == 0) {
-            at = (kvn_tcp_cursor){at.index + 1, 0};
+            at = (kvn_cursor){at.index + 1, 0};
             continue;
         }
         hint = kvn_intervals_find(it->known->places, it->known->count, address, part, hint);
@@ -261,7 +248,7 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
         nbytes += part;
         at.skip += part;
         if (at.skip == it->batch.nbytes[at.index])
-            at = (kvn_tcp_cursor){at.index + 1, 0};
+            at = (kvn_cursor){at.index + 1, 0};
     }
     out->head.kind = (uint8_t)it->kind;
     out->head.num_runs = num_runs;
@@ -370,7 +357,7 @@ static bool send_some(kvn_tcp_client *self, uint64_t *moved)
             const kvn_request *it = newest(self)->transfer;
             self->out_left -= (uint64_t)sent - of_head;
             if (it)
-                advance(it, &self->out_at, (uint64_t)sent - of_head);
+                kvn_cursor_advance(&self->out_at, &it->batch, (uint64_t)sent - of_head);
         }
         *moved += (uint64_t)sent;
         has_sent = true;
@@ -451,7 +438,7 @@ static const char *take(kvn_tcp_client *self, uint64_t nbytes)
             self->in_left -= part;
             nbytes -= part;
             if (it) {
-                advance(it, &self->in_at, part);
+                kvn_cursor_advance(&self->in_at, &it->batch, part);
                 atomic_fetch_add_explicit(&it->moved, part, memory_order_relaxed);
             }
         } else {
@@ -472,7 +459,7 @@ static void expect(kvn_tcp_client *self, uint64_t limit, kvn_tcp_parts *parts, k
                    uint8_t *dropped, size_t room)
 {
     const kvn_tcp_asked *asked = &self->window[self->first];
-    kvn_tcp_cursor at = self->in_at;
+    kvn_cursor at = self->in_at;
     uint64_t left = self->in_left;
     bool is_ahead = false;
 

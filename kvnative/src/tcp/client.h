@@ -4,6 +4,7 @@
 #ifndef KVN_TCP_CLIENT_H
 #define KVN_TCP_CLIENT_H
 
+#include "core/columns.h"
 #include "core/intervals.h"
 #include "kvnative/backend.h"
 #include "tcp/service.h"
@@ -19,12 +20,6 @@ typedef struct kvn_tcp_known {
 
 typedef struct kvn_tcp_client kvn_tcp_client;
 
-/* Where a walk over descriptors has got to. */
-typedef struct kvn_tcp_cursor {
-    uint64_t index;
-    uint64_t skip; /* bytes of that descriptor */
-} kvn_tcp_cursor;
-
 /* A transfer; the backend's request. */
 struct kvn_request {
     kvn_tcp_client *client;
@@ -35,9 +30,9 @@ struct kvn_request {
     const kvn_device *device; /* where the local side lies; NULL: of the host */
     /* Under the client's mutex: */
     kvn_request *previous, *next;
-    kvn_tcp_cursor cut;       /* what is asked for up to here */
+    kvn_cursor cut;       /* what is asked for up to here */
     uint64_t uncut;           /* bytes that are not */
-    kvn_tcp_cursor confirmed; /* what has arrived for sure */
+    kvn_cursor confirmed; /* what has arrived for sure */
     uint64_t total;           /* bytes */
     unsigned in_flight;       /* requests on the wire */
     kvn_report end;           /* what it is to end with: not KVN_PENDING once it is being given up */
@@ -50,7 +45,7 @@ struct kvn_request {
 /* A request on the wire. */
 typedef struct kvn_tcp_asked {
     kvn_request *transfer; /* NULL: nobody's any more; its bytes are dropped */
-    kvn_tcp_cursor from, to;
+    kvn_cursor from, to;
     uint64_t nbytes;
     uint64_t id;
     kvn_tcp_kind kind;
@@ -76,14 +71,14 @@ struct kvn_tcp_client {
     kvn_tcp_request out;
     uint32_t out_nbytes, out_sent; /* of the head and table */
     uint64_t out_left;             /* of a push's bytes */
-    kvn_tcp_cursor out_at;
+    kvn_cursor out_at;
     bool out_is_blocked;
     /* Receiving: the oldest. */
     kvn_tcp_answer answer;
     uint32_t answer_got;
     bool is_at_end; /* the answer is the one behind the bytes */
     uint64_t in_left;
-    kvn_tcp_cursor in_at;
+    kvn_cursor in_at;
 };
 
 /* The stream and on_failed are set, all else is 0. */

@@ -62,13 +62,12 @@ static void cut_slice(const bandwidth *self, bandwidth_request *request)
         request->part[1] = batch->src[at] + request->skip;
         request->part[2] = taken;
         request->slice = (kvn_columns){&request->part[0], &request->part[1], &request->part[2], 1,
-                                       batch->first + at, batch->beside, 0};
+                                       batch->first + at, batch->caller};
     } else {
         while (end < batch->count && end - at < self->slice_count &&
                batch->nbytes[end] <= self->slice_nbytes - taken)
             taken += batch->nbytes[end++];
-        request->slice = (kvn_columns){batch->dst + at, batch->src + at, batch->nbytes + at,
-                                       end - at, batch->first + at, batch->beside, 0};
+        request->slice = kvn_columns_slice(batch, at, end);
     }
     request->slice_nbytes = taken;
 }

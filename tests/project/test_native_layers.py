@@ -1,0 +1,97 @@
+"""The C sources include one way only: no folder from above, no two files each other."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "kvnative/src"
+# Those of one row do not know each other; a folder may include what stands in rows before its own.
+FOLDERS = [["core"], ["host"], ["process"], ["device"], ["acl", "tcp", "ucx"], ["hccl"]]
+# Each with its reason; one that is not needed any more fails.
+UPWARD = {
+    (
+        "device/channel",
+        "acl/device",
+    ): "the channel calls ACL itself, not a table of calls",
+    ("tcp/stream", "acl/device"): "memory of a device is copied by ACL's calls, not by a table",
+    ("tcp/table", "acl/device"): "as tcp/stream",
+}
+CIRCLES = {
+    frozenset({"device/streamed", "device/streamed_request"}): "one file in two",
+    frozenset({"hccl/communicator", "hccl/connection"}): "a connection closes its communicators",
+    frozenset({"hccl/passage", "hccl/transfer"}): "a transfer moves by passages, which know it",
+    frozenset(
+        f"ucx/{it}" for it in ("backend", "endpoint", "region", "settings", "transfer", "worker")
+    ): "the worker progresses transfers, endpoints and regions, and each of them knows it",
+}
+
+_INCLUDE = re.compile(r'^#include "(\w+/\w+)\.h"', re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(not SOURCES.exists(), reason="an installed tree has no C sources")
+
+
+def units() -> dict[str, set[str]]:
+    """A source and its header are one unit; which other units each includes."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCES.rglob("*.[ch]"):
+        unit = str(path.relative_to(SOURCES).with_suffix(""))
+        found.setdefault(unit, set()).update(_INCLUDE.findall(path.read_text()))
+    names = set(found)
+    return {unit: (included & names) - {unit} for unit, included in found.items()}
+
+
+def folder(unit: str) -> str:
+    return unit.partition("/")[0]
+
+
+def rank(unit: str) -> int:
+    (row,) = [at for at, folders in enumerate(FOLDERS) if folder(unit) in folders]
+    return row
+
+
+def upward(included: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
+    for unit, others in included.items():
+        for other in others:
+            if folder(other) != folder(unit) and rank(other) >= rank(unit):
+                yield unit, other
+
+
+def circles(included: dict[str, set[str]]) -> set[frozenset[str]]:
+    """All units that include one another, by way of others or not."""
+    reached: dict[str, set[str]] = {}
+    for unit, others in included.items():
+        seen: set[str] = set()
+        left = list(others)
+        while left:
+            other = left.pop()
+            if other not in seen:
+                seen.add(other)
+                left += included[other]
+        reached[unit] = seen
+    return {
+        frozenset(other for other in included if unit in reached[other] and other in reached[unit])
+        for unit in included
+        if unit in reached[unit]
+    }
+
+
+def test_every_folder_has_its_row() -> None:
+    listed = {it for row in FOLDERS for it in row}
+    assert {path.parent.name for path in SOURCES.rglob("*.[ch]")} == listed
+
+
+def test_no_folder_includes_one_above() -> None:
+    assert set(upward(units())) == set(UPWARD)
+
+
+def test_no_files_include_one_another() -> None:
+    assert circles(units()) == set(CIRCLES)
+
+
+def test_they_would_be_seen() -> None:
+    included = {"core/a": {"host/b"}, "host/b": {"core/c"}, "core/c": {"core/a"}, "tcp/d": set()}
+    assert set(upward(included)) == {("core/a", "host/b")}
+    assert circles(included) == {frozenset({"core/a", "host/b", "core/c"})}
+    assert set(upward({"tcp/d": {"acl/e"}, "acl/e": set()})) == {("tcp/d", "acl/e")}
