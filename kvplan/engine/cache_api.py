@@ -109,8 +109,8 @@ class CacheOperations(OperationRunner):
         """Say that other memory was mapped at addresses of registered caches.
 
         Each cache that one of the ranges touches is checked to be mapped, and offered to peers
-        anew. Their transfers in flight fail (LLM_KV_CACHE_NOT_EXIST), and on return they know the
-        cache as it is now. A peer that does not answer within SyncKvCacheWaitTime hears of it
+        again. Their transfers in flight fail (LLM_KV_CACHE_NOT_EXIST), and on return they know the
+        cache as it is now. A peer that does not answer within SyncKvCacheWaitTime is updated
         later, and until then its transfers fail.
 
         Args:

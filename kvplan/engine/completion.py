@@ -99,5 +99,5 @@ class CompletionThread:
 
 
 def _settle(task: TransferTask) -> None:
-    with suppress(LLMException):  # told to those who wait for it
+    with suppress(LLMException):  # raised to those who wait for it
         task.wait()

@@ -121,8 +121,8 @@ class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOpera
     def finalize(self) -> None:
         """End transfers and links, release all memory, take no more calls; idempotent.
 
-        Transfers in flight are waited for, up to SyncKvCacheWaitTime, then stopped. Peers are told,
-        as far as they still hear. In a forked child nothing happens.
+        Transfers in flight are waited for, up to SyncKvCacheWaitTime, then stopped. Peers are
+        notified, as far as they can be reached. In a forked child nothing happens.
         """
         with self._mutex:
             engine = self._engine
@@ -192,7 +192,7 @@ class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOpera
         Args:
             clusters: whom; cluster ids will do.
             timeout_ms: milliseconds that it may take, > 0.
-            force: end it here at once, whatever is in flight, and only tell the peer.
+            force: end it here at once, whatever is in flight, and only notify the peer.
 
         Returns:
             One result for each: LLM_SUCCESS, LLM_NOT_YET_LINK, LLM_LINK_BUSY (still linked),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvplan.execution import Transfers
     from kvplan.types import LlmRole
 
-_STOPPED_S = 1.0  # by then a transfer that was told to stop has stopped
+_STOPPED_S = 1.0  # by then a transfer that was cancelled has stopped
 
 
 class Engine:

@@ -112,7 +112,7 @@ class HeldCache:
             ) from None
         ranges = offered_ranges(memory) if entry.remote_accessible else ()
         offered = offer(transports, ranges, memory.writable)
-        # Peers are told of it because it is another Cache.
+        # It is published to peers because it is another Cache.
         again = replace(entry, cache=replace(cache), metadata=offered.metadata)
         return HeldCache(again, offered)
 
@@ -205,7 +205,7 @@ def offer(
     """Let peers reach `ranges`, and keep `keep` until none can write to them any more.
 
     No ranges: nothing is offered, and nobody needs anything. Peers that use a transport which does
-    not reach such memory are told of the cache, with empty metadata.
+    not reach such memory learn of the cache, with empty metadata.
 
     Raises:
         LLMException: the transport's, that cannot offer them.

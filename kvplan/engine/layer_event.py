@@ -46,14 +46,16 @@ class LayerEvent:
             check_type(f"tasks[{position}]", task, LayerTask)
             if extra := set(task.layers) - set(tasks[0].layers):
                 raise invalid(
-                    f"tasks[{position}] has layer {min(extra)}, which is none of the layers "
+                    f"tasks[{position}] has layer {min(extra)}, which is not one of the layers "
                     f"{tasks[0].layers} of tasks[0]"
                 )
         self._tasks = tasks
         self._layers = tasks[0].layers
         self._told = 0  # how many are ready
         self._pid = os.getpid()
-        self._handing = threading.RLock()  # held while tasks are told, which may take its time
+        self._handing = (
+            threading.RLock()
+        )  # held while tasks are made ready, which may take its time
         self._mutex = threading.RLock()  # of the descriptor
         try:
             self._listener = _process.listener()
@@ -192,7 +194,7 @@ class _Listener:
 
 
 class _OfThisProcess:
-    """Its listener, begun with the first event; a forked child begins anew."""
+    """Its listener, begun with the first event; a forked child has its own."""
 
     def __init__(self) -> None:
         self.renew()

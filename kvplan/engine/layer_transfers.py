@@ -36,7 +36,7 @@ class LayerOperations(OperationRunner):
         ext_param: KvCacheExtParam = ALL_LAYERS,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> LayerTask:
-        """Begin a push of which nothing moves until its task is told that a layer is ready.
+        """Begin a push of which nothing moves until a layer of its task is made ready.
 
         Without block tables a slot goes into a slot; with both, blocks into blocks; with
         `dst_blocks` alone a slot is cut into chunks of one block, and chunk i goes to

@@ -10,7 +10,7 @@ from kvplan.validation import INT64_MAX, UINT64_MAX, check_width, shown
 
 @dataclass(frozen=True, slots=True)
 class PeerTensors:
-    """Where a push goes in a peer: an address for each tensor, told by the peer itself.
+    """Where a push goes in a peer: an address for each tensor, given by the peer itself.
 
     Each address must lie in a tensor of one cache that the peer offers; it is row 0, and there are
     as many rows as that tensor has room for behind it.

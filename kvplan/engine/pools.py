@@ -71,7 +71,7 @@ class Span:
     Args:
         ground: what it is a part of.
         offset, nbytes: which part.
-        returned: of the pool, which hears of its end; None: it is of no pool.
+        returned: of the pool, which is notified of its end; None: it is of no pool.
         device: whose memory it is; None: the host's.
         pinned: what pins the ground for a device, held as long as this.
     """

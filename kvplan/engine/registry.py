@@ -195,7 +195,7 @@ class CacheRegistry:
             self._on_change()
 
     def renew(self, cache_ids: Iterable[int]) -> None:
-        """Offer registered caches anew, as if they had been freed and made; an unknown id is fine.
+        """Offer registered caches again, as if they had been freed and made; an unknown id is fine.
 
         Raises:
             LLMException: as `renew_all`; nothing has changed then.

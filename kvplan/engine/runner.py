@@ -426,7 +426,7 @@ class OperationRunner:
         return task
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
-        """As `_submit`, and each layer moves when the task is told that it is ready."""
+        """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
         plan, src, dst = prepared
         operation.plan = plan
         if self._hooks:

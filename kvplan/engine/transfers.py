@@ -411,5 +411,5 @@ def _push_blocks(
 
 
 def has_blocks(blocks: object) -> bool:
-    """Whether a block table was given; what is none is the planner's to refuse."""
+    """Whether a block table was given; what is not a block table is the planner's to refuse."""
     return blocks is not None and not (isinstance(blocks, Sized) and len(blocks) == 0)

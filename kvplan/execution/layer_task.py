@@ -79,7 +79,7 @@ class LayerTask(TransferTask):
         """Say that source layer `layer` holds its final values: it is submitted, now.
 
         Small layers have moved on return. Idempotent; in any order, from any thread. After the
-        task has ended nothing happens: `wait` tells why. It also ends here, and nothing more moves,
+        task has ended nothing happens: `wait` says why. It also ends here, and nothing more moves,
         if one of the memories is no longer what was registered.
 
         Raises:
@@ -91,7 +91,7 @@ class LayerTask(TransferTask):
             layer = as_int("layer", layer)
         if layer not in layers:
             raise invalid(
-                f"layer={layer} is none of the plan's source layers; they are "
+                f"layer={layer} is not one of the plan's source layers; they are "
                 f"[{layers.start}, {layers.stop})"
             )
         index = layer - layers.start
@@ -110,7 +110,7 @@ class LayerTask(TransferTask):
             for memory, tensors in zip(self._memories, sides, strict=True):
                 memory.check_tensors(tensors[index * t : (index + 1) * t])
         except LLMException as error:
-            self._lost = error  # first: whoever finds the end tells why
+            self._lost = error  # first: whoever finds the end says why
             self.cancel()
 
     def progress(self) -> LayerProgress:
@@ -164,7 +164,7 @@ class LayerTask(TransferTask):
             return
         try:
             on_last = self._on_last.pop()
-        except IndexError:  # told already, or nobody asked
+        except IndexError:  # called already, or nobody asked
             return
         on_last(self)
 

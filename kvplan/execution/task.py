@@ -55,7 +55,7 @@ _CODES = {
 
 
 def status_code_of(status: int | None) -> LLMStatusCode:
-    """The code of the interface for a KVN_ status; of what has none, or is none: LLM_FAILED."""
+    """The code of the interface for a KVN_ status; of anything else: LLM_FAILED."""
     return _FAILED if status is None else _CODES.get(status, _FAILED)
 
 
@@ -71,7 +71,7 @@ class TransferTask:
 
     Args:
         on_outcome: called once, with what went wrong or None, by whoever finds the outcome first:
-            before anyone is told.
+            before anyone gets it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TransferTask:
         self._concluded = False
         self._error: LLMException | None = None
         self._lost: LLMException | None = None  # why a memory went under it, where that was found
-        self._reason: LLMException | None = None  # why it was cancelled, where that was told
+        self._reason: LLMException | None = None  # why it was cancelled, where that was given
         self._mutex = RLock()  # re-entrant: a signal handler may wait for the task too
         self._pid = os.getpid()  # elsewhere the lock may be held for ever
 
@@ -152,7 +152,7 @@ class TransferTask:
                 f"process {os.getpid()} was forked from it"
             )
         if self._error is not None:
-            # Without the frames, and what they hold, of those who were told before.
+            # Without the frames, and what they hold, of those who got it before.
             raise self._error.with_traceback(None)
 
     def _find_outcome(self) -> None:
@@ -243,11 +243,11 @@ def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: st
     """What a report says; `cause` is why the memory went, or why it was cancelled, if known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)
-    told = cause.args[0] if cause and cause.args else report.message
-    parts = [f"{plan.operation} {plan.kind}: {told}{missing}"]
+    words = cause.args[0] if cause and cause.args else report.message
+    parts = [f"{plan.operation} {plan.kind}: {words}{missing}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
-    if cause is not None or report.status not in _ABANDONED:  # that report tells it itself
+    if cause is not None or report.status not in _ABANDONED:  # that report says it itself
         parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
     return LLMException(
         "; ".join(parts),

@@ -243,7 +243,7 @@ class Transfers:
 
 
 def default_transfers() -> Transfers:
-    """Return this process's own `Transfers`, made when first asked for (a forked child's: anew)."""
+    """Return this process's own `Transfers`, made at first use; a forked child has its own."""
     return _transfers_of(os.getpid())
 
 

@@ -139,7 +139,7 @@ def test_a_layer_may_be_an_integer_of_numpy(transfers):
     task = transfers.stage(PLAN, filled(1), dst)
     task.ready(np.int64(2))
     assert_equal(dst, expected(PLAN, filled(1), {2}))
-    with pytest.raises(LLMException, match="layer=5 is none"):
+    with pytest.raises(LLMException, match="layer=5 is not one"):
         task.ready(np.uint8(5))
     task.cancel()
 
