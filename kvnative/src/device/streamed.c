@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "core/clock.h"
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/report.h"
 #include "device/streamed_request.h"
 
