@@ -2,7 +2,6 @@
 
 cimport cython
 from libc.errno cimport ENOMEM, errno
-from libc.stdint cimport uint64_t
 from posix.unistd cimport getpid
 
 from kvnative cimport _native
@@ -137,7 +136,7 @@ def host_backend(ThreadPool pool not None, strategy: str = "auto") -> Backend:
 
     Args:
         pool: the threads that copy. Small batches are copied by the submitting thread.
-        strategy: one of ``STRATEGIES``. "auto" streams past the caches what is larger than them.
+        strategy: one of ``STRATEGIES``. "auto" writes past the caches what is larger than them.
 
     Raises:
         ValueError: an unknown strategy.

@@ -24,14 +24,14 @@ from kvnative._backend import (
     host_backend,
     striped,
 )
-from kvnative._lower import Descriptors
-from kvnative._staged import (
+from kvnative._layered import (
     STAGE_DONE,
     STAGE_FAILED,
     STAGE_MOVING,
     STAGE_WAITING,
     StagedTask,
 )
+from kvnative._lower import Descriptors
 from kvnative._task import Report, Task
 
 __all__ = [

@@ -6,15 +6,15 @@ from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._staged cimport StagedTask
+from kvnative._layered cimport StagedTask
 from kvnative._task cimport AnyTask, Report, Task, deadline_of, drop_finished
 
-from kvnative import _backend, _staged, _task
+from kvnative import _backend, _layered, _task
 from kvnative._backend import NativeError
 
 # The one module to import for execution: what it executes with comes along.
-__all__ = [*_backend.__all__, *_staged.__all__, *_task.__all__, "Executor"]
-for _module in (_backend, _staged, _task):
+__all__ = [*_backend.__all__, *_layered.__all__, *_task.__all__, "Executor"]
+for _module in (_backend, _layered, _task):
     globals().update({name: getattr(_module, name) for name in _module.__all__})
 
 
@@ -23,7 +23,7 @@ for _module in (_backend, _staged, _task):
 cdef class Executor:
     """Moves descriptors with a backend; any thread may submit.
 
-    Tasks in flight, their descriptors and what they were told to keep stay alive until their
+    Tasks in flight, their descriptors and what they are to keep stay alive until their
     outcome, also if every handle is dropped; what is through is let go at the next submit() of
     any executor, or at close(). As a context manager it closes itself. A forked child must make
     its own.
@@ -73,7 +73,7 @@ cdef class Executor:
             backend: what moves this transfer; None: the executor's.
 
         Returns:
-            The task. What the backend refuses is told by its report.
+            The task. What the backend refuses is in its report.
 
         Raises:
             NativeError: the executor is closed, or belongs to the process that this one was forked
@@ -91,7 +91,7 @@ cdef class Executor:
             stage_size: descriptors of one stage, >= 1; the last stage may have fewer.
 
         Returns:
-            The task, of ceil(count / stage_size) stages. What the backend refuses is told by its
+            The task, of ceil(count / stage_size) stages. What the backend refuses is in its
             report.
 
         Raises:

@@ -10,7 +10,7 @@ from kvnative._crossing cimport acquire_uint64
 
 __all__ = ["extents_clash", "first_below"]
 
-cdef extern from "core/extents.h" nogil:
+cdef extern from "core/intervals.h" nogil:
     size_t kvn_first_below(const uint64_t *values, size_t count, uint64_t least)
     int kvn_extents_clash(uint64_t *written, size_t num_written, uint64_t written_nbytes,
                           uint64_t *read, size_t num_read, uint64_t read_nbytes)

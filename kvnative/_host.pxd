@@ -43,18 +43,18 @@ cdef extern from "host/arena.h" nogil:
     void kvn_arena_close(kvn_arena *arena)
 
 
-cdef extern from "host/board.h" nogil:
-    ctypedef struct kvn_board:
+cdef extern from "host/generations.h" nogil:
+    ctypedef struct kvn_generations:
         kvn_arena memory
         uint64_t num_slots
 
-    int kvn_board_create(uint64_t num_slots, kvn_board *out, kvn_failure *failure)
-    void kvn_board_close(kvn_board *board)
-    int kvn_board_take(
-        kvn_board *board, uint64_t *slot, uint64_t *generation, kvn_failure *failure
+    int kvn_generations_create(uint64_t num_slots, kvn_generations *out, kvn_failure *failure)
+    void kvn_generations_close(kvn_generations *table)
+    int kvn_generations_take(
+        kvn_generations *table, uint64_t *slot, uint64_t *generation, kvn_failure *failure
     )
-    int kvn_board_release(
-        kvn_board *board, uint64_t slot, uint64_t generation, kvn_failure *failure
+    int kvn_generations_release(
+        kvn_generations *table, uint64_t slot, uint64_t generation, kvn_failure *failure
     )
 
 

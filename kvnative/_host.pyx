@@ -1,4 +1,4 @@
-"""Memory of this host: arenas that a peer can map, the board of registrations, checks."""
+"""Memory of this host: arenas that a peer can map, the generations of registrations, checks."""
 
 cimport cython
 from cpython.buffer cimport (
@@ -264,26 +264,26 @@ cdef class Pin:
 
 @cython.final
 cdef class Board:
-    """The registration board that this process shows to its peers: `num_slots` generations.
+    """The generation table that this process shows to its peers: `num_slots` generations.
 
-    `take` before a range is told to a peer, `release` before the memory is freed: from then on no
-    peer reports a success for it. One thread at a time takes or releases.
+    `take` before a range is published to a peer, `release` before the memory is freed: from then on
+    no peer reports a success for it. One thread at a time takes or releases.
     """
 
-    cdef kvn_board board
+    cdef kvn_generations table
 
     def __cinit__(self):
-        self.board.memory.fd = -1
+        self.table.memory.fd = -1
 
     def __init__(self, num_slots=65536):
-        if self.board.memory.address is not NULL:
+        if self.table.memory.address is not NULL:
             raise TypeError("a board is made once")
         cdef uint64_t slots = unsigned("num_slots", num_slots)
         cdef kvn_failure failure
-        check(kvn_board_create(slots, &self.board, &failure), &failure)
+        check(kvn_generations_create(slots, &self.table, &failure), &failure)
 
     cdef int check_open(self) except -1:
-        if self.board.memory.address is NULL:
+        if self.table.memory.address is NULL:
             raise ValueError("the board is closed")
         return 0
 
@@ -292,7 +292,7 @@ cdef class Board:
         cdef uint64_t slot, generation
         cdef kvn_failure failure
         self.check_open()
-        check(kvn_board_take(&self.board, &slot, &generation, &failure), &failure)
+        check(kvn_generations_take(&self.table, &slot, &generation, &failure), &failure)
         return slot, generation
 
     def release(self, slot, generation):
@@ -300,33 +300,33 @@ cdef class Board:
         cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
         cdef kvn_failure failure
         self.check_open()
-        check(kvn_board_release(&self.board, number, expected, &failure), &failure)
+        check(kvn_generations_release(&self.table, number, expected, &failure), &failure)
 
     @property
     def fd(self):
         self.check_open()
-        return self.board.memory.fd
+        return self.table.memory.fd
 
     @property
     def inode(self):
-        return self.board.memory.inode
+        return self.table.memory.inode
 
     @property
     def address(self):
         self.check_open()
-        return <uintptr_t>self.board.memory.address
+        return <uintptr_t>self.table.memory.address
 
     @property
     def num_slots(self):
-        return self.board.num_slots
+        return self.table.num_slots
 
     @property
     def closed(self):
-        return self.board.memory.address is NULL
+        return self.table.memory.address is NULL
 
     def close(self):
         """Takes the board down; idempotent. Peers then find nothing under its descriptor."""
-        kvn_board_close(&self.board)
+        kvn_generations_close(&self.table)
 
     def __dealloc__(self):
-        kvn_board_close(&self.board)
+        kvn_generations_close(&self.table)

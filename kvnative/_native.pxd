@@ -79,25 +79,25 @@ cdef extern from "core/executor.h" nogil:
     int kvn_task_report(kvn_task *task, kvn_report *report)
     void kvn_task_release(kvn_task *task)
 
-cdef extern from "core/staged.h" nogil:
+cdef extern from "core/layered.h" nogil:
     enum:
-        KVN_STAGE_WAITING
-        KVN_STAGE_MOVING
-        KVN_STAGE_DONE
-        KVN_STAGE_FAILED
-    ctypedef struct kvn_staged:
-        uint64_t num_stages
-    int kvn_staged_init(kvn_staged *staged, kvn_backend *backend, const kvn_columns *columns,
-                        uint64_t stage_size)
-    int kvn_staged_open(kvn_staged *staged, uint64_t stage, int *opened)
-    int kvn_staged_poll(kvn_staged *staged)
-    int kvn_staged_wait(kvn_staged *staged, int64_t deadline_ns)
-    int kvn_staged_abort(kvn_staged *staged, int why)
-    bint kvn_staged_is_sealed(kvn_staged *staged)
-    void kvn_staged_states(kvn_staged *staged, uint8_t *states)
-    int kvn_staged_report(kvn_staged *staged, kvn_report *report)
-    uint32_t kvn_staged_spans(const kvn_staged *staged, uint64_t stage, kvn_span *spans)
-    void kvn_staged_release(kvn_staged *staged)
+        KVN_LAYER_WAITING
+        KVN_LAYER_MOVING
+        KVN_LAYER_DONE
+        KVN_LAYER_FAILED
+    ctypedef struct kvn_layered:
+        uint64_t num_layers
+    int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
+                         uint64_t layer_size)
+    int kvn_layered_open(kvn_layered *layered, uint64_t layer, int *opened)
+    int kvn_layered_poll(kvn_layered *layered)
+    int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns)
+    int kvn_layered_abort(kvn_layered *layered, int why)
+    bint kvn_layered_is_sealed(kvn_layered *layered)
+    void kvn_layered_states(kvn_layered *layered, uint8_t *states)
+    int kvn_layered_report(kvn_layered *layered, kvn_report *report)
+    uint32_t kvn_layered_spans(const kvn_layered *layered, uint64_t layer, kvn_span *spans)
+    void kvn_layered_release(kvn_layered *layered)
 
 cdef extern from "core/clock.h" nogil:
     int64_t kvn_now_ns()

@@ -1,12 +1,13 @@
 from libc.stdint cimport uint64_t
 
-from kvnative._host cimport kvn_board, kvn_failure
+from kvnative._host cimport kvn_generations, kvn_failure
 from kvnative._native cimport kvn_backend, kvn_pool
 
 
-cdef extern from "host/board.h" nogil:
-    uint64_t kvn_board_first_stale(
-        const kvn_board *board, const uint64_t *slots, const uint64_t *generations, uint64_t count
+cdef extern from "host/generations.h" nogil:
+    uint64_t kvn_generations_first_stale(
+        const kvn_generations *table, const uint64_t *slots, const uint64_t *generations,
+        uint64_t count
     )
 
 
@@ -15,7 +16,7 @@ cdef extern from "process/peer.h" nogil:
         int pid
         int pidfd
         int proc
-        kvn_board board
+        kvn_generations generations
 
     int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
     int kvn_peer_attach(

@@ -63,7 +63,7 @@ cdef class Peer:
         cdef uint64_t number = unsigned("inode", inode), slots = unsigned("num_slots", num_slots)
         cdef kvn_failure failure
         self.check_open()
-        if self.peer.board.memory.address is not NULL:
+        if self.peer.generations.memory.address is not NULL:
             raise ValueError("the peer's board is attached already")
         check(kvn_peer_attach(&self.peer, board_fd, number, slots, &failure), &failure)
 
@@ -84,7 +84,7 @@ cdef class Peer:
     cdef int64_t first_stale(self, slots, generations) except -2:
         cdef uint64_t count, stale = 0
         cdef Py_buffer numbers, expected
-        if self.peer.board.memory.address is NULL:
+        if self.peer.generations.memory.address is NULL:
             raise ValueError("the peer's board is not attached")
         acquire_uint64(&numbers, slots, "slots")
         try:
@@ -93,8 +93,8 @@ cdef class Peer:
                 count = numbers.shape[0]
                 if numbers.shape[0] != expected.shape[0]:
                     raise ValueError(f"{count} slots, but {expected.shape[0]} generations")
-                stale = kvn_board_first_stale(
-                    &self.peer.board, <const uint64_t *>numbers.buf,
+                stale = kvn_generations_first_stale(
+                    &self.peer.generations, <const uint64_t *>numbers.buf,
                     <const uint64_t *>expected.buf, count
                 )
             finally:

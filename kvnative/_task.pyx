@@ -194,7 +194,7 @@ cdef class AnyTask:
                 says KVN_TIMEOUT; or, if False, it goes on, and the report says KVN_PENDING.
 
         Returns:
-            The outcome; failures too are told there, not raised.
+            The outcome; failures too are in it, not raised.
 
         Raises:
             ValueError: timeout_ms is negative or not a number.

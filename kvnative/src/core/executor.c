@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "core/clock.h"
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/report.h"
 
 static const kvn_backend_vtable *calls(const kvn_task *task) { return task->backend->vtable; }

@@ -96,7 +96,7 @@ static void add_base(uint64_t *restrict to, uint64_t base, const uint64_t *restr
         to[i] = base + column[i];
 }
 
-/* Plain stores on purpose: streaming ones took 1.05 to 1.3 times as long for a million descriptors
+/* Plain stores on purpose: non-temporal ones took 1.05 to 1.3 times as long for a million descriptors
  * (which the executor is about to read), and the compiler vectorises these. */
 void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
 {

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/report.h"
 
 typedef struct striped {

@@ -6,7 +6,8 @@
 #include <immintrin.h>
 #endif
 
-static const char *const STRATEGY_NAMES[KVN_NUM_STRATEGIES] = {"auto", "memcpy", "stream", "movsb"};
+static const char *const STRATEGY_NAMES[KVN_NUM_STRATEGIES] = {"auto", "memcpy", "non-temporal",
+                                                               "movsb"};
 
 const char *kvn_strategy_name(kvn_strategy strategy)
 {
@@ -17,11 +18,11 @@ static void copy_plain(void *dst, const void *src, size_t nbytes) { memcpy(dst, 
 
 #if defined(__x86_64__)
 
-/* Bytes up to the next multiple of a cache line: streaming stores must be aligned. */
+/* Bytes up to the next multiple of a cache line: non-temporal stores must be aligned. */
 static size_t to_line(const void *dst) { return -(uintptr_t)dst & 63; }
 
 /* The three differ in width alone; a macro, because each needs its own target attribute. */
-#define DEFINE_STREAM(name, isa, vector, load, store)                                              \
+#define DEFINE_NON_TEMPORAL(name, isa, vector, load, store)                                        \
     __attribute__((target(isa))) static void name(void *dst, const void *src, size_t nbytes)       \
     {                                                                                              \
         enum { STEP = 4 * sizeof(vector) };                                                        \
@@ -48,23 +49,23 @@ static size_t to_line(const void *dst) { return -(uintptr_t)dst & 63; }
         memcpy(to, from, nbytes);                                                                  \
     }
 
-DEFINE_STREAM(stream_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
-DEFINE_STREAM(stream_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
-DEFINE_STREAM(stream_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+DEFINE_NON_TEMPORAL(non_temporal_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
+DEFINE_NON_TEMPORAL(non_temporal_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+DEFINE_NON_TEMPORAL(non_temporal_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
 
 static void copy_movsb(void *dst, const void *src, size_t nbytes)
 {
     __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(nbytes) : : "memory");
 }
 
-static kvn_copy best_stream(void)
+static kvn_copy best_non_temporal(void)
 {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f"))
-        return stream_avx512;
+        return non_temporal_avx512;
     if (__builtin_cpu_supports("avx2"))
-        return stream_avx2;
-    return stream_sse2;
+        return non_temporal_avx2;
+    return non_temporal_sse2;
 }
 
 void kvn_copy_fence(void) { _mm_sfence(); }
@@ -72,7 +73,7 @@ void kvn_copy_fence(void) { _mm_sfence(); }
 #else
 
 static void copy_movsb(void *dst, const void *src, size_t nbytes) { memcpy(dst, src, nbytes); }
-static kvn_copy best_stream(void) { return copy_plain; }
+static kvn_copy best_non_temporal(void) { return copy_plain; }
 void kvn_copy_fence(void) {}
 
 #endif
@@ -80,8 +81,8 @@ void kvn_copy_fence(void) {}
 kvn_copy kvn_copy_function(kvn_strategy strategy)
 {
     switch (strategy) {
-    case KVN_COPY_STREAM:
-        return best_stream();
+    case KVN_COPY_NON_TEMPORAL:
+        return best_non_temporal();
     case KVN_COPY_MOVSB:
         return copy_movsb;
     default:

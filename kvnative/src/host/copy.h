@@ -10,21 +10,21 @@
 typedef enum kvn_strategy {
     KVN_COPY_AUTO, /* by the sizes of a transfer: kvn_copy_choose */
     KVN_COPY_MEMCPY,
-    KVN_COPY_STREAM, /* stores that bypass the caches */
+    KVN_COPY_NON_TEMPORAL, /* stores that bypass the caches */
     KVN_COPY_MOVSB,  /* the processor's own block move */
     KVN_NUM_STRATEGIES
 } kvn_strategy;
 
-/* "auto", "memcpy", "stream", "movsb"; NULL for none of them. */
+/* "auto", "memcpy", "non-temporal", "movsb"; NULL for none of them. */
 const char *kvn_strategy_name(kvn_strategy strategy);
 
 /* Copies between ranges that do not overlap; any size, any alignment. */
 typedef void (*kvn_copy)(void *dst, const void *src, size_t nbytes);
 
 /* The function of a strategy (not AUTO), as good as this processor allows: memcpy where it has no
- * streaming stores or no `rep movsb`. */
+ * non-temporal stores or no `rep movsb`. */
 kvn_copy kvn_copy_function(kvn_strategy strategy);
-/* Streaming stores become visible to other threads in order only after this. */
+/* Non-temporal stores become visible to other threads in order only after this. */
 void kvn_copy_fence(void);
 
 #endif

@@ -11,7 +11,7 @@
 
 /* Measured: docs/adr/0002-copy-strategies.md. */
 #define INLINE_NBYTES (256u << 10) /* a worker is awake later than this is copied */
-#define STREAM_NBYTES (24u << 20)  /* batches from this size on are streamed */
+#define NON_TEMPORAL_NBYTES (24u << 20) /* batches from this size on bypass the caches */
 #define PIECE_DESCRIPTORS 8192     /* keeps an abort prompt for tiny descriptors too */
 #define AHEAD_LINES 8              /* of the next descriptor, fetched while one is copied */
 
@@ -55,7 +55,8 @@ static kvn_copy choose(const host *self, const kvn_piece *piece)
 {
     if (self->strategy != KVN_COPY_AUTO)
         return self->copy[self->strategy];
-    return self->copy[piece->batch_nbytes >= STREAM_NBYTES ? KVN_COPY_STREAM : KVN_COPY_MEMCPY];
+    return self->copy[piece->batch_nbytes < NON_TEMPORAL_NBYTES ? KVN_COPY_MEMCPY
+                                                                : KVN_COPY_NON_TEMPORAL];
 }
 
 static int move(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)

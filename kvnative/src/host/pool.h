@@ -16,7 +16,7 @@
 #ifndef KVNATIVE_HOST_POOL_H
 #define KVNATIVE_HOST_POOL_H
 
-#include "core/job.h"
+#include "host/job.h"
 
 #define KVN_MAX_THREADS 64 /* a report holds one span per thread, and the tail */
 

@@ -302,14 +302,14 @@ static int take_entry(kvn_writer *writer, uint64_t num_entries, kvn_failure *fai
                     num_entries, writer->pid);
 }
 
-int kvn_writer_open(int pid, int board_fd, uint64_t board_inode, uint64_t num_slots, int table_fd,
-                    uint64_t table_inode, uint64_t num_entries, uint64_t gates, kvn_writer *out,
+int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uint64_t num_slots,
+                    int table_fd, uint64_t table_inode, uint64_t num_entries, uint64_t gates, kvn_writer *out,
                     kvn_failure *failure)
 {
     *out = (kvn_writer){
         .pid = pid,
         .self = getpid(),
-        .board.memory.fd = -1,
+        .generations.memory.fd = -1,
         .table.fd = -1,
         .page_nbytes = page_size(),
         .process = identity_of(getpid()),
@@ -318,7 +318,8 @@ int kvn_writer_open(int pid, int board_fd, uint64_t board_inode, uint64_t num_sl
     };
     int status = check_num_entries(num_entries, failure);
     if (status == KVN_OK)
-        status = kvn_board_import(pid, board_fd, board_inode, num_slots, &out->board, failure);
+        status = kvn_generations_import(pid, generations_fd, generations_inode, num_slots,
+                                        &out->generations, failure);
     if (status == KVN_OK)
         status = kvn_arena_import(pid, table_fd, table_inode, table_nbytes(num_entries), 1,
                                   &out->table, failure);
@@ -340,7 +341,7 @@ void kvn_writer_close(kvn_writer *writer)
         atomic_compare_exchange_strong(&taken_entry(writer)->process, &process, 0);
     }
     kvn_arena_close(&writer->table);
-    kvn_board_close(&writer->board);
+    kvn_generations_close(&writer->generations);
 }
 
 /* ---- guards ---- */
@@ -398,7 +399,7 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                       "is being written to by as many pieces of this link as can be announced, and "
                       "none of them ends: wait for transfers before more are begun");
     /* With the fence in there: the ticket is seen by whoever has not yet released. */
-    const bool stale = kvn_board_first_stale(&writer->board, guard->slots, guard->generations,
+    const bool stale = kvn_generations_first_stale(&writer->generations, guard->slots, guard->generations,
                                              guard->count) < guard->count;
     if (!stale && !atomic_load(&it->closed))
         return KVN_OK;

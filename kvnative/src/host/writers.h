@@ -10,14 +10,14 @@
  * A peer that died is not waited for. One that is stopped with its ticket in place is waited for
  * until a deadline. If it writes by process_vm_writev, its gate is then closed: each such call
  * begins with a word in the owner's own mapping of the entry, and fails there before it has written
- * anything else. What it has mapped cannot be taken from it; the owner is told of such tickets. */
+ * anything else. What it has mapped cannot be taken from it; such tickets are reported to the owner. */
 #ifndef KVN_WRITERS_H
 #define KVN_WRITERS_H
 
 #include <stdbool.h>
 
-#include "host/board.h"
-#include "core/job.h"
+#include "host/generations.h"
+#include "host/job.h"
 
 #define KVN_WRITER_TICKETS 62 /* of one entry: pieces, or batches of a device, at once */
 
@@ -57,7 +57,7 @@ bool kvn_writers_has(const kvn_writers *writers, const kvn_ticket *ticket);
 typedef struct kvn_writer {
     int pid;       /* of the owner */
     int self;      /* this process: a forked child has no part in it */
-    kvn_board board;
+    kvn_generations generations;
     kvn_arena table;
     uint64_t page_nbytes;
     uint64_t entry;
@@ -67,9 +67,9 @@ typedef struct kvn_writer {
     _Atomic int64_t seen_ns; /* when the owner was last looked for and found */
 } kvn_writer;
 
-/* Takes an entry of the table of process `pid`, whose registrations are on the given board. */
-int kvn_writer_open(int pid, int board_fd, uint64_t board_inode, uint64_t num_slots, int table_fd,
-                    uint64_t table_inode, uint64_t num_entries, uint64_t gates, kvn_writer *out,
+/* Takes an entry of the table of process `pid`, whose registrations are in the given generation table. */
+int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uint64_t num_slots,
+                    int table_fd, uint64_t table_inode, uint64_t num_entries, uint64_t gates, kvn_writer *out,
                     kvn_failure *failure);
 void kvn_writer_close(kvn_writer *writer); /* no guard of it is left; idempotent */
 

@@ -90,7 +90,7 @@ static int open_walk(walk *walk, kvn_maps_source source)
     procmap_query probe = {.size = sizeof probe, .query_flags = PROCMAP_COVERING_OR_NEXT};
     walk->text = NULL;
     walk->current = (mapping){0};
-    /* Opened anew for each check: after a fork an old descriptor would still show the parent. */
+    /* Opened again for each check: after a fork an old descriptor would still show the parent. */
     walk->fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
     if (walk->fd < 0)
         return errno;

@@ -28,7 +28,7 @@ static int has_exited(const kvn_peer *peer)
 int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
 {
     char path[32];
-    *out = (kvn_peer){.pid = pid, .pidfd = -1, .proc = -1, .board.memory.fd = -1};
+    *out = (kvn_peer){.pid = pid, .pidfd = -1, .proc = -1, .generations.memory.fd = -1};
     if (pid < 1)
         return kvn_fail(failure, KVN_INVALID, 0, "pid is %d; it must be at least 1", pid);
     out->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
@@ -59,15 +59,15 @@ static int refuse_exec(const kvn_peer *peer, kvn_failure *failure)
                     peer->pid);
 }
 
-int kvn_peer_attach(kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots,
+int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t num_slots,
                     kvn_failure *failure)
 {
-    peer->board_fd = board_fd;
-    int status = kvn_board_import(peer->pid, board_fd, inode, num_slots, &peer->board, failure);
+    peer->generations_fd = generations_fd;
+    int status = kvn_generations_import(peer->pid, generations_fd, inode, num_slots,
+                                        &peer->generations, failure);
     if (has_exited(peer))
         status = gone(peer, failure);
-    /* No such descriptor, or another file under its number: the board was closed, or exec closed
-     * it. */
+    /* No such descriptor, or another file under its number: the table was closed, or exec closed it. */
     else if (status != KVN_OK && failure->code == ENOENT)
         status = refuse_exec(peer, failure);
     return status;
@@ -77,7 +77,7 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
 {
     char name[32];
     struct stat facts;
-    snprintf(name, sizeof name, "fd/%d", peer->board_fd);
+    snprintf(name, sizeof name, "fd/%d", peer->generations_fd);
     const int error = fstatat(peer->proc, name, &facts, 0) ? errno : 0;
     /* Asked last: a process that is alive now was so when its directory was read. */
     if (has_exited(peer))
@@ -85,8 +85,8 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
     if (error == EACCES || error == EPERM)
         return kvn_fail(failure, KVN_DENIED, error, "/proc/%d/%s: %s", peer->pid, name,
                         strerror(error));
-    if (error || facts.st_ino != peer->board.memory.inode ||
-        facts.st_dev != peer->board.memory.device)
+    if (error || facts.st_ino != peer->generations.memory.inode ||
+        facts.st_dev != peer->generations.memory.device)
         return refuse_exec(peer, failure);
     return KVN_OK;
 }
@@ -110,7 +110,7 @@ int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
 
 void kvn_peer_close(kvn_peer *peer)
 {
-    kvn_board_close(&peer->board);
+    kvn_generations_close(&peer->generations);
     if (peer->proc >= 0)
         close(peer->proc);
     if (peer->pidfd >= 0)

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/report.h"
 #include "tcp/link.h"
 

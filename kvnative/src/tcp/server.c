@@ -72,10 +72,10 @@ static void refuse(kvn_tcp_server *self, kvn_tcp_reason reason, uint64_t offset)
     const bool is_pull = self->request.head.kind == KVN_TCP_PULL;
     /* What was promised is sent, and then taken back. */
     const bool is_late = is_pull && self->answer_left < sizeof self->answer;
-    kvn_tcp_answer *told = is_late ? &self->end : &self->answer;
+    kvn_tcp_answer *answer = is_late ? &self->end : &self->answer;
 
-    told->reason = reason;
-    told->offset = offset;
+    answer->reason = reason;
+    answer->offset = offset;
     self->is_refused = true;
     if (is_pull && !is_late)
         self->left = self->end_left = 0;

@@ -27,7 +27,7 @@ struct kvn_tcp_thread {
     kvn_tcp_watched **places;
     uint32_t *uses; /* of each place: the high half of its key */
     uint32_t num_places;
-    atomic_uint_fast64_t turn; /* odd while it is in on_ready */
+    atomic_uint_fast64_t epoch; /* odd while it is in on_ready */
     /* The thread's own: */
     uint64_t *ready; /* keys of those that have more to do */
     uint32_t num_ready, room;
@@ -87,7 +87,7 @@ static kvn_tcp_progress serve(kvn_tcp_thread *self, uint64_t key, bool from_list
 {
     kvn_tcp_progress progress = KVN_TCP_SLEEPS;
 
-    atomic_fetch_add(&self->turn, 1); /* before it looks: see `forget` */
+    atomic_fetch_add(&self->epoch, 1); /* before it looks: see `forget` */
     kvn_tcp_watched *it = find(self, key);
     if (it) {
         const uint32_t came = it->came;
@@ -98,7 +98,7 @@ static kvn_tcp_progress serve(kvn_tcp_thread *self, uint64_t key, bool from_list
         if (progress == KVN_TCP_GOES_ON)
             list(self, it);
     }
-    atomic_fetch_add(&self->turn, 1);
+    atomic_fetch_add(&self->epoch, 1);
     if (progress == KVN_TCP_SPINS)
         self->spins_for = key;
     return progress;
@@ -106,13 +106,13 @@ static kvn_tcp_progress serve(kvn_tcp_thread *self, uint64_t key, bool from_list
 
 static void note(kvn_tcp_thread *self, uint64_t key, uint32_t events)
 {
-    atomic_fetch_add(&self->turn, 1);
+    atomic_fetch_add(&self->epoch, 1);
     kvn_tcp_watched *it = find(self, key);
     if (it) {
         it->came |= events;
         list(self, it);
     }
-    atomic_fetch_add(&self->turn, 1);
+    atomic_fetch_add(&self->epoch, 1);
 }
 
 /* Lists those that something came for. */
@@ -262,8 +262,8 @@ void kvn_tcp_service_forget(kvn_tcp_watched *it)
     }
     pthread_mutex_unlock(&by->mutex);
     /* Whoever looked before is in on_ready, or will find nothing. */
-    const uint64_t turn = atomic_load(&by->turn);
-    while (turn % 2 == 1 && atomic_load(&by->turn) == turn)
+    const uint64_t epoch = atomic_load(&by->epoch);
+    while (epoch % 2 == 1 && atomic_load(&by->epoch) == epoch)
         sched_yield();
 }
 

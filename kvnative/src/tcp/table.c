@@ -22,7 +22,7 @@ int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, const kvn_device 
     pthread_mutex_init(&self->mutex, NULL);
     atomic_init(&self->removals, 0);
     for (unsigned i = 0; i < KVN_TCP_MAX_THREADS; i++)
-        atomic_init(&self->turns[i], 0);
+        atomic_init(&self->epochs[i], 0);
     return KVN_OK;
 }
 
@@ -56,8 +56,8 @@ int kvn_tcp_table_add(kvn_tcp_table *self, uint64_t slot, const kvn_tcp_row *row
 void kvn_tcp_table_wait_for_threads(kvn_tcp_table *self)
 {
     for (unsigned i = 0; i < KVN_TCP_MAX_THREADS; i++) {
-        const uint64_t turn = atomic_load(&self->turns[i]);
-        for (unsigned spun = 0; turn % 2 == 1 && atomic_load(&self->turns[i]) == turn; spun++)
+        const uint64_t epoch = atomic_load(&self->epochs[i]);
+        for (unsigned spun = 0; epoch % 2 == 1 && atomic_load(&self->epochs[i]) == epoch; spun++)
             if (spun < SPINS)
                 sched_yield();
             else

@@ -28,7 +28,7 @@ typedef struct kvn_tcp_table {
     const kvn_device *device; /* NULL: all rows are of the host */
     atomic_uint_fast64_t removals; /* rises before rows go */
     /* Of each thread that moves bytes: odd while it is in a system call on registered memory. */
-    atomic_uint_fast64_t turns[KVN_TCP_MAX_THREADS];
+    atomic_uint_fast64_t epochs[KVN_TCP_MAX_THREADS];
 } kvn_tcp_table;
 
 /* KVN_OK or KVN_NO_MEMORY. The device outlives it. */
@@ -51,11 +51,11 @@ kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request
 /* Between these two a thread may move bytes of what it has checked, if `removals` is the same still. */
 static inline void kvn_tcp_table_enter(kvn_tcp_table *self, unsigned thread)
 {
-    atomic_fetch_add(&self->turns[thread], 1);
+    atomic_fetch_add(&self->epochs[thread], 1);
 }
 static inline void kvn_tcp_table_leave(kvn_tcp_table *self, unsigned thread)
 {
-    atomic_fetch_add(&self->turns[thread], 1);
+    atomic_fetch_add(&self->epochs[thread], 1);
 }
 static inline bool kvn_tcp_table_is_same(kvn_tcp_table *self, uint64_t removals)
 {

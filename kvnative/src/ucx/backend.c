@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "core/clock.h"
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/report.h"
 
 #define ABORT_NS INT64_C(500000000) /* for what is in flight to end by itself */

@@ -9,7 +9,7 @@
 #include <time.h>
 
 #include "core/clock.h"
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/report.h"
 #include "wrappers.h"
 

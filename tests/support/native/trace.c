@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/job.h"
+#include "core/columns.h"
 #include "core/clock.h"
 #include "core/report.h"
 #include "wrappers.h"

@@ -1,7 +1,7 @@
 /* A job: one batch and how it is moved, piece by piece. Here is what a job does without threads;
  * pool.h runs jobs on several. */
-#ifndef KVNATIVE_CORE_JOB_H
-#define KVNATIVE_CORE_JOB_H
+#ifndef KVNATIVE_HOST_JOB_H
+#define KVNATIVE_HOST_JOB_H
 
 #include <pthread.h>
 #include <stdatomic.h>

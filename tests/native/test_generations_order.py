@@ -1,8 +1,8 @@
 """Whoever read new bytes through an old registration sees that it is over, on any machine.
 
-A processor that reorders little shows nothing of a fence that is missing. So what board.c does,
-step by step, is run here in every order that a weak one allows: of two steps of a thread the later
-may be first, unless a fence, an acquire or a release, or one place in memory keeps them apart.
+A processor that reorders little shows nothing of a fence that is missing. So what generations.c
+does, step by step, is run here in every order that a weak one allows: of two steps of a thread the
+later may be first, unless a fence, an acquire, a release, or one place in memory keeps them apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "kvnative/src/host/board.c"
+SOURCE = Path(__file__).parents[2] / "kvnative/src/host/generations.c"
 OLD, NEW = 1, 2  # generations, and bytes that were written under them
 
 _STEP = re.compile(
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 def steps_of(function: str) -> list[Step]:
-    """What a function of board.c does to the generations, in the order of its text."""
+    """What a function of generations.c does to the generations, in the order of its text."""
     text = re.sub(r"/\*.*?\*/", "", SOURCE.read_text(), flags=re.DOTALL)
     body = re.search(rf"\b{function}\([^)]*\)\s*{{(.*?)^}}", text, re.DOTALL | re.MULTILINE)
     assert body is not None, f"{SOURCE} has no {function}"
@@ -82,8 +82,8 @@ def seen(owner: list[Step], peer: list[Step]) -> set[tuple[int, int]]:
     return found
 
 
-RELEASED = [*steps_of("kvn_board_release"), Step("write", "bytes")]
-LOOKED = [Step("read", "bytes"), *steps_of("kvn_board_first_stale")]
+RELEASED = [*steps_of("kvn_generations_release"), Step("write", "bytes")]
+LOOKED = [Step("read", "bytes"), *steps_of("kvn_generations_first_stale")]
 
 
 def test_in_no_order_are_new_bytes_of_an_old_registration() -> None:

@@ -1,4 +1,4 @@
-#include "core/job.h"
+#include "host/job.h"
 
 #include <string.h>
 

@@ -12,10 +12,10 @@ from kvnative._task cimport AnyTask, Report, report_of, report_with
 
 __all__ = ["STAGE_DONE", "STAGE_FAILED", "STAGE_MOVING", "STAGE_WAITING", "StagedTask"]
 
-# The same names for Python as in staged.h.
+# The same names for Python as in layered.h.
 globals().update(
-    STAGE_WAITING=_native.KVN_STAGE_WAITING, STAGE_MOVING=_native.KVN_STAGE_MOVING,
-    STAGE_DONE=_native.KVN_STAGE_DONE, STAGE_FAILED=_native.KVN_STAGE_FAILED,
+    STAGE_WAITING=_native.KVN_LAYER_WAITING, STAGE_MOVING=_native.KVN_LAYER_MOVING,
+    STAGE_DONE=_native.KVN_LAYER_DONE, STAGE_FAILED=_native.KVN_LAYER_FAILED,
 )
 
 
@@ -39,7 +39,7 @@ cdef class StagedTask(AnyTask):
         cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
         cdef int status
         with nogil:
-            status = kvn_staged_init(&self.staged, backend.handle, &columns, stage_size)
+            status = kvn_layered_init(&self.layered, backend.handle, &columns, stage_size)
         if status == KVN_NO_MEMORY:
             descriptors.release()
             self.descriptors = None  # never begun
@@ -53,20 +53,20 @@ cdef class StagedTask(AnyTask):
 
     def __dealloc__(self):
         if self.over():
-            kvn_staged_release(&self.staged)
+            kvn_layered_release(&self.layered)
 
     cdef int poll_native(self) noexcept nogil:
-        return kvn_staged_poll(&self.staged)
+        return kvn_layered_poll(&self.layered)
 
     cdef int wait_native(self, int64_t deadline_ns) noexcept nogil:
-        return kvn_staged_wait(&self.staged, deadline_ns)
+        return kvn_layered_wait(&self.layered, deadline_ns)
 
     cdef int abort_native(self, int why) noexcept nogil:
-        return kvn_staged_abort(&self.staged, why)
+        return kvn_layered_abort(&self.layered, why)
 
     cdef Report look(self):
         cdef kvn_report native
-        cdef int status = kvn_staged_report(&self.staged, &native)
+        cdef int status = kvn_layered_report(&self.layered, &native)
         if status == KVN_OK or status == KVN_PENDING:
             return report_of(&native, self.count)
         return report_with(&native, self.count, self.unconfirmed())
@@ -77,8 +77,8 @@ cdef class StagedTask(AnyTask):
         cdef uint64_t stage, first = 0, last = 0
         cdef uint32_t i
         cdef list merged = []
-        for stage in range(self.staged.num_stages):
-            for i in range(kvn_staged_spans(&self.staged, stage, spans)):
+        for stage in range(self.layered.num_layers):
+            for i in range(kvn_layered_spans(&self.layered, stage, spans)):
                 if spans[i].first != last or first == last:
                     if first < last:
                         merged.append((first, last))
@@ -89,12 +89,12 @@ cdef class StagedTask(AnyTask):
         return tuple(merged)
 
     cdef bint will_end(self):
-        return kvn_staged_is_sealed(&self.staged)
+        return kvn_layered_is_sealed(&self.layered)
 
     @property
     def num_stages(self) -> int:
         """Number of stages."""
-        return self.staged.num_stages
+        return self.layered.num_layers
 
     @property
     def sealed(self) -> bool:
@@ -102,7 +102,7 @@ cdef class StagedTask(AnyTask):
         if self.outcome is not None:
             return True
         self.backend.check_process()
-        return kvn_staged_is_sealed(&self.staged)
+        return kvn_layered_is_sealed(&self.layered)
 
     def open(self, stage: int) -> bool:
         """Submit a stage and return at once; a small one is done on return.
@@ -116,14 +116,14 @@ cdef class StagedTask(AnyTask):
         """
         cdef uint64_t index
         cdef int status, opened = 0
-        if not 0 <= stage < self.staged.num_stages:
+        if not 0 <= stage < self.layered.num_layers:
             raise ValueError(f"stage = {stage!r}: expected 0 to {self.num_stages - 1}")
         if self.outcome is not None:
             return False
         self.backend.check_process()
         index = stage
         with nogil:
-            status = kvn_staged_open(&self.staged, index, &opened)
+            status = kvn_layered_open(&self.layered, index, &opened)
         if status != KVN_PENDING:
             self.settle()
         return opened != 0
@@ -137,10 +137,10 @@ cdef class StagedTask(AnyTask):
         Raises:
             NativeError: this process was forked from the one that made the task.
         """
-        cdef bytearray states = bytearray(self.staged.num_stages)
+        cdef bytearray states = bytearray(self.layered.num_layers)
         cdef uint8_t *first
         self.backend.check_process()  # also after the outcome: the mutex may be held for ever
         self.done  # looks at those in flight
         first = <uint8_t *><char *>states
-        kvn_staged_states(&self.staged, first)
+        kvn_layered_states(&self.layered, first)
         return tuple(states)

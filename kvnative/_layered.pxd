@@ -1,14 +1,14 @@
-# What other Cython modules may see of staged tasks.
+# What other Cython modules may see of layered tasks.
 from libc.stdint cimport uint64_t
 
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._native cimport kvn_staged
+from kvnative._native cimport kvn_layered
 from kvnative._task cimport AnyTask
 
 
 cdef class StagedTask(AnyTask):
-    cdef kvn_staged staged
+    cdef kvn_layered layered
 
     @staticmethod
     cdef StagedTask prepare(Backend backend, Descriptors descriptors, uint64_t stage_size,

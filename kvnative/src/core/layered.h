@@ -1,0 +1,70 @@
+/* Moves a column array slice by slice: layer i is descriptors [i * layer_size, (i + 1) * layer_size),
+ * and is submitted by whoever opens it, as a task of its own. All layers have one outcome, in the
+ * indices of the whole array.
+ *
+ * The first layer that fails, or an abort, seals the array: no further layer opens. The outcome comes
+ * when those in flight are through. All calls but init and release may come from several threads. */
+#ifndef KVNATIVE_CORE_LAYERED_H
+#define KVNATIVE_CORE_LAYERED_H
+
+#include "core/executor.h"
+#include "core/list.h"
+
+typedef enum kvn_layer_state {
+    KVN_LAYER_WAITING, /* not open; nothing of it was moved */
+    KVN_LAYER_MOVING,
+    KVN_LAYER_DONE,
+    KVN_LAYER_FAILED /* opened and not confirmed whole */
+} kvn_layer_state;
+
+typedef struct kvn_opened kvn_opened; /* a layer in flight, or one that failed */
+
+typedef struct kvn_layer {
+    kvn_opened *opened; /* NULL while waiting and when done */
+    kvn_layer_state state;
+} kvn_layer;
+
+/* Embed it where it stays in place until kvn_layered_release; the fields are layered.c's. */
+typedef struct kvn_layered {
+    kvn_backend *backend;
+    kvn_columns columns;
+    uint64_t layer_size;
+    uint64_t num_layers;
+    pthread_mutex_t mutex;  /* guards everything below; taken before a task's own */
+    pthread_cond_t changed; /* a layer was submitted, is through or is let go; or the outcome came */
+    kvn_layer *layers;
+    kvn_list in_flight;     /* layers, in the order in which they are looked at */
+    uint64_t num_waiting;
+    uint64_t num_moving;
+    uint64_t bytes_done; /* of layers that are through */
+    int give_up;         /* KVN_OK, or why it was aborted */
+    bool sealed;         /* no layer opens any more */
+    bool settled;
+    kvn_report outcome;  /* without spans: kvn_layered_spans has them, however many */
+} kvn_layered;
+
+/* Nothing moves yet. `layer_size` >= 1. Returns the outcome where there is one already (there are no
+ * descriptors), otherwise KVN_PENDING. KVN_NO_MEMORY alone makes nothing to release. The backend and
+ * the columns must outlive the outcome. */
+int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
+                     uint64_t layer_size);
+/* Submits layer `layer` < num_layers. *opened: 1 if this call did, 0 if it is open already or
+ * the array is sealed. Returns KVN_PENDING or the outcome. */
+int kvn_layered_open(kvn_layered *layered, uint64_t layer, int *opened);
+/* As for a task. A wait also sleeps while nothing is in flight and layers may still be opened. */
+int kvn_layered_poll(kvn_layered *layered);
+int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns);
+int kvn_layered_abort(kvn_layered *layered, int why);
+/* Whether no layer opens any more: all are open, one has failed, or it was aborted. Never blocks. */
+bool kvn_layered_is_sealed(kvn_layered *layered);
+/* Writes num_layers states, of one moment. */
+void kvn_layered_states(kvn_layered *layered, uint8_t *states);
+/* Bytes moved so far, and the outcome if there is one; without spans. */
+int kvn_layered_report(kvn_layered *layered, kvn_report *report);
+/* The unconfirmed descriptors of one layer, ascending and disjoint, into `spans` (KVN_MAX_SPANS of
+ * them); returns how many. After the outcome. */
+uint32_t kvn_layered_spans(const kvn_layered *layered, uint64_t layer, kvn_span *spans);
+/* After the outcome, once, when no thread is in another call. */
+void kvn_layered_release(kvn_layered *layered);
+
+#endif

@@ -1,0 +1,81 @@
+#include "host/generations.h"
+
+#include <errno.h>
+#include <inttypes.h>
+
+#define KVN_GENERATIONS_MAX_SLOTS (UINT64_C(1) << 24)
+
+static _Atomic uint64_t *slots_of(const kvn_generations *table) { return table->memory.address; }
+
+static int bad_num_slots(uint64_t num_slots, kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_INVALID, 0,
+                    "num_slots is %" PRIu64 "; it must be in [1, %" PRIu64 "]", num_slots,
+                    KVN_GENERATIONS_MAX_SLOTS);
+}
+
+int kvn_generations_create(uint64_t num_slots, kvn_generations *out, kvn_failure *failure)
+{
+    *out = (kvn_generations){.memory.fd = -1, .num_slots = num_slots};
+    if (num_slots < 1 || num_slots > KVN_GENERATIONS_MAX_SLOTS)
+        return bad_num_slots(num_slots, failure);
+    return kvn_arena_create("kvplan-board", num_slots * sizeof(uint64_t), 1, &out->memory, failure);
+}
+
+int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
+                           kvn_generations *out, kvn_failure *failure)
+{
+    *out = (kvn_generations){.memory.fd = -1, .num_slots = num_slots};
+    if (num_slots < 1 || num_slots > KVN_GENERATIONS_MAX_SLOTS)
+        return bad_num_slots(num_slots, failure);
+    return kvn_arena_import(pid, fd, inode, num_slots * sizeof(uint64_t), 0, &out->memory, failure);
+}
+
+void kvn_generations_close(kvn_generations *table) { kvn_arena_close(&table->memory); }
+
+int kvn_generations_take(kvn_generations *table, uint64_t *slot, uint64_t *generation,
+                         kvn_failure *failure)
+{
+    for (uint64_t i = 0; i < table->num_slots; i++) {
+        const uint64_t candidate = (table->next + i) % table->num_slots;
+        uint64_t seen = atomic_load_explicit(&slots_of(table)[candidate], memory_order_relaxed);
+        if (seen % 2 == 0 &&
+            atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, seen + 1)) {
+            table->next = candidate + 1;
+            *slot = candidate;
+            *generation = seen + 1;
+            return KVN_OK;
+        }
+    }
+    return kvn_fail(failure, KVN_NO_MEMORY, ENOSPC,
+                    "all %" PRIu64 " slots of the generation table are taken", table->num_slots);
+}
+
+int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,
+                            kvn_failure *failure)
+{
+    uint64_t expected = generation;
+    if (slot >= table->num_slots || generation % 2 == 0 ||
+        !atomic_compare_exchange_strong(&slots_of(table)[slot], &expected, generation + 1))
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "slot %" PRIu64 " is not registered with generation %" PRIu64, slot,
+                        generation);
+    /* What the owner writes to the range from here on is ordered after the new generation, so a
+     * peer that read any of it also sees that. */
+    atomic_thread_fence(memory_order_seq_cst);
+    return KVN_OK;
+}
+
+uint64_t kvn_generations_first_stale(const kvn_generations *table, const uint64_t *slots,
+                                     const uint64_t *generations, uint64_t count)
+{
+    atomic_thread_fence(memory_order_seq_cst); /* the transfer's reads come before the look here */
+    for (uint64_t i = 0; i < count; i++) {
+        if (slots[i] >= table->num_slots)
+            return i;
+        if (atomic_load_explicit(&slots_of(table)[slots[i]], memory_order_acquire) !=
+            generations[i])
+            return i;
+    }
+    return count;
+}

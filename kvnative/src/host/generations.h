@@ -1,0 +1,40 @@
+/* The generation table: one page-aligned array of generations that a process shows to its peers.
+ *
+ * A range of memory that peers may reach holds a slot. The slot's generation is odd while the range
+ * is registered; taking and releasing it each add one. A peer remembers the generation that was
+ * published to it and looks again before and after each transfer, so a range that its owner has
+ * released, or released and registered again for something else, is noticed with no message between
+ * the two. */
+#ifndef KVN_GENERATIONS_H
+#define KVN_GENERATIONS_H
+
+#include <stdatomic.h>
+
+#include "host/arena.h"
+
+typedef struct kvn_generations {
+    kvn_arena memory;
+    uint64_t num_slots;
+    uint64_t next; /* where the owner looks for a free slot first */
+} kvn_generations;
+
+int kvn_generations_create(uint64_t num_slots, kvn_generations *out, kvn_failure *failure);
+int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
+                           kvn_generations *out, kvn_failure *failure);
+void kvn_generations_close(kvn_generations *table); /* the owner releases every slot first */
+
+/* The owner's side. KVN_NO_MEMORY when every slot is taken; KVN_INVALID when the slot is not held
+ * with that generation. After release returned, no peer reports a success for the range any more.
+ */
+int kvn_generations_take(kvn_generations *table, uint64_t *slot, uint64_t *generation,
+                         kvn_failure *failure);
+int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,
+                            kvn_failure *failure);
+
+/* The peer's side: index of the first slot whose generation is another one by now, or `count`.
+ * A slot out of range counts as such. Everything read before the call was read under the
+ * generations that it sees. */
+uint64_t kvn_generations_first_stale(const kvn_generations *table, const uint64_t *slots,
+                                     const uint64_t *generations, uint64_t count);
+
+#endif
