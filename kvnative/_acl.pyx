@@ -64,8 +64,8 @@ cdef class AclLibrary(DeviceLibrary):
                 return AclLibrary.open_files(files)
             except AclError as error:
                 tried.append(str(error))
-        told = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
-        raise NativeError(f"no ACL library: {told}")
+        reasons = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
+        raise NativeError(f"no ACL library: {reasons}")
 
     @staticmethod
     cdef AclLibrary open_files(list files):

@@ -171,7 +171,7 @@ cdef class Device:
     def fallback_reason(self) -> str:
         """Why copies to and from the host are not the fastest that kvplan knows; "" if they are.
 
-        What only the first batch copy tells is there after it.
+        What only the first batch copy shows is there after it.
         """
         cdef char reason[256]
         self.check_usable()

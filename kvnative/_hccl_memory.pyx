@@ -94,8 +94,8 @@ cdef class HcclLibrary:
                 return HcclLibrary.open_file(acl, file)
             except HcclError as error:
                 tried.append(f"{file}: {error}")
-        told = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
-        raise HcclError(f"no HCCL library: {told}")
+        reasons = "; ".join(tried) or f"{path} has neither {' nor '.join(NAMES)}"
+        raise HcclError(f"no HCCL library: {reasons}")
 
     @staticmethod
     cdef HcclLibrary open_file(AclLibrary acl, str file):

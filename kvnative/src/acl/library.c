@@ -45,8 +45,8 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
         /* Global, as programs that link it have it: libraries of the toolkit look for each other. */
         out->files[i] = dlopen(paths[i], RTLD_NOW | RTLD_GLOBAL);
         if (!out->files[i] && (i == 0 || !*reason)) {
-            const char *told = dlerror();
-            snprintf(reason, sizeof reason, "%s", told ? told : "the loader does not say why");
+            const char *error = dlerror();
+            snprintf(reason, sizeof reason, "%s", error ? error : "the loader does not say why");
         }
         opened |= out->files[i] != NULL;
     }
@@ -123,7 +123,7 @@ bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3
            library->calls.aclrtGetVersion(&version[0], &version[1], &version[2]) == KVN_ACL_OK;
 }
 
-/* Before 8.5 ACL does not tell, but the runtime below it, which is looked through as well, does. */
+/* Before 8.5 ACL does not say, but the runtime below it, which is looked through as well, does. */
 static bool ask_runtime(const kvn_acl_library *library, int32_t logical, int32_t *physical)
 {
     int32_t (*get_number)(uint32_t logical, uint32_t *physical) = NULL;

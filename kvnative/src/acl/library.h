@@ -32,9 +32,9 @@ int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failur
 /* ---- what it says of devices; after init, no context is needed ---- */
 
 int kvn_acl_library_devices(const kvn_acl_library *library, uint32_t *count, kvn_failure *failure);
-/* "Ascend910B1", say; "" where it does not tell. */
+/* "Ascend910B1", say; "" where it does not say. */
 const char *kvn_acl_library_soc(const kvn_acl_library *library);
-/* Version of the interface: three numbers. False where the library does not tell. */
+/* Version of the interface: three numbers. False where the library does not say. */
 bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3]);
 /* Number of the device on its server. False where the library cannot tell. */
 bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, int32_t *physical);
@@ -55,7 +55,7 @@ void kvn_acl_put_on_one_line(char *text);
 int kvn_acl_explain(const kvn_acl *acl, const char *call, int code, char *message, size_t room);
 /* The same into a failure. */
 int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure);
-/* The text of an error that was expected: dropped, so that it is not told with the next one. */
+/* The text of an error that was expected: dropped, so that it does not come with the next one. */
 void kvn_acl_forget(const kvn_acl *acl);
 
 #endif
