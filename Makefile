@@ -104,7 +104,7 @@ docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.h
 	$(BIN)/python tools/api_reference.py
 
 clean: ## remove everything that these commands made
-	rm -rf .venv build dist *.egg-info kvnative/*.so .*_cache .hypothesis
+	rm -rf .venv build dist *.egg-info kvnative/*.so kvnative/lib tests/support/*.so .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Debian splits Python: without python3-venv there is no ensurepip, so pip installs pip.

@@ -1,8 +1,8 @@
 """Builds the native modules; everything that is only metadata stands in pyproject.toml.
 
 Every ``kvnative/*.pyx`` becomes an extension module. The C sources in ``kvnative/src`` become one
-shared library beside them, which each module finds by its own place (``$ORIGIN``): a new source
-file or module needs no change here.
+shared library, which each module finds from its own place (``$ORIGIN``): a new source file or
+module needs no change here.
 
 A build in place (`build_ext --inplace`, `pip install -e`) also makes the module of the tests, which
 puts failures around backends; no wheel has it.
@@ -69,6 +69,8 @@ cython_flags = ["-O0" if CHECKED else "-O3"]
 # Our own sources hold the strict line; Cython's output is not ours to lint.
 strict_flags = ["-fPIC", "-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
 
+# In a folder of its own: beside the modules it would be taken for one.
+LIBRARY = Path("kvnative/lib/libkvn.so")
 include_dirs = ["include", "kvnative/src"]
 c_sources = sorted(Path("kvnative/src").rglob("*.c"))
 headers = sorted([*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")])
@@ -83,7 +85,7 @@ test_headers = sorted(tests.glob("native/*.h"))
 
 def module(source: Path, depends: list[Path]) -> Extension:
     """Return the module of one Cython source, which finds libkvn.so from its own place."""
-    origin = os.path.relpath("kvnative", source.parent)
+    origin = os.path.relpath(LIBRARY.parent, source.parent)
     return Extension(
         ".".join([*source.parent.parts, source.stem]),
         [str(source)],
@@ -92,7 +94,7 @@ def module(source: Path, depends: list[Path]) -> Extension:
         depends=[*map(str, depends), "setup.py"],
         extra_compile_args=["-fvisibility=hidden", *common_flags, *cython_flags],
         libraries=["kvn"],
-        extra_link_args=["-pthread", f"-Wl,-rpath,$ORIGIN/{origin}".removesuffix("/."), *sanitizer],
+        extra_link_args=["-pthread", f"-Wl,-rpath,$ORIGIN/{origin}", *sanitizer],
         py_limited_api=LIMITED_API,
     )
 
@@ -106,9 +108,7 @@ Options.warning_errors = True
 
 
 class BuildNative(build_ext):
-    """build_ext that makes libkvn.so first, in the same folder."""
-
-    library = "kvnative/libkvn.so"
+    """build_ext that makes libkvn.so first."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -116,7 +116,8 @@ class BuildNative(build_ext):
             self.extensions = [it for it in self.extensions if it.name.startswith("kvnative.")]
 
     def build_extensions(self) -> None:
-        library = Path(self.build_lib, self.library)
+        library = self.built()
+        library.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor() as threads:
             objects = list(threads.map(self.compiled, c_sources))
         if self.force or newer_group([*objects, "setup.py"], str(library)):
@@ -147,17 +148,22 @@ class BuildNative(build_ext):
             )
         return name
 
+    def built(self) -> Path:
+        """Return where libkvn.so is linked."""
+        return Path(self.build_lib, LIBRARY)
+
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
-        self.copy_file(str(Path(self.build_lib, self.library)), self.library)
+        LIBRARY.parent.mkdir(exist_ok=True)
+        self.copy_file(str(self.built()), str(LIBRARY))
 
     def get_outputs(self) -> list[str]:
-        return [*super().get_outputs(), str(Path(self.build_lib, self.library))]
+        return [*super().get_outputs(), str(self.built())]
 
     def get_output_mapping(self) -> dict[str, str]:
         mapping = super().get_output_mapping()
         if self.inplace:
-            mapping[str(Path(self.build_lib, self.library))] = self.library
+            mapping[str(self.built())] = str(LIBRARY)
         return mapping
 
 

@@ -62,7 +62,7 @@ def test_the_wheel_is_one_for_all_python_versions_and_complete(dist: Path) -> No
     expected |= tree("kvplan/**/*.py") | tree("kvnative/*.py[id]") | tree("kvnative/*.pxd")
     expected |= tree("kvnative/src/**/*.h")
     expected |= {f"kvnative/{path.stem}.abi3.so" for path in ROOT.glob("kvnative/*.pyx")}
-    expected |= {"kvnative/libkvn.so"}
+    expected |= {"kvnative/lib/libkvn.so"}
     assert expected - names == set()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert packages == {"kvplan", "kvnative"}
