@@ -277,7 +277,8 @@ cdef class Staging:
     Args:
         slot_nbytes: of a slot, 4096 to 2**30. A transfer is cut into chunks of that size.
         slots: of a transfer, 2 to 64: as many chunks are on their way at a time.
-        lanes: transfers at a time, 1 to 64; others wait for one to end, or for their deadline.
+        buffer_sets: transfers at a time, 1 to 64; others wait for one to end, or until their
+            deadline.
 
     Attributes:
         region: the whole of it.
@@ -288,9 +289,10 @@ cdef class Staging:
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None, *,
-                 slot_nbytes=4 << 20, slots=4, lanes=2):
+                 slot_nbytes=4 << 20, slots=4, buffer_sets=2):
         cdef uint64_t size = unsigned("slot_nbytes", slot_nbytes)
-        cdef uint64_t per_set = unsigned("slots", slots), num_sets = unsigned("lanes", lanes)
+        cdef uint64_t per_set = unsigned("slots", slots)
+        cdef uint64_t num_sets = unsigned("buffer_sets", buffer_sets)
         cdef kvn_failure failure
         cdef DeviceBuffer buffer
         cdef int status
@@ -324,7 +326,7 @@ cdef class Staging:
         return self.staging.slots
 
     @property
-    def lanes(self) -> int:
+    def buffer_sets(self) -> int:
         """Transfers that may use it at a time."""
         return self.staging.num_sets
 
@@ -363,4 +365,4 @@ cdef class Staging:
         kvn_staging_free(&self.staging)
 
     def __repr__(self):
-        return f"<Staging of {self.lanes} x {self.slots} x {self.slot_nbytes} bytes>"
+        return f"<Staging of {self.buffer_sets} x {self.slots} x {self.slot_nbytes} bytes>"

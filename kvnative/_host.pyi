@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-__all__ = ["Arena", "Board", "Pin", "check_memory", "check_ranges"]
+__all__ = ["Arena", "GenerationTable", "Pin", "check_memory", "check_ranges"]
 
 MAPS_SOURCES: dict[str, int]
 
@@ -68,7 +68,7 @@ class Pin:
     def release(self) -> None: ...
 
 @final
-class Board:
+class GenerationTable:
     def __init__(self, num_slots: int = 65536) -> None: ...
     def take(self) -> tuple[int, int]: ...
     def release(self, slot: int, generation: int) -> None: ...

@@ -12,7 +12,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 
 from kvnative._crossing cimport acquire_uint64
 
-__all__ = ["Arena", "Board", "Pin", "check_memory", "check_ranges"]
+__all__ = ["Arena", "GenerationTable", "Pin", "check_memory", "check_ranges"]
 
 cdef extern from "kvnative/status.h" nogil:
     int KVN_OK, KVN_INVALID, KVN_UNMAPPED, KVN_NO_MEMORY
@@ -263,7 +263,7 @@ cdef class Pin:
 
 
 @cython.final
-cdef class Board:
+cdef class GenerationTable:
     """The generation table that this process shows to its peers: `num_slots` generations.
 
     `take` before a range is published to a peer, `release` before the memory is freed: from then on

@@ -20,7 +20,7 @@ cdef extern from "process/peer.h" nogil:
 
     int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
     int kvn_peer_attach(
-        kvn_peer *peer, int board_fd, uint64_t inode, uint64_t num_slots, kvn_failure *failure
+        kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t num_slots, kvn_failure *failure
     )
     int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
     int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)

@@ -54,7 +54,7 @@ cdef class Peer:
         return 0
 
     @cython.critical_section
-    def attach(self, int board_fd, inode, num_slots):
+    def attach(self, int generations_fd, inode, num_slots):
         """Maps the peer's registration board, read-only.
 
         ProcessLookupError when the peer has exited, closed the board or executes another program;
@@ -65,7 +65,7 @@ cdef class Peer:
         self.check_open()
         if self.peer.generations.memory.address is not NULL:
             raise ValueError("the peer's board is attached already")
-        check(kvn_peer_attach(&self.peer, board_fd, number, slots, &failure), &failure)
+        check(kvn_peer_attach(&self.peer, generations_fd, number, slots, &failure), &failure)
 
     @cython.critical_section
     def check(self, slots, generations):

@@ -252,8 +252,8 @@ cdef class UcxWorker:
         """Register what owners read to see what this process is writing to their memory."""
         return self.map(<uintptr_t>self.worker.tickets, KVN_UCX_TICKETS * sizeof(uint64_t))
 
-    def endpoint(self, bytes address not None, *, board_address, board_slots,
-                 bytes board_rkey not None, tickets_address, bytes tickets_rkey not None,
+    def endpoint(self, bytes address not None, *, generations_address, num_slots,
+                 bytes generations_rkey not None, tickets_address, bytes tickets_rkey not None,
                  uint32_t tag) -> UcxEndpoint:
         """Make an endpoint to a peer; connect() it before use.
 
@@ -262,8 +262,8 @@ cdef class UcxWorker:
 
         Args:
             address: of the peer's worker.
-            board_address, board_slots, board_rkey: the peer's generation table: a word of 8 bytes
-                for each slot, 1 at least.
+            generations_address, num_slots, generations_rkey: the peer's generation table: a word of
+                8 bytes for each slot, 1 at least.
             tickets_address, tickets_rkey: its `tickets`.
             tag: 32 bits, by which the peer knows what is written to its memory.
 
@@ -276,16 +276,16 @@ cdef class UcxWorker:
         cdef kvn_ucx_remote remote
         cdef int status
         self.check_made()
-        if not address or not board_rkey or not tickets_rkey:
-            raise ValueError("address, board_rkey and tickets_rkey must have at least 1 byte")
+        if not address or not generations_rkey or not tickets_rkey:
+            raise ValueError("address, generations_rkey and tickets_rkey must have at least 1 byte")
         remote.address = <const char *>address
         remote.address_nbytes = len(address)
-        remote.generations = unsigned("board_address", board_address)
-        remote.num_slots = unsigned("board_slots", board_slots)
+        remote.generations = unsigned("generations_address", generations_address)
+        remote.num_slots = unsigned("num_slots", num_slots)
         if remote.num_slots == 0:
-            raise ValueError("board_slots is 0; it must be at least 1")
-        remote.generations_key = <const char *>board_rkey
-        remote.generations_key_nbytes = len(board_rkey)
+            raise ValueError("num_slots is 0; it must be at least 1")
+        remote.generations_key = <const char *>generations_rkey
+        remote.generations_key_nbytes = len(generations_rkey)
         remote.tickets = unsigned("tickets_address", tickets_address)
         remote.tickets_key = <const char *>tickets_rkey
         remote.tickets_key_nbytes = len(tickets_rkey)

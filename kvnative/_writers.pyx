@@ -54,7 +54,7 @@ cdef extern from "host/writers.h" nogil:
     uint64_t kvn_writers_drain(kvn_writers *writers, int64_t deadline_ns, uint64_t *next,
                                kvn_ticket *left)
     bint kvn_writers_has(const kvn_writers *writers, const kvn_ticket *ticket)
-    int kvn_writer_open(int pid, int board_fd, uint64_t board_inode, uint64_t num_slots,
+    int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uint64_t num_slots,
                         int table_fd, uint64_t table_inode, uint64_t num_entries, uint64_t gates,
                         kvn_writer *out, kvn_failure *failure)
     void kvn_writer_close(kvn_writer *writer)
@@ -168,17 +168,17 @@ cdef class Writer:
     def __cinit__(self):
         self.writer.table.fd = -1
 
-    def __init__(self, int pid, *, int board_fd, board_inode, num_slots, int table_fd, table_inode,
-                 num_entries, address):
+    def __init__(self, int pid, *, int generations_fd, generations_inode, num_slots, int table_fd,
+                 table_inode, num_entries, address):
         if self.writer.table.address is not NULL:
             raise TypeError("a writer is made once")
-        cdef uint64_t board = unsigned("board_inode", board_inode)
+        cdef uint64_t inode = unsigned("generations_inode", generations_inode)
         cdef uint64_t slots = unsigned("num_slots", num_slots)
         cdef uint64_t table = unsigned("table_inode", table_inode)
         cdef uint64_t entries = unsigned("num_entries", num_entries)
         cdef uint64_t gates = unsigned("address", address)
         cdef kvn_failure failure
-        check(kvn_writer_open(pid, board_fd, board, slots, table_fd, table, entries, gates,
+        check(kvn_writer_open(pid, generations_fd, inode, slots, table_fd, table, entries, gates,
                               &self.writer, &failure), &failure)
 
     cdef kvn_guard *guard(self, slots, generations) except NULL:

@@ -214,7 +214,7 @@ def user_key() -> ClusterKey:
     return replace(key, advice=advice)
 
 
-def describe() -> UserKeyState:
+def describe_user_key() -> UserKeyState:
     """The state of the user's key; makes nothing."""
     path, why_not_home = state_file(_USER_KEY)
     why_not = ""

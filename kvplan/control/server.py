@@ -219,7 +219,7 @@ class Server:
         self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
 
-def warn_of_strangers(endpoint: Endpoint, stacklevel: int) -> None:
+def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
     """Warn the caller that is about to listen, without a key, where other hosts may reach it.
 
     Args:

@@ -23,7 +23,7 @@ from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
-    from kvplan.device.device import Device as AscendDevice
+    from kvplan.device.device import Device
     from kvplan.execution import Transfers
     from kvplan.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
 
@@ -83,7 +83,7 @@ class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOpera
         return None if self._engine is None else self._engine.listen_address
 
     @property
-    def device(self) -> AscendDevice | None:
+    def device(self) -> Device | None:
         """The accelerator that caches with Placement.DEVICE lie on; None: there is none.
 
         It is this engine's until `finalize`.

@@ -14,7 +14,7 @@ from threading import RLock, Thread
 from typing import TYPE_CHECKING
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.server import warn_of_strangers
+from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
 from kvplan.engine.completion import CompletionThread
 from kvplan.engine.memory import merged_ranges
@@ -95,7 +95,7 @@ class Engine:
             self._held = held.pop_all()
 
     def _announce(self) -> None:
-        self.links.tables_changed()
+        self.links.publish_soon()
 
     @property
     def inherited(self) -> bool:
@@ -135,7 +135,7 @@ class Engine:
         if address:
             endpoint = Endpoint.parse(address)
             if self.options.cluster_key_file is None:
-                warn_of_strangers(endpoint, stacklevel + 1)
+                warn_unauthenticated(endpoint, stacklevel + 1)
             self.links.listen(endpoint)
         else:
             self.links.stop_listening()
@@ -152,7 +152,7 @@ class Engine:
         with self._remapping:  # of two at once the second must not be lost
             entries = [it for it, _ in self.registry.entries()]
             self.registry.renew(_touched(entries, given))
-        self.links.tell_all(self.wait_ms / 1000)
+        self.links.publish_and_confirm(self.wait_ms / 1000)
 
     def close(self) -> None:
         """Wait for the transfers in flight as long as a pull may take, stop them, release all.

@@ -19,7 +19,7 @@ from kvplan.transport.protocol import kind_of
 from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
-    from kvplan.device.device import Device as AscendDevice
+    from kvplan.device.device import Device
     from kvplan.transport.protocol import Registrable, Registration, Transport
 
 _LOG = Log("kvplan")
@@ -57,7 +57,7 @@ class CacheEntry:
         object.__setattr__(self, "side", known)
 
 
-def ad_hoc(cache: Cache, device: AscendDevice | None) -> CacheEntry:
+def ad_hoc(cache: Cache, device: Device | None) -> CacheEntry:
     """A cache that is named by its addresses alone, which nobody vouches for.
 
     Raises:
@@ -123,7 +123,7 @@ def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> lis
         renewed = []
         for it in held:
             renewed.append(it.renewed(transports))
-            undo.callback(renewed[-1].offer.withdraw)
+            undo.callback(renewed[-1].offer.deregister)
         undo.pop_all()
     return renewed
 
@@ -135,7 +135,7 @@ def end_all(held: Iterable[HeldCache]) -> None:
     """
     with ExitStack() as all_of_them:
         for it in held:
-            all_of_them.callback(it.offer.withdraw)
+            all_of_them.callback(it.offer.deregister)
 
 
 class PendingDeregistrations:
@@ -189,7 +189,7 @@ class Offer:
     metadata: Mapping[str, bytes]
     registrations: tuple[tuple[Transport, Registration], ...]
 
-    def withdraw(self) -> None:
+    def deregister(self) -> None:
         """End the registrations. A second time is fine, and waits for what the first waits for."""
         with ExitStack() as all_of_them:
             for transport, it in self.registrations:
@@ -224,7 +224,7 @@ def offer(
                     raise
                 _LOG.info("peers do not reach a cache over transport %s: %s", transport.name, error)
             else:
-                undo.callback(offered.withdraw)
+                undo.callback(offered.deregister)
                 metadata |= offered.metadata
                 made += offered.registrations
         undo.pop_all()

@@ -16,7 +16,7 @@ from kvplan.types import CacheDesc, Placement
 from kvplan.validation import UINT64_MAX, check_width
 
 if TYPE_CHECKING:
-    from kvplan.device.device import Device as AscendDevice
+    from kvplan.device.device import Device
     from kvplan.engine.pools import Span
     from kvplan.transport.protocol import Registrable
 
@@ -42,7 +42,7 @@ def memory_of_tensors(
     tensors: Sequence[Any],
     *,
     writable: bool | None,
-    device: AscendDevice | None = None,
+    device: Device | None = None,
 ) -> CacheMemory:
     """The user's tensors: an address or an array for each.
 
@@ -97,7 +97,7 @@ def memory_at(
     desc: CacheDesc,
     addresses: Sequence[int],
     *,
-    device: AscendDevice | None,
+    device: Device | None,
     writable: bool = True,
     owner: object = None,
 ) -> CacheMemory:

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvnative._acl import DeviceBuffer
-    from kvplan.device.device import Device as AscendDevice
-    from kvplan.device.device import PinnedMemory
+    from kvplan.device.device import Device, PinnedMemory
     from kvplan.transport.protocol import Registrable, Transport
 
-    Ground = Arena | DeviceBuffer
+    Allocation = Arena | DeviceBuffer
     """What was allocated in one piece: it goes with its last user."""
 
 _LOG = Log("kvplan")
@@ -69,26 +68,26 @@ class Span:
     no byte of it is another cache's before the last user is gone.
 
     Args:
-        ground: what it is a part of.
+        allocation: what it is a part of.
         offset, nbytes: which part.
         returned: of the pool, which is notified of its end; None: it is of no pool.
         device: whose memory it is; None: the host's.
-        pinned: what pins the ground for a device, held as long as this.
+        pinned: what pins the allocation for a device, held as long as this.
     """
 
-    __slots__ = ("_offset", "_pinned", "_returned", "address", "device", "ground", "nbytes")
+    __slots__ = ("_offset", "_pinned", "_returned", "address", "allocation", "device", "nbytes")
 
     def __init__(
         self,
-        ground: Ground,
+        allocation: Allocation,
         offset: int,
         nbytes: int,
         returned: deque[tuple[int, int]] | None,
-        device: AscendDevice | None = None,
+        device: Device | None = None,
         pinned: PinnedMemory | None = None,
     ) -> None:
-        self.ground = ground
-        self.address = ground.address + offset
+        self.allocation = allocation
+        self.address = allocation.address + offset
         self.nbytes = nbytes
         self.device = device
         self._offset = offset
@@ -97,9 +96,9 @@ class Span:
 
     def view(self, nbytes: int) -> Registrable:
         """The first `nbytes` bytes, as transports register them."""
-        if isinstance(self.ground, Arena):
-            return memoryview(self.ground)[self._offset : self._offset + nbytes]
-        return DeviceRange(self.address, nbytes, self.ground)
+        if isinstance(self.allocation, Arena):
+            return memoryview(self.allocation)[self._offset : self._offset + nbytes]
+        return DeviceRange(self.address, nbytes, self.allocation)
 
     def __del__(self) -> None:
         # No lock: the garbage collector may come here from a thread that holds the pool's.
@@ -111,28 +110,28 @@ class Span:
 
 
 class Pool:
-    """Spans of whole pages of one ground; the smallest hole that fits is used, neighbours merge.
+    """Spans of whole pages of one allocation: best fit, and neighbouring holes merge.
 
     May be used from several threads. Memory that was used before is not cleared.
 
     Args:
-        ground: the memory.
+        allocation: the memory.
         page_shift: a page has 2**page_shift bytes.
         device, pinned: as for `Span`.
     """
 
     def __init__(
         self,
-        ground: Ground,
+        allocation: Allocation,
         page_shift: int = DEFAULT_PAGE_SHIFT,
-        device: AscendDevice | None = None,
+        device: Device | None = None,
         pinned: PinnedMemory | None = None,
     ) -> None:
-        self._ground = ground
+        self._allocation = allocation
         self._device = device
         self._pinned = pinned
         self._page_shift = page_shift
-        self._nbytes = ground.nbytes >> page_shift << page_shift
+        self._nbytes = allocation.nbytes >> page_shift << page_shift
         self._holes: list[tuple[int, int]] = [(0, self._nbytes)]  # (offset, nbytes), in order
         self._returned: deque[tuple[int, int]] = deque()
         self._mutex = threading.Lock()
@@ -164,7 +163,7 @@ class Pool:
             hole, offset = min(fitting)
             at = bisect(self._holes, (offset, 0))
             self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []
-        return Span(self._ground, offset, size, self._returned, self._device, self._pinned)
+        return Span(self._allocation, offset, size, self._returned, self._device, self._pinned)
 
     def _reclaim(self) -> None:
         while True:
@@ -208,7 +207,7 @@ class Pools:
         self,
         transports: Sequence[Transport],
         configs: Mapping[Placement, PoolConfig | None],
-        device: AscendDevice | None = None,
+        device: Device | None = None,
         *,
         prefault: bool = False,
         allow_overcommit: bool = False,
@@ -220,12 +219,12 @@ class Pools:
         for placement, config in configs.items():
             if config is None:
                 continue
-            ground, of, pinned = self._allocate(placement, config.memory_size)
-            self._pools[placement] = Pool(ground, config.page_shift, of, pinned)
-            whole = Span(ground, 0, ground.nbytes, None, of).view(ground.nbytes)
+            allocation, of, pinned = self._allocate(placement, config.memory_size)
+            self._pools[placement] = Pool(allocation, config.page_shift, of, pinned)
+            whole = Span(allocation, 0, allocation.nbytes, None, of).view(allocation.nbytes)
             for transport in transports:
                 if kind_of(whole) in transport.reaches:
-                    transport.expect(whole, keep=pinned)
+                    transport.preregister_pool(whole, keep=pinned)
 
     def take(self, placement: Placement, nbytes: int) -> Span:
         """Return a span of at least `nbytes` bytes.
@@ -236,8 +235,8 @@ class Pools:
         """
         if (pool := self._pools.get(placement)) is not None:
             return pool.take(nbytes)
-        ground, device, pinned = self._allocate(placement, nbytes)
-        return Span(ground, 0, nbytes, None, device, pinned)
+        allocation, device, pinned = self._allocate(placement, nbytes)
+        return Span(allocation, 0, nbytes, None, device, pinned)
 
     def free_nbytes(self) -> dict[Placement, int]:
         """Bytes that are free in each pool."""
@@ -249,7 +248,7 @@ class Pools:
 
     def _allocate(
         self, placement: Placement, nbytes: int
-    ) -> tuple[Ground, AscendDevice | None, PinnedMemory | None]:
+    ) -> tuple[Allocation, Device | None, PinnedMemory | None]:
         """The memory, whose it is if a device's, and what pins it if it is pinned."""
         device = self._device
         if device is not None and placement is Placement.DEVICE:

@@ -30,7 +30,7 @@ from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
-    from kvplan.device.device import Device as AscendDevice
+    from kvplan.device.device import Device
     from kvplan.transport.protocol import Registrable, Transport
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class CacheRegistry:
         transports: Sequence[Transport],
         options: Options,
         on_change: Callable[[], None],
-        device: AscendDevice | None = None,
+        device: Device | None = None,
     ) -> None:
         self._transports = tuple(transports)
         self._device = device
@@ -381,7 +381,7 @@ class CacheRegistry:
         owned = span is not None
         with ExitStack() as undo:
             offered = offer(self._transports, ranges, memory.writable, keep=span)
-            undo.callback(offered.withdraw)
+            undo.callback(offered.deregister)
             entry = CacheEntry(
                 cache=Cache(desc, cache_id, tuple(memory.addresses.tolist())),
                 paged=paged,

@@ -189,7 +189,7 @@ class Operation:
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
         elif isinstance(key, BlocksCacheKey):
-            found = link.cache(key, writable=writable, guess=self._speculative)
+            found = link.cache(key, writable=writable, speculative=self._speculative)
             self.speculated = self._speculative
         else:
             _check_names_one(argument, key)

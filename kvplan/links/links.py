@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvplan.control.auth import ClusterKey, Keys, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
-from kvplan.control.server import warn_of_strangers
+from kvplan.control.server import warn_unauthenticated
 from kvplan.links.dispatch import Listener, PeerHandler
 from kvplan.links.handshake import HandshakeAcceptor, HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches
@@ -195,7 +195,7 @@ class Links:
         members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
         exposed = exposed_point(engine.cluster_id, members, engine.options)
         if exposed is not None and engine.keys.cluster is None:
-            warn_of_strangers(exposed, stacklevel=3)  # at the engine's caller
+            warn_unauthenticated(exposed, stacklevel=3)  # at the engine's caller
         return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:
@@ -240,13 +240,13 @@ class Links:
         links = {**all_links.accepting, **all_links.initiating, **all_links.links}
         return [links[cluster_id].status() for cluster_id in sorted(links)]
 
-    def tables_changed(self) -> None:
+    def publish_soon(self) -> None:
         """Publish to all peers soon what has changed in the registry; many changes as one."""
         if not self._is_publish_pending and not self._closed and os.getpid() == self._pid:
             self._is_publish_pending = True
             self._control.call_soon(self._publish_later)
 
-    def tell_all(self, timeout_s: float) -> None:
+    def publish_and_confirm(self, timeout_s: float) -> None:
         """Publish to all peers what has changed in the registry; on return they have it.
 
         Args:

@@ -83,15 +83,15 @@ class PeerLink(LinkLifecycle):
         index: CacheKeyByIdAndIndex | BlocksCacheKey,
         *,
         writable: bool = False,
-        guess: bool = False,
+        speculative: bool = False,
     ) -> PeerCache:
         """The peer's cache that `index` names; the peer is asked for one that is not known yet.
 
         Args:
             index: its id, or a key.
             writable: whether it is to be written; then the peer must not have freed it.
-            guess: whether the cache that last had a key may be taken for the one that has it now,
-                if the transfer notices a freed cache before it moves a byte.
+            speculative: whether the cache that last had a key may be taken for the one that has it
+                now, if the transfer notices a freed cache before it moves a byte.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the peer does not offer it; LLM_TIMEOUT: it does
@@ -105,10 +105,10 @@ class PeerLink(LinkLifecycle):
         found = offered.get(wanted)
         link = self.transport_link
         if found is None or (
-            self._may_be_freed(found, guess=guess)
+            self._may_be_freed(found, speculative=speculative)
             if is_key
             # It is this cache that is meant, freed or not: the transfer may find that out itself.
-            else writable and (link is None or link.finds_freed == "after")
+            else writable and (link is None or link.detects_freed == "after")
         ):
             self._request(Sync(), Synced)  # whatever the peer publishes arrives before its reply
             found = offered.get(wanted)
@@ -121,18 +121,18 @@ class PeerLink(LinkLifecycle):
             status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
         )
 
-    def _may_be_freed(self, cache: PeerCache, *, guess: bool = False) -> bool:
+    def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
         """Whether the peer may have freed it, and its key is another cache's, without our knowing.
 
         Args:
             cache: as it was last published.
-            guess: the caller accepts that the transfer may fail, and tries again then.
+            speculative: the caller accepts that the transfer may fail, and tries again then.
         """
         link = self.transport_link
-        if link is None or link.finds_freed == "after":
+        if link is None or link.detects_freed == "after":
             return True
-        if link.finds_freed == "before":
-            return not guess
+        if link.detects_freed == "before":
+            return not speculative
         try:
             self.memory(cache, writable=False).check()
         except LLMException as error:

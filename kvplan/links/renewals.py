@@ -73,8 +73,8 @@ class Renewals:
         self._attempts: dict[int, _Attempt] = {}
         self._ended = ""
         self._background: set[asyncio.Task[None]] = set()
-        renewable.ask = self.request
-        renewable.tell_unused = self.notify_unused
+        renewable.request_renewal = self.request
+        renewable.notify_unused = self.notify_unused
 
     def request(self) -> None:
         """Have the connection renewed, and wait for it; in a thread that transfers.

@@ -67,8 +67,8 @@ class BaseTransport(ABC):
         self._check_open()
         return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
 
-    def expect(self, memory: Registrable, keep: object = None) -> None:  # noqa: B027
-        """See `Transport.expect`; nothing: links reach parts whenever those are registered."""
+    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:  # noqa: B027
+        """See `Transport.preregister_pool`. Nothing to do: links reach parts at any time."""
 
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it may be."""
@@ -146,7 +146,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         pid: of the process that the link belongs to.
     """
 
-    finds_freed: Literal["check", "before", "after"]
+    detects_freed: Literal["check", "before", "after"]
     way: str
     renewable: Renewable | None = None
 
@@ -172,7 +172,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     ) -> _Memory:
         """See `TransportLink.memory`: which registration holds each tensor is decided here alone.
 
-        Whether those still stand is looked at here, or in the transfer, as `finds_freed` says.
+        Whether those still stand is looked at here, or in the transfer, as `detects_freed` says.
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)

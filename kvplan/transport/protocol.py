@@ -94,7 +94,7 @@ class Transport(Protocol):
     def reaches(self) -> frozenset[Kind]:
         """See above."""
 
-    def expect(self, memory: Registrable, keep: object = None) -> None:
+    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
         """Hear of a pool, before parts of it are registered: links can be made ready for those.
 
         Nobody reaches it for that. It is held until the transport is closed.
@@ -224,7 +224,7 @@ class TransportLink(Protocol):
 
     Attributes:
         way: by what means bytes move, for people: "rc_mlx5/mlx5_0:1".
-        finds_freed: when it shows that the peer has deregistered memory. "check": in `check` of
+        detects_freed: when it shows that the peer has deregistered memory. "check": in `check` of
             that memory; "before": in a transfer, before it moves a byte; "after": in a transfer,
             when its bytes have moved, so that who would write asks the peer first.
     """
@@ -234,7 +234,7 @@ class TransportLink(Protocol):
         """See above."""
 
     @property
-    def finds_freed(self) -> Literal["check", "before", "after"]:
+    def detects_freed(self) -> Literal["check", "before", "after"]:
         """See above."""
 
     @property
@@ -297,13 +297,14 @@ class Renewable(Protocol):
     with the one before, which goes when neither end uses it any more.
 
     Attributes:
-        ask: set by the user of the link; called, by any thread that transfers, where the connection
-            does not reach something. Returns once another is in use here, else raises LLMException.
-        tell_unused: set likewise; called when this end uses a generation no more. Must not block.
+        request_renewal: set by the user of the link; called, by any thread that transfers, where
+            the connection does not reach something. Returns once another is in use here, else
+            raises LLMException.
+        notify_unused: set likewise; called when this end uses a generation no more. Must not block.
     """
 
-    ask: Callable[[], None] | None
-    tell_unused: Callable[[int], None]
+    request_renewal: Callable[[], None] | None
+    notify_unused: Callable[[int], None]
 
     def open(self, generation: int) -> bytes:
         """Begin another connection; returns what the peer must know to take it into use.

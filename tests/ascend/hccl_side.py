@@ -119,5 +119,5 @@ def join(one: HcclLink, two: HcclLink) -> None:
             two.renewable.adopt(generation, metadata[0])
 
     for here, there in ((one, two), (two, one)):
-        here.renewable.ask = ask
-        here.renewable.tell_unused = there.renewable.unused
+        here.renewable.request_renewal = ask
+        here.renewable.notify_unused = there.renewable.unused

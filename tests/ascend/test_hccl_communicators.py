@@ -319,7 +319,7 @@ def test_closed_communicator_takes_nothing(ends: Ends) -> None:
 def test_contexts_of_the_calling_thread_stay(ends: Ends) -> None:
     """A framework in the same process has its own."""
     ends[0].set_own_context()
-    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "lanes": 1})
+    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "buffer_sets": 1})
     assert connection.transfer("put", connection.rows([64])).status == KVN_OK
     ends[0].async_error(connection.name)
     ends[0].unbind(connection.name, connection.addresses[0])

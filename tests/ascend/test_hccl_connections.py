@@ -59,7 +59,7 @@ def test_the_peer_is_told_what_is_bound_and_not_what_came_meanwhile(one: Side, t
 def test_a_pool_needs_none(make_side: MakeSide) -> None:
     sides = [make_side(i, registers=False) for i in (0, 1)]
     for it in sides:
-        it.transport.expect(DeviceRange(it.buffer.address, it.buffer.nbytes, it.buffer))
+        it.transport.preregister_pool(DeviceRange(it.buffer.address, it.buffer.nbytes, it.buffer))
     one, two = sides
     link, _ = link_both(one, two)
     two.register()
@@ -119,7 +119,7 @@ def test_the_old_connection_goes_when_neither_end_uses_it(
 def test_without_anybody_who_renews_it_says_so(make_side: MakeSide, one: Side) -> None:
     two = make_side(1, registers=False)
     link, _ = link_both(one, two)
-    link.renewable.ask = None
+    link.renewable.request_renewal = None
     two.register()
     later = two.peer_memory(link, metadata=two.transport.metadata())
     error = refusal(kvplan.execute, PULL, later, one.memory)

@@ -25,7 +25,7 @@ def test_an_ended_registration_inside_a_pool_is_no_cache_any_more(
     make_side: MakeSide, one: Side
 ) -> None:
     two = make_side(1, registers=False)
-    two.transport.expect(DeviceRange(two.buffer.address, two.buffer.nbytes, two.buffer))
+    two.transport.preregister_pool(DeviceRange(two.buffer.address, two.buffer.nbytes, two.buffer))
     part = two.register()
     link, _ = link_both(one, two)
     remote = two.peer_memory(link)

@@ -27,7 +27,7 @@ from tests.ascend.hccl_ends import (
 )
 
 NBYTES = 1 << 20
-SLOTS = {"slot_nbytes": 65536, "slots": 2, "lanes": 1}
+SLOTS = {"slot_nbytes": 65536, "slots": 2, "buffer_sets": 1}
 # Larger than a slot, than two, tiny ones, and of odd lengths.
 SIZES = [200_000, 65536, 1, 63, 65, 65535, 140_001, *[977] * 300]
 

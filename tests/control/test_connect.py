@@ -21,7 +21,7 @@ from kvplan.control.client import connect
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync, Synced
-from kvplan.control.server import Server, warn_of_strangers
+from kvplan.control.server import Server, warn_unauthenticated
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder, call
 
@@ -138,11 +138,11 @@ def test_listening_for_everybody_without_a_key_is_logged(
 
 def test_a_warning_of_strangers_is_for_the_caller() -> None:
     for harmless in ("localhost:0", "[::1]:0", "ipc:///tmp/nobody", "no-such-host.invalid:0"):
-        warn_of_strangers(Endpoint.parse(harmless), stacklevel=1)
+        warn_unauthenticated(Endpoint.parse(harmless), stacklevel=1)
     with pytest.warns(
         RuntimeWarning, match=r"without a cluster key: .* read and overwrite .*keygen"
     ) as caught:
-        warn_of_strangers(Endpoint.parse("0.0.0.0:0"), stacklevel=1)
+        warn_unauthenticated(Endpoint.parse("0.0.0.0:0"), stacklevel=1)
     assert caught[0].filename == __file__
 
 

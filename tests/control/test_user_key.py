@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplan.control.auth import ClusterKey, Keys, describe, user_key
+from kvplan.control.auth import ClusterKey, Keys, describe_user_key, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException, LLMStatusCode
@@ -46,13 +46,13 @@ def refusal() -> str:
 
 def test_it_is_made_once_and_private(home: Path) -> None:
     file = home / ".local/state/kvplan/user.key"
-    assert describe() == (str(file), False, "", "")
+    assert describe_user_key() == (str(file), False, "", "")
     assert not any(home.iterdir())
     key = user_key()
     assert ClusterKey.load(file) == key == user_key()
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert [it.name for it in file.parent.iterdir()] == ["user.key"]
-    assert describe() == (str(file), True, "", "")
+    assert describe_user_key() == (str(file), True, "", "")
 
 
 def test_the_state_home_that_is_given_counts(
@@ -87,7 +87,7 @@ def test_processes_that_start_at_once_have_one_key(home: Path) -> None:
 def test_a_file_or_directory_that_others_may_use_is_refused(file: Path) -> None:
     file.chmod(0o640)
     assert f"{file}: its mode is 0640, so others may use it; chmod 600" in refusal()
-    assert "its mode is 0640" in describe().why_not
+    assert "its mode is 0640" in describe_user_key().why_not
     file.chmod(0o600)
     file.parent.chmod(0o755)
     assert f"{file.parent} has mode 0755" in refusal()
@@ -117,7 +117,7 @@ def test_without_a_home_it_is_where_the_sockets_are(
     monkeypatch.setenv("HOME", "nowhere")
     key = user_key()
     assert ClusterKey.load(tmp_path / "kvplan/user.key") == key
-    assert describe().why_not_home == "this user has no home directory"
+    assert describe_user_key().why_not_home == "this user has no home directory"
 
 
 def test_it_is_for_this_host_only(loop: ControlLoop) -> None:

@@ -44,7 +44,7 @@ class End:
         self.address = str(self.links.endpoint) if listen else ""
 
     def _changed(self) -> None:
-        self.links.tables_changed()
+        self.links.publish_soon()
 
     @property
     def cluster(self) -> ClusterInfo:

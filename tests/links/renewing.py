@@ -33,8 +33,8 @@ class Connection:
     """Records what it is told, and fails as a test wants."""
 
     def __init__(self, meeting: Meeting, session: bytes) -> None:
-        self.ask: Callable[[], None] | None = None
-        self.tell_unused: Callable[[int], None] = lambda generation: None
+        self.request_renewal: Callable[[], None] | None = None
+        self.notify_unused: Callable[[int], None] = lambda generation: None
         self.current = 0
         self.opened: list[int] = []
         self.made: list[int] = []

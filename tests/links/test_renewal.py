@@ -42,8 +42,8 @@ def pair(make_end: MakeEnd) -> Pair:
 
 
 def ask(connection: Connection) -> None:
-    assert connection.ask is not None
-    connection.ask()
+    assert connection.request_renewal is not None
+    connection.request_renewal()
 
 
 def refusal_of(connection: Connection) -> LLMException:
@@ -193,7 +193,7 @@ def test_finalize_while_a_renewal_waits_for_the_peer(pair: Pair) -> None:
 
 def test_the_peer_is_told_what_is_not_used_any_more(pair: Pair) -> None:
     one, two = pair.connections
-    one.tell_unused(0)
+    one.notify_unused(0)
     two.wait_until(lambda: two.unused_there == [0])
     assert one.unused_there == []
 

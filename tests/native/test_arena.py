@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._host import Arena, Board, Pin
+from kvnative._host import Arena, GenerationTable, Pin
 from tests.held import Held
 
 PAGE = mmap.PAGESIZE
@@ -186,7 +186,7 @@ class TestImportRefuses:
             imported(fd, PAGE, inode)
 
     def test_writing_to_what_is_sealed_against_it(self) -> None:
-        board = Board(8)
+        board = GenerationTable(8)
         with pytest.raises(PermissionError):
             imported(board.fd, 8 * 8, writable=True)
         imported(board.fd, 8 * 8, writable=False).close()
@@ -195,7 +195,7 @@ class TestImportRefuses:
 
 class TestBoard:
     def test_a_slot_never_has_one_generation_twice(self) -> None:
-        board = Board(2)
+        board = GenerationTable(2)
         seen = set()
         for _ in range(5):
             held = [board.take(), board.take()]
@@ -208,7 +208,7 @@ class TestBoard:
         assert len(seen) == 10
 
     def test_release_wants_the_present_generation(self) -> None:
-        board = Board(2)
+        board = GenerationTable(2)
         slot, generation = board.take()
         for wrong in ((slot, generation + 2), (slot, generation + 1), (slot + 1, 0), (2, 1)):
             with pytest.raises(ValueError, match="not registered"):
@@ -220,10 +220,10 @@ class TestBoard:
     @pytest.mark.parametrize("num_slots", [0, 2**24 + 1])
     def test_its_size_has_bounds(self, num_slots: int) -> None:
         with pytest.raises(ValueError, match=f"num_slots is {num_slots}"):
-            Board(num_slots)
+            GenerationTable(num_slots)
 
     def test_closed(self) -> None:
-        board = Board(2)
+        board = GenerationTable(2)
         slot, generation = board.take()
         board.close()
         board.close()

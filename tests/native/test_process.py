@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, Executor, Report, ThreadPool
-from kvnative._host import Board
+from kvnative._host import GenerationTable
 from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
 from tests.native.scatter import assert_same
@@ -264,7 +264,7 @@ def test_arguments(pid: int, direction: str, message: str) -> None:
 class TestPeer:
     @pytest.mark.parametrize("name", ["check", "stale"])
     def test_it_names_the_first_stale_slot(self, name: str) -> None:
-        board = Board(8)
+        board = GenerationTable(8)
         held = [board.take() for _ in range(4)]
         slots, generations = (np.array(it, dtype=np.uint64) for it in zip(*held, strict=True))
         peer = Peer(os.getpid())
@@ -297,7 +297,7 @@ class TestPeer:
             Peer(0)
 
     def test_one_board(self) -> None:
-        peer, board = Peer(os.getpid()), Board(8)
+        peer, board = Peer(os.getpid()), GenerationTable(8)
         none = np.empty(0, np.uint64)
         with pytest.raises(ValueError, match="not attached"):
             peer.check(none, none)
@@ -308,7 +308,7 @@ class TestPeer:
 
 
 def test_a_signal_to_this_process_is_no_death_of_the_peer() -> None:
-    board, peer = Board(1), Peer(os.getpid())
+    board, peer = GenerationTable(1), Peer(os.getpid())
     with signals_every(50e-6):
         peer.attach(board.fd, board.inode, board.num_slots)
         none = np.empty(0, np.uint64)

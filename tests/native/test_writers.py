@@ -26,7 +26,7 @@ from kvnative._executor import (
     ThreadPool,
     host_backend,
 )
-from kvnative._host import Board
+from kvnative._host import GenerationTable
 from kvnative._lower import lower
 from kvnative._writers import Ticket, Writer, WriterTable
 from tests.support.wrappers import delay, fail_at, limit_bandwidth
@@ -63,7 +63,7 @@ class Here:
     pool: ThreadPool = field(default_factory=lambda: ThreadPool(2))
 
     def __post_init__(self) -> None:
-        self.board, self.table = Board(4), WriterTable(self.entries)
+        self.board, self.table = GenerationTable(4), WriterTable(self.entries)
         self.slot, self.generation = self.board.take()
         self.src = np.full(NBYTES, 7, np.uint8)
         self.dst = np.zeros(NBYTES, np.uint8)
@@ -73,8 +73,8 @@ class Here:
     def facts(self) -> dict[str, int]:
         """What a writer is made with."""
         return {
-            "board_fd": self.board.fd,
-            "board_inode": self.board.inode,
+            "generations_fd": self.board.fd,
+            "generations_inode": self.board.inode,
             "num_slots": self.board.num_slots,
             "table_fd": self.table.fd,
             "table_inode": self.table.inode,
@@ -298,8 +298,8 @@ class TestEntries:
     def test_what_is_no_table(self, here: Here) -> None:
         table = here.table
         facts: dict[str, Any] = {
-            "board_fd": here.board.fd,
-            "board_inode": here.board.inode,
+            "generations_fd": here.board.fd,
+            "generations_inode": here.board.inode,
             "num_slots": here.board.num_slots,
             "table_fd": table.fd,
             "table_inode": table.inode,
@@ -344,13 +344,13 @@ class TestWhatIsInTheTable:
 
 OFFER = """
     import ctypes
-    from kvnative._host import Board
+    from kvnative._host import GenerationTable
     from kvnative._writers import WriterTable
-    board, table = Board(4), WriterTable(4)
+    board, table = GenerationTable(4), WriterTable(4)
     slot, generation = board.take()
     target = np.zeros(1 << 20, np.uint8)
     result = dict(
-        board_fd=board.fd, board_inode=board.inode, num_slots=4,
+        generations_fd=board.fd, generations_inode=board.inode, num_slots=4,
         table_fd=table.fd, table_inode=table.inode, num_entries=4, address=table.address,
     ), slot, generation, target.__array_interface__["data"][0]
 """

@@ -1,8 +1,10 @@
 """What import-linter cannot see: Cython's imports, and what an import really loads."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +57,53 @@ def native_files(kind: str) -> list[Path]:
     found = sorted((ROOT / "kvnative").glob(f"*.{kind}"))
     assert found, f"no kvnative/*.{kind}: the search is wrong"
     return found
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """All that a module imports when it is imported: not for types alone, not in a function."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (it.name for it in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{it.name}" for it in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imported(node)
+
+
+def in_circles(graph: dict[str, set[str]]) -> set[str]:
+    """What reaches itself."""
+    found = set()
+    for start in graph:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            more = graph[left.pop()] - seen
+            seen |= more
+            left += more
+        if start in seen:
+            found.add(start)
+    return found
+
+
+def test_no_modules_import_one_another() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "kvplan").rglob("*.py")
+    }
+    graph = {
+        name: ({*imported(ast.parse(path.read_text()))} & set(files)) - {name}
+        for name, path in files.items()
+    }
+    packages = {name for name, path in files.items() if path.name == "__init__.py"}
+    assert sum(map(len, graph.values())) > 300
+    # A package is imported with each of its modules: what it imports itself is no circle.
+    assert in_circles({name: them - packages for name, them in graph.items()}) == set()
+
+
+def test_a_circle_would_be_seen() -> None:
+    source = "import a\nif TYPE_CHECKING:\n    import b\ndef f():\n    import c\nfrom d import e"
+    assert {*imported(ast.parse(source))} == {"a", "d", "d.e"}
+    assert in_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == {"a", "b", "c"}

@@ -65,7 +65,7 @@ def test_prefault_takes_every_page_at_once(
 ) -> None:
     for prefault, present in (("0", 0), ("1", 1 << 20)):
         caches = registry(transport, **config, **{"kvplan.prefault": prefault})
-        arena = caches.pools.take(Placement.HOST, 1 << 20).ground
+        arena = caches.pools.take(Placement.HOST, 1 << 20).allocation
         assert os.fstat(arena.fd).st_blocks * 512 == present  # type: ignore[union-attr]
 
 

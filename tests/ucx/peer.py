@@ -62,9 +62,9 @@ class UcxPeer(Owner):
         """An endpoint of `worker` to it, not connected."""
         given = {
             "address": self.address,
-            "board_address": self.board,
-            "board_slots": SLOTS,
-            "board_rkey": self.board_key,
+            "generations_address": self.board,
+            "num_slots": SLOTS,
+            "generations_rkey": self.board_key,
             "tickets_address": self.tickets,
             "tickets_rkey": self.tickets_key,
             "tag": TAG,

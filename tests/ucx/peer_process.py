@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvnative._host import Board
+from kvnative._host import GenerationTable
 from kvnative._ucx import UcxLibrary, UcxWorker
 from kvplan.transport.ucx.library import find
 from tests.transport.owner_process import serve
@@ -19,7 +19,7 @@ SLOTS = 16  # as peer.py's
 if __name__ == "__main__":
     with Path(sys.argv[1]).open("r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
-    worker, board = UcxWorker(UcxLibrary.load(find().path)), Board(SLOTS)
+    worker, board = UcxWorker(UcxLibrary.load(find().path)), GenerationTable(SLOTS)
     serve(
         {
             "worker": worker,

@@ -44,7 +44,7 @@ def test_a_peer_that_is_gone_before(worker: UcxWorker, mortal: UcxPeer) -> None:
 
 def test_a_board_that_is_not_there(worker: UcxWorker, peer: UcxPeer) -> None:
     """What follows on the same worker is as before."""
-    endpoint = peer.endpoint(worker, board_address=4096)
+    endpoint = peer.endpoint(worker, generations_address=4096)
     with pytest.raises(UcxError, match=r"the peer's (UCX is lost|memory cannot be read)") as caught:
         endpoint.connect(TIMEOUT_MS)
     assert caught.value.status == KVN_PEER_GONE
@@ -109,8 +109,8 @@ def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
 def test_arguments(worker: UcxWorker, peer: UcxPeer) -> None:
     with pytest.raises(ValueError, match="must have at least 1 byte"):
         peer.endpoint(worker, address=b"")
-    with pytest.raises(ValueError, match="board_slots is 0; it must be at least 1"):
-        peer.endpoint(worker, board_slots=0)
+    with pytest.raises(ValueError, match="num_slots is 0; it must be at least 1"):
+        peer.endpoint(worker, num_slots=0)
     with pytest.raises(ValueError, match="timeout_ms is 0; it must be > 0"):
         peer.endpoint(worker).connect(0)
     with pytest.raises(TypeError, match=r"comes from UcxWorker\.endpoint"):

@@ -114,16 +114,18 @@ def test_threads_have_names_and_leave_signals_to_those_of_the_program(ucx: Found
 
 
 PAIR = """
-from kvnative._host import Board
+from kvnative._host import GenerationTable
 
 def connected():
     "A worker, another one with a generation table, and an endpoint from the first to the second."
-    board = Board(4)
+    board = GenerationTable(4)
     workers = [UcxWorker(UcxLibrary.load(path)) for _ in range(2)]
     region = workers[1].map(board.address, 32, owner=board)
     endpoint = workers[0].endpoint(
-        workers[1].address, board_address=board.address, board_slots=4, board_rkey=region.rkey,
-        tickets_address=region.address, tickets_rkey=region.rkey, tag=1)
+        workers[1].address, generations_address=board.address, num_slots=4,
+        generations_rkey=region.rkey, tickets_address=region.address, tickets_rkey=region.rkey,
+        tag=1,
+    )
     endpoint.connect(20_000)
     return workers, region, endpoint
 

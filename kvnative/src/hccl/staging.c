@@ -108,7 +108,7 @@ int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_f
         return kvn_fail(failure, KVN_INVALID, 0, "slots is %" PRIu64 "; it must be in [2, %d]",
                         slots, KVN_STAGING_MAX_SLOTS);
     if (sets < 1 || sets > KVN_STAGING_MAX_SETS)
-        return kvn_fail(failure, KVN_INVALID, 0, "lanes is %" PRIu64 "; it must be in [1, %d]",
+        return kvn_fail(failure, KVN_INVALID, 0, "buffer_sets is %" PRIu64 "; it must be in [1, %d]",
                         sets, KVN_STAGING_MAX_SETS);
     return KVN_OK;
 }

@@ -48,9 +48,9 @@ def _native_modules() -> dict[str, str]:
 
 
 def _user_key() -> dict[str, object]:
-    from kvplan.control.auth import describe  # loads ZeroMQ, which no other command needs
+    from kvplan.control.auth import describe_user_key  # loads ZeroMQ, which no other command needs
 
-    return describe()._asdict()
+    return describe_user_key()._asdict()
 
 
 def _load(module: str) -> str:

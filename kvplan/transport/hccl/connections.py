@@ -65,8 +65,8 @@ class Connections:
         is_hccs: bool,
     ) -> None:
         self.is_hccs = is_hccs
-        self.ask: Callable[[], None] | None = None
-        self.tell_unused: Callable[[int], None] = _nobody_is_told
+        self.request_renewal: Callable[[], None] | None = None
+        self.notify_unused: Callable[[int], None] = _notify_nobody
         self._hccl = hccl
         self._peer = peer
         self._table = table
@@ -254,7 +254,7 @@ class Connections:
                 self._communicators.pop(generation, None)
             else:
                 self._unused_here.add(generation)
-        self.tell_unused(generation)
+        self.notify_unused(generation)
         return peer_too
 
 
@@ -271,4 +271,4 @@ def _given_up(generation: int) -> LLMException:
     return link_failed(f"generation {generation} was given up")
 
 
-def _nobody_is_told(_generation: int) -> None: ...
+def _notify_nobody(_generation: int) -> None: ...

@@ -136,7 +136,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         is_hccs: whether HCCL takes HCCS, and not RDMA.
     """
 
-    finds_freed: Literal["after"] = "after"
+    detects_freed: Literal["after"] = "after"
 
     def __init__(self, hccl: HcclDevice, metadata: Metadata, connections: Connections) -> None:
         super().__init__(metadata)
@@ -201,7 +201,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         if peer_newest > connection.peer_newest:
             return True
         # After an error of HCCL the connection may be good or not: a new one is.
-        return connection.communicator.disturbed and self._connections.ask is not None
+        return connection.communicator.disturbed and self._connections.request_renewal is not None
 
     def renew(self, connection: Connection) -> None:
         """Have both ends make a newer connection than that, and wait for it.
@@ -211,13 +211,13 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         """
         if self._connections.current() is not connection:
             return
-        if self._connections.ask is None:
+        if self._connections.request_renewal is None:
             raise LLMException(
                 f"memory was registered after the link to {self.peer} was made, and nobody renews "
                 "its connection: register before, or link engines",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        self._connections.ask()
+        self._connections.request_renewal()
 
     def _check_peer(self) -> None:
         self._connections.current()  # whether the peer lives shows in transfers

@@ -124,7 +124,7 @@ class Registrations:
     def __len__(self) -> int:
         return len(self._table)
 
-    def expect(self, memory: Registrable, keep: object) -> None:
+    def preregister_pool(self, memory: Registrable, keep: object) -> None:
         """Let HCCL know memory whose parts will be registered."""
         found = self._find(memory, writable=True)
         regions = self._cover(found._replace(keep=(found.keep, keep)))

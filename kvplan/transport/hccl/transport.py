@@ -89,7 +89,7 @@ class HcclTransport(BaseTransport):
                     device.native,
                     slot_nbytes=buffer_nbytes,
                     slots=_BUFFERS,
-                    lanes=_BUFFER_SETS,
+                    buffer_sets=_BUFFER_SETS,
                 )
                 if buffer_nbytes
                 else None
@@ -111,10 +111,10 @@ class HcclTransport(BaseTransport):
                 raise device_error(error, f"HCCL on device {device.id}") from error
             raise
 
-    def expect(self, memory: Registrable, keep: object = None) -> None:
-        """See `Transport.expect`: one region of HCCL, whose parts need no renewed connection."""
+    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
+        """See `Transport.preregister_pool`: one HCCL region; parts renew no connection."""
         self._check_open()
-        self._registrations.expect(memory, keep)
+        self._registrations.preregister_pool(memory, keep)
 
     def register(
         self, memory: Registrable, *, writable: bool = True, keep: object = None

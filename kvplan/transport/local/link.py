@@ -38,7 +38,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
     """
 
     way = "mapped arenas, process_vm"
-    finds_freed: Literal["check"] = "check"
+    detects_freed: Literal["check"] = "check"
 
     def __init__(self, metadata: Metadata, *, prefault: bool) -> None:
         super().__init__(metadata)
@@ -206,8 +206,8 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
                 try:
                     self._writer = Writer(
                         peer.identity.pid,
-                        board_fd=generations.fd,
-                        board_inode=generations.inode,
+                        generations_fd=generations.fd,
+                        generations_inode=generations.inode,
                         num_slots=generations.num_slots,
                         table_fd=table.fd,
                         table_inode=table.inode,

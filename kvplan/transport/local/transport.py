@@ -6,7 +6,7 @@ import ctypes
 import os
 from typing import TYPE_CHECKING
 
-from kvnative._host import Board
+from kvnative._host import GenerationTable
 from kvnative._writers import WriterTable
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -69,7 +69,7 @@ class LocalTransport(BaseTransport):
         super().__init__()
         try:
             self._identity = Identity.of_self()
-            self._generations = Board(max_registrations)
+            self._generations = GenerationTable(max_registrations)
             self._writers = WriterTable()
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error

@@ -87,7 +87,7 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
     """Made by `TcpTransport.connect`."""
 
     # The owner looks at each range before a byte of it moves; what comes later is reached as well.
-    finds_freed: Literal["before"] = "before"
+    detects_freed: Literal["before"] = "before"
 
     def __init__(
         self, native: TcpNativeLink, metadata: Metadata, way: str, device: Device | None

@@ -80,7 +80,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         takes_device: whether memory of a device may be this process's side of a transfer.
     """
 
-    finds_freed: Literal["after"] = "after"
+    detects_freed: Literal["after"] = "after"
 
     def __init__(self, endpoint: UcxEndpoint, metadata: Metadata) -> None:
         super().__init__(metadata)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kvnative._backend import NativeError
-from kvnative._host import Board
+from kvnative._host import GenerationTable
 from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.host_memory import host_range, released_if_refused
@@ -73,7 +73,7 @@ class Registrations:
     def __init__(self, worker: UcxWorker, num_slots: int) -> None:
         check_slots(num_slots, MAX_SLOTS)
         self._table = RegistrationTable(UcxRegistration, "a ucx transport")
-        self._generations = Board(num_slots)
+        self._generations = GenerationTable(num_slots)
         self._worker: UcxWorker | None = worker  # None: closed
         self._shown = _mapped(
             worker, self._generations.address, num_slots * _WORD_NBYTES, self._generations

@@ -238,9 +238,9 @@ class UcxTransport(BaseTransport):
         try:
             return self._running().endpoint(
                 peer.address,
-                board_address=peer.generations.address,
-                board_slots=peer.generations.nbytes // 8,
-                board_rkey=peer.generations.key,
+                generations_address=peer.generations.address,
+                num_slots=peer.generations.nbytes // 8,
+                generations_rkey=peer.generations.key,
                 tickets_address=peer.tickets.address,
                 tickets_rkey=peer.tickets.key,
                 tag=_tag_of(peer.instance),

@@ -160,7 +160,7 @@ def test_the_transport(transport: UcxTransport, link: UcxLink) -> None:
         transport.deregister(it)
     memory.append(1)  # nobody holds it any more
     assert transport.refusal(transport.metadata()) is not None
-    assert link.finds_freed == "after"
+    assert link.detects_freed == "after"
 
 
 def test_the_peer_need_not_run(owner: UcxOwner, transport: UcxTransport) -> None:
