@@ -86,12 +86,15 @@
 #define recvmsg(file, message, flags) system_recvmsg((file), (message), __func__)
 #define shutdown(file, how) system_shutdown((file), __func__)
 #define connect(file, address, nbytes) system_reset((file), __func__)
+/* Called by pointers. */
+#define process_vm_readv system_vm_read
+#define process_vm_writev system_vm_write
 
 #define malloc(nbytes) model_malloc(nbytes)
 #define calloc(count, nbytes) model_calloc((count), (nbytes))
 #define realloc(memory, nbytes) model_realloc((memory), (nbytes))
 #define free(memory) model_free(memory)
-#define mmap(address, nbytes, protection, flags, file, offset) model_malloc(nbytes)
+#define mmap(address, nbytes, protection, flags, file, offset) model_calloc(1, nbytes)
 #define munmap(memory, nbytes) model_free(memory)
 
 #endif

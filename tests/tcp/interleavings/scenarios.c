@@ -32,6 +32,7 @@ typedef struct end {
 
 static end ends[2];
 static unsigned num_ends;
+static bool encrypts; /* as the next run has it */
 static transfer transfers[MAX_TRANSFERS];
 
 /* ---- what a scenario begins and ends with ---- */
@@ -52,8 +53,8 @@ static void begin_transfer(unsigned index, bool is_push)
         it->to[i] = (uintptr_t)(is_push ? far : near);
         it->nbytes[i] = PIECE;
     }
-    MODEL_CHECK(kvn_tcp_table_add(kvn_tcp_service_table(ends[num_ends - 1].service), index, &row, &failure) ==
-                KVN_OK);
+    kvn_tcp_table *table = kvn_tcp_service_table(ends[num_ends - 1].service);
+    MODEL_CHECK(kvn_tcp_table_add(table, index, &row, &failure) == KVN_OK);
     known.places[0] = (kvn_interval){(uintptr_t)it->far, (uintptr_t)it->far + sizeof it->far - 1, 0, 0};
     kvn_intervals_sort(known.places, 1);
     known.ranges[0] = (kvn_tcp_range){index, 0, GENERATION};
@@ -65,6 +66,7 @@ static void begin_transfer(unsigned index, bool is_push)
 
 static void begin_link(unsigned count, unsigned capacity)
 {
+    static const uint8_t secret[KVN_TCP_SECRET_NBYTES];
     int asking[2], back[2];
     kvn_failure failure;
 
@@ -74,11 +76,12 @@ static void begin_link(unsigned count, unsigned capacity)
     if (count == 2)
         system_socketpair(back, capacity);
     for (unsigned i = 0; i < count; i++) {
+        end *it = &ends[i];
         const int *client = i == 0 ? &asking[0] : &back[0];
         const int *server = i == count - 1 ? &asking[1] : &back[1];
-        MODEL_CHECK(kvn_tcp_service_create(1, MAX_TRANSFERS, NULL, "model", &ends[i].service, &failure) == KVN_OK);
-        MODEL_CHECK(kvn_tcp_link_create(ends[i].service, client, server, 1, NULL, i == 0, &ends[i].link,
-                                        &failure) == KVN_OK);
+        MODEL_CHECK(kvn_tcp_service_create(1, MAX_TRANSFERS, NULL, "model", &it->service, &failure) == KVN_OK);
+        MODEL_CHECK(kvn_tcp_link_create(it->service, client, server, 1, encrypts ? secret : NULL, i == 0,
+                                        &it->link, &failure) == KVN_OK);
     }
 }
 
@@ -125,6 +128,7 @@ static void check_outcome(transfer *it)
     kvn_report again;
 
     MODEL_CHECK(it->report.status != KVN_PENDING);
+    model_note((unsigned)-it->report.status);
     MODEL_CHECK(it->backend->vtable->poll(it->backend, it->request, &again) == it->report.status);
     MODEL_CHECK(again.bytes_done == it->report.bytes_done);
     if (it->report.status != KVN_OK)
@@ -239,14 +243,29 @@ static void two_wait(void)
     finish(2);
 }
 
+static void two_submit(void)
+{
+    begin(1, WIDE, 2, false);
+    model_explore(true);
+    model_thread *other = model_spawn("other", move, &transfers[1]);
+    submit(&transfers[0], false);
+    await_outcome(&transfers[0]);
+    release(&transfers[0]);
+    model_join(other);
+    MODEL_CHECK(transfers[1].report.status == KVN_OK);
+    finish(2);
+}
+
 /* One that was waited for until a deadline is finished with nobody waiting. */
 static void wait_with_deadline(void)
 {
     begin(1, WIDE, 1, false);
     model_explore(true);
     submit(&transfers[0], true);
-    if (wait_for(&transfers[0], model_now() + 60000) == KVN_PENDING)
+    if (wait_for(&transfers[0], model_now() + 60000) == KVN_PENDING) {
+        model_note(-KVN_TIMEOUT);
         await_outcome(&transfers[0]);
+    }
     MODEL_CHECK(transfers[0].report.status == KVN_OK);
     release(&transfers[0]);
     finish(1);
@@ -365,6 +384,26 @@ static void close_and_free(void)
     transfers[0].backend->vtable->destroy(transfers[0].backend);
 }
 
+static void *close_link(void *of)
+{
+    kvn_tcp_link_close(of, "it ends");
+    return NULL;
+}
+
+static void close_twice(void)
+{
+    begin(1, WIDE, 1, false);
+    submit(&transfers[0], false);
+    model_explore(true);
+    model_thread *other = model_spawn("closes", close_link, ends[0].link);
+    close_link(ends[0].link);
+    model_join(other);
+    forbid_all("the link was closed");
+    await_outcome(&transfers[0]);
+    release(&transfers[0]);
+    finish(1);
+}
+
 /* The other end of the connection is closed while this one asks. */
 static void peer_closes(void)
 {
@@ -398,12 +437,6 @@ static void stop_service(void)
     await_outcome(&transfers[0]);
     release(&transfers[0]);
     finish(1);
-}
-
-static void *close_link(void *of)
-{
-    kvn_tcp_link_close(of, "it ends");
-    return NULL;
 }
 
 static void stop_while_closed(void)
@@ -445,6 +478,23 @@ static void deregister_pulled(void) { deregister(1, WIDE, false); }
 static void deregister_pushed(void) { deregister(1, NARROW, true); }
 static void deregister_pulled_from_another(void) { deregister(2, WIDE, false); }
 
+/* ---- the same with records, which go by way of buffers ---- */
+
+static void encrypted(void (*run)(void))
+{
+    encrypts = true;
+    run();
+    encrypts = false;
+}
+
+static void encrypted_submit_pull(void) { encrypted(submit_pull_through_narrow); }
+static void encrypted_submit_push(void) { encrypted(submit_push_through_narrow); }
+static void encrypted_wait_with_deadline(void) { encrypted(wait_with_deadline); }
+static void encrypted_give_up_pull(void) { encrypted(give_up_pull_in_narrow); }
+static void encrypted_give_up_push(void) { encrypted(give_up_push); }
+static void encrypted_close(void) { encrypted(close_and_free); }
+static void encrypted_deregister(void) { encrypted(deregister_pulled); }
+
 int main(int count, char **arguments)
 {
     static const model_scenario scenarios[] = {
@@ -459,22 +509,31 @@ int main(int count, char **arguments)
         {"wait_push_through_narrow", wait_push_through_narrow, 3},
         {"wait_late", wait_late, 3},
         {"two_wait", two_wait, 2},
+        {"two_submit", two_submit, 2},
         {"wait_with_deadline", wait_with_deadline, 3},
         {"give_up_pull", give_up_pull, 3},
         {"give_up_pull_in_narrow", give_up_pull_in_narrow, 3},
         {"give_up_push", give_up_push, 3},
         {"give_up_waited_pull", give_up_waited_pull, 2},
         {"give_up_waited_push", give_up_waited_push, 2},
-        {"close_while_submitted", close_while_submitted, 3},
+        {"close_while_submitted", close_while_submitted, 2},
         {"close_waited_pull", close_waited_pull, 2},
         {"close_waited_push", close_waited_push, 2},
         {"close_and_free", close_and_free, 3},
+        {"close_twice", close_twice, 2},
         {"peer_closes", peer_closes, 2},
         {"stop_service", stop_service, 6},
         {"stop_while_closed", stop_while_closed, 4},
         {"deregister_pulled", deregister_pulled, 3},
         {"deregister_pushed", deregister_pushed, 2},
         {"deregister_pulled_from_another", deregister_pulled_from_another, 2},
+        {"encrypted_submit_pull", encrypted_submit_pull, 3},
+        {"encrypted_submit_push", encrypted_submit_push, 3},
+        {"encrypted_wait_with_deadline", encrypted_wait_with_deadline, 2},
+        {"encrypted_give_up_pull", encrypted_give_up_pull, 2},
+        {"encrypted_give_up_push", encrypted_give_up_push, 2},
+        {"encrypted_close", encrypted_close, 2},
+        {"encrypted_deregister", encrypted_deregister, 2},
         {NULL, NULL, 0},
     };
     return model_main(count, arguments, scenarios);

@@ -37,13 +37,13 @@ typedef struct choice {
 
 typedef struct taken_step {
     int thread;
-    bool is_chosen, timed_out;
+    bool timed_out;
     const char *what, *where;
 } taken_step;
 
 /* Of the exploration. */
 static const model_scenario *scenario;
-static uint64_t num_runs;
+static uint64_t num_runs, outcomes;
 static choice choices[MAX_STEPS];
 static unsigned depth, max_preemptions;
 static bool replays;
@@ -115,9 +115,9 @@ static size_t arena_used;
 
 static block *block_of(void *memory) { return (block *)((uint8_t *)memory - offsetof(block, bytes)); }
 
-void *model_calloc(size_t count, size_t nbytes)
+void *model_malloc(size_t nbytes)
 {
-    const size_t whole = (sizeof(block) + count * nbytes + 15) / 16 * 16;
+    const size_t whole = (sizeof(block) + nbytes + 15) / 16 * 16;
     block *it = (block *)(arena + arena_used);
 
     if (arena_used + whole > ARENA_NBYTES)
@@ -125,11 +125,10 @@ void *model_calloc(size_t count, size_t nbytes)
     arena_used += whole;
     it->nbytes = whole - sizeof(block);
     it->is_free = false;
-    memset(it->bytes, 0, it->nbytes);
     return it->bytes;
 }
 
-void *model_malloc(size_t nbytes) { return model_calloc(1, nbytes); }
+void *model_calloc(size_t count, size_t nbytes) { return memset(model_malloc(count * nbytes), 0, count * nbytes); }
 
 void model_free(void *memory)
 {
@@ -297,7 +296,7 @@ static void schedule(void)
         for (int i = 0; i < num_threads; i++)
             threads[i].has_yielded = false;
     next->has_yielded = false;
-    steps[num_steps++] = (taken_step){it.thread, count > 1, it.times_out, next->what, next->where};
+    steps[num_steps++] = (taken_step){it.thread, it.times_out, next->what, next->where};
     if (num_steps == MAX_STEPS || num_yields > MAX_YIELDS)
         model_violated("it does not come to an end");
     go_to(it.thread);
@@ -331,7 +330,12 @@ int64_t model_now(void) { return now_ns += MODEL_TICK_NS; }
 
 int model_self(void) { return current; }
 
-void model_await(model_condition is_so, void *of) { model_wait(is_so, of, MODEL_FOREVER, "await", scenario->name); }
+void model_await(model_condition is_so, void *of)
+{
+    model_wait(is_so, of, MODEL_FOREVER, "await", scenario->name);
+}
+
+void model_note(unsigned outcome) { outcomes |= UINT64_C(1) << outcome; }
 
 void model_explore(bool on) { explores = on; }
 
@@ -352,7 +356,9 @@ model_thread *model_spawn(const char *name, void *(*run)(void *), void *argument
 
     if (num_threads == MAX_THREADS)
         model_violated("there are too many threads");
-    *it = (model_thread){.name = name, .run = run, .argument = argument, .what = "begin", .where = "thread"};
+    *it = (model_thread){.name = name, .run = run, .argument = argument};
+    it->what = "begin";
+    it->where = "thread";
     it->stack = stacks + (size_t)num_threads++ * STACK_NBYTES;
     return it;
 }
@@ -456,6 +462,10 @@ int model_main(int count, char **arguments, const model_scenario *scenarios)
     do
         run_once();
     while (go_back());
-    printf("%s: %llu interleavings\n", scenario->name, (unsigned long long)num_runs);
+    printf("%s: %llu interleavings, outcomes", scenario->name, (unsigned long long)num_runs);
+    for (unsigned i = 0; i < 64; i++)
+        if (outcomes >> i & 1)
+            printf(" %u", i);
+    printf("\n");
     return 0;
 }

@@ -29,6 +29,8 @@ void model_await(model_condition is_so, void *of);
 void model_explore(bool on);
 /* Of the first thread: until each other waits for something. */
 void model_settle(void);
+/* What came of it this time, below 64: the report lists what came of it ever. */
+void model_note(unsigned outcome);
 /* The interleaving is reported, and all ends. */
 __attribute__((format(printf, 1, 2), noreturn)) void model_violated(const char *format, ...);
 #define MODEL_CHECK(truth)                                                                         \

@@ -1,5 +1,6 @@
 /* What the calls of the system become: locks, conditions, threads, the clock, sockets as pipes in memory of a few
- * bytes each, eventfd, epoll. Each begins with a point where others may run. Descriptors are never used again, so
+ * bytes each, eventfd, epoll, and a cipher
+ * that only counts. Each begins with a point where others may run. Descriptors are never used again, so
  * that a call on one that was closed is seen; so is one on a lock that is not there. */
 #ifndef MODEL_SYSTEM_H
 #define MODEL_SYSTEM_H
@@ -7,6 +8,7 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <time.h>
 
 int system_create(pthread_t *thread, void *(*run)(void *), void *argument);
@@ -32,6 +34,10 @@ ssize_t system_sendmsg(int file, const struct msghdr *message, const char *where
 ssize_t system_recvmsg(int file, const struct msghdr *message, const char *where);
 int system_shutdown(int file, const char *where);
 int system_reset(int file, const char *where);
+ssize_t system_vm_read(pid_t pid, const struct iovec *to, unsigned long count, const struct iovec *from,
+                       unsigned long one, unsigned long flags);
+ssize_t system_vm_write(pid_t pid, const struct iovec *from, unsigned long count, const struct iovec *to,
+                        unsigned long one, unsigned long flags);
 
 /* ---- for scenarios ---- */
 
