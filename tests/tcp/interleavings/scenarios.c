@@ -271,6 +271,42 @@ static void wait_with_deadline(void)
     finish(1);
 }
 
+static void *wait_a_little(void *of)
+{
+    if (wait_for(of, model_now() + 60000) == KVN_PENDING) {
+        model_note(-KVN_TIMEOUT);
+        await_outcome(of);
+    }
+    release(of);
+    return NULL;
+}
+
+/* Who drives gives up waiting, and another waits on. */
+static void two_wait_with_deadline(void)
+{
+    begin(1, WIDE, 2, false);
+    for (unsigned i = 0; i < 2; i++)
+        submit(&transfers[i], true);
+    model_explore(true);
+    model_thread *other = model_spawn("other", wait_and_release, &transfers[1]);
+    wait_a_little(&transfers[0]);
+    model_join(other);
+    finish(2);
+}
+
+/* What nobody waits for goes on when the other is finished, and needs more than one turn. */
+static void wait_for_one_of_two(void)
+{
+    begin(1, NARROW, 2, true);
+    model_explore(true);
+    submit(&transfers[1], false);
+    move(&transfers[0]);
+    await_outcome(&transfers[1]);
+    MODEL_CHECK(transfers[1].report.status == KVN_OK);
+    release(&transfers[1]);
+    finish(2);
+}
+
 /* ---- giving up ---- */
 
 /* False: it has cost the connection, as a push does that the peer does not take in time. */
@@ -423,6 +459,18 @@ static void peer_closes(void)
     finish(1);
 }
 
+static void peer_closes_while_waited_for(void)
+{
+    begin(2, WIDE, 1, true);
+    submit(&transfers[0], true);
+    model_explore(true);
+    model_thread *other = model_spawn("closes", close_link, ends[1].link);
+    wait_and_release(&transfers[0]);
+    model_join(other);
+    model_settle();
+    finish(1);
+}
+
 /* ---- the service is stopped ---- */
 
 static void stop_service(void)
@@ -510,6 +558,8 @@ int main(int count, char **arguments)
         {"wait_late", wait_late, 3},
         {"two_wait", two_wait, 2},
         {"two_submit", two_submit, 2},
+        {"two_wait_with_deadline", two_wait_with_deadline, 1},
+        {"wait_for_one_of_two", wait_for_one_of_two, 2},
         {"wait_with_deadline", wait_with_deadline, 3},
         {"give_up_pull", give_up_pull, 3},
         {"give_up_pull_in_narrow", give_up_pull_in_narrow, 3},
@@ -522,6 +572,7 @@ int main(int count, char **arguments)
         {"close_and_free", close_and_free, 3},
         {"close_twice", close_twice, 2},
         {"peer_closes", peer_closes, 2},
+        {"peer_closes_while_waited_for", peer_closes_while_waited_for, 1},
         {"stop_service", stop_service, 6},
         {"stop_while_closed", stop_while_closed, 4},
         {"deregister_pulled", deregister_pulled, 3},
