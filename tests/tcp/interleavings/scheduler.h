@@ -67,7 +67,7 @@ typedef struct model_scenario {
 /* A list that ends with no name. Returns what main is to return. */
 int model_main(int count, char **arguments, const model_scenario *scenarios);
 
-/* Of system.c: there are no files at the start of a run, and there are to be none at its end. */
+/* Of files.c: there are no files at the start of a run, and there are to be none at its end. */
 void model_system_begin(void);
 void model_system_end(void);
 
