@@ -61,9 +61,9 @@ def test_a_peer_that_answers_lives_though_nobody_says_anything(
     loop: ControlLoop, channel: Channel
 ) -> None:
     call(loop, channel.keep_alive, INTERVAL_S, TIMEOUT_S)
-    heard = channel.heard
+    received = channel.last_received
     deadline = time.monotonic() + DEADLINE_S
-    while channel.heard < heard + 3 * TIMEOUT_S:
+    while channel.last_received < received + 3 * TIMEOUT_S:
         assert not channel.closed
         assert time.monotonic() < deadline
         call(loop, time.sleep, 0)  # a turn of the loop
@@ -72,9 +72,9 @@ def test_a_peer_that_answers_lives_though_nobody_says_anything(
 def test_an_end_that_only_listens_says_that_it_lives(conversation: Conversation) -> None:
     far = conversation.far_channel()
     call(conversation.loop, conversation.channel.keep_alive, INTERVAL_S, DEADLINE_S)
-    sent = conversation.channel.sent
+    sent = conversation.channel.last_sent
     deadline = time.monotonic() + DEADLINE_S
-    while conversation.channel.sent == sent:
+    while conversation.channel.last_sent == sent:
         assert time.monotonic() < deadline
         conversation.far_loop.run(far.notify(Failed(0, "news")))
 
