@@ -113,7 +113,7 @@ static void finish(unsigned num_transfers)
 static void submit(transfer *it, bool waits)
 {
     const kvn_columns batch = {.dst = it->to, .src = it->from, .nbytes = it->nbytes, .count = NUM_PIECES,
-                               .waits = waits};
+                               .caller = waits ? KVN_CALLER_WAITS : KVN_CALLER_RETURNS};
     MODEL_CHECK(it->backend->vtable->submit(it->backend, &batch, &it->request, &it->report) == KVN_OK);
 }
 
