@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvplan.transport.ucx.library import Found
-from tests.ucx_library import found, hide
+from tests.support.ucx_library import found, hide
 
 settings.register_profile(
     "ci",

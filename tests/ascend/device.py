@@ -15,7 +15,7 @@ from kvplan.device.ascend import AscendDevice
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.arrays import tensor_arrays
 from tests.ascend.simulator import controls
-from tests.over_tcp import FIELDS
+from tests.support.over_tcp import FIELDS
 
 NUM_DEVICES = 8
 

@@ -11,7 +11,7 @@ from kvplan import ClusterInfo, LlmDataDist, LlmRole, Transfers
 from tests.ascend.fixtures import sim_folder, simulator
 from tests.datadist.machine import Machine, machine_of
 from tests.datadist.peer import Peer
-from tests.places import LISTEN, parametrize
+from tests.support.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[[], Peer]

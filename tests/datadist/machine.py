@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from kvplan import LlmDataDist, Transfers
-from tests.over_tcp import OverTcp
+from tests.support.over_tcp import OverTcp
 from tests.support.wrappers import delay
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from tests.places import PEER_COMMAND, PEER_LISTEN
+from tests.support.places import PEER_COMMAND, PEER_LISTEN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("peer_process.py")

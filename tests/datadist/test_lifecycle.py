@@ -29,7 +29,7 @@ from kvplan import (
 )
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.machine import Machine
-from tests.held import Held
+from tests.support.held import Held
 
 ROOT = Path(__file__).parents[2]
 DESC = CacheDesc(2, (4, 16), DataType.DT_INT8)

@@ -9,7 +9,7 @@ import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LLMException, LlmRole, LLMStatusCode, Options
 from tests.datadist.conftest import MakeEngine, link
-from tests.places import CLUSTER_KEY, LISTEN
+from tests.support.places import CLUSTER_KEY, LISTEN
 
 ANYWHERE = {"llm.ListenIpInfo": LISTEN}
 without_key = pytest.mark.skipif(bool(CLUSTER_KEY), reason="engines on a network have a key")

@@ -11,8 +11,8 @@ import pytest
 from kvplan import LlmDataDist, LLMException, LlmRole, Options, Transfers
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.peer import Peer
-from tests.over_tcp import engine_of
-from tests.places import LISTEN, parametrize
+from tests.support.over_tcp import engine_of
+from tests.support.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[..., Peer]
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> str:
-    """What engines are linked over: see tests/places.py."""
+    """What engines are linked over: see tests/support/places.py."""
     return str(request.param)
 
 

@@ -9,7 +9,7 @@ import sys
 
 from kvplan import LlmDataDist, LlmRole, Options
 from tests.faults.contents import make_cache
-from tests.places import CLUSTER_KEY, PEER_LISTEN
+from tests.support.places import CLUSTER_KEY, PEER_LISTEN
 
 
 def serve(cluster_id: int, told: int) -> None:

@@ -12,7 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 from kvplan import ClusterInfo
-from tests.places import PEER_COMMAND, PEER_LISTEN
+from tests.support.places import PEER_COMMAND, PEER_LISTEN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("peer_process.py")

@@ -7,8 +7,8 @@ import numpy as np
 import kvplan
 from kvnative import _executor
 from tests.faults import contents, footprint, states
-from tests.over_tcp import engine_of
 from tests.support import wrappers
+from tests.support.over_tcp import engine_of
 from tests.transport.owner_process import serve
 
 ROOMS = (kvplan, _executor, wrappers)

@@ -21,7 +21,7 @@ from tests.faults.moves import link
 from tests.faults.outcomes import assert_confirmed
 from tests.faults.peer import ROOT
 from tests.faults.states import wait_for_state
-from tests.places import PEER_COMMAND
+from tests.support.places import PEER_COMMAND
 
 NUM_PEERS = 64
 

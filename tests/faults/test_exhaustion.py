@@ -13,7 +13,7 @@ from tests.faults.moves import link, move
 from tests.faults.outcomes import assert_confirmed, refused
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
-from tests.places import TCP_CONNECTIONS
+from tests.support.places import TCP_CONNECTIONS
 
 POOL = PoolConfig(4 * DESC.nbytes, 10)
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

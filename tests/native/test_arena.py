@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvnative._host import Arena, GenerationTable, Pin
-from tests.held import Held
+from tests.support.held import Held
 
 PAGE = mmap.PAGESIZE
 F_GET_SEALS = 1034

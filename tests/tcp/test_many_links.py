@@ -10,7 +10,7 @@ import pytest
 
 from kvnative._executor import KVN_CANCELLED, KVN_OK, Executor
 from kvnative._tcp import TcpService
-from tests.held import Held
+from tests.support.held import Held
 from tests.tcp.frames import attack
 from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, allocated, backend_of, descriptors, link_within
 from tests.transport.owner import ROOT

@@ -16,7 +16,7 @@ import kvplan
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
-from tests.held import Held
+from tests.support.held import Held
 from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 

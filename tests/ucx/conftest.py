@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvnative._ucx import UcxEndpoint, UcxError, UcxWorker
+from tests.support.ucx_library import found
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, open_worker
-from tests.ucx_library import found
 
 
 @pytest.fixture(scope="module")

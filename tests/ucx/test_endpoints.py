@@ -9,9 +9,9 @@ import pytest
 
 from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
 from kvnative._ucx import UcxEndpoint, UcxError, UcxWorker
-from tests.held import Held
+from tests.support.held import Held
+from tests.support.ucx_library import found
 from tests.ucx.peer import TIMEOUT_MS, UcxPeer, open_worker
-from tests.ucx_library import found
 
 
 def dead(endpoint: UcxEndpoint) -> tuple[int, str]:

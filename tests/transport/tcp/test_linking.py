@@ -22,7 +22,7 @@ from kvplan.transport.base import link_failed
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.tcp.metadata import Metadata
 from kvplan.transport.tcp.transport import TcpTransport, connections_of
-from tests.held import Held
+from tests.support.held import Held
 from tests.transport.tcp.peer import linked
 from tests.transport.tcp.streams import Accepted, Dialled
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ucx.transport import UcxTransport
-from tests.cuda import CudaMemory
+from tests.support.cuda import CudaMemory
 from tests.transport.owner_process import pattern, serve
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
 from kvplan.transport.ucx.transport import UcxTransport
-from tests import cuda
+from tests.support import cuda
+from tests.support.ucx_library import found
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
-from tests.ucx_library import found
 
 pytestmark = pytest.mark.skipif(bool(cuda.why_none()), reason=cuda.why_none())
 

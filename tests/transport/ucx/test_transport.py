@@ -23,10 +23,10 @@ from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
 from kvplan.transport.ucx.registrations import UcxRegistration
 from kvplan.transport.ucx.transport import UcxTransport
-from tests.held import Held
+from tests.support.held import Held
+from tests.support.ucx_library import found
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
-from tests.ucx_library import found
 
 TIMEOUT_MS = 20_000
 NBYTES = 1 << 20

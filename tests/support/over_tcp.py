@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvplan import LlmDataDist, Options
-from tests.places import CLUSTER_KEY, TCP_CONNECTIONS
+from tests.support.places import CLUSTER_KEY, TCP_CONNECTIONS
 
 FIELDS: dict[str, Any] = {"transport": "tcp", "tcp_connections": TCP_CONNECTIONS}
 if CLUSTER_KEY:
