@@ -81,7 +81,7 @@ def registered(run: Run, name: str) -> Row:
     """Ordinary memory of the peer, beside a bare loop over process_vm_readv."""
     target, team = destination_of(run), team_of(run)
     with linked("registered") as (link, address, pid):
-        backend = link.backend(threads_of(run), "get")
+        backend = link.reading(threads_of(run))
         descriptors = scattered(tensor_addresses(address), target.bases, BLOCK, TOTAL)
         with Executor(backend) as executor:
             target.words[:] = 0

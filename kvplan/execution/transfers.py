@@ -173,8 +173,9 @@ class Transfers:
         # Not isinstance: of a protocol it takes 10 us, of a Sequence 0.3, twice a transfer.
         source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
         target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
-        for memory in (source, target):
-            if type(memory) is not HostMemory or not memory.held:  # what is held cannot go
+        for given, memory in ((src, source), (dst, target)):
+            # What is held cannot go; what was made here, of a Cache's addresses, was just checked.
+            if memory is given and (type(memory) is not HostMemory or not memory.held):
                 memory.check()
         # Plain memory takes any backend that the other side needs.
         getter = putter = None

@@ -296,6 +296,8 @@ class Links:
         self._transitions.refuse_new(reason)
         for cluster_id in self._transitions.live():
             self._unlinker.drop(cluster_id, reason)
+        # Their channels close in the next iteration, with the reason; before the loop closes them.
+        await asyncio.sleep(0)
         await self._listener.stop()
         self._rendezvous.close()
         await self._transitions.finish(_CLOSING_S)

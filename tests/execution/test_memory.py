@@ -160,6 +160,24 @@ def test_addresses_are_checked_again_before_each_transfer():
     assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
 
+def test_addresses_of_a_cache_are_checked_once_before_and_once_after(monkeypatch):
+    """Each check reads /proc/self/maps, which takes longer than a small transfer."""
+    looked = []
+    check_mapped = HostMemory.check_mapped
+
+    def look(memory, *tensors):
+        looked.append(memory)
+        check_mapped(memory, *tensors)
+
+    monkeypatch.setattr(HostMemory, "check_mapped", look)
+    array = tensor()
+    cache = kvplan.Cache(DESC, tensor_addrs=(array.ctypes.data,))
+    kvplan.execute(PLAN, cache, cache)
+    assert len(looked) == 2 * 2
+    kvplan.submit(PLAN, cache, cache).wait()
+    assert len(looked) == 2 * 4
+
+
 def test_addresses_with_an_owner_are_believed():
     held = mmap.mmap(-1, mmap.PAGESIZE)
     memory = HostMemory.from_addresses(DESC, [np.frombuffer(held).ctypes.data], owner="mine")

@@ -111,6 +111,15 @@ def test_closing_tells_the_peers(end: End, peer: Peer) -> None:
     assert error.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
 
 
+def test_closing_tells_the_peers_of_an_end_that_does_not_listen(
+    make_end: MakeEnd, peer: Peer
+) -> None:
+    end = make_end(1, listen="")
+    end.link(peer.cluster)
+    end.close()
+    assert "cluster 1 is finalized" in peer.wait_for(1, "CLOSED")
+
+
 def test_a_peer_that_finalizes_and_exits_is_nothing_to_warn_of(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     with pytest.raises(json.JSONDecodeError):  # no answer: it has exited
