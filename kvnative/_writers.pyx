@@ -203,7 +203,7 @@ cdef class Writer:
 
     def mapped(self, ThreadPool pool not None, slots, generations):
         """Plain copies to memory of the peer that is mapped here: these of its registrations."""
-        cdef Backend backend = Backend.adopt(kvn_host_create(pool.pool, KVN_COPY_AUTO),
+        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), KVN_COPY_AUTO),
                                              (pool, self), "host backend")
         kvn_pooled_set_guard(backend.handle, self.guard(slots, generations))
         return backend
@@ -211,7 +211,7 @@ cdef class Writer:
     def by_address(self, ThreadPool pool not None, slots, generations):
         """process_vm_writev to the peer's own addresses in these of its registrations."""
         cdef Backend backend = Backend.adopt(
-            kvn_process_create(pool.pool, self.writer.pid, KVN_PEER_PUT), (pool, self),
+            kvn_process_create(pool.usable(), self.writer.pid, KVN_PEER_PUT), (pool, self),
             "process backend")
         kvn_pooled_set_guard(backend.handle, self.guard(slots, generations))
         return backend
