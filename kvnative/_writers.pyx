@@ -60,7 +60,6 @@ cdef extern from "host/writers.h" nogil:
     void kvn_writer_close(kvn_writer *writer)
     kvn_guard *kvn_guard_create(kvn_writer *writer, const uint64_t *slots,
                                 const uint64_t *generations, uint64_t count)
-    void kvn_guard_destroy(kvn_guard *guard)
 
 
 class Ticket(NamedTuple):
