@@ -218,6 +218,7 @@ cdef class Writer:
     def around(self, Backend inner not None, slots, generations):
         """What `inner` writes to memory of the peer that is mapped here, batch by batch."""
         inner.calls()
+        inner.check_process()
         return Backend.adopt(
             kvn_guarded_create(inner.handle, self.guard(slots, generations)), (inner, self),
             "guarded backend")
