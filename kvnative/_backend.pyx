@@ -72,8 +72,9 @@ cdef class ThreadPool:
 
     cdef kvn_pool *usable(self) except NULL:
         if self.pid != getpid():
-            raise NativeError(f"the thread pool belongs to process {self.pid}, and its threads do not"
-                              f" exist in process {getpid()}, forked from it: make a new pool there")
+            raise NativeError(f"the thread pool belongs to process {self.pid}, and its threads do"
+                              f" not exist in process {getpid()}, forked from it: make a new pool"
+                              f" there")
         return self.pool
 
     def __dealloc__(self):

@@ -19,8 +19,8 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
 
     With direction "get" source addresses are the other process's, with "put" destinations. It goes
     by the pid alone: hold the process by a `Peer`, and check that before and after each transfer.
-    ValueError for another direction or an impossible pid; NativeError for the pool of a process that
-    this one was forked from; MemoryError.
+    ValueError for another direction or an impossible pid; NativeError for the pool of a process
+    that this one was forked from; MemoryError.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")

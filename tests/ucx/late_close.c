@@ -1,4 +1,4 @@
-/* A UCX that closes no endpoint within the second that a worker waits for it, and ends what is large only then. */
+/* A UCX that closes no endpoint before it may, and ends what is large only then. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <time.h>
@@ -6,7 +6,6 @@
 #include "kvnative/ucx.h"
 
 #define LARGE 65536
-#define LATE_NS INT64_C(2500000000)
 #define ROOM 1024
 
 static struct held {
@@ -16,7 +15,7 @@ static struct held {
 
 static unsigned num_held;
 static kvn_ucp_ep_h closing;
-static int64_t due_ns;
+static _Atomic int64_t due_ns = INT64_MAX;
 
 static int64_t now_ns(void)
 {
@@ -24,6 +23,9 @@ static int64_t now_ns(void)
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
+
+/* From then on. */
+void may_close_in(int64_t ms) { due_ns = now_ns() + ms * 1000000; }
 
 static void *hold(struct held *it, const kvn_ucp_request_param *param)
 {
@@ -44,7 +46,6 @@ kvn_ucs_status_ptr ucp_get_nbx(kvn_ucp_ep_h ep, void *buffer, size_t count, uint
 kvn_ucs_status_ptr ucp_ep_close_nbx(kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)
 {
     closing = ep;
-    due_ns = now_ns() + LATE_NS;
     return hold(&held[ROOM], param);
 }
 
