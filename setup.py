@@ -16,6 +16,7 @@ KVPLAN_LIMITED_API=0    builds for this Python alone instead of one abi3 wheel f
 KVPLAN_WERROR=1         warnings of the C compiler in our own sources are errors (CI sets it)
 """
 
+import filecmp
 import os
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,7 @@ strict_flags = ["-fPIC", "-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
 LIBRARY = Path("kvnative/lib/libkvn.so")
 include_dirs = ["include", "kvnative/src"]
 c_sources = sorted(Path("kvnative/src").rglob("*.c"))
+c_folders = [str(it) for it in Path("kvnative/src").rglob("*") if it.is_dir()] + ["kvnative/src"]
 headers = sorted([*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")])
 macros: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)]
 abi_macros = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
@@ -120,7 +122,9 @@ class BuildNative(build_ext):
         library.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor() as threads:
             objects = list(threads.map(self.compiled, c_sources))
-        if self.force or newer_group([*objects, "setup.py"], str(library)):
+        # A folder is newer when a source is gone. The compiler looks at the objects alone.
+        if self.force or newer_group([*objects, *c_folders, "setup.py"], str(library)):
+            library.unlink(missing_ok=True)
             self.compiler.link_shared_object(
                 objects,
                 str(library),
@@ -153,6 +157,10 @@ class BuildNative(build_ext):
         return Path(self.build_lib, LIBRARY)
 
     def copy_extensions_to_source(self) -> None:
+        # What is in place, of another flavour say, is not copied over where it is newer.
+        for built, placed in self.get_output_mapping().items():
+            if Path(placed).exists() and not filecmp.cmp(built, placed):
+                Path(placed).unlink()
         super().copy_extensions_to_source()
         LIBRARY.parent.mkdir(exist_ok=True)
         self.copy_file(str(self.built()), str(LIBRARY))

@@ -7,6 +7,10 @@ from kvnative._native cimport kvn_backend, kvn_backend_vtable, kvn_pool
 cdef class ThreadPool:
     # Owned; outlives every Backend that was made with this object among its owners.
     cdef kvn_pool *pool
+    cdef pid_t pid  # of the process that made it
+
+    # The pool, for a backend; NativeError in a forked child.
+    cdef kvn_pool *usable(self) except NULL
 
 
 cdef class Backend:

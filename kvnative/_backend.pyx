@@ -68,6 +68,14 @@ cdef class ThreadPool:
         self.pool = kvn_pool_create(threads)
         if self.pool is NULL:
             raise NativeError(f"no pool of {threads} threads: {os.strerror(errno)}")
+        self.pid = getpid()
+
+    cdef kvn_pool *usable(self) except NULL:
+        if self.pid != getpid():
+            raise NativeError(f"the thread pool belongs to process {self.pid}, and its threads do"
+                              f" not exist in process {getpid()}, forked from it: make a new pool"
+                              f" there")
+        return self.pool
 
     def __dealloc__(self):
         with nogil:
@@ -140,12 +148,14 @@ def host_backend(ThreadPool pool not None, strategy: str = "auto") -> Backend:
 
     Raises:
         ValueError: an unknown strategy.
+        NativeError: the pool belongs to the process that this one was forked from.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy = {strategy!r}: expected one of"
                          f" {', '.join(map(repr, STRATEGIES))}")
     index = STRATEGIES.index(strategy)
-    return Backend.adopt(kvn_host_create(pool.pool, <kvn_strategy><int>index), pool, "host_backend")
+    return Backend.adopt(kvn_host_create(pool.usable(), <kvn_strategy><int>index), pool,
+                         "host_backend")
 
 
 def striped(backends, *, min_nbytes: int) -> Backend:

@@ -101,6 +101,3 @@ cdef extern from "core/layered.h" nogil:
 
 cdef extern from "core/clock.h" nogil:
     int64_t kvn_now_ns()
-
-cdef extern from "core/report.h" nogil:
-    uint64_t kvn_report_unconfirmed(const kvn_report *report)

@@ -19,13 +19,14 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
 
     With direction "get" source addresses are the other process's, with "put" destinations. It goes
     by the pid alone: hold the process by a `Peer`, and check that before and after each transfer.
-    ValueError for another direction or an impossible pid; MemoryError.
+    ValueError for another direction or an impossible pid; NativeError for the pool of a process
+    that this one was forked from; MemoryError.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
     if pid < 1:
         raise ValueError(f"pid is {pid}; it must be at least 1")
-    cdef kvn_backend *backend = kvn_process_create(pool.pool, pid, DIRECTIONS[direction])
+    cdef kvn_backend *backend = kvn_process_create(pool.usable(), pid, DIRECTIONS[direction])
     return Backend.adopt(backend, pool, "process backend")
 
 

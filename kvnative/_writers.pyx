@@ -60,7 +60,6 @@ cdef extern from "host/writers.h" nogil:
     void kvn_writer_close(kvn_writer *writer)
     kvn_guard *kvn_guard_create(kvn_writer *writer, const uint64_t *slots,
                                 const uint64_t *generations, uint64_t count)
-    void kvn_guard_destroy(kvn_guard *guard)
 
 
 class Ticket(NamedTuple):
@@ -203,7 +202,7 @@ cdef class Writer:
 
     def mapped(self, ThreadPool pool not None, slots, generations):
         """Plain copies to memory of the peer that is mapped here: these of its registrations."""
-        cdef Backend backend = Backend.adopt(kvn_host_create(pool.pool, KVN_COPY_AUTO),
+        cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), KVN_COPY_AUTO),
                                              (pool, self), "host backend")
         kvn_pooled_set_guard(backend.handle, self.guard(slots, generations))
         return backend
@@ -211,7 +210,7 @@ cdef class Writer:
     def by_address(self, ThreadPool pool not None, slots, generations):
         """process_vm_writev to the peer's own addresses in these of its registrations."""
         cdef Backend backend = Backend.adopt(
-            kvn_process_create(pool.pool, self.writer.pid, KVN_PEER_PUT), (pool, self),
+            kvn_process_create(pool.usable(), self.writer.pid, KVN_PEER_PUT), (pool, self),
             "process backend")
         kvn_pooled_set_guard(backend.handle, self.guard(slots, generations))
         return backend
@@ -219,6 +218,7 @@ cdef class Writer:
     def around(self, Backend inner not None, slots, generations):
         """What `inner` writes to memory of the peer that is mapped here, batch by batch."""
         inner.calls()
+        inner.check_process()
         return Backend.adopt(
             kvn_guarded_create(inner.handle, self.guard(slots, generations)), (inner, self),
             "guarded backend")

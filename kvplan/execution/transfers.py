@@ -40,8 +40,8 @@ class Transfers:
 
     Args:
         threads: copying threads; None for the number of usable cores.
-        wrap: called with each backend, returns the one to use: a place for the wrappers of
-            `kvnative._executor` (faults, delays, limits, traces).
+        wrap: called with each backend, returns the one to use: a place for wrappers (faults,
+            delays, limits, traces).
     """
 
     def __init__(

@@ -11,6 +11,7 @@ PRELUDE = """
 import multiprocessing, os, sys
 import numpy as np
 from kvnative._executor import *
+from kvnative._process import process_backend
 from tests.native.scatter import scatter
 from tests.support.wrappers import *
 
@@ -58,6 +59,8 @@ def test_a_forked_child_is_refused_everything_of_its_parents() -> None:
             assert refused(lambda: executor.submit(case.descriptors))
             assert refused(lambda: executor.__enter__())
             assert refused(lambda: Executor(executor.backend))
+            assert refused(lambda: host_backend(pool))  # none of its threads is there
+            assert refused(lambda: process_backend(pool, os.getppid(), "get"))
             assert refused(lambda: fail_at(executor.backend, 1))
             for call in (task.wait, task.cancel, lambda: task.done, lambda: task.report):
                 assert refused(call)

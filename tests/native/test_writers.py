@@ -22,6 +22,7 @@ from kvnative._executor import (
     KVN_UNMAPPED,
     Backend,
     Executor,
+    NativeError,
     Report,
     ThreadPool,
     host_backend,
@@ -144,6 +145,24 @@ def test_what_the_backend_refuses_is_not_announced_any_more(here: Here) -> None:
     backend = here.writer().around(refusing, *here.registered)
     assert here.move(backend).status == KVN_FAILED
     assert here.table.drain(0) == []
+
+
+def test_what_the_parent_of_a_forked_child_made_is_refused_there(here: Here) -> None:
+    """Its pool has no threads there: nothing would move."""
+    writer, inner = here.writer(), host_backend(here.pool)
+    for call in (
+        lambda: writer.around(inner, *here.registered),
+        lambda: writer.mapped(here.pool, *here.registered),
+        lambda: writer.by_address(here.pool, *here.registered),
+    ):
+        child = os.fork()
+        if child == 0:
+            try:
+                call()
+            except NativeError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class TestWait:

@@ -231,22 +231,6 @@ static const error_code *find_error(int code)
     return NULL;
 }
 
-int kvn_acl_status(int code)
-{
-    const error_code *error = find_error(code);
-
-    if (code == KVN_ACL_OK)
-        return KVN_OK;
-    return error ? error->status : KVN_FAILED;
-}
-
-const char *kvn_acl_words(int code)
-{
-    const error_code *error = find_error(code);
-
-    return error ? error->words : "";
-}
-
 void kvn_acl_put_on_one_line(char *text)
 {
     char *end = text;
@@ -260,20 +244,15 @@ void kvn_acl_put_on_one_line(char *text)
     *end = '\0';
 }
 
-int kvn_acl_explain(const kvn_acl *acl, const char *call, int code, char *message, size_t room)
-{
-    const char *words = kvn_acl_words(code), *text = acl->aclGetRecentErrMsg();
-
-    snprintf(message, room, "%s: %d%s%s%s%s%s", call, code, *words ? " (" : "", words,
-             *words ? ")" : "", text && *text ? ": " : "", text ? text : "");
-    kvn_acl_put_on_one_line(message);
-    return kvn_acl_status(code);
-}
-
 int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure)
 {
-    failure->code = code;
-    failure->status = kvn_acl_explain(acl, call, code, failure->message, sizeof failure->message);
+    const error_code *error = find_error(code);
+    const char *words = error ? error->words : "", *text = acl->aclGetRecentErrMsg();
+
+    kvn_fail(failure, error ? error->status : KVN_FAILED, code, "%s: %d%s%s%s%s%s", call, code,
+             *words ? " (" : "", words, *words ? ")" : "", text && *text ? ": " : "",
+             text ? text : "");
+    kvn_acl_put_on_one_line(failure->message);
     return failure->status;
 }
 

@@ -44,16 +44,10 @@ int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, in
 
 /* ---- errors ---- */
 
-/* The KVN_ status of an aclError. */
-int kvn_acl_status(int code);
-/* A few words for it; "" for codes that kvplan knows nothing of. */
-const char *kvn_acl_words(int code);
 /* Makes one line of a text of several, without blanks at its end. */
 void kvn_acl_put_on_one_line(char *text);
-/* Writes "call: code (words): the vendor's text", which it takes from this thread; so call it on the
- * thread of the failed call, and before the next. Returns kvn_acl_status(code). */
-int kvn_acl_explain(const kvn_acl *acl, const char *call, int code, char *message, size_t room);
-/* The same into a failure. */
+/* "call: code (words): the vendor's text", which it takes from this thread; so call it on the thread of the
+ * failed call, and before the next. Returns the KVN_ status of the aclError `code`. */
 int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure);
 /* The text of an error that was expected: dropped, so that it does not come with the next one. */
 void kvn_acl_forget(const kvn_acl *acl);

@@ -127,7 +127,8 @@ int kvn_hccl_status(kvn_hccl_result result)
     }
 }
 
-const char *kvn_hccl_words(kvn_hccl_result result)
+/* "TIMEOUT" for 9; "" for codes that kvplan knows nothing of. */
+static const char *words_of(kvn_hccl_result result)
 {
     static const char *const words[] = {
         "success",      "PARA",      "PTR",          "MEMORY",        "INTERNAL",
@@ -146,7 +147,7 @@ int kvn_hccl_explain(const kvn_hccl *hccl, const char *call, kvn_hccl_result res
 {
     const char *text = hccl->calls.error_string ? hccl->calls.error_string(result) : NULL;
     const char *recent = hccl->acl->aclGetRecentErrMsg();
-    const char *words = kvn_hccl_words(result);
+    const char *words = words_of(result);
     snprintf(message, room, "%s: %d%s%s%s%s%s%s%s", call, result, *words ? " (" : "", words,
              *words ? ")" : "", text && *text ? ": " : "", text && *text ? text : "",
              recent && *recent ? ": " : "", recent && *recent ? recent : "");

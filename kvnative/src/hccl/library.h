@@ -59,8 +59,6 @@ const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n);
 
 /* The KVN_ status of a HcclResult. */
 int kvn_hccl_status(kvn_hccl_result result);
-/* "TIMEOUT" for 9; "" for codes that kvplan knows nothing of. */
-const char *kvn_hccl_words(kvn_hccl_result result);
 /* Writes "call: code (words): the vendor's text". On the thread of the failed call, and before the
  * next. Returns kvn_hccl_status(result). */
 int kvn_hccl_explain(const kvn_hccl *hccl, const char *call, kvn_hccl_result result, char *message,

@@ -12,7 +12,7 @@
  * - A piece is short (its backend says how long at most): aborting means claiming no more, and
  *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
  * - A pool belongs to the process that made it: a forked child, which has none of its threads, may only
- *   destroy it, which forgets it. The Backend in front of it (kvnative/_backend.pyx) sees to that. */
+ *   destroy it, which forgets it. ThreadPool and Backend (kvnative/_backend.pyx) see to that. */
 #ifndef KVNATIVE_HOST_POOL_H
 #define KVNATIVE_HOST_POOL_H
 

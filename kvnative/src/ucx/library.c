@@ -43,7 +43,7 @@ void kvn_ucx_log_append(char *message, size_t room)
         snprintf(message + used, room - used, ": %s", latest);
 }
 
-int kvn_ucx_status(kvn_ucs_status status)
+static int status_of(kvn_ucs_status status)
 {
     switch (status) {
     case KVN_UCS_OK: return KVN_OK;
@@ -66,7 +66,7 @@ int kvn_ucx_status(kvn_ucs_status status)
 int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_status status,
                  kvn_failure *failure)
 {
-    return kvn_fail(failure, kvn_ucx_status(status), status, "%s: %s", call,
+    return kvn_fail(failure, status_of(status), status, "%s: %s", call,
                     library->calls.ucs_status_string(status));
 }
 

@@ -25,9 +25,7 @@ typedef struct kvn_ucx_library {
  * it cannot be opened, is older than 1.13 or lacks a call. */
 int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure);
 
-/* The KVN_ status of a ucs_status_t. */
-int kvn_ucx_status(kvn_ucs_status status);
-/* Writes "call: UCX's text for it"; returns kvn_ucx_status(status). `code` becomes the ucs_status_t. */
+/* Writes "call: UCX's text for it"; returns the KVN_ status of the ucs_status_t, which `code` becomes. */
 int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_status status,
                  kvn_failure *failure);
 

@@ -15,6 +15,7 @@
 #include "kvnative/backend.h"
 
 #define SPIN_NS 50000 /* after the last event: what is under way mostly ends within */
+#define RETRY_NS 1000000 /* between two passes of progress of who waits when the thread has stopped */
 #define SETTLE_NS 20000 /* within which a small transfer ends before anybody is woken for it */
 
 /* ---- the submission queue ---- */
@@ -180,6 +181,16 @@ void kvn_ucx_call(kvn_ucx_worker *self, void (*run)(void *context), void *contex
     kvn_ucx_wait(self, is_run, &it, KVN_FOREVER);
 }
 
+static void help(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
+                 int64_t deadline_ns)
+{
+    if (!try_acquire(self))
+        return;
+    progress_until(self, is_done, context, deadline_ns);
+    release(self);
+}
+
+/* Once the worker's thread has stopped, nobody makes progress but who waits: again and again. */
 bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
                   int64_t deadline_ns)
 {
@@ -187,13 +198,19 @@ bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), co
 
     if (is_done(context))
         return true;
-    if (try_acquire(self)) {
-        progress_until(self, is_done, context, deadline_ns);
-        release(self);
-    }
+    help(self, is_done, context, deadline_ns);
     pthread_mutex_lock(&self->mutex);
-    while (!(is_over = is_done(context)) && kvn_now_ns() < deadline_ns)
-        kvn_cond_wait(&self->changed, &self->mutex, deadline_ns);
+    while (!(is_over = is_done(context)) && kvn_now_ns() < deadline_ns) {
+        if (self->has_thread) {
+            kvn_cond_wait(&self->changed, &self->mutex, deadline_ns);
+            continue;
+        }
+        const int64_t next_ns = kvn_now_ns() + RETRY_NS;
+        kvn_cond_wait(&self->changed, &self->mutex, next_ns < deadline_ns ? next_ns : deadline_ns);
+        pthread_mutex_unlock(&self->mutex);
+        help(self, is_done, context, deadline_ns);
+        pthread_mutex_lock(&self->mutex);
+    }
     pthread_mutex_unlock(&self->mutex);
     return is_over;
 }

@@ -7,7 +7,7 @@
  *   released the lock looks into the queue again. So nobody who submits waits for the lock, and no item is left behind.
  * - A caller that waits tries the lock, too. If it gets it, it makes progress itself: what is small ends without a
  *   change of threads. If it does not, or when nothing has happened for a while, it sleeps on `changed`: whoever makes
- *   true what somebody may wait for, calls kvn_ucx_notify.
+ *   true what somebody may wait for, calls kvn_ucx_notify. When the thread has stopped it only naps, and tries again.
  * - The worker's thread alone blocks on the lock. It sleeps on UCX's events and on wake_fd. The lock is released
  *   with the events armed, after a pass that found nothing to do, or else with the thread woken. So whatever is under
  *   way goes on, though everybody sleeps.
@@ -64,12 +64,12 @@ struct kvn_ucx_worker {
      * 0: none. Owners read it when they end a registration: transfer.c. */
     _Atomic uint64_t *tickets;
     pthread_t thread;
-    bool has_thread;
     atomic_bool is_stopping;
     atomic_uint num_endpoints; /* that UCX has, open or being closed: endpoint.c */
 
     pthread_mutex_t mutex; /* guards the queue, and why endpoints have failed */
     pthread_cond_t changed;
+    bool has_thread; /* that has not ended */
     kvn_ucx_work *first_work; /* the submission queue */
     kvn_ucx_work *last_work;
 

@@ -1,0 +1,74 @@
+"""setup.py, with a small project: what is built again, and what then lies in place."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MODULE = '''
+cdef extern from *:
+    """
+    int kvn_one(void);
+    """
+    int kvn_one()
+
+
+def one():
+    return kvn_one()
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A module over a library of two sources, built in place."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("include/kvnative", "kvnative/src/core", "kvplan"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("kvnative", "kvplan"):
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "kvnative/_one.pyx").write_text(MODULE)
+    for name, number in (("one", 1), ("two", 2)):
+        source = tmp_path / f"kvnative/src/core/{name}.c"
+        source.write_text(f"int kvn_{name}(void) {{ return {number}; }}\n")
+    build(tmp_path)
+    return tmp_path
+
+
+def build(project: Path, **switches: str) -> None:
+    bare = {name: text for name, text in os.environ.items() if not name.startswith("KVPLAN_")}
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=project,
+        env=bare | switches,
+        check=True,
+        capture_output=True,
+    )
+
+
+def core(folder: Path) -> bytes:
+    return (folder / "kvnative/lib/libkvn.so").read_bytes()
+
+
+def test_nothing_of_a_source_that_is_gone_stays_in_the_library(project: Path) -> None:
+    assert b"kvn_two" in core(project)
+    (project / "kvnative/src/core/two.c").unlink()
+    build(project)
+    assert b"kvn_one" in core(project)
+    assert b"kvn_two" not in core(project)
+
+
+def test_what_lies_in_place_is_of_the_flavour_that_was_built_last(project: Path) -> None:
+    (release,) = project.glob("build/release-*/lib.*")
+    build(project, KVPLAN_DEBUG="1")
+    (debug,) = project.glob("build/debug-*/lib.*")
+    assert core(project) == core(debug) != core(release)
+    build(project)  # nothing is compiled, and what lies in place is newer
+    assert core(project) == core(release)
+    for module in release.glob("kvnative/*.so"):
+        assert module.read_bytes() == (project / "kvnative" / module.name).read_bytes()
