@@ -81,10 +81,15 @@ def test_a_cancelled_await_cancels_the_transfer(staged):
     asyncio.run(main())
 
 
+def awaiting_threads(before):
+    return [it for it in threading.enumerate() if it.name == "kvplan-await" and it not in before]
+
+
 def test_a_loop_that_ends_first_leaves_no_error_behind(monkeypatch):
     """The awaiting coroutine is dropped with its loop; the thread then has nobody to tell."""
     unseen = []
     monkeypatch.setattr(threading, "excepthook", unseen.append)
+    before = threading.enumerate()  # one of an earlier test may be about to end
     with Transfers(1) as transfers:
         task = transfers.stage(PLAN, tensors(1), tensors(2))
         loop = asyncio.new_event_loop()
@@ -94,7 +99,7 @@ def test_a_loop_that_ends_first_leaves_no_error_behind(monkeypatch):
             awaiting.send(None)
 
         loop.run_until_complete(begin())
-        (thread,) = [it for it in threading.enumerate() if it.name == "kvplan-await"]
+        (thread,) = awaiting_threads(before)
         loop.close()
         for layer in task.layers:
             task.ready(layer)
@@ -106,11 +111,12 @@ def test_a_loop_that_ends_first_leaves_no_error_behind(monkeypatch):
 
 def test_the_thread_is_a_daemon_and_ends_with_the_transfer():
     async def main():
+        before = threading.enumerate()
         with Transfers(1) as transfers:
             task = transfers.stage(PLAN, tensors(1), tensors(2))
             awaited = asyncio.ensure_future(task_of(task))
             await asyncio.sleep(0)
-            (thread,) = [it for it in threading.enumerate() if it.name == "kvplan-await"]
+            (thread,) = awaiting_threads(before)
             assert thread.daemon
             for layer in task.layers:
                 task.ready(layer)
