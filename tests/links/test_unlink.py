@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvplan import CacheIndex, LLMException, LLMStatusCode
+from kvplan.control.messages import Unlink, Unlinked
 from kvplan.links import LinkState
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
@@ -202,3 +203,19 @@ def test_a_cache_that_is_waited_for_stays_while_it_is_used(make_end: MakeEnd) ->
     with pytest.raises(LLMException, match="has ended: unlinked") as error:
         link.begin(link)
     assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+
+
+def test_who_has_ended_the_link_agrees_that_it_is_unlinked(make_end: MakeEnd) -> None:
+    """The peer's request arrives after `finalize` has begun, and before the channel is closed."""
+    one, two = make_end(1), make_end(2)
+    one.link(two.cluster)
+    link = two.links.get(1)
+
+    async def request_that_arrives_late() -> object:
+        channel = link.channel
+        assert channel is not None
+        two.links._unlinker.drop(1, "cluster 2 is finalized")
+        return await two.links._unlinker.agree(channel, Unlink(1000))
+
+    assert two.links._control.run(request_that_arrives_late()) == Unlinked()
+    assert two.state(1) is None
