@@ -57,13 +57,13 @@ class Unlinker:
 
         Raises:
             LLMException: LLM_LINK_BUSY: transfers of this end are in flight, and the link stays;
-                LLM_NOT_YET_LINK: there was none.
+                LLM_NOT_YET_LINK: there is none.
         """
         link = channel.bound
-        if not isinstance(link, PeerLink):
-            raise LLMException("there is no link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-        if link not in self._transitions.links.values():
+        if isinstance(link, PeerLink) and link.state is LinkState.UNLINKED:
             return Unlinked()  # this end is finalizing, and closes the channel next
+        if not isinstance(link, PeerLink) or link not in self._transitions.links.values():
+            raise LLMException("there is no link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         with self._no_new_operations(link):
             if not await link.wait_idle(unlink.timeout_ms / 1000):
                 raise self._busy(link)
