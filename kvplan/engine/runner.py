@@ -178,13 +178,7 @@ class Operation:
         """
         if not isinstance(key, kinds):
             raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
-        if key.cluster_id == self.engine.cluster_id:
-            raise _own_cluster(argument, key)
-        links = self.engine.links
-        link = links.peers.get(key.cluster_id) or links.get(key.cluster_id)
-        if self._moves and self.link is None:
-            self.link = link  # first: what ends has not begun, at worst
-            link.begin(self)
+        link = self._linked(argument, key)
         slot = 0
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
@@ -219,13 +213,7 @@ class Operation:
                 no room for a row, or a cache that must not be written; LLM_KV_CACHE_NOT_EXIST: an
                 address that lies in no cache of the peer; LLM_NOT_YET_LINK, LLM_LINK_FAILED.
         """
-        if given.cluster_id == self.engine.cluster_id:
-            raise _own_cluster(argument, given)
-        links = self.engine.links
-        link = links.peers.get(given.cluster_id) or links.get(given.cluster_id)
-        if self._moves and self.link is None:
-            self.link = link  # first, as for `peer`
-            link.begin(self)
+        link = self._linked(argument, given)
         return link.tensors(given.addresses, given.stride or stride, paged=paged)
 
     def disable_speculation(self) -> None:
@@ -271,6 +259,17 @@ class Operation:
                 bytes=nbytes,
             )
 
+    def _linked(self, argument: str, key: AnyCacheKey | PeerTensors) -> PeerLink:
+        """Return the link to the peer that `key` names, begun by one that moves."""
+        engine, cluster_id = self.engine, key.cluster_id
+        if cluster_id == engine.cluster_id:
+            raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
+        link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
+        if self._moves and self.link is None:
+            self.link = link  # first: what ends has not begun, at worst
+            link.begin(self)
+        return link
+
     def _refuse_kind(self, argument: str, name: str, paged: bool, table: str) -> NoReturn:
         found, needed = ("contiguous", "paged") if paged else ("paged", "contiguous")
         if table and not paged:
@@ -279,10 +278,6 @@ class Operation:
         if table:
             raise invalid(f"{message}, or no {table}: then a slot is moved")
         raise invalid(message + _OTHER_KIND.get(self.name, ""))
-
-
-def _own_cluster(argument: str, key: AnyCacheKey | PeerTensors) -> LLMException:
-    return invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
