@@ -56,7 +56,7 @@ sanitize-addresses:
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,endings,deregistering,unmapped,device}.py
 
 sanitize-threads:
-	tools/sanitize thread -k 'not forked' tests/native/test_{executor,staged}{,_concurrency}.py \
+	tools/sanitize thread -k 'not forked' tests/native/test_{executor,layered}{,_concurrency}.py \
 	  tests/native/test_{wrappers,striped,writers}.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{endings,deregistering,giving_up}.py

@@ -25,11 +25,11 @@ from kvnative._backend import (
     striped,
 )
 from kvnative._layered import (
-    STAGE_DONE,
-    STAGE_FAILED,
-    STAGE_MOVING,
-    STAGE_WAITING,
-    StagedTask,
+    LAYER_DONE,
+    LAYER_FAILED,
+    LAYER_MOVING,
+    LAYER_WAITING,
+    LayeredTask,
 )
 from kvnative._lower import Descriptors
 from kvnative._task import Report, Task
@@ -49,17 +49,17 @@ __all__ = [
     "KVN_TIMEOUT",
     "KVN_UNMAPPED",
     "KVN_UNSUPPORTED",
+    "LAYER_DONE",
+    "LAYER_FAILED",
+    "LAYER_MOVING",
+    "LAYER_WAITING",
     "MAX_STRIPES",
-    "STAGE_DONE",
-    "STAGE_FAILED",
-    "STAGE_MOVING",
-    "STAGE_WAITING",
     "STRATEGIES",
     "Backend",
     "Executor",
+    "LayeredTask",
     "NativeError",
     "Report",
-    "StagedTask",
     "Task",
     "ThreadPool",
     "host_backend",
@@ -74,13 +74,13 @@ class Executor:
     def submit(
         self, descriptors: Descriptors, keep: object = (), backend: Backend | None = None
     ) -> Task: ...
-    def stage(
+    def layered(
         self,
         descriptors: Descriptors,
-        stage_size: int,
+        layer_size: int,
         keep: object = (),
         backend: Backend | None = None,
-    ) -> StagedTask: ...
+    ) -> LayeredTask: ...
     def run(
         self,
         descriptors: Descriptors,

@@ -6,7 +6,7 @@ from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
-from kvnative._layered cimport StagedTask
+from kvnative._layered cimport LayeredTask
 from kvnative._task cimport AnyTask, Report, Task, deadline_of, drop_finished
 
 from kvnative import _backend, _layered, _task
@@ -82,30 +82,30 @@ cdef class Executor:
         drop_finished(2)
         return self.start(backend, descriptors, keep, False)
 
-    def stage(self, Descriptors descriptors not None, stage_size: int, keep: object = (),
-              Backend backend=None) -> StagedTask:
-        """Prepare a transfer whose stages move when they are opened; nothing moves yet.
+    def layered(self, Descriptors descriptors not None, layer_size: int, keep: object = (),
+                Backend backend=None) -> LayeredTask:
+        """Prepare a transfer whose layers move when they are opened; nothing moves yet.
 
         Args:
             descriptors, keep, backend: as for submit().
-            stage_size: descriptors of one stage, >= 1; the last stage may have fewer.
+            layer_size: descriptors of one layer, >= 1; the last layer may have fewer.
 
         Returns:
-            The task, of ceil(count / stage_size) stages. What the backend refuses is in its
+            The task, of ceil(count / layer_size) layers. What the backend refuses is in its
             report.
 
         Raises:
-            ValueError: stage_size < 1.
+            ValueError: layer_size < 1.
             NativeError: as submit().
         """
         cdef uint64_t size
-        cdef StagedTask task
+        cdef LayeredTask task
         backend = self.usable(backend)
-        if stage_size < 1:
-            raise ValueError(f"stage_size = {stage_size!r}: expected at least 1 descriptor")
-        size = stage_size
+        if layer_size < 1:
+            raise ValueError(f"layer_size = {layer_size!r}: expected at least 1 descriptor")
+        size = layer_size
         drop_finished(2)
-        task = StagedTask.prepare(backend, descriptors, size, keep, self.tasks)
+        task = LayeredTask.prepare(backend, descriptors, size, keep, self.tasks)
         self.admit(task)
         return task
 
@@ -127,7 +127,7 @@ cdef class Executor:
     def close(self, cancel: bool = False) -> None:
         """Wait for the tasks in flight, or cancel them; then take no more. Idempotent.
 
-        Those of run() too: when this returns, no byte is touched any more. A task with stages that
+        Those of run() too: when this returns, no byte is touched any more. A task with layers that
         nobody has opened would not end, and is cancelled in either case.
         """
         cdef AnyTask task

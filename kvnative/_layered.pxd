@@ -7,10 +7,10 @@ from kvnative._native cimport kvn_layered
 from kvnative._task cimport AnyTask
 
 
-cdef class StagedTask(AnyTask):
+cdef class LayeredTask(AnyTask):
     cdef kvn_layered layered
 
     @staticmethod
-    cdef StagedTask prepare(Backend backend, Descriptors descriptors, uint64_t stage_size,
-                            object keep, dict siblings)
+    cdef LayeredTask prepare(Backend backend, Descriptors descriptors, uint64_t layer_size,
+                             object keep, dict siblings)
     cdef tuple unconfirmed(self)

@@ -2,18 +2,18 @@ from typing import final
 
 from kvnative._task import AnyTask
 
-__all__ = ["STAGE_DONE", "STAGE_FAILED", "STAGE_MOVING", "STAGE_WAITING", "StagedTask"]
+__all__ = ["LAYER_DONE", "LAYER_FAILED", "LAYER_MOVING", "LAYER_WAITING", "LayeredTask"]
 
-STAGE_WAITING: int
-STAGE_MOVING: int
-STAGE_DONE: int
-STAGE_FAILED: int
+LAYER_WAITING: int
+LAYER_MOVING: int
+LAYER_DONE: int
+LAYER_FAILED: int
 
 @final
-class StagedTask(AnyTask):
+class LayeredTask(AnyTask):
     @property
-    def num_stages(self) -> int: ...
+    def num_layers(self) -> int: ...
     @property
     def sealed(self) -> bool: ...
-    def open(self, stage: int) -> bool: ...
+    def open(self, layer: int) -> bool: ...
     def states(self) -> tuple[int, ...]: ...

@@ -10,12 +10,12 @@ from kvnative._lower_c cimport kvn_columns
 from kvnative._native cimport *
 from kvnative._task cimport AnyTask, Report, report_of, report_with
 
-__all__ = ["STAGE_DONE", "STAGE_FAILED", "STAGE_MOVING", "STAGE_WAITING", "StagedTask"]
+__all__ = ["LAYER_DONE", "LAYER_FAILED", "LAYER_MOVING", "LAYER_WAITING", "LayeredTask"]
 
 # The same names for Python as in layered.h.
 globals().update(
-    STAGE_WAITING=_native.KVN_LAYER_WAITING, STAGE_MOVING=_native.KVN_LAYER_MOVING,
-    STAGE_DONE=_native.KVN_LAYER_DONE, STAGE_FAILED=_native.KVN_LAYER_FAILED,
+    LAYER_WAITING=_native.KVN_LAYER_WAITING, LAYER_MOVING=_native.KVN_LAYER_MOVING,
+    LAYER_DONE=_native.KVN_LAYER_DONE, LAYER_FAILED=_native.KVN_LAYER_FAILED,
 )
 
 
@@ -23,28 +23,28 @@ globals().update(
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 @cython.nonecheck(True)
-cdef class StagedTask(AnyTask):
-    """A transfer that is submitted slice by slice: a stage moves once it is opened.
+cdef class LayeredTask(AnyTask):
+    """A transfer that is submitted slice by slice: a layer moves once it is opened.
 
-    The first stage that fails ends it: no further stage opens, those in flight are waited for, and
-    the report speaks of the whole array. Dropping it stops nothing, and the stages that nobody
+    The first layer that fails ends it: no further layer opens, those in flight are waited for, and
+    the report speaks of the whole array. Dropping it stops nothing, and the layers that nobody
     opened stay so until `cancel` or the executor's `close`. All methods may be called from several
     threads at once.
     """
 
     @staticmethod
-    cdef StagedTask prepare(Backend backend, Descriptors descriptors, uint64_t stage_size,
-                            object keep, dict siblings):
-        cdef StagedTask self = StagedTask.__new__(StagedTask)
+    cdef LayeredTask prepare(Backend backend, Descriptors descriptors, uint64_t layer_size,
+                             object keep, dict siblings):
+        cdef LayeredTask self = LayeredTask.__new__(LayeredTask)
         cdef kvn_columns columns = self.take(backend, descriptors, keep, siblings)
         cdef int status
         with nogil:
-            status = kvn_layered_init(&self.layered, backend.handle, &columns, stage_size)
+            status = kvn_layered_init(&self.layered, backend.handle, &columns, layer_size)
         if status == KVN_NO_MEMORY:
             descriptors.release()
             self.descriptors = None  # never begun
-            raise MemoryError(f"no memory for {columns.count} descriptors in stages of"
-                              f" {stage_size}")
+            raise MemoryError(f"no memory for {columns.count} descriptors in layers of"
+                              f" {layer_size}")
         if status == KVN_PENDING:
             self.enlist()
         else:
@@ -74,11 +74,11 @@ cdef class StagedTask(AnyTask):
     cdef tuple unconfirmed(self):
         """Spans of the whole array, merged; after an outcome."""
         cdef kvn_span spans[KVN_MAX_SPANS]
-        cdef uint64_t stage, first = 0, last = 0
+        cdef uint64_t layer, first = 0, last = 0
         cdef uint32_t i
         cdef list merged = []
-        for stage in range(self.layered.num_layers):
-            for i in range(kvn_layered_spans(&self.layered, stage, spans)):
+        for layer in range(self.layered.num_layers):
+            for i in range(kvn_layered_spans(&self.layered, layer, spans)):
                 if spans[i].first != last or first == last:
                     if first < last:
                         merged.append((first, last))
@@ -92,36 +92,36 @@ cdef class StagedTask(AnyTask):
         return kvn_layered_is_sealed(&self.layered)
 
     @property
-    def num_stages(self) -> int:
-        """Number of stages."""
+    def num_layers(self) -> int:
+        """Number of layers."""
         return self.layered.num_layers
 
     @property
     def sealed(self) -> bool:
-        """Whether no stage opens any more: all are open, or the task has failed or was given up."""
+        """Whether no layer opens any more: all are open, or the task has failed or was given up."""
         if self.outcome is not None:
             return True
         self.backend.check_process()
         return kvn_layered_is_sealed(&self.layered)
 
-    def open(self, stage: int) -> bool:
-        """Submit a stage and return at once; a small one is done on return.
+    def open(self, layer: int) -> bool:
+        """Submit a layer and return at once; a small one is done on return.
 
         Returns:
             Whether this call submitted it: not if it is open already, or the task has ended.
 
         Raises:
-            ValueError: there is no such stage.
+            ValueError: there is no such layer.
             NativeError: this process was forked from the one that made the task.
         """
         cdef uint64_t index
         cdef int status, opened = 0
-        if not 0 <= stage < self.layered.num_layers:
-            raise ValueError(f"stage = {stage!r}: expected 0 to {self.num_stages - 1}")
+        if not 0 <= layer < self.layered.num_layers:
+            raise ValueError(f"layer = {layer!r}: expected 0 to {self.num_layers - 1}")
         if self.outcome is not None:
             return False
         self.backend.check_process()
-        index = stage
+        index = layer
         with nogil:
             status = kvn_layered_open(&self.layered, index, &opened)
         if status != KVN_PENDING:
@@ -129,9 +129,9 @@ cdef class StagedTask(AnyTask):
         return opened != 0
 
     def states(self) -> tuple[int, ...]:
-        """How far each stage is: STAGE_WAITING, STAGE_MOVING, STAGE_DONE or STAGE_FAILED.
+        """How far each layer is: LAYER_WAITING, LAYER_MOVING, LAYER_DONE or LAYER_FAILED.
 
-        A stage that was given up while it moved has failed; one that was never opened goes on
+        A layer that was given up while it moved has failed; one that was never opened goes on
         waiting, also when the task has ended.
 
         Raises:

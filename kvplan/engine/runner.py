@@ -427,7 +427,7 @@ class OperationRunner:
         if self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        task = engine.transfers.stage(plan, src, dst, operation.end, engine.completion.track)
+        task = engine.transfers.layered(plan, src, dst, operation.end, engine.completion.track)
         operation.submitted = True
         engine.completion.watch(task)
         return task

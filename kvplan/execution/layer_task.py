@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvnative._executor import (
-    STAGE_DONE,
-    STAGE_FAILED,
-    STAGE_MOVING,
-    STAGE_WAITING,
+    LAYER_DONE,
+    LAYER_FAILED,
+    LAYER_MOVING,
+    LAYER_WAITING,
     NativeError,
 )
 from kvplan.execution.task import TransferTask
@@ -22,7 +22,7 @@ from kvplan.status import LLMException, invalid
 from kvplan.validation import as_int
 
 if TYPE_CHECKING:
-    from kvnative._executor import StagedTask
+    from kvnative._executor import LayeredTask
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
@@ -59,7 +59,7 @@ class LayerTask(TransferTask):
     def __init__(
         self,
         plan: Plan,
-        task: StagedTask,
+        task: LayeredTask,
         memories: tuple[TensorMemory, TensorMemory],
         on_outcome: Callable[[LLMException | None], None] | None = None,
         on_last: Callable[[LayerTask], None] | None = None,
@@ -67,8 +67,8 @@ class LayerTask(TransferTask):
         super().__init__(plan, task, memories, on_outcome)
         self._layers = plan.src_layers
         _ = plan.nbytes  # summed here, where nobody waits for the last layer
-        self._on_last = [] if on_last is None else [on_last]  # popped by who calls it
-        self._stages = task  # last: without it there is nothing to cancel
+        self._on_last = [] if on_last is None else [on_last]  # popped by whoever calls it
+        self._layered = task  # last: without it there is nothing to cancel
 
     @property
     def layers(self) -> range:
@@ -96,13 +96,13 @@ class LayerTask(TransferTask):
             )
         index = layer - layers.start
         self._check(index)
-        self._stages.open(index)
-        if self._on_last and self._stages.sealed:
-            self._tell_last()
+        self._layered.open(index)
+        if self._on_last and self._layered.sealed:
+            self._notify_last()
 
     def _check(self, index: int) -> None:
         """End the transfer if a memory has gone since its beginning: it may be another's by now."""
-        if self._stages.sealed:
+        if self._layered.sealed:
             return
         t = self.plan.tensors_per_layer
         sides = (self.plan.src_tensors, self.plan.dst_tensors)
@@ -115,8 +115,8 @@ class LayerTask(TransferTask):
 
     def progress(self) -> LayerProgress:
         """Return which layers wait, move, are done or have failed."""
-        states = list(zip(self._layers, self._stages.states(), strict=True))
-        kinds = (STAGE_WAITING, STAGE_MOVING, STAGE_DONE, STAGE_FAILED)
+        states = list(zip(self._layers, self._layered.states(), strict=True))
+        kinds = (LAYER_WAITING, LAYER_MOVING, LAYER_DONE, LAYER_FAILED)
         return LayerProgress(
             *(tuple(it for it, state in states if state == kind) for kind in kinds)
         )
@@ -124,9 +124,9 @@ class LayerTask(TransferTask):
     @property
     def done(self) -> bool:
         """Whether there is an outcome, good or bad; never blocks."""
-        if not self._stages.done:
+        if not self._layered.done:
             return False
-        self._tell_last()
+        self._notify_last()
         return True
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
@@ -142,7 +142,7 @@ class LayerTask(TransferTask):
     def cancel(self, reason: LLMException | None = None) -> None:
         """As `TransferTask.cancel`; no further layer is submitted."""
         super().cancel(reason)
-        self._tell_last()
+        self._notify_last()
 
     def explain(self) -> str:
         """Return how far each layer came, as text: its state, or its confirmed descriptors."""
@@ -156,10 +156,10 @@ class LayerTask(TransferTask):
         return "\n".join([f"{self.plan!r} in flight", *lines])
 
     def _conclude(self) -> None:
-        self._tell_last()
+        self._notify_last()
         super()._conclude()
 
-    def _tell_last(self) -> None:
+    def _notify_last(self) -> None:
         if os.getpid() != self._pid:  # a forked child, which has no part in it
             return
         try:
@@ -174,9 +174,9 @@ class LayerTask(TransferTask):
 
     def __del__(self) -> None:
         try:
-            if self._stages.sealed:
+            if self._layered.sealed:
                 return
-            self._stages.cancel()
+            self._layered.cancel()
         except (AttributeError, NativeError):  # never begun; or its parent's, in a forked child
             return
         self._on_last.clear()

@@ -31,7 +31,7 @@ from kvplan.status import LLMException, LLMStatusCode
 if TYPE_CHECKING:
     import asyncio
 
-    from kvnative._executor import Report, StagedTask, Task
+    from kvnative._executor import LayeredTask, Report, Task
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan
 
@@ -77,7 +77,7 @@ class TransferTask:
     def __init__(
         self,
         plan: Plan,
-        task: Task | StagedTask,
+        task: Task | LayeredTask,
         memories: tuple[TensorMemory, TensorMemory],
         on_outcome: Callable[[LLMException | None], None] | None = None,
     ) -> None:

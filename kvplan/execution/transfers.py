@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import cache
 from threading import RLock
@@ -110,7 +111,7 @@ class Transfers:
             raise self._unusable(error) from error
         return TransferTask(plan, task, memories, on_outcome)
 
-    def stage(
+    def layered(
         self,
         plan: Plan,
         src: Memory,
@@ -127,9 +128,9 @@ class Transfers:
             on_last: as for `LayerTask`; not called if this raises.
         """
         backend, descriptors, memories = self._prepare(plan, src, dst)
-        stage_size = plan.tensors_per_layer * len(plan.segments)
+        layer_size = plan.tensors_per_layer * len(plan.segments)
         try:
-            task = self._executor.stage(descriptors, stage_size, (plan, *memories), backend)
+            task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:
             raise self._unusable(error) from error
         try:
@@ -137,6 +138,18 @@ class Transfers:
         except BaseException:
             task.cancel()  # nobody could: without a handle it would stay until the end
             raise
+
+    def stage(
+        self,
+        plan: Plan,
+        src: Memory,
+        dst: Memory,
+        on_outcome: Callable[[LLMException | None], None] | None = None,
+        on_last: Callable[[LayerTask], None] | None = None,
+    ) -> LayerTask:
+        """Deprecated: the old name of `layered`."""
+        warnings.warn("Transfers.stage is now Transfers.layered", DeprecationWarning, stacklevel=2)
+        return self.layered(plan, src, dst, on_outcome, on_last)
 
     def execute(
         self, plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None

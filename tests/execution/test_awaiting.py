@@ -37,7 +37,7 @@ def test_the_loop_goes_on_and_makes_layers_ready():
     async def main():
         with Transfers(1) as transfers:
             dst = tensors(2)
-            task = transfers.stage(PLAN, tensors(1), dst)
+            task = transfers.layered(PLAN, tensors(1), dst)
 
             async def compute():
                 for layer in task.layers:
@@ -65,11 +65,11 @@ def test_a_failure_is_raised_to_everybody_who_awaits():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_cancelled_await_cancels_the_transfer(staged):
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_cancelled_await_cancels_the_transfer(layered):
     async def main():
         with Transfers(wrap=lambda backend: delay(backend, 1e9)) as transfers:
-            begin = transfers.stage if staged else transfers.submit
+            begin = transfers.layered if layered else transfers.submit
             task = begin(PLAN, tensors(1), tensors(2))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(task, 0.02)
@@ -91,7 +91,7 @@ def test_a_loop_that_ends_first_leaves_no_error_behind(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", unseen.append)
     before = threading.enumerate()  # one of an earlier test may be about to end
     with Transfers(1) as transfers:
-        task = transfers.stage(PLAN, tensors(1), tensors(2))
+        task = transfers.layered(PLAN, tensors(1), tensors(2))
         loop = asyncio.new_event_loop()
         awaiting = task.__await__()
 
@@ -113,7 +113,7 @@ def test_the_thread_is_a_daemon_and_ends_with_the_transfer():
     async def main():
         before = threading.enumerate()
         with Transfers(1) as transfers:
-            task = transfers.stage(PLAN, tensors(1), tensors(2))
+            task = transfers.layered(PLAN, tensors(1), tensors(2))
             awaited = asyncio.ensure_future(task_of(task))
             await asyncio.sleep(0)
             (thread,) = awaiting_threads(before)
@@ -130,7 +130,7 @@ def test_the_thread_is_a_daemon_and_ends_with_the_transfer():
 def test_awaited_outside_a_loop_it_is_refused():
     ready = Event()
     with Transfers(1) as transfers:
-        task = transfers.stage(PLAN, tensors(1), tensors(2), on_last=lambda _: ready.set())
+        task = transfers.layered(PLAN, tensors(1), tensors(2), on_last=lambda _: ready.set())
         with pytest.raises(RuntimeError, match="no running event loop"):
             next(task.__await__())
         task.cancel()

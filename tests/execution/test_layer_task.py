@@ -77,7 +77,7 @@ class InParts(HostMemory):
 def test_tensors_that_are_lost_end_it_with_the_layer_that_needs_them(transfers, side, lost):
     """Layer 3, which goes to layer 2; the others need not fail."""
     sides = {"src": InParts.from_arrays(filled(1)), "dst": InParts.from_arrays(filled(2))}
-    task = transfers.stage(PLAN, **sides)
+    task = transfers.layered(PLAN, **sides)
     sides[side].lost = lost
     for layer in (1, 2, 4):
         task.ready(layer)
@@ -88,9 +88,21 @@ def test_tensors_that_are_lost_end_it_with_the_layer_that_needs_them(transfers, 
     assert caught.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
+def test_the_old_name_of_layered_goes_on_with_a_warning(transfers):
+    src, dst, outcomes, ready = filled(1), filled(2), [], []
+    with pytest.warns(DeprecationWarning, match="stage is now Transfers.layered") as caught:
+        task = transfers.stage(PLAN, src, dst, outcomes.append, ready.append)
+    assert caught[0].filename == __file__
+    for layer in task.layers:
+        task.ready(layer)
+    task.wait()
+    assert_equal(dst, expected(PLAN, src, set(task.layers)))
+    assert (outcomes, ready) == ([None], [task])
+
+
 def test_a_layer_moves_when_it_is_ready_and_not_before(transfers):
     src, dst = filled(1), filled(2)
-    task = transfers.stage(PLAN, src, dst)
+    task = transfers.layered(PLAN, src, dst)
     assert task.layers == range(1, 5)
     for moved in ({3}, {3, 1}, {3, 1, 4}):
         before = set(task.progress().done)
@@ -110,7 +122,7 @@ def test_a_layer_moves_when_it_is_ready_and_not_before(transfers):
 
 def test_ready_is_idempotent(transfers):
     src, dst = filled(1), filled(2)
-    task = transfers.stage(PLAN, src, dst)
+    task = transfers.layered(PLAN, src, dst)
     task.ready(2)
     src[4][:] = 0
     task.ready(2)
@@ -123,7 +135,7 @@ def test_ready_is_idempotent(transfers):
 
 @pytest.mark.parametrize("layer", [0, 5, -1, 2**70])
 def test_what_is_no_layer_of_the_plan_is_refused(transfers, layer):
-    task = transfers.stage(PLAN, filled(1), filled(2))
+    task = transfers.layered(PLAN, filled(1), filled(2))
     for _ in range(2):
         with pytest.raises(LLMException, match=rf"layer={layer} .* \[1, 5\)") as caught:
             task.ready(layer)
@@ -136,7 +148,7 @@ def test_what_is_no_layer_of_the_plan_is_refused(transfers, layer):
 
 def test_a_layer_may_be_an_integer_of_numpy(transfers):
     dst = filled(2)
-    task = transfers.stage(PLAN, filled(1), dst)
+    task = transfers.layered(PLAN, filled(1), dst)
     task.ready(np.int64(2))
     assert_equal(dst, expected(PLAN, filled(1), {2}))
     with pytest.raises(LLMException, match="layer=5 is not one"):
@@ -146,7 +158,7 @@ def test_a_layer_may_be_an_integer_of_numpy(transfers):
 
 def test_the_reason_of_a_cancellation_is_told(transfers):
     reason = LLMException("no more paper", status_code=LLMStatusCode.LLM_PARAM_INVALID)
-    task = transfers.stage(PLAN, filled(1), filled(2))
+    task = transfers.layered(PLAN, filled(1), filled(2))
     task.ready(1)
     task.cancel(reason)
     task.cancel(LLMException("the second"))
@@ -161,7 +173,7 @@ def test_the_reason_of_a_cancellation_is_told(transfers):
 
 
 def test_the_reason_of_a_cancellation_that_came_too_late_is_not(transfers):
-    task = transfers.stage(PLAN, filled(1), filled(2))
+    task = transfers.layered(PLAN, filled(1), filled(2))
     for layer in task.layers:
         task.ready(layer)
     task.cancel(LLMException("no more paper"))
@@ -172,7 +184,7 @@ def test_a_last_layer_that_is_short(transfers):
     desc = CacheDesc(7, (4, 64), DataType.DT_UINT8)
     plan = kvplan.plan_push_cache(desc, desc, ext_param=KvCacheExtParam(None, None, 3))
     src, dst, whole = filled(1, desc), filled(2, desc), filled(2, desc)
-    task = transfers.stage(plan, src, dst)
+    task = transfers.layered(plan, src, dst)
     assert task.layers == range(3)
     for layer in (2, 0, 1):
         task.ready(layer)
@@ -201,7 +213,7 @@ def test_leaves_the_bytes_that_the_reference_leaves(transfer, order, threads, co
     reference.execute(plan, whole if transfer.within else src, whole)
     outcomes = []
     layers = order.sample(plan.src_layers, len(plan.src_layers))
-    task = SHARED.stage(plan, src, dst, on_outcome=outcomes.append)
+    task = SHARED.layered(plan, src, dst, on_outcome=outcomes.append)
 
     def make_ready(number):
         for layer in layers[number::threads]:
@@ -219,7 +231,7 @@ def test_leaves_the_bytes_that_the_reference_leaves(transfer, order, threads, co
 def test_a_failure_names_the_origin_and_ends_the_task():
     with Transfers(wrap=lambda backend: fail_at(backend, 2 * PER_LAYER + 1)) as transfers:
         src, dst = filled(1), filled(2)
-        task = transfers.stage(PLAN, src, dst)
+        task = transfers.layered(PLAN, src, dst)
         for layer in (1, 3, 4, 2):
             task.ready(layer)
         with pytest.raises(LLMException) as caught:
@@ -240,7 +252,7 @@ def test_a_failure_names_the_origin_and_ends_the_task():
 
 
 def test_a_deadline_names_the_layers_that_were_never_ready(transfers):
-    task = transfers.stage(PLAN, filled(1), filled(2))
+    task = transfers.layered(PLAN, filled(1), filled(2))
     task.ready(2)
     with pytest.raises(LLMException) as caught:
         task.wait(timeout_ms=1)
@@ -253,7 +265,7 @@ def test_a_deadline_names_the_layers_that_were_never_ready(transfers):
 
 
 def test_a_deadline_that_stops_nothing(transfers):
-    task = transfers.stage(PLAN, filled(1), filled(2))
+    task = transfers.layered(PLAN, filled(1), filled(2))
     for layer in (1, 2, 3):
         task.ready(layer)
     for _ in range(2):
@@ -280,7 +292,7 @@ def test_any_task_may_be_waited_for_without_being_stopped():
 
 def test_explained_while_it_moves():
     with Transfers(wrap=lambda backend: fail_at(delay(backend, 1e9), 0)) as transfers:
-        task = transfers.stage(PLAN, filled(1), filled(2))
+        task = transfers.layered(PLAN, filled(1), filled(2))
         task.ready(4)
         task.ready(3)
         task.ready(1)
@@ -290,7 +302,7 @@ def test_explained_while_it_moves():
 
 def test_closing_cancels_what_waits_for_a_layer_and_takes_no_more():
     transfers = Transfers(1)
-    half, whole = (transfers.stage(PLAN, filled(1), filled(2)) for _ in range(2))
+    half, whole = (transfers.layered(PLAN, filled(1), filled(2)) for _ in range(2))
     half.ready(1)
     for layer in whole.layers:
         whole.ready(layer)
@@ -299,7 +311,7 @@ def test_closing_cancels_what_waits_for_a_layer_and_takes_no_more():
     with pytest.raises(LLMException, match="layers 2-4 were never ready"):
         half.wait()
     with pytest.raises(LLMException, match="closed") as caught:
-        transfers.stage(PLAN, filled(1), filled(2))
+        transfers.layered(PLAN, filled(1), filled(2))
     assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
 
 
@@ -312,7 +324,7 @@ def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
                 raise LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
     src = Watched.from_arrays(filled(1))
-    task = transfers.stage(PLAN, src, filled(2))
+    task = transfers.layered(PLAN, src, filled(2))
     task.ready(1)
     src.lost = True
     for layer in task.layers:
@@ -321,7 +333,7 @@ def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
         task.wait()
     assert caught.value.unconfirmed == ((0, 24),)
     with pytest.raises(LLMException, match="gone"):
-        transfers.stage(PLAN, src, filled(2))
+        transfers.layered(PLAN, src, filled(2))
 
 
 def test_each_tensor_of_a_layer_is_checked_when_it_is_ready(transfers):
@@ -333,7 +345,7 @@ def test_each_tensor_of_a_layer_is_checked_when_it_is_ready(transfers):
 
     src, dst = Watched.from_arrays(filled(1)), Watched.from_arrays(filled(2))
     src.checked, dst.checked = [], []
-    task = transfers.stage(PLAN, src, dst)
+    task = transfers.layered(PLAN, src, dst)
     for layer in (3, 1, 2, 4):
         task.ready(layer)
     task.wait()
@@ -350,7 +362,7 @@ def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(trans
         src = HostMemory.from_addresses(DESC, addresses)
         assert not src.held
         dst = filled(2)
-        task = transfers.stage(PLAN, src, dst, on_last=told.append)
+        task = transfers.layered(PLAN, src, dst, on_last=told.append)
         task.ready(1)
         task.ready(4)
     for layer in (3, 2):
@@ -366,7 +378,7 @@ def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(trans
 
 
 def test_it_is_a_transfer_task(transfers):
-    task = transfers.stage(PLAN, filled(1), filled(2))
+    task = transfers.layered(PLAN, filled(1), filled(2))
     assert isinstance(task, LayerTask)
     assert repr(task) == f"<LayerTask in flight: {PLAN!r}>"
     task.cancel()

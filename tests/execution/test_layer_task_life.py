@@ -30,7 +30,7 @@ class TestOnLast:
 
     def test_by_the_last_layer(self, transfers):
         told = []
-        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+        task = transfers.layered(PLAN, filled(1), filled(2), on_last=told.append)
         for layer in (4, 1, 3):
             task.ready(layer)
             assert told == []
@@ -42,7 +42,7 @@ class TestOnLast:
     def test_by_one_of_many_threads(self, transfers):
         for turn in range(30):
             told = []
-            task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+            task = transfers.layered(PLAN, filled(1), filled(2), on_last=told.append)
 
             def work(number, task=task, turn=turn):
                 for layer in random.Random(turn * 10 + number).sample(task.layers, 4):
@@ -55,7 +55,7 @@ class TestOnLast:
     def test_by_whoever_finds_the_end(self, end):
         told, outcomes = [], []
         with Transfers(wrap=lambda backend: fail_at(limit_batch(backend, 1), 7)) as transfers:
-            task = transfers.stage(PLAN, filled(1), filled(2), outcomes.append, told.append)
+            task = transfers.layered(PLAN, filled(1), filled(2), outcomes.append, told.append)
             if end == "cancel":
                 task.cancel()
             elif end == "wait":
@@ -76,7 +76,7 @@ class TestOnLast:
 
     def test_not_by_a_deadline_that_stops_nothing(self, transfers):
         told = []
-        task = transfers.stage(PLAN, filled(1), filled(2), on_last=told.append)
+        task = transfers.layered(PLAN, filled(1), filled(2), on_last=told.append)
         with pytest.raises(LLMException):
             task.wait(timeout_ms=1, stop=False)
         assert told == []
@@ -86,7 +86,7 @@ class TestOnLast:
         def on_last(_task):
             raise IndexError("mine")
 
-        task = transfers.stage(PLAN, filled(1), filled(2), on_last=on_last)
+        task = transfers.layered(PLAN, filled(1), filled(2), on_last=on_last)
         with pytest.raises(IndexError, match="mine"):
             task.cancel()
         task.cancel()
@@ -96,7 +96,7 @@ class TestDropped:
     def test_before_all_was_ready_it_is_cancelled(self, transfers):
         outcomes, told = [], []
         src = filled(1)
-        task = transfers.stage(PLAN, src, filled(2), outcomes.append, told.append)
+        task = transfers.layered(PLAN, src, filled(2), outcomes.append, told.append)
         task.ready(2)
         with pytest.warns(
             ResourceWarning, match="dropped and so cancelled; layers 1, 3-4 were"
@@ -112,7 +112,7 @@ class TestDropped:
         outcomes = []
         with Transfers(wrap=lambda backend: delay(backend, 30)) as transfers:
             dst = filled(2)
-            task = transfers.stage(PLAN, filled(1), dst, outcomes.append)
+            task = transfers.layered(PLAN, filled(1), dst, outcomes.append)
             for layer in task.layers:
                 task.ready(layer)
             with warnings.catch_warnings():
@@ -122,7 +122,7 @@ class TestDropped:
         assert_equal(dst, expected(PLAN, filled(1), {1, 2, 3, 4}))
 
     def test_after_it_ended_nothing_is_said(self, transfers):
-        task = transfers.stage(PLAN, filled(1), filled(2))
+        task = transfers.layered(PLAN, filled(1), filled(2))
         task.cancel()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -131,7 +131,7 @@ class TestDropped:
 
     def test_in_a_forked_child_it_stays_its_parents(self, transfers):
         dst = filled(2)
-        task = transfers.stage(PLAN, filled(1), dst)
+        task = transfers.layered(PLAN, filled(1), dst)
         task.ready(1)
         context = multiprocessing.get_context("fork")
         receiving, sending = context.Pipe(duplex=False)
@@ -167,8 +167,8 @@ class TestDropped:
 import contextlib, kvplan, threading
 from tests.execution.test_layer_task import PLAN, filled
 transfers = kvplan.Transfers(2)
-half = transfers.stage(PLAN, filled(1), filled(2))
-waited = transfers.stage(PLAN, filled(1), filled(2))
+half = transfers.layered(PLAN, filled(1), filled(2))
+waited = transfers.layered(PLAN, filled(1), filled(2))
 half.ready(2)
 begun = threading.Event()
 def wait():
@@ -188,7 +188,7 @@ begun.wait()
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_while_a_thread_waits_it_is_not(self, transfers):
-        task = transfers.stage(PLAN, filled(1), filled(2))
+        task = transfers.layered(PLAN, filled(1), filled(2))
         begun, raised = Event(), []
 
         def wait(task):

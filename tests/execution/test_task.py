@@ -146,7 +146,7 @@ def test_a_child_that_is_forked_while_the_outcome_is_told_has_no_part_in_it(by_l
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     with Transfers() as transfers:
-        begin = transfers.stage if by_layer else transfers.submit
+        begin = transfers.layered if by_layer else transfers.submit
         task = begin(PLAN, watched(), watched(), tell)
         if isinstance(task, LayerTask):
             for layer in task.layers:

@@ -79,7 +79,7 @@ class TestUnusable:
         assert f"process {process.pid} was forked" in str(error)
 
 
-@pytest.mark.parametrize("call", [Transfers.submit, Transfers.stage, Transfers.execute])
+@pytest.mark.parametrize("call", [Transfers.submit, Transfers.layered, Transfers.execute])
 @pytest.mark.parametrize("plan", [None, DESC, PLAN.to_dict()], ids=["nothing", "a cache", "a dict"])
 def test_what_is_no_plan_is_refused(call, plan):
     with Transfers(1) as transfers, pytest.raises(TypeError, match="plan="):

@@ -73,15 +73,15 @@ def test_a_forked_child_is_refused_everything_of_its_parents() -> None:
         """)
 
 
-def test_a_forked_child_has_no_part_in_its_parents_stages() -> None:
+def test_a_forked_child_has_no_part_in_its_parents_layers() -> None:
     run("""
-        task = executor.stage(case.descriptors, 3)
-        over = executor.stage(case.descriptors, 8)
+        task = executor.layered(case.descriptors, 3)
+        over = executor.layered(case.descriptors, 8)
         over.open(0), over.wait()
         task.open(0)
         def child():
             global task, over
-            assert refused(lambda: executor.stage(case.descriptors, 3))
+            assert refused(lambda: executor.layered(case.descriptors, 3))
             for call in (lambda: task.open(1), task.wait, task.cancel, task.states,
                          lambda: task.sealed, lambda: task.done, lambda: task.report):
                 assert refused(call)
@@ -95,18 +95,18 @@ def test_a_forked_child_has_no_part_in_its_parents_stages() -> None:
         """)
 
 
-def test_a_child_forked_while_threads_open_stages_ends_well() -> None:
+def test_a_child_forked_while_threads_open_layers_ends_well() -> None:
     run("""
         import threading
-        tasks = [executor.stage(case.descriptors, 1) for _ in range(20)]
+        tasks = [executor.layered(case.descriptors, 1) for _ in range(20)]
         def open_all():
-            for stage in range(8):
+            for layer in range(8):
                 for task in tasks:
-                    task.open(stage)
+                    task.open(layer)
         threads = [threading.Thread(target=open_all) for _ in range(3)]
         for thread in threads:
             thread.start()
-        held = slow.stage(case.descriptors, 1)
+        held = slow.layered(case.descriptors, 1)
         def child():
             global tasks, held
             assert refused(held.wait)
@@ -166,7 +166,7 @@ def test_an_interpreter_may_exit_with_tasks_in_flight(handles: str) -> None:
         cases = [scatter([4 << 20] * 8, seed=seed) for seed in range(4)]
         tasks = [executor.submit(each.descriptors, keep=each) for each in cases]
         tasks.append(slow.submit(case.descriptors, keep=case))
-        tasks.append(slow.stage(case.descriptors, 3, keep=case))
+        tasks.append(slow.layered(case.descriptors, 3, keep=case))
         tasks[-1].open(1)
         kept = {handles}
         del cases, case, tasks
@@ -177,12 +177,12 @@ def test_an_interpreter_may_exit_while_a_daemon_thread_waits() -> None:
     run("""
         import threading
         task = slow.submit(case.descriptors)
-        staged = slow.stage(case.descriptors, 3)
+        layered = slow.layered(case.descriptors, 3)
         waiting = threading.Barrier(3)
         def wait(call):
             waiting.wait()
             call()
-        for call in (lambda: slow.run(case.descriptors), staged.wait):
+        for call in (lambda: slow.run(case.descriptors), layered.wait):
             threading.Thread(target=wait, args=(call,), daemon=True).start()
         waiting.wait()
         """)

@@ -22,21 +22,21 @@ def submitted(executor: Executor, descriptors: Descriptors) -> None:
     executor.submit(descriptors, keep=executor).wait()
 
 
-def staged(executor: Executor, descriptors: Descriptors) -> None:
-    task = executor.stage(descriptors, 3, keep=executor)
-    for stage in (2, 0, 1):
-        task.open(stage)
+def layered(executor: Executor, descriptors: Descriptors) -> None:
+    task = executor.layered(descriptors, 3, keep=executor)
+    for layer in (2, 0, 1):
+        task.open(layer)
     task.states()
     task.wait()
 
 
 def given_up(executor: Executor, descriptors: Descriptors) -> None:
-    task = executor.stage(descriptors, 3, keep=executor)
+    task = executor.layered(descriptors, 3, keep=executor)
     task.open(1)
     task.cancel()
 
 
-@pytest.mark.parametrize("transfer", [submitted, staged, given_up])
+@pytest.mark.parametrize("transfer", [submitted, layered, given_up])
 @pytest.mark.parametrize(
     "layer", [lambda it: it, lambda it: limit_batch(it, 2), lambda it: fail_at(it, 4)]
 )
@@ -79,7 +79,7 @@ def leave(nbytes):
 
 
 @can_limit
-def test_no_memory_for_stages_is_an_error_that_holds_nothing() -> None:
+def test_no_memory_for_layers_is_an_error_that_holds_nothing() -> None:
     run(
         LEAVE
         + """
@@ -87,9 +87,9 @@ column = np.ones(2_000_000, np.uint64)
 many = lower(column, column, column, column[:1], column[:1])
 leave(16 << 20)
 try:
-    executor.stage(many, 1)
+    executor.layered(many, 1)
 except MemoryError as error:
-    assert "2000000 descriptors in stages of 1" in str(error)
+    assert "2000000 descriptors in layers of 1" in str(error)
 else:
     raise AssertionError
 lower(*[column[:1]] * 5, out=many)
@@ -99,12 +99,12 @@ assert executor.run(case.descriptors).status == KVN_OK
 
 
 @can_limit
-def test_no_memory_for_a_stage_in_flight_is_an_outcome() -> None:
+def test_no_memory_for_a_layer_in_flight_is_an_outcome() -> None:
     run(
         LEAVE
         + """
 small = scatter([16] * 100_000)
-task = Executor(delay(executor.backend, 1e9)).stage(small.descriptors, 1)
+task = Executor(delay(executor.backend, 1e9)).layered(small.descriptors, 1)
 leave(32 << 20)
 opened = 0
 while not task.sealed:

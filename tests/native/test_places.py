@@ -1,4 +1,4 @@
-"""How many threads copy: a place is left to whoever waits for a stage, and for nothing else."""
+"""How many threads copy: a place is left to whoever waits for a layer, and for nothing else."""
 
 from pathlib import Path
 from time import sleep, thread_time_ns
@@ -46,12 +46,12 @@ def case() -> Scattered:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_workers_leave_one_place_of_a_stage_if_there_are_several(
+def test_workers_leave_one_place_of_a_layer_if_there_are_several(
     case: Scattered, count: int
 ) -> None:
     workers = Workers(count)
     case.target[:] = 0
-    task = Executor(host_backend(workers.pool)).stage(case.descriptors, len(SIZES))
+    task = Executor(host_backend(workers.pool)).layered(case.descriptors, len(SIZES))
     task.open(0)
     while not task.done:
         sleep(0.001)
@@ -60,12 +60,12 @@ def test_workers_leave_one_place_of_a_stage_if_there_are_several(
     assert case.arrived(0)
 
 
-def test_who_waits_for_a_stage_has_that_place(case: Scattered) -> None:
+def test_who_waits_for_a_layer_has_that_place(case: Scattered) -> None:
     workers = Workers(2)
     executor = Executor(host_backend(workers.pool))
     for _ in range(50):  # a busy machine may let the worker finish before this thread has run
         workers.start()
-        task = executor.stage(case.descriptors, len(SIZES))
+        task = executor.layered(case.descriptors, len(SIZES))
         before = thread_time_ns()
         task.open(0)
         assert task.wait().status == KVN_OK
@@ -84,12 +84,12 @@ def test_all_workers_take_what_was_submitted_whole(case: Scattered) -> None:
     assert workers.busy() == 2
 
 
-def test_a_stage_does_not_keep_the_workers_from_what_comes_behind_it(case: Scattered) -> None:
+def test_a_layer_does_not_keep_the_workers_from_what_comes_behind_it(case: Scattered) -> None:
     workers = Workers(2)
     executor = Executor(host_backend(workers.pool))
-    staged = executor.stage(case.descriptors, len(SIZES))
-    staged.open(0)
+    layered = executor.layered(case.descriptors, len(SIZES))
+    layered.open(0)
     tasks = [executor.submit(case.descriptors) for _ in range(20)]
-    while not all(task.done for task in (staged, *tasks)):
+    while not all(task.done for task in (layered, *tasks)):
         sleep(0.001)
     assert workers.busy() == 2

@@ -60,7 +60,7 @@ def test_it_says_how_it_is_reached(endpoint: UcxEndpoint) -> None:
     assert endpoint.transport == "cma/memory"
 
 
-def test_stages(
+def test_layers(
     peer: UcxPeer,
     endpoint: UcxEndpoint,
     whole: Range,
@@ -69,9 +69,9 @@ def test_stages(
     spans = blocks(40, 4096)
     here, _ = both(peer.memory, "get", local, spans)
     with Executor(peer.backend(endpoint, "get", [whole])) as executor:
-        task = executor.stage(peer.descriptors("get", local, spans), 10)
-        for stage in (2, 0, 3, 1):
-            task.open(stage)
+        task = executor.layered(peer.descriptors("get", local, spans), 10)
+        for layer in (2, 0, 3, 1):
+            task.open(layer)
         assert task.wait(TIMEOUT_MS).status == KVN_OK
     np.testing.assert_array_equal(local, here)
 

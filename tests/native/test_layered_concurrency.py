@@ -1,4 +1,4 @@
-"""Stages opened, waited for, looked at and given up by many threads at once."""
+"""Layers opened, waited for, looked at and given up by many threads at once."""
 
 import random
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from kvnative._executor import (
     KVN_FAILED,
     KVN_OK,
     KVN_TIMEOUT,
-    STAGE_DONE,
-    STAGE_FAILED,
-    STAGE_WAITING,
+    LAYER_DONE,
+    LAYER_FAILED,
+    LAYER_WAITING,
     Backend,
     Executor,
-    StagedTask,
+    LayeredTask,
     ThreadPool,
     host_backend,
 )
@@ -25,7 +25,7 @@ from tests.native.test_executor_concurrency import at_once
 from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch
 
 COUNT, SIZE = 60, 7
-STAGES = -(-COUNT // SIZE)
+LAYERS = -(-COUNT // SIZE)
 BACKENDS: dict[str, Callable[[Backend], Backend]] = {
     "host": lambda host: host,
     "batches": lambda host: limit_batch(host, 3),
@@ -39,7 +39,7 @@ def executor(request: pytest.FixtureRequest) -> Executor:
     return Executor(BACKENDS[request.param](host_backend(ThreadPool(2))))
 
 
-def assert_consistent(case: Scattered, task: StagedTask) -> None:
+def assert_consistent(case: Scattered, task: LayeredTask) -> None:
     """The report and the states tell of each descriptor the same, and no more than arrived."""
     report = task.report
     assert task.done
@@ -47,15 +47,15 @@ def assert_consistent(case: Scattered, task: StagedTask) -> None:
     assert report.descriptors_done == COUNT - len(unconfirmed)
     assert (report.status == KVN_OK) == (not unconfirmed)
     assert all(case.arrived(index) for index in set(range(COUNT)) - unconfirmed)
-    for stage, state in enumerate(task.states()):
-        mine = set(range(stage * SIZE, min(COUNT, (stage + 1) * SIZE)))
-        if state == STAGE_DONE:
+    for layer, state in enumerate(task.states()):
+        mine = set(range(layer * SIZE, min(COUNT, (layer + 1) * SIZE)))
+        if state == LAYER_DONE:
             assert mine.isdisjoint(unconfirmed)
-        elif state == STAGE_WAITING:
+        elif state == LAYER_WAITING:
             assert mine <= unconfirmed
             assert not any(case.arrived(index) for index in mine)
         else:
-            assert state == STAGE_FAILED
+            assert state == LAYER_FAILED
             assert not mine.isdisjoint(unconfirmed)
 
 
@@ -63,21 +63,21 @@ def assert_consistent(case: Scattered, task: StagedTask) -> None:
 def test_opened_in_any_order_by_many_threads(executor: Executor, size: int) -> None:
     for turn in range(10):
         case = scatter([size] * COUNT, seed=turn)
-        task = executor.stage(case.descriptors, SIZE)
+        task = executor.layered(case.descriptors, SIZE)
         opened: list[int] = []
 
         def work(
-            number: int, turn: int = turn, task: StagedTask = task, opened: list[int] = opened
+            number: int, turn: int = turn, task: LayeredTask = task, opened: list[int] = opened
         ) -> None:
             if number < 2:
                 assert task.wait().status == KVN_OK
                 return
-            order = random.Random(turn * 100 + number).sample(range(STAGES), STAGES)
-            opened.extend(stage for stage in order if task.open(stage))
+            order = random.Random(turn * 100 + number).sample(range(LAYERS), LAYERS)
+            opened.extend(layer for layer in order if task.open(layer))
             assert task.sealed
 
         at_once(work)
-        assert sorted(opened) == list(range(STAGES))  # each by one of them
+        assert sorted(opened) == list(range(LAYERS))  # each by one of them
         assert_consistent(case, task)
         case.assert_moved()
 
@@ -90,20 +90,20 @@ def test_given_up_while_others_open_wait_and_look(executor: Executor, end: str) 
             backend = fail_at(backend, random.Random(turn).randrange(COUNT))
         own = Executor(backend)
         case = scatter([40_000] * COUNT, seed=turn)
-        task = own.stage(case.descriptors, SIZE)
+        task = own.layered(case.descriptors, SIZE)
 
-        def give_up(task: StagedTask = task, own: Executor = own) -> object:
+        def give_up(task: LayeredTask = task, own: Executor = own) -> object:
             if end == "cancel":
                 return task.cancel()
             if end == "deadline":
                 return task.wait(timeout_ms=0.3)
             return own.close() if end == "close" else task.wait()
 
-        def open_some(number: int, turn: int = turn, task: StagedTask = task) -> None:
-            stages = range(STAGES) if end == "fault" else range(1, STAGES)
-            order = random.Random(turn * 100 + number).sample(stages, len(stages))
-            for stage in order:
-                task.open(stage)
+        def open_some(number: int, turn: int = turn, task: LayeredTask = task) -> None:
+            layers = range(LAYERS) if end == "fault" else range(1, LAYERS)
+            order = random.Random(turn * 100 + number).sample(layers, len(layers))
+            for layer in order:
+                task.open(layer)
 
         calls: list[Callable[[int], object]] = [
             open_some,
@@ -124,9 +124,9 @@ def test_given_up_while_others_open_wait_and_look(executor: Executor, end: str) 
         assert_same(case.target, after)  # nothing comes later
 
 
-def test_cancelling_wakes_those_who_wait_for_a_stage_to_be_opened(executor: Executor) -> None:
+def test_cancelling_wakes_those_who_wait_for_a_layer_to_be_opened(executor: Executor) -> None:
     case = scatter([100] * COUNT)
-    task = executor.stage(case.descriptors, SIZE)
+    task = executor.layered(case.descriptors, SIZE)
 
     def work(number: int) -> None:
         assert (task.cancel() if number == 0 else task.wait()).status == KVN_CANCELLED
@@ -135,11 +135,11 @@ def test_cancelling_wakes_those_who_wait_for_a_stage_to_be_opened(executor: Exec
     case.assert_moved(set())
 
 
-def test_a_wait_copies_though_another_stage_is_not_open() -> None:
+def test_a_wait_copies_though_another_layer_is_not_open() -> None:
     """What is in flight goes on while the wait is for more: here only waiting moves bytes."""
     case = scatter([1000] * COUNT)
     executor = Executor(limit_bandwidth(host_backend(ThreadPool(1)), 1e9))
-    task = executor.stage(case.descriptors, COUNT // 2)
+    task = executor.layered(case.descriptors, COUNT // 2)
     half, waiting = set(range(COUNT // 2)), Event()
 
     def work(number: int) -> None:
@@ -163,9 +163,9 @@ def test_many_tasks_share_an_executor() -> None:
     def work(number: int) -> None:
         for turn in range(5):
             case = scatter([60_000] * COUNT, seed=number * 10 + turn)
-            task = executor.stage(case.descriptors, SIZE, keep=case)
-            for stage in random.Random(turn).sample(range(STAGES), STAGES):
-                task.open(stage)
+            task = executor.layered(case.descriptors, SIZE, keep=case)
+            for layer in random.Random(turn).sample(range(LAYERS), LAYERS):
+                task.open(layer)
             assert task.wait().status == KVN_OK
             case.assert_moved()
 

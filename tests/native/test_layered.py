@@ -1,4 +1,4 @@
-"""Stages: opened in any order, each moves its slice; one outcome speaks of the whole array."""
+"""Layers: opened in any order, each moves its slice; one outcome speaks of the whole array."""
 
 import gc
 import json
@@ -16,14 +16,14 @@ from kvnative._executor import (
     KVN_PEER_GONE,
     KVN_PENDING,
     KVN_TIMEOUT,
-    STAGE_DONE,
-    STAGE_FAILED,
-    STAGE_MOVING,
-    STAGE_WAITING,
+    LAYER_DONE,
+    LAYER_FAILED,
+    LAYER_MOVING,
+    LAYER_WAITING,
     Backend,
     Executor,
+    LayeredTask,
     NativeError,
-    StagedTask,
     ThreadPool,
     host_backend,
 )
@@ -44,56 +44,56 @@ def executor(host: Backend) -> Executor:
     return Executor(host)
 
 
-def members(stages: list[int], size: int, count: int) -> set[int]:
-    """The descriptors of some stages."""
-    return {i for i in range(count) if i // size in stages}
+def members(layers: list[int], size: int, count: int) -> set[int]:
+    """The descriptors of some layers."""
+    return {i for i in range(count) if i // size in layers}
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "stages"), [(10, 3, 4), (9, 3, 3), (2, 3, 1), (5, 1, 5), (4, 2**63, 1)]
+    ("count", "size", "layers"), [(10, 3, 4), (9, 3, 3), (2, 3, 1), (5, 1, 5), (4, 2**63, 1)]
 )
-def test_the_array_is_cut_into_stages(
-    executor: Executor, count: int, size: int, stages: int
+def test_the_array_is_cut_into_layers(
+    executor: Executor, count: int, size: int, layers: int
 ) -> None:
     case = scatter([100] * count)
-    task = executor.stage(case.descriptors, size)
-    assert (task.num_stages, task.states()) == (stages, (STAGE_WAITING,) * stages)
-    for stage in reversed(range(stages)):
+    task = executor.layered(case.descriptors, size)
+    assert (task.num_layers, task.states()) == (layers, (LAYER_WAITING,) * layers)
+    for layer in reversed(range(layers)):
         assert not task.done
         assert not task.sealed
-        assert task.open(stage)
+        assert task.open(layer)
     assert task.sealed
     assert task.done
     assert task.report.status == KVN_OK
     case.assert_moved()
 
 
-def test_no_descriptors_are_no_stages(executor: Executor) -> None:
-    task = executor.stage(Descriptors(), 7)
-    assert (task.num_stages, task.states(), task.report.status) == (0, (), KVN_OK)
+def test_no_descriptors_are_no_layers(executor: Executor) -> None:
+    task = executor.layered(Descriptors(), 7)
+    assert (task.num_layers, task.states(), task.report.status) == (0, (), KVN_OK)
     assert task.sealed
-    with pytest.raises(ValueError, match="stage = 0"):
+    with pytest.raises(ValueError, match="layer = 0"):
         task.open(0)
 
 
 def test_what_is_opened_moves_and_nothing_else(executor: Executor) -> None:
     case = scatter([100] * 10)
-    task = executor.stage(case.descriptors, 3)
+    task = executor.layered(case.descriptors, 3)
     case.assert_moved(set())
     opened = []
-    for stage in (3, 0, 2):
-        assert task.open(stage)
-        opened.append(stage)
+    for layer in (3, 0, 2):
+        assert task.open(layer)
+        opened.append(layer)
         case.assert_moved(members(opened, 3, 10))
-        assert [task.states()[it] for it in opened] == [STAGE_DONE] * len(opened)
-    assert task.states()[1] == STAGE_WAITING
+        assert [task.states()[it] for it in opened] == [LAYER_DONE] * len(opened)
+    assert task.states()[1] == LAYER_WAITING
     report = task.report
     assert (report.status, report.bytes_done, report.unconfirmed) == (KVN_PENDING, 700, ((0, 10),))
 
 
-def test_a_stage_opens_once(executor: Executor) -> None:
+def test_a_layer_opens_once(executor: Executor) -> None:
     case = scatter([100] * 6)
-    task = executor.stage(case.descriptors, 3)
+    task = executor.layered(case.descriptors, 3)
     assert [task.open(0), task.open(0)] == [True, False]
     case.target[:] = 0
     assert not task.open(0)
@@ -102,41 +102,41 @@ def test_a_stage_opens_once(executor: Executor) -> None:
     assert [task.open(0), task.open(1)] == [False, False]
 
 
-@pytest.mark.parametrize("stage", [-1, 2, 2**64])
-def test_a_stage_that_there_is_not(executor: Executor, stage: int) -> None:
+@pytest.mark.parametrize("layer", [-1, 2, 2**64])
+def test_a_layer_that_there_is_not(executor: Executor, layer: int) -> None:
     case = scatter([100] * 6)
-    task = executor.stage(case.descriptors, 3)
+    task = executor.layered(case.descriptors, 3)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"stage = {stage}: expected 0 to 1"):
-            task.open(stage)
+        with pytest.raises(ValueError, match=f"layer = {layer}: expected 0 to 1"):
+            task.open(layer)
         task.cancel()
 
 
-def test_a_stage_has_descriptors(executor: Executor) -> None:
+def test_a_layer_has_descriptors(executor: Executor) -> None:
     case = scatter([100] * 6)
     for size in (0, -3):
-        with pytest.raises(ValueError, match=f"stage_size = {size}: expected at least 1"):
-            executor.stage(case.descriptors, size)
+        with pytest.raises(ValueError, match=f"layer_size = {size}: expected at least 1"):
+            executor.layered(case.descriptors, size)
     lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # nobody holds them
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 5, 8, 100])
 @pytest.mark.parametrize("size", [100, 70_000])
-def test_stages_of_several_batches(host: Backend, max_batch: int, size: int) -> None:
+def test_layers_of_several_batches(host: Backend, max_batch: int, size: int) -> None:
     case = scatter([size] * 30, seed=max_batch)
-    task = Executor(limit_batch(host, max_batch)).stage(case.descriptors, 8)
-    for stage in (2, 0, 3, 1):
-        task.open(stage)
+    task = Executor(limit_batch(host, max_batch)).layered(case.descriptors, 8)
+    for layer in (2, 0, 3, 1):
+        task.open(layer)
     report = task.wait()
     assert (report.status, report.bytes_done) == (KVN_OK, case.total)
     case.assert_moved()
 
 
-def test_polling_alone_drives_batches_of_stages(host: Backend) -> None:
+def test_polling_alone_drives_batches_of_layers(host: Backend) -> None:
     case = scatter([300_000] * 12)
-    task = Executor(limit_batch(host, 2)).stage(case.descriptors, 5)
-    for stage in range(3):
-        task.open(stage)
+    task = Executor(limit_batch(host, 2)).layered(case.descriptors, 5)
+    for layer in range(3):
+        task.open(layer)
     while not task.done:
         pass
     case.assert_moved()
@@ -147,10 +147,10 @@ def test_polling_alone_drives_batches_of_stages(host: Backend) -> None:
 def test_a_fault_ends_the_task(host: Backend, max_batch: int, index: int) -> None:
     case = scatter([100] * 12, seed=index)
     backend = fail_at(limit_batch(host, max_batch), index, status=KVN_PEER_GONE, code=77)
-    task = Executor(backend).stage(case.descriptors, 5)
+    task = Executor(backend).layered(case.descriptors, 5)
     bad = index // 5
-    good = [stage for stage in (2, 0) if stage != bad]
-    assert all(task.open(stage) for stage in good)
+    good = [layer for layer in (2, 0) if layer != bad]
+    assert all(task.open(layer) for layer in good)
     assert task.open(bad)
     report = task.wait()  # with batches of several the fault may not have shown yet
     assert task.sealed
@@ -161,44 +161,44 @@ def test_a_fault_ends_the_task(host: Backend, max_batch: int, index: int) -> Non
     assert report.descriptors_done == len(moved)
     assert report.bytes_done == 100 * len(moved)
     assert f"descriptor {index} was made to fail" in report.message
-    assert task.states()[bad] == STAGE_FAILED
+    assert task.states()[bad] == LAYER_FAILED
     case.assert_moved(moved)
-    for stage in range(3):
-        assert not task.open(stage)
+    for layer in range(3):
+        assert not task.open(layer)
     case.assert_moved(moved)
     assert task.report is report
 
 
-def test_a_failure_waits_for_the_stages_in_flight(host: Backend) -> None:
+def test_a_failure_waits_for_the_layers_in_flight(host: Backend) -> None:
     case = scatter([100] * 9)
-    task = Executor(fail_at(delay(host, 30), 0)).stage(case.descriptors, 3)
+    task = Executor(fail_at(delay(host, 30), 0)).layered(case.descriptors, 3)
     assert task.open(1)
     assert task.open(0)
-    assert task.states() == (STAGE_FAILED, STAGE_MOVING, STAGE_WAITING)
+    assert task.states() == (LAYER_FAILED, LAYER_MOVING, LAYER_WAITING)
     assert not task.open(2)
     assert task.report.status == KVN_PENDING
     report = task.wait()
     assert (report.failed, report.unconfirmed) == (0, ((0, 3), (6, 9)))
-    assert task.states() == (STAGE_FAILED, STAGE_DONE, STAGE_WAITING)
+    assert task.states() == (LAYER_FAILED, LAYER_DONE, LAYER_WAITING)
 
 
 def test_the_first_failure_is_kept_when_the_rest_is_given_up(host: Backend) -> None:
     case = scatter([100] * 9)
-    task = Executor(fail_at(delay(host, FOREVER_MS), 3)).stage(case.descriptors, 3)
+    task = Executor(fail_at(delay(host, FOREVER_MS), 3)).layered(case.descriptors, 3)
     assert task.open(2)
     assert task.open(1)
     for report in (task.wait(timeout_ms=1), task.cancel()):
         assert (report.failed, report.unconfirmed) == (3, ((0, 9),))
-    assert task.states() == (STAGE_WAITING, STAGE_FAILED, STAGE_FAILED)
+    assert task.states() == (LAYER_WAITING, LAYER_FAILED, LAYER_FAILED)
 
 
 def test_wrappers_see_indices_of_the_whole_array(host: Backend) -> None:
     read_fd, write_fd = os.pipe()
     case = scatter([100] * 8)
-    task = Executor(limit_batch(trace(host, write_fd), 2)).stage(case.descriptors, 3)
-    for stage in (2, 1):
-        task.open(stage)
-    while STAGE_MOVING in task.states():
+    task = Executor(limit_batch(trace(host, write_fd), 2)).layered(case.descriptors, 3)
+    for layer in (2, 1):
+        task.open(layer)
+    while LAYER_MOVING in task.states():
         pass
     os.close(write_fd)
     with os.fdopen(read_fd) as lines:
@@ -209,7 +209,7 @@ def test_wrappers_see_indices_of_the_whole_array(host: Backend) -> None:
 
 def test_a_deadline_gives_up_what_is_not_open(host: Backend, executor: Executor) -> None:
     case = scatter([100] * 9)
-    task = executor.stage(case.descriptors, 3)
+    task = executor.layered(case.descriptors, 3)
     task.open(1)
     report = task.wait(timeout_ms=1)
     assert (report.status, report.unconfirmed) == (KVN_TIMEOUT, ((0, 3), (6, 9)))
@@ -218,30 +218,30 @@ def test_a_deadline_gives_up_what_is_not_open(host: Backend, executor: Executor)
     )
     assert not task.open(0)
     case.assert_moved({3, 4, 5})
-    slow = Executor(delay(host, FOREVER_MS)).stage(case.descriptors, 3)
+    slow = Executor(delay(host, FOREVER_MS)).layered(case.descriptors, 3)
     slow.open(0)
     assert slow.wait(timeout_ms=1).unconfirmed == ((0, 9),)
-    assert slow.states() == (STAGE_FAILED, STAGE_WAITING, STAGE_WAITING)
+    assert slow.states() == (LAYER_FAILED, LAYER_WAITING, LAYER_WAITING)
 
 
 def test_a_deadline_may_leave_it_to_go_on(host: Backend, executor: Executor) -> None:
     case = scatter([100] * 6)
-    staged = executor.stage(case.descriptors, 3)
+    layered = executor.layered(case.descriptors, 3)
     submitted = Executor(delay(host, 30)).submit(case.descriptors)
-    for task in (staged, submitted):
+    for task in (layered, submitted):
         report = task.wait(timeout_ms=0, give_up=False)
         assert (report.status, report.unconfirmed) == (KVN_PENDING, ((0, 6),))
-    staged.open(0)
-    while staged.wait(1, False).bytes_done != 300:
+    layered.open(0)
+    while layered.wait(1, False).bytes_done != 300:
         pass
-    staged.open(1)
-    for task in (staged, submitted):
+    layered.open(1)
+    for task in (layered, submitted):
         assert task.wait(timeout_ms=1e6, give_up=False).status == KVN_OK
 
 
 def test_cancel_stops_what_moves_and_opens_no_more(host: Backend) -> None:
     case = scatter([1000] * 9000)
-    task = Executor(limit_bandwidth(host, 1e6)).stage(case.descriptors, 3000)
+    task = Executor(limit_bandwidth(host, 1e6)).layered(case.descriptors, 3000)
     task.open(0)
     task.open(2)
     while task.report.bytes_done < 5000:
@@ -261,9 +261,9 @@ def test_cancel_stops_what_moves_and_opens_no_more(host: Backend) -> None:
 
 def test_every_gap_is_told_however_many(executor: Executor) -> None:
     case = scatter([10] * 600)
-    task = executor.stage(case.descriptors, 2)
-    for stage in range(0, 300, 2):
-        task.open(stage)
+    task = executor.layered(case.descriptors, 2)
+    for layer in range(0, 300, 2):
+        task.open(layer)
     report = task.cancel()
     assert report.unconfirmed == tuple((4 * i + 2, 4 * i + 4) for i in range(150))
     assert report.descriptors_done == 300
@@ -271,13 +271,13 @@ def test_every_gap_is_told_however_many(executor: Executor) -> None:
 
 def test_waiting_begins_before_anything_is_open(executor: Executor) -> None:
     case = scatter([400_000] * 12)
-    task = executor.stage(case.descriptors, 3)
+    task = executor.layered(case.descriptors, 3)
     reports = []
     threads = [Thread(target=lambda: reports.append(task.wait())) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for stage in (3, 1, 0, 2):
-        task.open(stage)
+    for layer in (3, 1, 0, 2):
+        task.open(layer)
     for thread in threads:
         thread.join()
     assert [report.status for report in reports] == [KVN_OK] * 3
@@ -294,7 +294,7 @@ def test_what_it_uses_lives_until_its_outcome_and_no_longer(host: Backend, end: 
     executor = Executor(host)
     keep, watched = Owner(), case.descriptors
     alive = weakref.ref(keep)
-    task = executor.stage(watched, 3, keep=(keep, case))
+    task = executor.layered(watched, 3, keep=(keep, case))
     task.open(1)
     del keep, case
     gc.collect()
@@ -314,21 +314,21 @@ def test_what_it_uses_lives_until_its_outcome_and_no_longer(host: Backend, end: 
 def test_closing_cancels_what_nobody_has_opened_and_waits_for_the_rest(host: Backend) -> None:
     case = scatter([400_000] * 6)
     with Executor(host) as executor:
-        whole, part = (executor.stage(case.descriptors, 3) for _ in range(2))
-        for task, stage in ((whole, 0), (part, 0), (whole, 1)):
-            task.open(stage)
+        whole, part = (executor.layered(case.descriptors, 3) for _ in range(2))
+        for task, layer in ((whole, 0), (part, 0), (whole, 1)):
+            task.open(layer)
     assert whole.report.status == KVN_OK
     assert part.report.status == KVN_CANCELLED
     assert not part.open(1)
     with pytest.raises(NativeError, match="the executor is closed"):
-        executor.stage(case.descriptors, 3)
+        executor.layered(case.descriptors, 3)
 
 
 def test_a_dropped_handle_still_completes(executor: Executor) -> None:
     case = scatter([400_000] * 6)
     keep = Owner()
     alive = weakref.ref(keep)
-    task = executor.stage(case.descriptors, 3, keep=keep)
+    task = executor.layered(case.descriptors, 3, keep=keep)
     task.open(1)
     task.open(0)
     del task, keep
@@ -346,7 +346,7 @@ def test_a_signal_ends_a_wait_and_nothing_else(executor: Executor) -> None:
         raise Interrupted
 
     case = scatter([100] * 6)
-    task = executor.stage(case.descriptors, 3)
+    task = executor.layered(case.descriptors, 3)
     task.open(0)
     previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.02)
@@ -361,5 +361,5 @@ def test_a_signal_ends_a_wait_and_nothing_else(executor: Executor) -> None:
 
 
 def test_it_is_not_made_by_hand() -> None:
-    with pytest.raises(TypeError, match="a StagedTask comes from an Executor"):
-        StagedTask()
+    with pytest.raises(TypeError, match="a LayeredTask comes from an Executor"):
+        LayeredTask()
