@@ -231,21 +231,25 @@ class Operation:
         seconds = perf_counter() - self.started
         engine, plan, link = self.engine, self.plan, self.link
         moved = plan if error is None else None  # every byte of it has arrived
-        nbytes = 0 if moved is None else moved.nbytes
-        status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+        nbytes = 0
         try:
             # First: the link stays until its peer knows whether the key is consumed.
             if self._claim is not None:
                 self._claim.release(None if moved is None else moved.src_tensors)
+            if moved is not None:
+                nbytes = moved.nbytes
         finally:
-            engine.metrics.record(self.name, status, nbytes, seconds)
-            engine.in_flight.remove(self)
-            # Last: whoever has unlinked finds the operation counted, and no longer in flight.
-            if link is not None:
-                if error is not None:
-                    link.forget()  # no memory of the peer is taken for granted
-                pulls = self.name.startswith("pull")
-                link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
+            try:
+                status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+                engine.metrics.record(self.name, status, nbytes, seconds)
+            finally:
+                engine.in_flight.remove(self)
+                # Last: whoever has unlinked finds the operation counted, and no longer in flight.
+                if link is not None:
+                    if error is not None:
+                        link.forget()  # no memory of the peer is taken for granted
+                    pulls = self.name.startswith("pull")
+                    link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
         if logger.logger.isEnabledFor(logging.INFO if error is None else logging.WARNING):
             log_operation(
                 self.name,

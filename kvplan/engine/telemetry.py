@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from itertools import accumulate
 from threading import RLock
-from typing import Final, TypedDict
+from typing import TypedDict
 
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
@@ -17,8 +17,6 @@ from kvplan.status import LLMException, LLMStatusCode
 logger = Log("kvplan")
 # A program that set no logging up is not spoken to: it gets exceptions.
 logger.logger.addHandler(logging.NullHandler())
-
-_STATUSES: Final = frozenset(LLMStatusCode)
 
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2, 5))
 """Upper bounds of the histograms, in seconds: 10 us to 5 s."""
@@ -102,8 +100,10 @@ def status_of(error: BaseException | None) -> LLMStatusCode:
     if error is None:
         return LLMStatusCode.LLM_SUCCESS
     if isinstance(error, LLMException):
-        known = error.status_code in _STATUSES
-        return LLMStatusCode(error.status_code) if known else LLMStatusCode.LLM_FAILED
+        try:
+            return LLMStatusCode(error.status_code)
+        except ValueError:  # a program's own, of any type
+            return LLMStatusCode.LLM_FAILED
     if isinstance(error, TypeError | ValueError):
         return LLMStatusCode.LLM_PARAM_INVALID
     return LLMStatusCode.LLM_FAILED

@@ -108,14 +108,16 @@ class LinkLifecycle:
         begun = ref(operation)
         if begun not in self._in_flight:
             return
-        if error is not None:
-            self.last_error = str(error)
-        with self._mutex:
-            self._in_flight.discard(begun)
-            self.bytes_pulled += nbytes_pulled
-            self.bytes_pushed += nbytes_pushed
-        if self._waiting:
-            self._wake()
+        try:
+            if error is not None:
+                self.last_error = str(error)  # a hook's own may raise
+        finally:
+            with self._mutex:
+                self._in_flight.discard(begun)
+                self.bytes_pulled += nbytes_pulled
+                self.bytes_pushed += nbytes_pushed
+            if self._waiting:
+                self._wake()
 
     def _wake(self) -> None:
         if self._waiting and not self.in_flight:

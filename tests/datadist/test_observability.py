@@ -261,7 +261,11 @@ def test_a_hook_that_raises_stops_the_operation(engine: LlmDataDist) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [LLMException(), LLMException("a", status_code=100)],  # type: ignore[arg-type]
+    [
+        LLMException(),
+        LLMException("a", status_code=100),  # type: ignore[arg-type]
+        LLMException("a", status_code=[]),  # type: ignore[arg-type]
+    ],
 )
 def test_an_exception_of_a_programs_own_is_logged_and_counted(
     engine: LlmDataDist, error: LLMException

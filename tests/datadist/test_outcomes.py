@@ -20,6 +20,7 @@ from kvplan import (
     LlmDataDist,
     LLMException,
     LLMStatusCode,
+    PlanEvent,
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine, link
@@ -123,6 +124,26 @@ def test_a_failed_pull_leaves_the_key(linked: Linked) -> None:
     assert caught.value.origin is not None
     assert caught.value.unconfirmed
     second.pull_cache(KEY, other)
+
+
+def test_an_operation_ends_whose_error_has_no_status(linked: Linked) -> None:
+    class Nameless(LLMException):
+        @property
+        def status_code(self) -> LLMStatusCode:
+            raise ArithmeticError("no status")
+
+    def refuse(_: PlanEvent) -> None:
+        raise Nameless
+
+    user, mine = linked()
+    second, other = linked(cluster_id=3)
+    user.on_plan(refuse)
+    with pytest.raises(ArithmeticError) as caught:  # its frames hold the operation
+        user.pull_cache(KEY, mine)
+    assert user.metrics()["in_flight"] == 0
+    second.pull_cache(KEY, other)
+    user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
+    del caught
 
 
 def test_a_pull_takes_no_longer_than_its_deadline(linked: Linked) -> None:
