@@ -19,6 +19,7 @@ KVPLAN_WERROR=1         warnings of the C compiler in our own sources are errors
 import filecmp
 import os
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,13 +86,16 @@ test_sources = sorted(tests.glob("native/*.c"))
 test_headers = sorted(tests.glob("native/*.h"))
 
 
-def module(source: Path, depends: list[Path]) -> Extension:
-    """Return the module of one Cython source, which finds libkvn.so from its own place."""
+def module(source: Path, depends: list[Path], *folders: Path) -> Extension:
+    """Return the module of one Cython source, which finds libkvn.so from its own place.
+
+    Headers are found in `folders` too, and not only in those that all have.
+    """
     origin = os.path.relpath(LIBRARY.parent, source.parent)
     return Extension(
         ".".join([*source.parent.parts, source.stem]),
         [str(source)],
-        include_dirs=[*include_dirs, str(tests / "native")],
+        include_dirs=[*include_dirs, *map(str, folders)],
         define_macros=[*macros, *abi_macros],
         depends=[*map(str, depends), "setup.py"],
         extra_compile_args=["-fvisibility=hidden", *common_flags, *cython_flags],
@@ -103,7 +107,8 @@ def module(source: Path, depends: list[Path]) -> Extension:
 
 modules = [module(source, headers) for source in sorted(Path("kvnative").glob("*.pyx"))]
 modules += [
-    module(source, [*headers, *test_headers, *test_sources]) for source in tests.glob("*.pyx")
+    module(source, [*headers, *test_headers, *test_sources], tests / "native")
+    for source in tests.glob("*.pyx")
 ]
 
 Options.warning_errors = True
@@ -135,19 +140,21 @@ class BuildNative(build_ext):
         self.compiler.add_library_dir(str(library.parent))
         for extension in self.extensions:
             if not extension.name.startswith("kvnative."):
-                extension.extra_objects = [*map(self.compiled, test_sources)]
+                extension.extra_objects = [
+                    self.compiled(it, test_headers, tests / "native") for it in test_sources
+                ]
         super().build_extensions()
 
-    def compiled(self, source: Path) -> str:
+    def compiled(self, source: Path, own_headers: Sequence[Path] = (), *folders: Path) -> str:
         """Return the object file of `source`: compiled again if what it may include is newer."""
         (name,) = self.compiler.object_filenames([str(source)], output_dir=self.build_temp)
-        included = map(str, [*headers, *test_headers])
+        included = map(str, [*headers, *own_headers])
         if self.force or newer_group([str(source), *included, "setup.py"], name):
             self.compiler.compile(
                 [str(source)],
                 output_dir=self.build_temp,
                 macros=macros,
-                include_dirs=[*include_dirs, str(tests / "native")],
+                include_dirs=[*include_dirs, *map(str, folders)],
                 extra_postargs=[*common_flags, *own_flags, *strict_flags],
             )
         return name
@@ -166,7 +173,8 @@ class BuildNative(build_ext):
         self.copy_file(str(self.built()), str(LIBRARY))
 
     def get_outputs(self) -> list[str]:
-        return [*super().get_outputs(), str(self.built())]
+        # In place they are the keys of the mapping, which has it.
+        return [*super().get_outputs(), *([] if self.inplace else [str(self.built())])]
 
     def get_output_mapping(self) -> dict[str, str]:
         mapping = super().get_output_mapping()

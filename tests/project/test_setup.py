@@ -1,10 +1,12 @@
 """setup.py, with a small project: what is built again, and what then lies in place."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,20 @@ cdef extern from *:
 def one():
     return kvn_one()
 '''
+
+
+FACTS = """
+import json
+import setuptools
+from distutils.core import run_setup
+
+made = run_setup("setup.py", ["-q"], stop_after="init")
+command = made.get_command_obj("build_ext")
+command.inplace = INPLACE
+command.ensure_finalized()
+includes = {it.name: it.include_dirs for it in command.extensions}
+print(json.dumps({"outputs": command.get_outputs(), "includes": includes}))
+"""
 
 
 @pytest.fixture
@@ -72,3 +88,31 @@ def test_what_lies_in_place_is_of_the_flavour_that_was_built_last(project: Path)
     assert core(project) == core(release)
     for module in release.glob("kvnative/*.so"):
         assert module.read_bytes() == (project / "kvnative" / module.name).read_bytes()
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_each_file_that_is_built_is_listed_once(project: Path, inplace: bool) -> None:
+    outputs = [Path(it) for it in facts(project, inplace)["outputs"]]
+    assert sorted(it.name.split(".")[0] for it in outputs) == ["_one", "libkvn"]
+
+
+def test_headers_of_the_tests_are_found_by_their_module_alone(project: Path) -> None:
+    (project / "tests/support").mkdir(parents=True)
+    (project / "tests/support/more.pyx").write_text("def more():\n    return 1\n")
+    includes = facts(project, inplace=True)["includes"]
+    assert includes.keys() == {"kvnative._one", "tests.support.more"}
+    finding = [name for name, folders in includes.items() if "tests/support/native" in folders]
+    assert finding == ["tests.support.more"]
+
+
+def facts(project: Path, inplace: bool) -> dict[str, Any]:
+    """What setup.py would build, and how."""
+    printed = subprocess.run(
+        [sys.executable, "-c", FACTS.replace("INPLACE", str(inplace))],
+        cwd=project,
+        env={name: text for name, text in os.environ.items() if not name.startswith("KVPLAN_")},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return json.loads(printed.splitlines()[-1])  # type: ignore[no-any-return]
