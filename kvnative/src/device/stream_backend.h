@@ -1,6 +1,6 @@
 /* The backends that move bytes by streams of a device: copies, HCCL's one-sided operations. Such a backend is
  * a `kvn_stream_backend` (first member of its own struct) with its `move` filled in; all calls of the vtable
- * but `destroy` are shared.
+ * but `destroy` are shared. None comes in a forked child: `Backend` refuses there.
  *
  * A batch of any size is one request. It is cut at descriptors into at most one shard for each channel, and
  * each shard is moved whole by one channel's thread. */
