@@ -199,10 +199,13 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         Transfers in flight fail their check from here on, with the message and status of `why`;
         None: LLM_NOT_YET_LINK. In a forked child nothing happens: all of it is the parent's.
         """
-        if os.getpid() != self.pid or self.closed:
+        if os.getpid() != self.pid:
             return
-        self._why_closed = why or self._closed_error()
-        self._disconnect(self._why_closed)
+        if not self.closed and self._why_closed is None:
+            self._why_closed = why or self._closed_error()
+        if self._why_closed is not None:  # else its transport has closed it
+            # A second time too: an interrupt may have ended the first close before this.
+            self._disconnect(self._why_closed)
 
     @property
     def closed(self) -> bool:
@@ -228,7 +231,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
 
     @abstractmethod
     def _disconnect(self, why: LLMException) -> None:
-        """Let go of the peer; what is in flight ends with `why`."""
+        """Let go of the peer; what is in flight ends with `why`. Idempotent."""
 
     def _closed_error(self) -> LLMException:
         """Why the link was closed, as a new exception: each is raised once."""

@@ -16,6 +16,7 @@ import kvplan
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
+from kvplan.transport.local.metadata import Metadata
 from tests.support.held import Held
 from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
@@ -163,6 +164,34 @@ class TestBefore:
         link.close(LLMException("lost", status_code=LLMStatusCode.LLM_LINK_FAILED))
         link.close()
         refuses(LLMStatusCode.LLM_LINK_FAILED, "lost", memory.check)
+
+
+class InterruptedLink(LocalLink):
+    """Whose first `close` is interrupted after it has said that it is closed."""
+
+    is_interrupted = False
+
+    def _disconnect(self, why: LLMException) -> None:
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        super()._disconnect(why)
+        self.disconnected = str(why)
+
+
+@pytest.mark.parametrize("setup", [ARENA])
+def test_a_close_that_was_interrupted_is_finished_by_the_next(owner: Owner, setup: str) -> None:
+    owner.run(setup)
+    link = InterruptedLink(Metadata.from_bytes(owner.metadata()), prefault=False)
+    memory = link.memory([link.metadata.ranges[0].address], NBYTES)
+    with pytest.raises(KeyboardInterrupt):
+        link.close(LLMException("lost", status_code=LLMStatusCode.LLM_LINK_FAILED))
+    assert link.closed
+    assert link.death_fd is not None
+    link.close()
+    assert link.death_fd is None
+    assert link.disconnected == "lost (LLM_LINK_FAILED)"
+    refuses(LLMStatusCode.LLM_LINK_FAILED, "lost", memory.check)
 
 
 @pytest.mark.parametrize("setup", [REGISTERED], ids=["registered"])

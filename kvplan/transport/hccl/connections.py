@@ -186,18 +186,21 @@ class Connections:
     def close(self, why: LLMException) -> None:
         """Stop what is transferred, and take everything down, without waiting. Idempotent."""
         with self._mutex:
-            if self._why_closed is not None:
-                return
-            self._why_closed = why
-            ending, self._communicators = list(self._communicators.values()), {}
+            if self._why_closed is None:
+                self._why_closed = why
+            why = self._why_closed
             dropped = self._current, dict(self._made)
             self._current = None
             self._made.clear()
             self._opened.clear()
         del dropped  # outside of the lock
-        for it in ending:
-            it.cancel(str(why.args[0]))
-            self._take_down(it)
+        while True:  # what an interrupt leaves is for the next call
+            with self._mutex:
+                if not self._communicators:
+                    return
+                _, communicator = self._communicators.popitem()
+            communicator.cancel(str(why.args[0]))
+            self._take_down(communicator)
 
     @property
     def closed(self) -> bool:

@@ -140,6 +140,6 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
             raise link_failed(f"{self.peer}: {failure[1]}")
 
     def _disconnect(self, why: LLMException) -> None:
-        endpoint, self._endpoint = self._endpoint, None  # its descriptor goes with its last user
-        if endpoint is not None:
+        if (endpoint := self._endpoint) is not None:
             endpoint.close(str(why.args[0]))
+            self._endpoint = None  # its descriptor goes with its last user
