@@ -19,8 +19,8 @@ from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
 from tests.faults.moves import link
 from tests.faults.outcomes import assert_confirmed
-from tests.faults.peer import ROOT
 from tests.faults.states import wait_for_state
+from tests.support.peer import ROOT
 from tests.support.places import PEER_COMMAND
 
 NUM_PEERS = 64
@@ -163,7 +163,7 @@ def test_two_engines_pull_from_each_other_at_once(
     make_cache(user, "allocated", 2, desc)
     target, arrays = make_cache(user, "allocated", None, desc)
     link(user, peer)
-    peer.begin(
+    peer.send(
         """
         for _ in range(20):
             datadist.pull_cache(CacheIndex(2, 1), target, 0, timeout_ms=30_000)
