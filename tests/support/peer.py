@@ -180,17 +180,17 @@ class Remote:
     """An object of a peer: call its methods here, or `send` a call and take its `result` later."""
 
     def __init__(self, peer: Peer, name: str) -> None:
-        self._peer, self._name = peer, name
+        self.peer, self._name = peer, name
 
     def send(self, method: str, *arguments: Any, **keywords: Any) -> None:
-        self._peer.send(
+        self.peer.send(
             f"result = {self._name}.{method}(*arguments, **keywords)",
             arguments=arguments,
             keywords=keywords,
         )
 
     def result(self) -> Any:
-        return self._peer.answer()
+        return self.peer.answer()
 
     def __getattr__(self, method: str) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -212,9 +212,14 @@ def serve(tests: Connection, names: dict[str, Any]) -> None:
             exec(code, names)
             tests.send((True, names["result"]))
         except Exception as error:
-            numbers = (getattr(error, it, 0) for it in ("code", "status"))
-            text = traceback.format_exc()
-            tests.send((False, (type(error).__name__, str(error), *numbers, text)))
+            tests.send((False, described(error)))
+
+
+def described(error: Exception) -> tuple[str, str, int, int, str]:
+    """What a `RemoteError` is made of."""
+    code, status = (getattr(error, it, 0) for it in ("code", "status"))
+    text = "".join(traceback.format_exception(error))
+    return type(error).__name__, str(error), code, status, text
 
 
 def main(module: str, *arguments: str) -> None:
