@@ -20,7 +20,7 @@ LOCAL = Endpoint.parse("127.0.0.1:0")
 
 
 class Recorder:
-    """A handler that notes what it is told, and answers with what `answer` returns."""
+    """A handler that records what it receives, and answers with what `answer` returns."""
 
     def __init__(self) -> None:
         self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
