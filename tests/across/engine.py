@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
-from tests.transport.owner import Owner
+from tests.support.peer import Peer, Remote
 from tools.namespaces import Namespace
 
 SHAPE = (2, 32 * 1024)
@@ -37,7 +34,7 @@ class Outcome:
     seconds: float
 
 
-class Engine(Owner):
+class Engine(Peer):
     """A process on a host; after `start` it has an engine, after `hold` a cache.
 
     Args:
@@ -45,26 +42,25 @@ class Engine(Owner):
         before: words of a command that starts it there: `env X=y`, `unshare ...`.
     """
 
-    script = Path(__file__).with_name("engine_process.py")
+    module = "tests.across.engine_process"
 
     def __init__(self, host: Namespace, *before: str) -> None:
         self.host = host
         self.cluster_id = 0
         self.address = ""
         self.cache_id = 0
-        self.dead = False
         super().__init__(prefix=host.command(*before))
+        self.it = Remote(self, "it")
 
     def start(self, cluster_id: int, *, transport: str = "tcp", **options: Any) -> None:
         """Have an engine, which listens."""
         given = {"listen_ip_info": f"{self.host.address}:0", "transport": transport, **options}
         self.cluster_id = cluster_id
-        self.address = self.run(f"result = it.begin({cluster_id}, {given!r})")
+        self.address = self.it.begin(cluster_id, given)
 
     def hold(self, seed: int | None, memory: str = "allocated") -> None:
         """Have a cache, with a pattern or, without a seed, zeros."""
-        arguments = f"{memory!r}, {seed}, {NUM_TENSORS}, {SHAPE}"
-        self.cache_id = self.run(f"result = it.hold({arguments})")
+        self.cache_id = self.it.hold(memory, seed, NUM_TENSORS, SHAPE)
 
     def link(self, *peers: Engine, timeout_ms: int = 10_000) -> None:
         """Link with all of them, which must succeed."""
@@ -73,8 +69,7 @@ class Engine(Owner):
 
     def begin_move(self, direction: str, peer: Engine, timeout_ms: int = LONG_MS) -> None:
         """Pull from that peer's cache, or push into it; `moved` must follow."""
-        arguments = f"{direction!r}, {peer.cluster_id}, {peer.cache_id}, {timeout_ms}"
-        self.begin(f"result = it.move({arguments})")
+        self.it.send("move", direction, peer.cluster_id, peer.cache_id, timeout_ms)
 
     def moved(self) -> Outcome:
         """What came of the move that was begun."""
@@ -88,10 +83,10 @@ class Engine(Owner):
     def check(self, seed: int, outcome: Outcome | None = None) -> None:
         """What is confirmed holds the pattern of that seed, and nothing else was touched."""
         unconfirmed = outcome.unconfirmed if outcome else []
-        assert self.run(f"result = it.wrong({seed}, {unconfirmed})") == []
+        assert self.it.wrong(seed, unconfirmed) == []
 
     def clear(self) -> None:
-        self.run("it.clear()")
+        self.it.clear()
 
     def state(self, peer: Engine) -> str | None:
         """Of the link with it."""
@@ -104,32 +99,5 @@ class Engine(Owner):
         arguments = f"it.datadist, {peer.cluster_id}, LinkState.{state}"
         return str(self.run(f"result = wait_for_state({arguments})"))
 
-    def begin(self, code: str) -> None:
-        """Let it execute `code`; `answer` must follow."""
-        assert self.process.stdin is not None
-        assert self.process.poll() is None, f"{self} has ended with {self.process.wait()}"
-        self.process.stdin.write(json.dumps(dedent(code)) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        """The `result` of what was begun."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.dead = True
-            raise AssertionError(f"{self} has ended with {self.process.wait()}")
-        answer = json.loads(line)
-        assert "error" not in answer, answer["error"]
-        return answer["result"]
-
-    def run(self, *code: str) -> Any:
-        """Execute the snippets there, one after another; returns their `result`."""
-        self.begin("\n".join(map(dedent, code)))
-        return self.answer()
-
     def __str__(self) -> str:
         return f"cluster {self.cluster_id} at {self.address}"
-
-    def kill(self) -> None:
-        self.dead = True
-        super().kill()

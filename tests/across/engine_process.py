@@ -1,8 +1,7 @@
-"""An engine on a host of its own, told what to do line by line; see engine.py."""
+"""What an `Engine` has on its host: `it`, which holds the engine and a cache."""
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import kvplan
 from kvplan import Cache, CacheDesc, CacheIndex, LlmDataDist, LLMException, LlmRole, Options
 from tests.faults.contents import Tensor, make_cache, pattern
 from tests.faults.states import link_of, wait_for_state
-from tests.transport.owner_process import serve
 
 LONG_MS = 30_000
 
@@ -87,19 +85,14 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
     return {"status": status, "text": text, "unconfirmed": unconfirmed, "seconds": seconds}
 
 
-if __name__ == "__main__":
-    faulthandler.enable()
+def names() -> dict[str, Any]:
     logging.getLogger("kvplan").setLevel(logging.CRITICAL)
-    names: dict[str, Any] = {it: getattr(kvplan, it) for it in kvplan.__all__}
-    serve(
-        names
-        | {
-            "it": Holder(),
-            "np": np,
-            "outcome": outcome,
-            "link_of": link_of,
-            "make_cache": make_cache,
-            "pattern": pattern,
-            "wait_for_state": wait_for_state,
-        }
-    )
+    return {it: getattr(kvplan, it) for it in kvplan.__all__} | {
+        "it": Holder(),
+        "np": np,
+        "outcome": outcome,
+        "link_of": link_of,
+        "make_cache": make_cache,
+        "pattern": pattern,
+        "wait_for_state": wait_for_state,
+    }

@@ -43,7 +43,7 @@ def linked(three: list[Namespace], make_engine: MakeEngine, **options: int) -> l
 def test_one_pulls_from_two(three: list[Namespace], make_engine: MakeEngine) -> None:
     _, _, user = linked(three, make_engine, **PATIENT)
     before = [network.received(it) for it in three]
-    assert user.run(BOTH, CAME) == [["LLM_SUCCESS", True]] * 2
+    assert user.run(BOTH, CAME) == [("LLM_SUCCESS", True)] * 2
     first, second, got = (network.received(it) - old for it, old in zip(three, before, strict=True))
     assert got > 2 * NBYTES
     assert max(first, second) < NBYTES / 4
@@ -58,9 +58,9 @@ def test_one_of_two_is_cut_off(three: list[Namespace], make_engine: MakeEngine) 
     first.host.cut()
     (status, _), other = user.run(CAME)
     assert status == "LLM_LINK_FAILED"
-    assert other == ["LLM_SUCCESS", True]
+    assert other == ("LLM_SUCCESS", True)
     assert (user.state(first), user.state(second)) == ("BROKEN", "LINKED")
     network.mend(*three)
     first.wait_for_state(user, "BROKEN")
     user.link(first)
-    assert user.run(BOTH, CAME) == [["LLM_SUCCESS", True]] * 2
+    assert user.run(BOTH, CAME) == [("LLM_SUCCESS", True)] * 2

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.across import network
-from tests.transport.owner import ROOT
+from tests.support.peer import ROOT
 from tools.namespaces import Namespace
 
 ALL = {"tests/datadist": 200, "tests/faults": 100}

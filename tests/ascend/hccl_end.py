@@ -1,18 +1,12 @@
-"""One end of communicators in a process of its own: ``python -m tests.ascend.hccl_end FD DEVICE``.
-
-A test sends (method, arguments, keywords) and gets (True, what it returned) or (False, (type,
-message, code, status)). Only plain values cross: this module is __main__ there.
-"""
+"""One end of communicators: what each process of hccl_ends.py has."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +18,7 @@ from kvnative._executor import Executor, Report, Task
 from kvnative._hccl import Communicator, Guards, HcclLibrary, Region, Staging
 from kvnative._lower import Descriptors
 from tests.ascend.simulator import HOME, Controls
+from tests.support.peer import described
 
 UNTOUCHED = 0xA5
 
@@ -177,9 +172,14 @@ class End:
 
     def call_in_thread(self, key: str, method: str, *arguments: Any) -> None:
         answers: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(answer(self, method, arguments, {}))
-        )
+
+        def call() -> None:
+            try:
+                answers.append((True, getattr(self, method)(*arguments)))
+            except Exception as error:
+                answers.append((False, described(error)))
+
+        thread = threading.Thread(target=call)
         self.threads[key] = thread, answers
         thread.start()
 
@@ -265,24 +265,5 @@ class End:
         return self.controls.left()
 
 
-def answer(end: End, method: str, arguments: Any, keywords: Any) -> tuple[bool, Any]:
-    try:
-        return True, getattr(end, method)(*arguments, **keywords)
-    except Exception as error:
-        code, status = getattr(error, "code", 0), getattr(error, "status", 0)
-        return False, (type(error).__name__, str(error), code, status)
-
-
-def serve(connection: Connection, device: int) -> None:
-    """Until the test hangs up."""
-    end = End(device)
-    while True:
-        try:
-            method, arguments, keywords = connection.recv()
-        except EOFError:
-            return
-        connection.send(answer(end, method, arguments, keywords))
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+def names(device: str) -> dict[str, Any]:
+    return {"end": End(int(device))}

@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +14,8 @@ import pytest
 
 from tests.ascend.simulator import ELSEWHERE, HOME, Log
 from tests.ascend_sim.build import build
+from tests.support.peer import Peer, Remote
 
-ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 60
 _names = itertools.count()
 
 
@@ -77,54 +73,10 @@ def rank_table(version: str) -> str:
     return json.dumps(table | {"status": "completed"})
 
 
-class RemoteError(Exception):
-    """What the other process raised."""
+class EndPeer(Peer):
+    """The process of an `End`."""
 
-    def __init__(self, kind: str, message: str, code: int, status: int) -> None:
-        super().__init__(f"{kind}: {message} (status {status})")
-        self.kind, self.message, self.code, self.status = kind, message, code, status
-
-
-class Remote:
-    """An `End`: call its methods here; ``start`` one and take its ``result`` later."""
-
-    def __init__(self, environment: dict[str, str], device: int) -> None:
-        self._connection, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ascend.hccl_end", str(theirs.fileno()), str(device)],
-            env=environment,
-            cwd=ROOT,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-
-    def send(self, method: str, *arguments: Any, **keywords: Any) -> None:
-        self._connection.send((method, arguments, keywords))
-
-    def result(self) -> Any:
-        assert self._connection.poll(ANSWER_S), f"no answer within {ANSWER_S} s"
-        good, value = self._connection.recv()
-        if not good:
-            raise RemoteError(*value)
-        return value
-
-    def __getattr__(self, method: str) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            self.send(method, *arguments, **keywords)
-            return self.result()
-
-        return call
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def hang_up(self) -> None:
-        self._connection.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.kill()
+    module = "tests.ascend.hccl_end"
 
 
 class Ends:
@@ -138,11 +90,13 @@ class Ends:
             "KVSIM_DIR": str(folder),
             "KVSIM_LOG": str(folder / "log"),
             "KVSIM_SOC": product.soc,
-            "PYTHONPATH": str(ROOT),
         }
         environment.pop(ELSEWHERE, None)
         self.log = Log(folder / "log")
-        self.both = [Remote(environment | settings, device) for device in range(2)]
+        environment |= settings
+        self.both = [
+            Remote(EndPeer(str(device), environment=environment), "end") for device in range(2)
+        ]
 
     def __getitem__(self, rank: int) -> Remote:
         return self.both[rank]
@@ -185,9 +139,9 @@ class Ends:
         self.at_once("prepare", name)
         return Connection(self, name, addresses, staging is not None)
 
-    def hang_up(self) -> None:
+    def finish(self) -> None:
         for end in self.both:
-            end.hang_up()
+            end.peer.finish()
 
 
 def reversed_pieces(content: bytes, sizes: list[int]) -> bytes:
@@ -222,7 +176,7 @@ class Connection:
     def begin(self, direction: str, rows: Any, **options: Any) -> None:
         """Start it, and return once it has issued something."""
         self.start(direction, rows, **options)
-        call, pid = f"HcclBatch{direction.capitalize()}", self.ends[0].process.pid
+        call, pid = f"HcclBatch{direction.capitalize()}", self.ends[0].peer.pid
         while not self.ends.log.calls(call, pid=pid):
             pass
 
@@ -252,4 +206,4 @@ def two_ends(
     try:
         yield ends
     finally:
-        ends.hang_up()
+        ends.finish()

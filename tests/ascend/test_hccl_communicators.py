@@ -16,7 +16,8 @@ from kvnative._backend import (
     KVN_TIMEOUT,
     KVN_UNSUPPORTED,
 )
-from tests.ascend.hccl_ends import A2, A950, Ends, RemoteError, ends_on
+from tests.ascend.hccl_ends import A2, A950, Ends, ends_on
+from tests.support.peer import RemoteError
 
 NBYTES = 1 << 16
 BIND_950 = "HcclRegisterMem"  # which registers too
@@ -204,7 +205,7 @@ def test_order_of_calls_at_the_end(ends: Ends) -> None:
     connection = ends.connect(NBYTES)
     ends.log.restart()
     connection.close()
-    pid = ends[0].process.pid
+    pid = ends[0].peer.pid
     calls = [it.name for it in ends.log.calls(pid=pid) if it.name.startswith("Hccl")]
     if ends.product is A950:
         assert calls == [

@@ -200,7 +200,7 @@ def test_peer_that_is_killed(
         options = {"staging": connection.name, "local": "host"} if staged else {}
         sizes = [4096] * 3 if staged else [16] * (2 * product.max_batch + 1)  # three batches
         connection.begin(direction, connection.rows(sizes, local), **options)
-        ends[1].kill()
+        ends[1].peer.kill()
         ends[0].set("latency_us", 0)
         report = connection.wait(None)
         assert report.status in (KVN_SUSPECT_REMOTE, KVN_FAILED), report

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from kvnative._backend import KVN_OK
-from tests.ascend.hccl_ends import A2, A3, ROOT, Product, rank_table, two_ends
+from tests.ascend.hccl_ends import A2, A3, Product, rank_table, two_ends
 from tests.ascend.simulator import ELSEWHERE, HOME
 from tests.ascend_sim.build import build
+from tests.support.peer import ROOT
 
 # A library is loaded once a process, so each test has one of its own.
 PROGRAM = """

@@ -21,10 +21,10 @@ from tests.ascend.hccl_ends import (
     A950,
     Connection,
     Ends,
-    RemoteError,
     ends_on,
     reversed_pieces,
 )
+from tests.support.peer import RemoteError
 
 NBYTES = 1 << 20
 SLOTS = {"slot_nbytes": 65536, "slots": 2, "buffer_sets": 1}

@@ -1,7 +1,6 @@
-"""One end of a communicator in a process of its own: ``python -m tests.ascend_sim.hccl_end FD``.
+"""One end of a communicator: what each process of hccl_ends.py has.
 
-The test sends (name, arguments) and gets what the method of `End` returned. Calls of the simulated
-library return their code; nothing is raised, for a test asks for codes.
+Calls of the simulated library return their code; nothing is raised, for a test asks for codes.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import ctypes
 import os
 import signal
 import struct
-import sys
 import threading
 from ctypes import byref, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -267,16 +264,5 @@ class End:
         return self.hccl.HcclDisableMemAccess(c_void_p(comm), desc)
 
 
-def serve(connection: Connection) -> None:
-    """Until the test hangs up."""
-    end = End(*connection.recv())
-    while True:
-        try:
-            name, arguments = connection.recv()
-        except EOFError:
-            return
-        connection.send(getattr(end, name)(*arguments))
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+def names(lib64: str, device: str) -> dict[str, Any]:
+    return {"end": End(lib64, int(device))}

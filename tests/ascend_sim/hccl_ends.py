@@ -5,59 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from tests.ascend_sim.build import build
 from tests.ascend_sim.hccl_end import DEVICE, config
+from tests.support.peer import Peer, Remote
 
-ROOT = Path(__file__).resolve().parents[2]
 NBYTES = 1 << 16
 _names = itertools.count()
 
 
-class Remote:
-    """An `End` in a process of its own: ``end("method", ...)``, or ``start`` and ``result``."""
+class EndPeer(Peer):
+    """The process of an `End`."""
 
-    def __init__(self, environment: dict[str, str], variant: str, device: int) -> None:
-        self._connection, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-S", "-m", "tests.ascend_sim.hccl_end", str(theirs.fileno())],
-            env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self._connection.send((str(build(variant) / "lib64"), device))
+    module = "tests.ascend_sim.hccl_end"
+    flags = ("-S",)  # it starts sooner
 
-    def start(self, name: str, *arguments: Any) -> None:
-        self._connection.send((name, arguments))
 
-    def result(self) -> Any:
-        if not self._connection.poll(30):
-            self.kill()
-            raise TimeoutError("the call does not come back")
-        return self._connection.recv()
-
-    def __call__(self, name: str, *arguments: Any) -> Any:
-        self.start(name, *arguments)
-        return self.result()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self._connection.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.kill()
+def start(environment: dict[str, str], variant: str, device: int) -> Remote:
+    """An `End` in a process of its own."""
+    lib64 = str(build(variant) / "lib64")
+    return Remote(EndPeer(lib64, str(device), environment=os.environ | environment), "end")
 
 
 def table(**changes: Any) -> str:
@@ -81,7 +52,7 @@ class Ends:
     def __init__(self, folder: Path, variant: str, settings: dict[str, str]) -> None:
         self.log_path = folder / "log.jsonl"
         environment = {"KVSIM_DIR": str(folder), "KVSIM_LOG": str(self.log_path)} | settings
-        self.both = [Remote(environment, variant, device) for device in range(2)]
+        self.both = [start(environment, variant, device) for device in range(2)]
         self.name = f"comm_{next(_names)}"
         self.comms = [0, 0]
         self.memory = [0, 0]
@@ -94,20 +65,20 @@ class Ends:
     def at_once(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """The same method at both ends, each with its arguments."""
         for end, own in zip(self.both, arguments, strict=True):
-            end.start(name, *own)
+            end.send(name, *own)
         return [end.result() for end in self.both]
 
     def init(self) -> None:
         for rank, end in enumerate(self.both):
-            code, self.comms[rank] = end("init", table(), rank, config(self.name))
+            code, self.comms[rank] = end.init(table(), rank, config(self.name))
             assert code == 0
 
     def bind(self, nbytes: int = NBYTES, kind: int = DEVICE) -> None:
         for rank, end in enumerate(self.both):
-            self.memory[rank] = end("allocate", nbytes, kind)
-            code, self.handles[rank] = end("register", self.memory[rank], nbytes, kind)
+            self.memory[rank] = end.allocate(nbytes, kind)
+            code, self.handles[rank] = end.register(self.memory[rank], nbytes, kind)
             assert code == 0
-            assert end("bind", self.comms[rank], self.handles[rank]) == 0
+            assert end.bind(self.comms[rank], self.handles[rank]) == 0
 
     def prepare(self, timeout: int = 5) -> list[int]:
         return self.at_once("prepare", *((comm, timeout) for comm in self.comms))
@@ -117,7 +88,7 @@ class Ends:
         self.init()
         self.bind(nbytes, kind)
         assert self.prepare() == [0, 0]
-        self.streams = [end("stream") for end in self.both]
+        self.streams = [end.stream() for end in self.both]
 
     def log(self, call: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.log_path.read_text().splitlines()]
@@ -125,7 +96,7 @@ class Ends:
 
     def close(self) -> None:
         for end in self.both:
-            end.close()
+            end.peer.finish()
 
 
 @contextmanager

@@ -22,58 +22,58 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 
 def put(ends: Ends, count: int = 1) -> int:
     pieces = [(ends.memory[0] + i, ends.memory[1] + i, 1) for i in range(count)]
-    code: int = ends[0]("transfer", "put", ends.comms[0], 1, pieces, ends.streams[0])
+    code: int = ends[0].transfer("put", ends.comms[0], 1, pieces, ends.streams[0])
     return code
 
 
 def synchronize(ends: Ends, timeout_ms: int = 5000) -> int:
-    code: int = ends[0]("synchronize", ends.streams[0], timeout_ms)
+    code: int = ends[0].synchronize(ends.streams[0], timeout_ms)
     return code
 
 
 def arrived(ends: Ends, count: int) -> int:
     """How many bytes of a put of `count` are there."""
     fresh = b"\xa5"
-    return count - ends[1]("read", ends.memory[1], count).count(fresh)
+    return count - ends[1].read(ends.memory[1], count).count(fresh)
 
 
 def connect(ends: Ends) -> None:
     ends.connect()
-    ends[0]("write", ends.memory[0], b"x" * 256)
+    ends[0].write(ends.memory[0], b"x" * 256)
 
 
 def test_code_of_any_call(ends: Ends) -> None:
-    ends[0]("fault", "HcclCommInitClusterInfoMemConfig:1=24")
-    assert ends[0]("init", None, 0, None) == (OOM, 0)
+    ends[0].fault("HcclCommInitClusterInfoMemConfig:1=24")
+    assert ends[0].init(None, 0, None) == (OOM, 0)
     ends.init()
-    ends[0]("fault", "HcclRegisterGlobalMem:1=24; HcclCommBindMem:2=24; HcclCommPrepare:1=24")
-    assert ends[0]("register", 4096, 4096) == (OOM, 0)
+    ends[0].fault("HcclRegisterGlobalMem:1=24; HcclCommBindMem:2=24; HcclCommPrepare:1=24")
+    assert ends[0].register(4096, 4096) == (OOM, 0)
     ends.bind()
-    assert ends[0]("bind", ends.comms[0], 0) == OOM
-    assert ends[0]("prepare", ends.comms[0]) == OOM
+    assert ends[0].bind(ends.comms[0], 0) == OOM
+    assert ends[0].prepare(ends.comms[0]) == OOM
     assert ends.prepare() == [0, 0]
-    ends[0]("fault", "HcclCommDestroy:1=4;HcclGetCommAsyncError:1=4")
-    assert ends[0]("destroy", ends.comms[0]) == INTERNAL
-    assert ends[0]("async_error", ends.comms[0])[0] == INTERNAL
+    ends[0].fault("HcclCommDestroy:1=4;HcclGetCommAsyncError:1=4")
+    assert ends[0].destroy(ends.comms[0]) == INTERNAL
+    assert ends[0].async_error(ends.comms[0])[0] == INTERNAL
 
 
 def test_prepare_hangs(ends: Ends) -> None:
     ends.init()
-    ends[0]("setting", "connect_timeout_ms", "20")
-    ends[0]("fault", "HcclCommPrepare:1=hang")
-    assert ends[0]("prepare", ends.comms[0], 0) == TIMEOUT
+    ends[0].setting("connect_timeout_ms", "20")
+    ends[0].fault("HcclCommPrepare:1=hang")
+    assert ends[0].prepare(ends.comms[0], 0) == TIMEOUT
 
 
 def test_transfer_code(ends: Ends) -> None:
     connect(ends)
-    ends[0]("fault", "HcclBatchPut:2=4")
+    ends[0].fault("HcclBatchPut:2=4")
     assert [put(ends, 8), put(ends, 8)] == [0, INTERNAL]
     assert synchronize(ends) == 0
 
 
 def test_transfer_fails_at_synchronization(ends: Ends) -> None:
     connect(ends)
-    ends[0]("fault", "HcclBatchPut:1=sync:507010")
+    ends[0].fault("HcclBatchPut:1=sync:507010")
     assert put(ends, 8) == 0
     assert synchronize(ends) == 507010
     assert arrived(ends, 8) == 0
@@ -85,49 +85,49 @@ def test_transfer_fails_at_synchronization(ends: Ends) -> None:
 @pytest.mark.parametrize(("code", "shown"), [(INTERNAL, (INTERNAL, 0)), (507013, (0, 507013))])
 def test_half_of_a_transfer(ends: Ends, code: int, shown: tuple[int, int]) -> None:
     connect(ends)
-    ends[0]("fault", f"HcclBatchPut:1=partial:{code}")
+    ends[0].fault(f"HcclBatchPut:1=partial:{code}")
     assert (put(ends, 8), synchronize(ends)) == shown
     assert arrived(ends, 8) == 4
 
 
 def test_transfer_hangs_until_it_is_aborted(ends: Ends) -> None:
     connect(ends)
-    ends[0]("fault", "HcclBatchPut:1=hang")
+    ends[0].fault("HcclBatchPut:1=hang")
     assert put(ends, 8) == 0
     assert synchronize(ends, 10) == SYNC_TIMEOUT
-    assert ends[0]("unbind", ends.comms[0], ends.handles[0]) == 0
-    assert ends[0]("destroy", ends.comms[0]) == INTERNAL
+    assert ends[0].unbind(ends.comms[0], ends.handles[0]) == 0
+    assert ends[0].destroy(ends.comms[0]) == INTERNAL
     assert [line["what"] for line in ends.log("violation")] == ["destroyed while in use"]
-    assert ends[0]("abort", ends.streams[0]) == 0
-    assert ends[0]("destroy", ends.comms[0]) == 0
+    assert ends[0].abort(ends.streams[0]) == 0
+    assert ends[0].destroy(ends.comms[0]) == 0
     assert arrived(ends, 8) == 0
 
 
 def test_destroyed_at_the_other_end(ends: Ends) -> None:
     connect(ends)
-    assert ends[1]("unbind", ends.comms[1], ends.handles[1]) == 0
-    assert ends[1]("destroy", ends.comms[1]) == 0
+    assert ends[1].unbind(ends.comms[1], ends.handles[1]) == 0
+    assert ends[1].destroy(ends.comms[1]) == 0
     assert put(ends) == 0
     assert synchronize(ends) == REMOTE_GONE
-    assert ends[0]("async_error", ends.comms[0]) == (0, REMOTE)
+    assert ends[0].async_error(ends.comms[0]) == (0, REMOTE)
 
 
 @pytest.mark.parametrize("kind", [DEVICE, REGISTERED])
 def test_other_end_killed(ends: Ends, kind: int) -> None:
     ends.connect(kind=kind)
-    ends[1].kill()
-    assert ends[0]("async_error", ends.comms[0]) == (0, 0)
+    ends[1].peer.kill()
+    assert ends[0].async_error(ends.comms[0]) == (0, 0)
     assert put(ends) == 0
     assert synchronize(ends) == REMOTE_GONE
-    assert ends[0]("async_error", ends.comms[0]) == (0, REMOTE)
-    assert ends[0]("unbind", ends.comms[0], ends.handles[0]) == 0
-    assert ends[0]("destroy", ends.comms[0]) == 0
+    assert ends[0].async_error(ends.comms[0]) == (0, REMOTE)
+    assert ends[0].unbind(ends.comms[0], ends.handles[0]) == 0
+    assert ends[0].destroy(ends.comms[0]) == 0
 
 
 def test_code_of_a_dead_end(ends: Ends) -> None:
     connect(ends)
-    ends[0]("setting", "remote_code", "507899")
-    ends[1].kill()
+    ends[0].setting("remote_code", "507899")
+    ends[1].peer.kill()
     assert put(ends) == 0
     assert synchronize(ends) == 507899
 
@@ -135,18 +135,18 @@ def test_code_of_a_dead_end(ends: Ends) -> None:
 def test_other_end_killed_in_mid_transfer(ends: Ends) -> None:
     """The stream is slow: the second batch begins after the end was killed."""
     connect(ends)
-    ends[0]("setting", "latency_us", "100000")
+    ends[0].setting("latency_us", "100000")
     asked = (ends.comms[0], 1, [(ends.memory[0], ends.memory[1], 1)], ends.streams[0])
-    assert ends[0]("transfer_and_kill", ends[1].process.pid, *asked) == [0, 0]
+    assert ends[0].transfer_and_kill(ends[1].peer.pid, *asked) == [0, 0]
     assert synchronize(ends) == REMOTE_GONE
 
 
 def test_dead_end_hangs_until_it_is_aborted(ends: Ends) -> None:
     connect(ends)
-    ends[0]("setting", "retry_us", "60000000")
-    ends[1].kill()
+    ends[0].setting("retry_us", "60000000")
+    ends[1].peer.kill()
     assert put(ends) == 0
     assert synchronize(ends, 10) == SYNC_TIMEOUT
-    assert ends[0]("abort", ends.streams[0]) == 0
-    assert ends[0]("unbind", ends.comms[0], ends.handles[0]) == 0
-    assert ends[0]("destroy", ends.comms[0]) == 0
+    assert ends[0].abort(ends.streams[0]) == 0
+    assert ends[0].unbind(ends.comms[0], ends.handles[0]) == 0
+    assert ends[0].destroy(ends.comms[0]) == 0

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.ascend_sim.hccl_end import config
-from tests.ascend_sim.hccl_ends import Remote, table
+from tests.ascend_sim.hccl_ends import start, table
+from tests.support.peer import Remote
 
 PARA, PTR, UNAVAIL, NOT_SUPPORT = 1, 2, 7, 5
 
@@ -22,9 +23,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def end(log: Path) -> Iterator[Remote]:
-    remote = Remote({"KVSIM_DIR": str(log.parent), "KVSIM_LOG": str(log)}, "8.5", 0)
+    remote = start({"KVSIM_DIR": str(log.parent), "KVSIM_LOG": str(log)}, "8.5", 0)
     yield remote
-    remote.close()
+    remote.peer.finish()
 
 
 def device(number: str = "0", rank: str = "0", **more: str) -> dict[str, str]:
@@ -54,8 +55,8 @@ def no_address(rank: str, **more: str) -> dict[str, str]:
 
 
 def test_makes_and_destroys(end: Remote) -> None:
-    code, comm = end("init", table(), 0, config("c"))
-    assert (code, end("destroy", comm), end("destroy", comm)) == (0, 0, PARA)
+    code, comm = end.init(table(), 0, config("c"))
+    assert (code, end.destroy(comm), end.destroy(comm)) == (0, 0, PARA)
 
 
 GOOD = {
@@ -75,9 +76,9 @@ GOOD = {
 
 @pytest.mark.parametrize("text", GOOD.values(), ids=GOOD)
 def test_takes_rank_table(end: Remote, text: str) -> None:
-    code, comm = end("init", text, 0, config("table"))
+    code, comm = end.init(text, 0, config("table"))
     assert code == 0
-    assert end("destroy", comm) == 0
+    assert end.destroy(comm) == 0
 
 
 BAD = {
@@ -121,7 +122,7 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
 def test_refuses_rank_table(end: Remote, text: str) -> None:
-    assert end("init", text, 0, config("table")) == (PARA, 0)
+    assert end.init(text, 0, config("table")) == (PARA, 0)
 
 
 BAD_PODS = {
@@ -136,7 +137,7 @@ BAD_PODS = {
 
 
 def test_super_pods(log: Path) -> None:
-    end = Remote({"KVSIM_SOC": "Ascend910_9391", "KVSIM_DIR": str(log.parent)}, "8.5", 0)
+    end = start({"KVSIM_SOC": "Ascend910_9391", "KVSIM_DIR": str(log.parent)}, "8.5", 0)
     good = {
         "one pod": super_pod_table(),
         "two pods": super_pod_table([("0", ["a"]), ("1", ["b"])]),
@@ -149,10 +150,10 @@ def test_super_pods(log: Path) -> None:
         "version 1.0": table(),
     }
     for name, text in good.items():
-        assert (name, end("init", text, 0, config(name.replace(" ", "_")))[0]) == (name, 0)
+        assert (name, end.init(text, 0, config(name.replace(" ", "_")))[0]) == (name, 0)
     for name, text in BAD_PODS.items():
-        assert (name, end("init", text, 0, config("bad"))) == (name, (PARA, 0))
-    end.close()
+        assert (name, end.init(text, 0, config("bad"))) == (name, (PARA, 0))
+    end.peer.finish()
 
 
 BAD_RECORDS = {
@@ -170,43 +171,43 @@ BAD_RECORDS = {
 
 @pytest.mark.parametrize("record", BAD_RECORDS.values(), ids=BAD_RECORDS)
 def test_refuses_record(end: Remote, record: bytes) -> None:
-    assert end("init", table(), 0, record) == (PARA, 0)
+    assert end.init(table(), 0, record) == (PARA, 0)
 
 
 def test_takes_a_long_name_and_quality_of_service(end: Remote) -> None:
-    code, comm = end("init", table(), 0, config("x" * 127, traffic_class=132, service_level=7))
-    assert (code, end("destroy", comm)) == (0, 0)
+    code, comm = end.init(table(), 0, config("x" * 127, traffic_class=132, service_level=7))
+    assert (code, end.destroy(comm)) == (0, 0)
 
 
 def test_refuses_arguments(end: Remote) -> None:
-    assert end("init", None, 0, config("c")) == (PTR, 0)
-    assert end("init", table(), 0, None) == (PTR, 0)
-    assert end("init", table(), 2, config("c")) == (PARA, 0)
-    assert end("init", table(), 1, config("c")) == (UNAVAIL, 0)  # rank 1 is device 1
-    assert end("destroy", 0) == PTR
-    assert end("destroy", 123456) == PARA
-    assert end("async_error", 0)[0] == PTR
+    assert end.init(None, 0, config("c")) == (PTR, 0)
+    assert end.init(table(), 0, None) == (PTR, 0)
+    assert end.init(table(), 2, config("c")) == (PARA, 0)
+    assert end.init(table(), 1, config("c")) == (UNAVAIL, 0)  # rank 1 is device 1
+    assert end.destroy(0) == PTR
+    assert end.destroy(123456) == PARA
+    assert end.async_error(0)[0] == PTR
 
 
 def test_name_is_unique_on_a_device(end: Remote) -> None:
-    code, comm = end("init", table(), 0, config("one"))
+    code, comm = end.init(table(), 0, config("one"))
     assert code == 0
-    assert end("init", table(), 0, config("one")) == (PARA, 0)
-    assert end("destroy", comm) == 0
-    code, comm = end("init", table(), 0, config("one"))
-    assert (code, end("destroy", comm)) == (0, 0)
+    assert end.init(table(), 0, config("one")) == (PARA, 0)
+    assert end.destroy(comm) == 0
+    code, comm = end.init(table(), 0, config("one"))
+    assert (code, end.destroy(comm)) == (0, 0)
 
 
 def test_finds_concurrent_init(end: Remote, log: Path) -> None:
-    end("setting", "init_us", "100000")
-    codes = end("init_together", table(), 0, ["first", "second"])
-    end("setting", "init_us", "0")
+    end.setting("init_us", "100000")
+    codes = end.init_together(table(), 0, ["first", "second"])
+    end.setting("init_us", "0")
     assert codes == [0, PARA]
     assert '"what":"concurrent init"' in log.read_text()
 
 
 def test_logs_calls_with_their_reason(end: Remote, log: Path) -> None:
-    end("init", table(version="3"), 0, config("c"))
+    end.init(table(version="3"), 0, config("c"))
     line = json.loads(log.read_text().splitlines()[-1])
     assert line["call"] == "HcclCommInitClusterInfoMemConfig"
     assert line["code"] == PARA
@@ -214,13 +215,13 @@ def test_logs_calls_with_their_reason(end: Remote, log: Path) -> None:
 
 
 def test_error_texts(end: Remote) -> None:
-    assert end("error_text", PARA) == "parameter error"
-    assert end("error_text", 25) == "unknown error"
+    assert end.error_text(PARA) == "parameter error"
+    assert end.error_text(25) == "unknown error"
 
 
 @pytest.mark.parametrize("variant", ["8.1", "hccl-only"])
 def test_variants_without_libhcomm(tmp_path: Path, variant: str) -> None:
-    end = Remote({"KVSIM_DIR": str(tmp_path)}, variant, 0)
-    code, comm = end("init", table(), 0, config("c"))
-    assert (code, end("destroy", comm)) == (0, 0)
-    end.close()
+    end = start({"KVSIM_DIR": str(tmp_path)}, variant, 0)
+    code, comm = end.init(table(), 0, config("c"))
+    assert (code, end.destroy(comm)) == (0, 0)
+    end.peer.finish()

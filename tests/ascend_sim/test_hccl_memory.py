@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.ascend_sim.hccl_end import DEVICE, PINNED, REGISTERED, config
-from tests.ascend_sim.hccl_ends import NBYTES, Ends, Remote, table, two_ends
+from tests.ascend_sim.hccl_ends import NBYTES, Ends, start, table, two_ends
+from tests.support.peer import Remote
 
 PARA, PTR, INTERNAL, TIMEOUT, RUNTIME = 1, 2, 4, 9, 15
 
 
 @pytest.fixture
 def end(tmp_path: Path) -> Iterator[Remote]:
-    remote = Remote({"KVSIM_DIR": str(tmp_path)}, "8.5", 0)
+    remote = start({"KVSIM_DIR": str(tmp_path)}, "8.5", 0)
     yield remote
-    remote.close()
+    remote.peer.finish()
 
 
 @pytest.fixture
@@ -28,70 +29,70 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 
 
 def test_registers_once(end: Remote) -> None:
-    address = end("allocate", NBYTES)
-    code, handle = end("register", address, NBYTES)
+    address = end.allocate(NBYTES)
+    code, handle = end.register(address, NBYTES)
     assert code == 0
-    assert end("register", address, NBYTES) == (0, handle)  # the same again
-    assert end("register", address, NBYTES // 2)[0] == PARA
-    assert end("register", address + 4096, NBYTES)[0] == PARA
-    assert end("register", address, 0)[0] == PARA
-    assert end("register", 0, NBYTES)[0] == PARA
-    assert end("deregister", handle) == 0
-    assert end("deregister", handle) == PARA
-    assert end("register", address, NBYTES // 2)[0] == 0
+    assert end.register(address, NBYTES) == (0, handle)  # the same again
+    assert end.register(address, NBYTES // 2)[0] == PARA
+    assert end.register(address + 4096, NBYTES)[0] == PARA
+    assert end.register(address, 0)[0] == PARA
+    assert end.register(0, NBYTES)[0] == PARA
+    assert end.deregister(handle) == 0
+    assert end.deregister(handle) == PARA
+    assert end.register(address, NBYTES // 2)[0] == 0
 
 
 def test_registration_belongs_to_a_device(end: Remote) -> None:
-    code, handle = end("register", end("allocate", NBYTES), NBYTES)
-    end("use", 1)
-    assert end("deregister", handle) == PARA
-    end("use", 0)
-    assert (code, end("deregister", handle)) == (0, 0)
+    code, handle = end.register(end.allocate(NBYTES), NBYTES)
+    end.use(1)
+    assert end.deregister(handle) == PARA
+    end.use(0)
+    assert (code, end.deregister(handle)) == (0, 0)
 
 
 def test_bound_memory_stays(end: Remote) -> None:
-    _, comm = end("init", table(), 0, config("c"))
-    _, handle = end("register", end("allocate", NBYTES), NBYTES)
-    assert end("bind", comm, 1234) == PARA
-    assert end("bind", 0, handle) == PTR
-    assert end("unbind", comm, handle) == PARA
-    assert end("bind", comm, handle) == 0
-    assert end("bind", comm, handle) == PARA
-    assert end("deregister", handle) == PARA
-    assert end("destroy", comm) == PARA
-    assert end("unbind", comm, handle) == 0
-    assert end("deregister", handle) == 0
-    assert end("destroy", comm) == 0
+    _, comm = end.init(table(), 0, config("c"))
+    _, handle = end.register(end.allocate(NBYTES), NBYTES)
+    assert end.bind(comm, 1234) == PARA
+    assert end.bind(0, handle) == PTR
+    assert end.unbind(comm, handle) == PARA
+    assert end.bind(comm, handle) == 0
+    assert end.bind(comm, handle) == PARA
+    assert end.deregister(handle) == PARA
+    assert end.destroy(comm) == PARA
+    assert end.unbind(comm, handle) == 0
+    assert end.deregister(handle) == 0
+    assert end.destroy(comm) == 0
 
 
 def test_thread_needs_the_device(end: Remote) -> None:
-    _, comm = end("init", table(), 0, config("c"))
-    _, handle = end("register", end("allocate", NBYTES), NBYTES)
-    end("use", 1)
-    assert end("bind", comm, handle) == PARA
-    assert end("prepare", comm, 1) == PARA
+    _, comm = end.init(table(), 0, config("c"))
+    _, handle = end.register(end.allocate(NBYTES), NBYTES)
+    end.use(1)
+    assert end.bind(comm, handle) == PARA
+    assert end.prepare(comm, 1) == PARA
 
 
 def test_prepare_checks_arguments(end: Remote) -> None:
-    _, comm = end("init", table(), 0, config("c"))
-    assert end("prepare", comm, -2) == PARA
-    assert end("prepare", comm, 1, 1) == PARA
-    assert end("prepare", 0, 1) == PTR
+    _, comm = end.init(table(), 0, config("c"))
+    assert end.prepare(comm, -2) == PARA
+    assert end.prepare(comm, 1, 1) == PARA
+    assert end.prepare(0, 1) == PTR
 
 
 def test_prepare_waits_for_the_other(end: Remote) -> None:
-    end("setting", "connect_timeout_ms", "50")
-    _, comm = end("init", table(), 0, config("c"))
-    assert end("prepare", comm, 0) == TIMEOUT
-    assert end("prepare", comm, 0) == TIMEOUT  # and it can be tried again
+    end.setting("connect_timeout_ms", "50")
+    _, comm = end.init(table(), 0, config("c"))
+    assert end.prepare(comm, 0) == TIMEOUT
+    assert end.prepare(comm, 0) == TIMEOUT  # and it can be tried again
 
 
 def test_prepare_after_a_timeout(ends: Ends) -> None:
     ends.init()
     ends.bind()
     for rank in (0, 1):
-        ends[rank]("setting", "connect_timeout_ms", "30")
-        assert ends[rank]("prepare", ends.comms[rank], 0) == TIMEOUT
+        ends[rank].setting("connect_timeout_ms", "30")
+        assert ends[rank].prepare(ends.comms[rank], 0) == TIMEOUT
     assert ends.prepare() == [0, 0]
     assert ends.prepare() == [0, 0]  # nothing happens
     line = ends.log("HcclCommPrepare")[-1]
@@ -100,9 +101,9 @@ def test_prepare_after_a_timeout(ends: Ends) -> None:
 
 def test_bind_comes_before_prepare(ends: Ends) -> None:
     ends.connect()
-    _, handle = ends[0]("register", ends[0]("allocate", NBYTES), NBYTES)
-    assert ends[0]("bind", ends.comms[0], handle) == PARA
-    assert ends[0]("deregister", handle) == 0
+    _, handle = ends[0].register(ends[0].allocate(NBYTES), NBYTES)
+    assert ends[0].bind(ends.comms[0], handle) == PARA
+    assert ends[0].deregister(handle) == 0
 
 
 @pytest.mark.parametrize("kind", [DEVICE, PINNED, REGISTERED])
@@ -113,22 +114,22 @@ def test_prepare_takes_memory(ends: Ends, kind: int) -> None:
 def test_prepare_looks_at_memory(ends: Ends) -> None:
     """The kind of memory is not looked at before."""
     ends.init()
-    device, host = (ends[0]("allocate", NBYTES, kind) for kind in (DEVICE, PINNED))
-    other = ends[0]("allocate", NBYTES, DEVICE, 3)
+    device, host = (ends[0].allocate(NBYTES, kind) for kind in (DEVICE, PINNED))
+    other = ends[0].allocate(NBYTES, DEVICE, 3)
     wrong = [(device, NBYTES, PINNED), (host, NBYTES, DEVICE), (other, NBYTES, DEVICE)]
     wrong += [(device, 1 << 30, DEVICE), (12345678, 4096, PINNED)]
     for region in wrong:
-        code, handle = ends[0]("register", *region)
-        assert (code, ends[0]("bind", ends.comms[0], handle)) == (0, 0)
-        assert ends[0]("prepare", ends.comms[0], 1) == RUNTIME
-        assert ends[0]("unbind", ends.comms[0], handle) == 0
-        assert ends[0]("deregister", handle) == 0
+        code, handle = ends[0].register(*region)
+        assert (code, ends[0].bind(ends.comms[0], handle)) == (0, 0)
+        assert ends[0].prepare(ends.comms[0], 1) == RUNTIME
+        assert ends[0].unbind(ends.comms[0], handle) == 0
+        assert ends[0].deregister(handle) == 0
 
 
 def test_rank_tables_must_be_the_same(ends: Ends) -> None:
     spaced = table().replace(",", ", ")
     comms = [
-        end("init", text, rank, config("c"))[1]
+        end.init(text, rank, config("c"))[1]
         for rank, (end, text) in enumerate(zip(ends.both, (table(), spaced), strict=True))
     ]
     assert ends.at_once("prepare", *((comm, 5) for comm in comms)) == [PARA, PARA]
@@ -136,60 +137,60 @@ def test_rank_tables_must_be_the_same(ends: Ends) -> None:
 
 def test_other_end_dies_before_prepare(ends: Ends) -> None:
     ends.init()
-    ends[1].kill()
-    ends[0]("setting", "connect_timeout_ms", "50")
-    assert ends[0]("prepare", ends.comms[0], 0) == TIMEOUT
+    ends[1].peer.kill()
+    ends[0].setting("connect_timeout_ms", "50")
+    assert ends[0].prepare(ends.comms[0], 0) == TIMEOUT
 
 
 def test_two_ends_in_one_process(tmp_path: Path) -> None:
-    end = Remote({"KVSIM_DIR": str(tmp_path)}, "8.5", 0)
+    end = start({"KVSIM_DIR": str(tmp_path)}, "8.5", 0)
     made = []
     for device in range(2):
-        end("use", device)
-        _, comm = end("init", table(), device, config("c"))
-        address = end("allocate", NBYTES)
-        _, handle = end("register", address, NBYTES)
-        assert end("bind", comm, handle) == 0
+        end.use(device)
+        _, comm = end.init(table(), device, config("c"))
+        address = end.allocate(NBYTES)
+        _, handle = end.register(address, NBYTES)
+        assert end.bind(comm, handle) == 0
         made.append((device, comm, address))
-    assert end("prepare_in_threads", [(device, comm) for device, comm, _ in made]) == [0, 0]
-    stream = end("stream")
-    end("write", made[1][2], b"from the second device")
+    assert end.prepare_in_threads([(device, comm) for device, comm, _ in made]) == [0, 0]
+    stream = end.stream()
+    end.write(made[1][2], b"from the second device")
     pieces = [(made[1][2], made[0][2], 22)]
-    assert end("transfer", "put", made[1][1], 0, pieces, stream) == 0
-    assert end("synchronize", stream) == 0
-    assert end("read", made[0][2], 22) == b"from the second device"
-    end.close()
+    assert end.transfer("put", made[1][1], 0, pieces, stream) == 0
+    assert end.synchronize(stream) == 0
+    assert end.read(made[0][2], 22) == b"from the second device"
+    end.peer.finish()
 
 
 def test_remap(ends: Ends) -> None:
     ends.connect()
     inside = [(ends.memory[0], NBYTES)]
-    assert ends[0]("remap", [ends.comms[0]], inside) == 0
-    assert ends[0]("remap", [], inside) == PARA
-    assert ends[0]("remap", [ends.comms[0]], []) == PARA
-    assert ends[0]("remap", [ends.comms[0]], [(ends[0]("allocate", 4096), 4096)]) == PARA
-    assert ends[0]("remap", [1], inside) == PARA
+    assert ends[0].remap([ends.comms[0]], inside) == 0
+    assert ends[0].remap([], inside) == PARA
+    assert ends[0].remap([ends.comms[0]], []) == PARA
+    assert ends[0].remap([ends.comms[0]], [(ends[0].allocate(4096), 4096)]) == PARA
+    assert ends[0].remap([1], inside) == PARA
 
 
 def test_nothing_is_left(ends: Ends) -> None:
     ends.connect()
-    left = json.loads(ends[0]("leaks"))
+    left = json.loads(ends[0].leaks())
     assert (left["regions"], left["comms"]) == (1, 1)
     for rank, end in enumerate(ends.both):
-        assert end("unbind", ends.comms[rank], ends.handles[rank]) == 0
-        assert end("destroy", ends.comms[rank]) == 0
-        assert end("deregister", ends.handles[rank]) == 0
-        assert end("free", ends.memory[rank]) == 0
-        assert end("destroy_stream", ends.streams[rank]) == 0
-        assert not any(json.loads(end("leaks")).values())
+        assert end.unbind(ends.comms[rank], ends.handles[rank]) == 0
+        assert end.destroy(ends.comms[rank]) == 0
+        assert end.deregister(ends.handles[rank]) == 0
+        assert end.free(ends.memory[rank]) == 0
+        assert end.destroy_stream(ends.streams[rank]) == 0
+        assert not any(json.loads(end.leaks()).values())
     assert not ends.log("violation")
 
 
 def test_memory_freed_while_registered(ends: Ends) -> None:
     ends.connect()
-    assert ends[0]("free", ends.memory[0]) == 0
-    ends[0]("unbind", ends.comms[0], ends.handles[0])
-    assert ends[0]("deregister", ends.handles[0]) == 0
+    assert ends[0].free(ends.memory[0]) == 0
+    ends[0].unbind(ends.comms[0], ends.handles[0])
+    assert ends[0].deregister(ends.handles[0]) == 0
     assert [line["what"] for line in ends.log("violation")] == [
         "memory was freed before it was deregistered"
     ]

@@ -22,8 +22,8 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 
 
 def register(ends: Ends, rank: int, nbytes: int = NBYTES) -> bytes:
-    ends.memory[rank] = ends[rank]("allocate", nbytes)
-    code, desc = ends[rank]("register_for", ends.comms[rank], 1 - rank, ends.memory[rank], nbytes)
+    ends.memory[rank] = ends[rank].allocate(nbytes)
+    code, desc = ends[rank].register_for(ends.comms[rank], 1 - rank, ends.memory[rank], nbytes)
     assert code == 0
     return bytes(desc)
 
@@ -35,24 +35,24 @@ def connect(ends: Ends) -> list[bytes]:
     asked = [(ends.comms[rank], 1 - rank, [descs[rank]]) for rank in (0, 1)]
     assert ends.at_once("exchange", *asked) == [(0, [descs[1]]), (0, [descs[0]])]
     for rank in (0, 1):
-        found = ends[rank]("enable", ends.comms[rank], descs[1 - rank])
+        found = ends[rank].enable(ends.comms[rank], descs[1 - rank])
         assert found == (0, ends.memory[1 - rank], NBYTES)
-    ends.streams = [end("stream") for end in ends.both]
+    ends.streams = [end.stream() for end in ends.both]
     return descs
 
 
 def transfer(ends: Ends, direction: str, count: int = 1) -> int:
     pieces = [(ends.memory[0] + i, ends.memory[1] + i, 1) for i in range(count)]
-    code: int = ends[0]("transfer", direction, ends.comms[0], 1, pieces, ends.streams[0])
+    code: int = ends[0].transfer(direction, ends.comms[0], 1, pieces, ends.streams[0])
     return code
 
 
 def test_transfers(ends: Ends) -> None:
     connect(ends)
-    ends[0]("write", ends.memory[0], b"hello")
+    ends[0].write(ends.memory[0], b"hello")
     assert transfer(ends, "put", 5) == 0
-    assert ends[0]("synchronize", ends.streams[0]) == 0
-    assert ends[1]("read", ends.memory[1], 5) == b"hello"
+    assert ends[0].synchronize(ends.streams[0]) == 0
+    assert ends[1].read(ends.memory[1], 5) == b"hello"
 
 
 def test_limit_of_a_batch(ends: Ends) -> None:
@@ -62,38 +62,38 @@ def test_limit_of_a_batch(ends: Ends) -> None:
 
 def test_global_set_is_not_there(ends: Ends) -> None:
     ends.init()
-    assert ends[0]("register", ends[0]("allocate", NBYTES), NBYTES)[0] == NOT_SUPPORT
-    assert ends[0]("deregister", 1) == NOT_SUPPORT
-    assert ends[0]("bind", ends.comms[0], 1) == NOT_SUPPORT
-    assert ends[0]("unbind", ends.comms[0], 1) == NOT_SUPPORT
-    assert ends[0]("prepare", ends.comms[0], 1) == NOT_SUPPORT
-    assert ends[0]("remap", [ends.comms[0]], [(4096, 4096)]) == NOT_SUPPORT
+    assert ends[0].register(ends[0].allocate(NBYTES), NBYTES)[0] == NOT_SUPPORT
+    assert ends[0].deregister(1) == NOT_SUPPORT
+    assert ends[0].bind(ends.comms[0], 1) == NOT_SUPPORT
+    assert ends[0].unbind(ends.comms[0], 1) == NOT_SUPPORT
+    assert ends[0].prepare(ends.comms[0], 1) == NOT_SUPPORT
+    assert ends[0].remap([ends.comms[0]], [(4096, 4096)]) == NOT_SUPPORT
 
 
 def test_registration(ends: Ends) -> None:
     ends.init()
     comm = ends.comms[0]
-    address = ends[0]("allocate", NBYTES)
-    code, desc = ends[0]("register_for", comm, 1, address, NBYTES)
+    address = ends[0].allocate(NBYTES)
+    code, desc = ends[0].register_for(comm, 1, address, NBYTES)
     assert code == 0
-    assert ends[0]("register_for", comm, 1, address, NBYTES) == (0, desc)  # counted
-    assert ends[0]("register_for", comm, 1, address, NBYTES // 2)[0] == INTERNAL
-    assert ends[0]("register_for", comm, 0, address, NBYTES)[0] == PARA  # itself
-    assert ends[0]("register_for", comm, 1, address, 0)[0] == PARA
-    assert ends[0]("register_for", comm, 1, 0, NBYTES)[0] == PTR
-    assert ends[0]("register_for", comm, 1, 12345678, 4096)[0] == RUNTIME
-    host = ends[0]("allocate", NBYTES, PINNED)
-    assert ends[0]("register_for", comm, 1, host, NBYTES, PINNED)[0] == NOT_SUPPORT
-    assert [ends[0]("deregister_for", comm, desc) for _ in range(3)] == [0, 0, NOT_FOUND]
-    assert json.loads(ends[0]("leaks"))["regions"] == 0
+    assert ends[0].register_for(comm, 1, address, NBYTES) == (0, desc)  # counted
+    assert ends[0].register_for(comm, 1, address, NBYTES // 2)[0] == INTERNAL
+    assert ends[0].register_for(comm, 0, address, NBYTES)[0] == PARA  # itself
+    assert ends[0].register_for(comm, 1, address, 0)[0] == PARA
+    assert ends[0].register_for(comm, 1, 0, NBYTES)[0] == PTR
+    assert ends[0].register_for(comm, 1, 12345678, 4096)[0] == RUNTIME
+    host = ends[0].allocate(NBYTES, PINNED)
+    assert ends[0].register_for(comm, 1, host, NBYTES, PINNED)[0] == NOT_SUPPORT
+    assert [ends[0].deregister_for(comm, desc) for _ in range(3)] == [0, 0, NOT_FOUND]
+    assert json.loads(ends[0].leaks())["regions"] == 0
 
 
 def test_exchange_waits_for_the_other(ends: Ends) -> None:
     ends.init()
-    ends[0]("setting", "connect_timeout_ms", "30")
-    assert ends[0]("exchange", ends.comms[0], 1, [], 8, 0) == (TIMEOUT, [])
-    assert ends[0]("exchange", ends.comms[0], 1, [b"\0" * 512])[0] == INTERNAL
-    assert ends[0]("exchange", ends.comms[0], 1, [], 8, -2)[0] == PARA
+    ends[0].setting("connect_timeout_ms", "30")
+    assert ends[0].exchange(ends.comms[0], 1, [], 8, 0) == (TIMEOUT, [])
+    assert ends[0].exchange(ends.comms[0], 1, [b"\0" * 512])[0] == INTERNAL
+    assert ends[0].exchange(ends.comms[0], 1, [], 8, -2)[0] == PARA
 
 
 def test_exchange_needs_room(ends: Ends) -> None:
@@ -109,38 +109,38 @@ def test_exchange_again(ends: Ends) -> None:
     asked = [(ends.comms[0], 1, []), (ends.comms[1], 0, [desc])]
     assert ends.at_once("exchange", *asked) == [(0, [desc]), (0, [])]
     assert transfer(ends, "put") == INTERNAL
-    assert ends[0]("enable", ends.comms[0], desc)[0] == 0
+    assert ends[0].enable(ends.comms[0], desc)[0] == 0
     assert transfer(ends, "put") == 0
 
 
 def test_access_is_enabled_and_disabled(ends: Ends) -> None:
     descs = connect(ends)
     comm = ends.comms[0]
-    assert ends[0]("enable", comm, descs[0])[0] == INTERNAL  # its own
-    assert ends[0]("enable", comm, descs[1])[0] == 0  # counted
-    assert ends[0]("disable", comm, descs[1]) == 0
+    assert ends[0].enable(comm, descs[0])[0] == INTERNAL  # its own
+    assert ends[0].enable(comm, descs[1])[0] == 0  # counted
+    assert ends[0].disable(comm, descs[1]) == 0
     assert transfer(ends, "put") == 0
-    assert ends[0]("disable", comm, descs[1]) == 0
-    assert ends[0]("disable", comm, descs[1]) == INTERNAL
+    assert ends[0].disable(comm, descs[1]) == 0
+    assert ends[0].disable(comm, descs[1]) == INTERNAL
     assert transfer(ends, "put") == INTERNAL
 
 
 def test_enable_needs_a_connection(ends: Ends) -> None:
     ends.init()
-    assert ends[0]("enable", ends.comms[0], register(ends, 1))[0] == INTERNAL
+    assert ends[0].enable(ends.comms[0], register(ends, 1))[0] == INTERNAL
 
 
 def test_deregistered_at_the_other_end(ends: Ends) -> None:
     descs = connect(ends)
-    assert ends[1]("deregister_for", ends.comms[1], descs[1]) == 0
+    assert ends[1].deregister_for(ends.comms[1], descs[1]) == 0
     assert transfer(ends, "put") == 0
-    assert ends[0]("synchronize", ends.streams[0]) == STALE
+    assert ends[0].synchronize(ends.streams[0]) == STALE
 
 
 def test_destroy_deregisters(ends: Ends) -> None:
     connect(ends)
-    assert ends[0]("destroy", ends.comms[0]) == 0
-    left = json.loads(ends[0]("leaks"))
+    assert ends[0].destroy(ends.comms[0]) == 0
+    left = json.loads(ends[0].leaks())
     assert (left["regions"], left["comms"]) == (0, 0)
 
 
@@ -148,5 +148,5 @@ def test_destroy_deregisters(ends: Ends) -> None:
 def test_other_products_have_it_too(tmp_path: Path, kind: int) -> None:
     with two_ends(tmp_path) as ends:
         ends.init()
-        address = ends[0]("allocate", NBYTES, kind)
-        assert ends[0]("register_for", ends.comms[0], 1, address, NBYTES, kind)[0] == 0
+        address = ends[0].allocate(NBYTES, kind)
+        assert ends[0].register_for(ends.comms[0], 1, address, NBYTES, kind)[0] == 0

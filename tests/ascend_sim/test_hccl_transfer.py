@@ -25,11 +25,11 @@ def put(ends: Ends, pieces: list[tuple[int, int, int]], rank: int = 0) -> int:
     here, there = ends.memory[rank], ends.memory[1 - rank]
     absolute = [(here + local, there + remote, n) for local, remote, n in pieces]
     stream = ends.streams[rank]
-    return ends[rank]("transfer", "put", ends.comms[rank], 1 - rank, absolute, stream)
+    return ends[rank].transfer("put", ends.comms[rank], 1 - rank, absolute, stream)
 
 
 def synchronize(ends: Ends, rank: int = 0) -> int:
-    return ends[rank]("synchronize", ends.streams[rank])
+    return ends[rank].synchronize(ends.streams[rank])
 
 
 @pytest.mark.parametrize("kind", [DEVICE, PINNED, REGISTERED])
@@ -37,34 +37,34 @@ def test_put_and_get(ends: Ends, kind: int) -> None:
     nbytes = (1 << 21) + 4096  # more than one piece of a copy
     ends.connect(nbytes, kind)
     content = bytes(range(256)) * (nbytes // 256)
-    ends[0]("write", ends.memory[0], content, kind)
+    ends[0].write(ends.memory[0], content, kind)
     assert put(ends, [(0, 0, nbytes)]) == 0
     assert synchronize(ends) == 0
-    assert ends[1]("read", ends.memory[1], nbytes, kind) == content
-    ends[1]("write", ends.memory[1], content[::-1], kind)
+    assert ends[1].read(ends.memory[1], nbytes, kind) == content
+    ends[1].write(ends.memory[1], content[::-1], kind)
     pieces = [(ends.memory[0], ends.memory[1], nbytes)]
-    assert ends[0]("transfer", "get", ends.comms[0], 1, pieces, ends.streams[0]) == 0
+    assert ends[0].transfer("get", ends.comms[0], 1, pieces, ends.streams[0]) == 0
     assert synchronize(ends) == 0
-    assert ends[0]("read", ends.memory[0], nbytes, kind) == content[::-1]
+    assert ends[0].read(ends.memory[0], nbytes, kind) == content[::-1]
 
 
 def test_both_directions_at_once(ends: Ends) -> None:
     ends.connect()
     for rank in (0, 1):
-        ends[rank]("write", ends.memory[rank], b"rank%d" % rank)
+        ends[rank].write(ends.memory[rank], b"rank%d" % rank)
         assert put(ends, [(0, 100, 5)], rank) == 0
     assert [synchronize(ends, rank) for rank in (0, 1)] == [0, 0]
-    assert ends[0]("read", ends.memory[0] + 100, 5) == b"rank1"
-    assert ends[1]("read", ends.memory[1] + 100, 5) == b"rank0"
+    assert ends[0].read(ends.memory[0] + 100, 5) == b"rank1"
+    assert ends[1].read(ends.memory[1] + 100, 5) == b"rank0"
 
 
 def test_order_of_the_stream(ends: Ends) -> None:
     ends.connect()
-    ends[0]("write", ends.memory[0], b"abcdefgh")
+    ends[0].write(ends.memory[0], b"abcdefgh")
     for i in range(8):
         assert put(ends, [(i, 0, 1)]) == 0
     assert synchronize(ends) == 0
-    assert ends[1]("read", ends.memory[1], 1) == b"h"
+    assert ends[1].read(ends.memory[1], 1) == b"h"
 
 
 def test_data_types_have_sizes(ends: Ends) -> None:
@@ -73,7 +73,7 @@ def test_data_types_have_sizes(ends: Ends) -> None:
     for data_type, size in sizes.items():
         pieces = [(ends.memory[0], ends.memory[1], NBYTES // size)]
         arguments = (ends.comms[0], 1, pieces, ends.streams[0], data_type)
-        assert ends[0]("transfer", "put", *arguments) == 0
+        assert ends[0].transfer("put", *arguments) == 0
         assert ends.log("HcclBatchPut")[-1]["bytes"] == NBYTES
     for unknown in (13, 18, 255, -1):
         arguments = (
@@ -83,7 +83,7 @@ def test_data_types_have_sizes(ends: Ends) -> None:
             ends.streams[0],
             unknown,
         )
-        assert ends[0]("transfer", "put", *arguments) == PARA
+        assert ends[0].transfer("put", *arguments) == PARA
 
 
 def test_limit_of_a_batch(ends: Ends) -> None:
@@ -104,7 +104,7 @@ def test_refuses_arguments(ends: Ends) -> None:
     comm, stream = ends.comms[0], ends.streams[0]
 
     def transfer(comm: int, rank: int, stream: int, pieces: list[tuple[int, int, int]]) -> int:
-        code: int = ends[0]("transfer", "get", comm, rank, pieces, stream)
+        code: int = ends[0].transfer("get", comm, rank, pieces, stream)
         return code
 
     assert transfer(0, 1, stream, pieces) == PTR
@@ -115,14 +115,14 @@ def test_refuses_arguments(ends: Ends) -> None:
     assert transfer(comm, 1, 123456, pieces) == RUNTIME
     assert transfer(comm, 1, stream, [(ends.memory[0], ends.memory[1], 0)]) == PARA
     assert transfer(comm, 1, stream, [(0, ends.memory[1], 1)]) == PARA
-    ends[0]("use", 1)
-    assert transfer(comm, 1, ends[0]("stream"), pieces) == PARA  # a stream of another device
+    ends[0].use(1)
+    assert transfer(comm, 1, ends[0].stream(), pieces) == PARA  # a stream of another device
 
 
 def test_needs_a_connection(ends: Ends) -> None:
     ends.init()
     ends.bind()
-    ends.streams[0] = ends[0]("stream")
+    ends.streams[0] = ends[0].stream()
     assert put(ends, [(0, 0, 1)]) == NOT_FOUND
 
 
@@ -139,7 +139,7 @@ OUTSIDE = {
 def test_ranges_lie_in_regions(ends: Ends, pieces: list[tuple[int, int, int]]) -> None:
     ends.connect()
     assert put(ends, pieces) == INTERNAL
-    ends[0]("setting", "aicpu", "1")
+    ends[0].setting("aicpu", "1")
     assert put(ends, pieces) == PARA
 
 
@@ -147,12 +147,12 @@ def test_range_lies_in_one_region(ends: Ends) -> None:
     """Two regions side by side are two."""
     ends.init()
     for rank, end in enumerate(ends.both):
-        ends.memory[rank] = end("allocate", NBYTES)
+        ends.memory[rank] = end.allocate(NBYTES)
         for half in (0, NBYTES // 2):
-            _, handle = end("register", ends.memory[rank] + half, NBYTES // 2)
-            assert end("bind", ends.comms[rank], handle) == 0
+            _, handle = end.register(ends.memory[rank] + half, NBYTES // 2)
+            assert end.bind(ends.comms[rank], handle) == 0
     assert ends.prepare() == [0, 0]
-    ends.streams[0] = ends[0]("stream")
+    ends.streams[0] = ends[0].stream()
     assert put(ends, [(0, 0, NBYTES // 2), (NBYTES // 2, NBYTES // 2, NBYTES // 2)]) == 0
     assert put(ends, [(0, NBYTES // 2 - 1, 2)]) == INTERNAL
     assert put(ends, [(NBYTES // 2 - 1, 0, 2)]) == INTERNAL
@@ -160,71 +160,71 @@ def test_range_lies_in_one_region(ends: Ends) -> None:
 
 def test_what_comes_before_the_bad_one_is_issued(ends: Ends) -> None:
     ends.connect()
-    ends[0]("write", ends.memory[0], b"abcd")
+    ends[0].write(ends.memory[0], b"abcd")
     assert put(ends, [(0, 0, 1), (1, 1, 1), (2, NBYTES, 1), (3, 3, 1)]) == INTERNAL
     assert synchronize(ends) == 0
-    assert ends[1]("read", ends.memory[1], 4) == b"ab\xa5\xa5"
+    assert ends[1].read(ends.memory[1], 4) == b"ab\xa5\xa5"
 
 
 def test_memory_of_no_communicator_is_not_used(ends: Ends) -> None:
     ends.connect()
-    address = ends[0]("allocate", NBYTES)
-    assert ends[0]("register", address, NBYTES)[0] == 0
+    address = ends[0].allocate(NBYTES)
+    assert ends[0].register(address, NBYTES)[0] == 0
     offset = address - ends.memory[0]
     assert put(ends, [(offset, 0, 1)]) == INTERNAL
-    assert ends[1]("register", ends[1]("allocate", NBYTES), NBYTES)[0] == 0
+    assert ends[1].register(ends[1].allocate(NBYTES), NBYTES)[0] == 0
 
 
 def test_deregistered_at_the_other_end(ends: Ends) -> None:
     ends.connect()
-    assert ends[1]("unbind", ends.comms[1], ends.handles[1]) == 0
+    assert ends[1].unbind(ends.comms[1], ends.handles[1]) == 0
     assert put(ends, [(0, 0, 1)]) == 0
     assert synchronize(ends) == 0  # unbound is still registered
-    assert ends[1]("deregister", ends.handles[1]) == 0
+    assert ends[1].deregister(ends.handles[1]) == 0
     assert put(ends, [(0, 0, 1)]) == 0
     assert synchronize(ends) == STALE
-    assert ends[0]("async_error", ends.comms[0]) == (0, 0)
+    assert ends[0].async_error(ends.comms[0]) == (0, 0)
 
 
 def test_deregistered_without_notice(ends: Ends) -> None:
     """As over a mapping between devices of one server: nothing shows."""
     ends.connect()
-    ends[0]("setting", "stale_code", "0")
-    ends[1]("unbind", ends.comms[1], ends.handles[1])
-    ends[1]("deregister", ends.handles[1])
+    ends[0].setting("stale_code", "0")
+    ends[1].unbind(ends.comms[1], ends.handles[1])
+    ends[1].deregister(ends.handles[1])
     assert put(ends, [(0, 0, 1)]) == 0
     assert synchronize(ends) == 0
 
 
 def test_registered_again_is_another_registration(ends: Ends) -> None:
     ends.connect()
-    ends[1]("unbind", ends.comms[1], ends.handles[1])
-    ends[1]("deregister", ends.handles[1])
-    assert ends[1]("register", ends.memory[1], NBYTES)[0] == 0
+    ends[1].unbind(ends.comms[1], ends.handles[1])
+    ends[1].deregister(ends.handles[1])
+    assert ends[1].register(ends.memory[1], NBYTES)[0] == 0
     assert put(ends, [(0, 0, 1)]) == 0
     assert synchronize(ends) == STALE
 
 
 def test_own_memory_freed_or_deregistered(ends: Ends) -> None:
     ends.connect()
-    ends[0]("unbind", ends.comms[0], ends.handles[0])
-    ends[0]("deregister", ends.handles[0])
+    ends[0].unbind(ends.comms[0], ends.handles[0])
+    ends[0].deregister(ends.handles[0])
     assert put(ends, [(0, 0, 1)]) == INTERNAL
-    ends[1]("free", ends.memory[1])
+    ends[1].free(ends.memory[1])
     assert put(ends, [(0, 0, 1)], rank=1) == INTERNAL
 
 
 def test_second_communicator_sees_later_memory(ends: Ends) -> None:
     """How memory that is registered later gets to the other end: with a new communicator."""
     ends.connect()
-    later, comms = ends[1]("allocate", NBYTES), [0, 0]
-    _, handle = ends[1]("register", later, NBYTES)
+    later, comms = ends[1].allocate(NBYTES), [0, 0]
+    _, handle = ends[1].register(later, NBYTES)
     for rank, end in enumerate(ends.both):
-        _, comms[rank] = end("init", table(), rank, config("later"))
-        assert end("bind", comms[rank], ends.handles[rank]) == 0
-    assert ends[1]("bind", comms[1], handle) == 0
+        _, comms[rank] = end.init(table(), rank, config("later"))
+        assert end.bind(comms[rank], ends.handles[rank]) == 0
+    assert ends[1].bind(comms[1], handle) == 0
     assert ends.at_once("prepare", *((comm,) for comm in comms)) == [0, 0]
     pieces = [(ends.memory[0], later, 4)]
-    assert ends[0]("transfer", "put", ends.comms[0], 1, pieces, ends.streams[0]) == INTERNAL
-    assert ends[0]("transfer", "put", comms[0], 1, pieces, ends.streams[0]) == 0
+    assert ends[0].transfer("put", ends.comms[0], 1, pieces, ends.streams[0]) == INTERNAL
+    assert ends[0].transfer("put", comms[0], 1, pieces, ends.streams[0]) == 0
     assert synchronize(ends) == 0

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import queue
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from kvplan.control.auth import ClusterKey, Keys
@@ -17,13 +13,14 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Sync, Synced
 from kvplan.control.server import Server
+from tests.support.peer import Peer
 
 DEADLINE_S = 10.0
 LOCAL = Endpoint.parse("127.0.0.1:0")
 
 
 class Recorder:
-    """A handler that notes what it is told, and answers with what `answer` returns."""
+    """A handler that records what it receives, and answers with what `answer` returns."""
 
     def __init__(self) -> None:
         self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
@@ -92,40 +89,18 @@ def call(loop: ControlLoop, function: Callable[..., Any], *args: Any) -> Any:
     return loop.run(run())
 
 
-class ListeningProcess:
+class ListeningProcess(Peer):
     """A process with a server; `state()` is what it says of itself."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.control.listening", *arguments],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.endpoint = Endpoint.parse(self._line()["endpoint"])
+    module = "tests.control.listening"
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    def __init__(self, *arguments: str) -> None:
+        super().__init__(*arguments)
+        self.endpoint = Endpoint.parse(self.run("result = endpoint"))
 
     @property
     def address(self) -> tuple[str, int]:
         return self.endpoint.host, self.endpoint.port
 
     def state(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self._line()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def _line(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the listening process ended with {self.process.wait()}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return dict(self.run("result = state()"))

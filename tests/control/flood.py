@@ -1,33 +1,51 @@
-"""Somebody who connects as fast as it can: `python flood.py HOST PORT SOURCE RATE HEX`.
-
-Says HEX on each connection, holds the last 256, until a line or the end comes on stdin; then writes
-how many it has made in how many seconds.
-"""
+"""A peer that connects as fast as it can."""
 
 import contextlib
-import json
 import select
 import socket
 import struct
-import sys
 import time
 from collections import deque
+from typing import Any
+
+from tests.support.peer import Peer
 
 HELD = 256
 AT_ONCE = 50
+TESTS = 0
+"""The connection to them; see tests/support/peer.py."""
 
 
-def main() -> None:
-    host, port, source, rate, said = sys.argv[1:]
+class Flood(Peer):
+    """A process that begins at once; for the arguments see `flood`."""
+
+    module = "tests.control.flood"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.run("pass")
+        self.send("result = flood(*arguments)", arguments=arguments)
+
+    def end(self) -> tuple[int, float]:
+        """Returns how many connections were made in how many seconds."""
+        self.send("pass")
+        count, seconds = self.answer()
+        return count, seconds
+
+
+def names() -> dict[str, Any]:
+    return {"flood": flood}
+
+
+def flood(address: tuple[str, int], source: str, rate: float, said: bytes) -> tuple[int, float]:
+    """Send `said` on each connection and hold the last HELD, until the test sends more."""
     held: deque[socket.socket] = deque()
     count, begun = 0, time.monotonic()
     reset = struct.pack("2i", 1, 0)  # nothing waits for packets of it, and its port is free again
-    sys.stdout.write("begun\n")
-    sys.stdout.flush()
     while True:
         # What it is late by is made up for.
-        wait_s = begun + count / float(rate) - time.monotonic()
-        if select.select([sys.stdin], [], [], max(0.0, wait_s))[0]:
+        wait_s = begun + count / rate - time.monotonic()
+        if select.select([TESTS], [], [], max(0.0, wait_s))[0]:
             break
         for _ in range(AT_ONCE):
             connection = socket.socket()
@@ -35,16 +53,11 @@ def main() -> None:
             connection.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT
             connection.bind((source, 0))
             connection.setblocking(False)
-            connection.connect_ex((host, int(port)))
-            if said:
-                with contextlib.suppress(OSError):
-                    connection.send(bytes.fromhex(said))
+            connection.connect_ex(address)
+            with contextlib.suppress(OSError):
+                connection.send(said)
             held.append(connection)
             count += 1
         while len(held) > HELD:
             held.popleft().close()
-    sys.stdout.write(json.dumps([count, time.monotonic() - begun]) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return count, time.monotonic() - begun

@@ -1,9 +1,8 @@
-"""A process that listens, answers each request with Synced, and tells about itself when asked."""
+"""What a `ListeningProcess` has: a server that answers each request with Synced, and its state."""
 
-import json
 import os
-import sys
 from pathlib import Path
+from typing import Any
 
 from kvplan.control.auth import ClusterKey, Keys
 from kvplan.control.channel import Channel
@@ -35,18 +34,14 @@ def resident_mib() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
-def main() -> None:
-    key = ClusterKey.load(sys.argv[1]) if len(sys.argv) > 1 else None
+def names(*key_file: str) -> dict[str, Any]:
     loop, handler = ControlLoop("listening"), Counting()
     loop.start()
-    server = loop.run(Server.listen(loop, LOCAL, handler, Keys(key)))
-    answer: dict[str, object] = {"endpoint": str(server.endpoint)}
-    while True:
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-        if not sys.stdin.readline():
-            break
-        answer = {
+    keys = Keys(ClusterKey.load(*key_file) if key_file else None)
+    server = loop.run(Server.listen(loop, LOCAL, handler, keys))
+
+    def state() -> dict[str, int]:
+        return {
             "requests": handler.requests,
             "notices": handler.notices,
             "refused": loop.refusals.count,
@@ -54,8 +49,5 @@ def main() -> None:
             "files": len(list(Path("/proc/self/fd").iterdir())),
             "resident_mib": resident_mib(),
         }
-    loop.stop()
 
-
-if __name__ == "__main__":
-    main()
+    return {"endpoint": str(server.endpoint), "state": state}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hmac
-import json
 import resource
 import select
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from kvplan.control.pending_connections import (
 )
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Conversation, Recorder, call
+from tests.control.flood import Flood
 from tests.control.tape import Tape
 
 GREETING_NBYTES, ANSWER_NBYTES = 64, 32
@@ -537,9 +535,6 @@ def test_noise_is_refused(conversation: Conversation, noise: bytes, begun: int) 
     link.far.close()
 
 
-FLOOD = Path(__file__).with_name("flood.py")
-
-
 def with_room_for_32_connections(
     loop: ControlLoop, far_loop: ControlLoop, has_key: bool
 ) -> Conversation:
@@ -604,13 +599,8 @@ def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
     """Thousands in a second that begin as data connections do, from one address."""
     conversation = with_room_for_32_connections(loop, far_loop, has_key)
     endpoint = conversation.server.endpoint
-    said = hello(b"c" * 16, bytes(64))[:40].hex()
-    command = [sys.executable, str(FLOOD), endpoint.host, str(endpoint.port), "127.0.0.9", "5000"]
-    with subprocess.Popen(
-        [*command, said], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as flood:
-        assert flood.stdout is not None
-        flood.stdout.readline()
+    said = hello(b"c" * 16, bytes(64))[:40]
+    with closing(Flood((endpoint.host, endpoint.port), "127.0.0.9", 5000, said)) as flood:
         refused, deadline = conversation.far_loop.refusals.count, time.monotonic() + DEADLINE_S
         while conversation.far_loop.refusals.count < refused + 50:  # until it is felt
             assert time.monotonic() < deadline, "this machine cannot make so many connections"
@@ -620,7 +610,7 @@ def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
             begun = time.monotonic()
             new_link(conversation).check(0)
             served.append(time.monotonic() - begun)
-        count, seconds = json.loads(flood.communicate("\n")[0])
+        count, seconds = flood.end()
     assert sorted(served)[2] < 5, f"{served} under {count / seconds:.0f} connections a second"
 
 

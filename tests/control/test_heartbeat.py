@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
@@ -37,7 +35,7 @@ def channel(loop: ControlLoop, process: ListeningProcess, near: Recorder) -> Cha
 def test_a_killed_peer_is_noticed_without_any_heartbeat(
     channel: Channel, process: ListeningProcess, near: Recorder
 ) -> None:
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     kind, reason = near.next()
     assert kind == "lost"
     # The system resets a connection of which the peer has not read all.
@@ -49,7 +47,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence(
     loop: ControlLoop, channel: Channel, process: ListeningProcess, near: Recorder
 ) -> None:
     call(loop, channel.keep_alive, INTERVAL_S, TIMEOUT_S)
-    os.kill(process.pid, signal.SIGSTOP)
+    process.stop()
     begun = time.monotonic()
     kind, reason = near.next()
     assert kind == "lost"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from tests.control.conversation import (
     Recorder,
     call,
 )
+from tests.control.flood import Flood
 from tests.control.zmtp import GREETING, Peer, frame, ready
 
 FINDINGS = Path(__file__).parent / "findings"
@@ -177,20 +176,13 @@ def test_a_peer_that_asks_and_never_reads(victim: Victim) -> None:
     victim.check()
 
 
-FLOOD = Path(__file__).with_name("flood.py")
 ELSEWHERE = "127.0.0.9"
 
 
 def test_a_flood_from_one_address_keeps_no_other_out(victim: Victim) -> None:
     """Of connections that greet as engines do, thousands in a second."""
     said = GREETING + ready() if victim.key is None else greeting(encrypted=True)
-    host, port = victim.process.address
-    command = [sys.executable, str(FLOOD), host, str(port), ELSEWHERE, "5000", said.hex()]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as flood:
-        assert flood.stdout is not None
-        flood.stdout.readline()
+    with closing(Flood(victim.process.address, ELSEWHERE, 5000, said)) as flood:
         before = victim.process.state()["refused"]
         deadline = time.monotonic() + 6 * DEADLINE_S  # two floods at a time have taken 10 s
         while victim.process.state()["refused"] < before + 50:  # until it is felt
@@ -200,7 +192,7 @@ def test_a_flood_from_one_address_keeps_no_other_out(victim: Victim) -> None:
             begun = time.monotonic()
             victim.before["requests"] = victim.serve()
             served.append(time.monotonic() - begun)
-        count, seconds = json.loads(flood.communicate("\n")[0])
+        count, seconds = flood.end()
     # On a machine of its own some 0.1 s; beside other tests the flood and its victim share a core.
     assert sorted(served)[2] < 5, f"{served} under {count / seconds:.0f} connections a second"
     victim.check()

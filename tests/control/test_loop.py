@@ -242,7 +242,7 @@ def test_stopping_does_not_wait_for_a_peer_that_does_not_read(
     process: ListeningProcess, loop: ControlLoop
 ) -> None:
     channel = loop.run(connect(loop, process.endpoint, Recorder(), Keys(), DEADLINE_S))
-    os.kill(process.pid, signal.SIGSTOP)
+    process.stop()
 
     async def fill() -> None:
         while channel.connection.try_send(bytes(1 << 20)):

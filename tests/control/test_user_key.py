@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from kvplan.control.auth import ClusterKey, Keys, describe_user_key, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.status import LLMException, LLMStatusCode
+from tests.support.peer import Peer
 
-ROOT = Path(__file__).parents[2]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
@@ -65,23 +64,13 @@ def test_the_state_home_that_is_given_counts(
 
 
 def test_processes_that_start_at_once_have_one_key(home: Path) -> None:
-    script = (
-        "import sys; from kvplan.control.auth import user_key\n"
-        "print(flush=True); sys.stdin.readline(); print(user_key().public.hex())"
-    )
-    command, pipe = [sys.executable, "-c", script], subprocess.PIPE
-    them = [
-        subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(6)
-    ]
-    for it in them:
-        assert it.stdout is not None
-        it.stdout.readline()
-    for it in them:
-        assert it.stdin is not None
-        it.stdin.write("\n")
-        it.stdin.flush()
-    said = [it.communicate(timeout=30)[0].strip() for it in them]
-    assert set(said) == {user_key().public.hex()}
+    with ExitStack() as held:
+        peers = [held.enter_context(closing(Peer())) for _ in range(6)]
+        for it in peers:
+            it.run("from kvplan.control.auth import user_key")
+        for it in peers:
+            it.send("result = user_key().public")
+        assert {it.answer() for it in peers} == {user_key().public}
 
 
 def test_a_file_or_directory_that_others_may_use_is_refused(file: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -108,8 +106,7 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
     peer.run("cache = datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
     mine = user.allocate_cache(DESC)
     user.pull_cache(CacheIndex(1, 1), mine)
-    os.kill(peer.process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
+    peer.stop()
     started = time.monotonic()
     if machine.transport == "tcp":  # it serves the pulls itself, though not in Python
         pull = partial(user.pull_cache, CacheIndex(1, 1), mine)

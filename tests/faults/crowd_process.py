@@ -1,38 +1,39 @@
-"""Many engines, each in a process of its own: forked, so that they are there at once.
+"""Many engines, each in a process of its own: forked, so that they are there at once."""
 
-The argument is their number. One line tells where each listens; they live until stdin ends.
-"""
-
+import atexit
 import json
 import os
-import sys
+import select
+from typing import Any
 
 from kvplan import LlmDataDist, LlmRole, Options
 from tests.faults.contents import make_cache
 from tests.support.places import CLUSTER_KEY, PEER_LISTEN
 
 
-def serve(cluster_id: int, told: int) -> None:
+def names(number: str) -> dict[str, Any]:
+    """`engines`: by cluster, where it listens, and its pid."""
+    reader, writer = os.pipe()
+    for cluster_id in range(1, int(number) + 1):
+        if not (child := os.fork()):
+            serve(cluster_id, writer)
+            os._exit(0)
+        atexit.register(os.waitpid, child, 0)
+    with os.fdopen(reader) as lines:
+        engines = [json.loads(lines.readline()) for _ in range(int(number))]
+    os.close(writer)
+    return {"engines": {cluster_id: (address, pid) for cluster_id, address, pid in engines}}
+
+
+def serve(cluster_id: int, writer: int) -> None:
+    """Until the test has closed its connection, which is stdin."""
     with LlmDataDist(cluster_id, LlmRole.PROMPT) as datadist:
         datadist.initialize(
             Options(listen_ip_info=PEER_LISTEN, cluster_key_file=CLUSTER_KEY or None)
         )
         make_cache(datadist, "allocated" if cluster_id % 2 else "registered", cluster_id)
         line = json.dumps([cluster_id, datadist.listen_address, os.getpid()]) + "\n"
-        os.write(told, line.encode())
-        sys.stdin.buffer.raw.read()  # returns when the pipe's last writer has gone
-
-
-def main() -> None:
-    children = []
-    for cluster_id in range(1, int(sys.argv[1]) + 1):
-        if not (child := os.fork()):
-            serve(cluster_id, sys.stdout.fileno())
-            os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-
-
-if __name__ == "__main__":
-    main()
+        os.write(writer, line.encode())
+        closed = select.poll()
+        closed.register(0, 0)
+        closed.poll()

@@ -1,6 +1,6 @@
-"""An engine in a process of its own, told what to do line by line: see `serve`."""
+"""What a `Peer` has: the names of kvplan and of the wrappers, and helpers of this room."""
 
-import sys
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +9,6 @@ from kvnative import _executor
 from tests.faults import contents, footprint, states
 from tests.support import wrappers
 from tests.support.over_tcp import engine_of
-from tests.transport.owner_process import serve
 
 ROOMS = (kvplan, _executor, wrappers)
 HELPERS = {
@@ -23,6 +22,6 @@ HELPERS = {
 }
 
 
-if __name__ == "__main__":
-    engine = {"LlmDataDist": engine_of(sys.argv[1])}
-    serve({name: getattr(room, name) for room in ROOMS for name in room.__all__} | HELPERS | engine)
+def names(machine: str) -> dict[str, Any]:
+    known = {name: getattr(room, name) for room in ROOMS for name in room.__all__}
+    return known | HELPERS | {"LlmDataDist": engine_of(machine)}

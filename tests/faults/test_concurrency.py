@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +16,8 @@ from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
 from tests.faults.moves import link
 from tests.faults.outcomes import assert_confirmed
-from tests.faults.peer import ROOT
 from tests.faults.states import wait_for_state
+from tests.support.peer import Peer
 from tests.support.places import PEER_COMMAND
 
 NUM_PEERS = 64
@@ -97,23 +94,16 @@ def test_threads_link_and_unlink_while_others_transfer(
         coming_and_going.result(30)
 
 
+class Crowd(Peer):
+    module = "tests.faults.crowd_process"
+
+
 @pytest.fixture
 def crowd() -> Iterator[dict[int, tuple[str, int]]]:
     """Engines of clusters 1 to 64, each in a process: where they listen, and their pids."""
-    process = subprocess.Popen(
-        [*PEER_COMMAND, sys.executable, "-m", "tests.faults.crowd_process", str(NUM_PEERS)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    lines = (json.loads(process.stdout.readline()) for _ in range(NUM_PEERS))
-    yield {cluster_id: (address, pid) for cluster_id, address, pid in lines}
-    process.stdin.close()
-    process.stdout.close()
-    process.wait()
+    peer = Crowd(str(NUM_PEERS), prefix=PEER_COMMAND)
+    yield peer.run("result = engines")
+    peer.finish()
 
 
 def test_one_engine_is_linked_to_64_peers(
@@ -163,7 +153,7 @@ def test_two_engines_pull_from_each_other_at_once(
     make_cache(user, "allocated", 2, desc)
     target, arrays = make_cache(user, "allocated", None, desc)
     link(user, peer)
-    peer.begin(
+    peer.send(
         """
         for _ in range(20):
             datadist.pull_cache(CacheIndex(2, 1), target, 0, timeout_ms=30_000)

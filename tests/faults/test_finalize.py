@@ -167,7 +167,7 @@ def test_both_ends_at_once(make_engine: MakeEngine, peer: Peer) -> None:
     for _ in range(20):
         user = make_engine(9)
         link(user, peer)
-        peer.begin(
+        peer.send(
             "datadist.finalize(); datadist.initialize(Options(listen_ip_info=address))",
             address=peer.address,
         )

@@ -118,8 +118,8 @@ def pull_meanwhile(peer: Peer, act: Callable[[], object]) -> tuple[str | None, l
     Returns:
         What the pull came to: the status of its error, and which numbers have arrived.
     """
-    peer.begin(PULL_AND_STOP)
-    os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
+    peer.send(PULL_AND_STOP)
+    peer.wait_until_stopped()
     try:
         act()
     finally:

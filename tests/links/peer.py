@@ -1,25 +1,23 @@
-"""A peer in a process of its own: an `End` there, asked line by line."""
+"""A peer in a process of its own: an `End` there."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from kvplan.links import ClusterInfo
-from tests.transport.owner import Owner
+from tests.support import peer
 
 
-class Peer(Owner):
-    """Its `end` can be used in the lines that it runs."""
+class Peer(peer.Peer):
+    """What it runs can use its `end`."""
 
-    script = Path(__file__).with_name("peer_process.py")
+    module = "tests.links.peer_process"
 
     def __init__(self, cluster_id: int, **options: Any) -> None:
         super().__init__()
         self.cluster_id = cluster_id
-        self.address = str(
-            self.run(f"end = End({cluster_id}, **{options!r}); result = end.address")
-        )
+        start = "end = End(cluster_id, **options); result = end.address"
+        self.address = str(self.run(start, cluster_id=cluster_id, options=options))
 
     @property
     def cluster(self) -> ClusterInfo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from kvplan.links import ClusterInfo, LinkState
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
 from tests.links.refusals import refused
+from tests.support.peer import EXECUTE_ANOTHER_PROGRAM, PeerDiedError
 
 MakeEnd = Callable[..., End]
 MakePeer = Callable[..., Peer]
@@ -88,7 +88,7 @@ def test_a_peer_that_dies_in_the_handshake_it_answers(end: End, make_peer: MakeP
 def test_a_peer_that_dies_in_the_handshake_it_began(end: End, make_peer: MakePeer) -> None:
     peer = make_peer(2)
     peer.run(DIES_IN_CONNECT)
-    with pytest.raises(json.JSONDecodeError):  # no answer: it is dead
+    with pytest.raises(PeerDiedError):
         peer.run(f"dying.link({end.cluster!r})")
     end.wait_for(2, "UNLINKED")
     assert end.links.live() == 0
@@ -137,11 +137,7 @@ def test_one_that_was_stopped_itself_does_not_blame_its_peer(
 
 def test_a_peer_that_executes_another_program(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
-    peer.run(
-        "import os, sys",
-        "program = 'import sys; print(\\'{\"result\": 1}\\', flush=True); sys.stdin.read()'",
-        "os.execv(sys.executable, [sys.executable, '-c', program])",
-    )
+    peer.run(EXECUTE_ANOTHER_PROGRAM)
     end.wait_for(2, "BROKEN")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from kvplan.control.messages import Unlink, Unlinked
 from kvplan.links import LinkState
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
+from tests.support.peer import PeerDiedError
 
 MakeEnd = Callable[..., End]
 BEGIN = "link = end.links.get(1); link.begin(link)"
@@ -123,7 +123,7 @@ def test_closing_tells_the_peers_of_an_end_that_does_not_listen(
 
 def test_a_peer_that_finalizes_and_exits_is_nothing_to_warn_of(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
-    with pytest.raises(json.JSONDecodeError):  # no answer: it has exited
+    with pytest.raises(PeerDiedError):
         peer.run("import os", "end.close()", "os._exit(0)")
     assert end.wait_for(2, "CLOSED").startswith("INFO ")
     assert end.status(2).last_error == "cluster 2 is finalized"
@@ -140,7 +140,7 @@ def test_last_words_count_though_the_death_is_seen_first(make_peer: Callable[...
     watcher, peer = make_peer(2), make_peer(3)
     watcher.link(peer.cluster)
     watcher.stop()
-    with pytest.raises(json.JSONDecodeError):  # no answer: it has exited
+    with pytest.raises(PeerDiedError):
         peer.run("import os", "end.close()", "os._exit(0)")
     peer.process.wait(DEADLINE_S)
     watcher.resume()

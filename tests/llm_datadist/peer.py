@@ -1,26 +1,20 @@
-"""The tests' side of peer_process.py."""
+"""The tests' side of peer_process.py: a program of official names in another process."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.llm_datadist import LLMClusterInfo, LLMDataDist, LLMStatusCode
-from tests.datadist.peer import ROOT
-from tests.datadist.peer import Peer as EnginePeer
+from tests.support import peer
 
-SCRIPT = Path(__file__).with_name("peer_process.py")
 REMOTE = {"llm.EnableRemoteCacheAccessible": "1"}
 REQUEST = {"llm.EnableRemoteCacheAccessible": "0"}
 
 
-class Peer(EnginePeer):
+class Peer(peer.Peer):
     """An LLMDataDist `datadist` with its `manager`, in a process of its own.
 
     Args:
@@ -29,14 +23,11 @@ class Peer(EnginePeer):
         options: beside those that `start` of peer_process.py sets.
     """
 
+    module = "tests.llm_datadist.peer_process"
+    flags = ("-W", "error")
+
     def __init__(self, cluster_id: int, role: str = "PROMPT", **options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            text=True,
-        )
+        super().__init__()
         self.start(cluster_id, role, **options)
 
     def start(self, cluster_id: int, role: str = "PROMPT", **options: str) -> None:
@@ -64,7 +55,8 @@ class Peer(EnginePeer):
 
     def bytes_of(self, cache: str) -> NDArray[np.uint8]:
         """What a cache of it holds, of shape (tensors, rows, bytes of a row)."""
-        return np.array(self.run(f"result = np.stack(views({cache})).tolist()"), dtype=np.uint8)
+        found: NDArray[np.uint8] = self.run(f"result = np.stack(views({cache}))")
+        return found
 
 
 def cluster_info(cluster_id: int, address: str) -> LLMClusterInfo:

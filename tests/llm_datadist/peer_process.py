@@ -1,16 +1,13 @@
-"""A program that knows official names only, in a process of its own, controlled by lines."""
+"""What a `Peer` has: official names only."""
 
 import gc
-import logging
 from typing import Any
 
 import numpy as np
 
 from kvplan import llm_datadist
 from kvplan.llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
-from kvplan.llm_datadist.utils import log
 from tests.llm_datadist import contents
-from tests.transport.owner_process import serve
 
 NAMES = (
     "BlocksCacheKey Cache CacheKey CacheKeyByIdAndIndex LLMClusterInfo LLMException LLMStatusCode "
@@ -33,23 +30,18 @@ def desc(num_tensors, rows, nbytes=32, **more):
     return CacheDesc(num_tensors, [rows, nbytes], DataType.DT_UINT8, **more)
 
 
-def main() -> None:
-    """Serve, one client after another."""
-    names: dict[str, Any] = {name: getattr(llm_datadist, name) for name in NAMES.split()}
+def names() -> dict[str, Any]:
+    """One client after another."""
+    known: dict[str, Any] = {name: getattr(llm_datadist, name) for name in NAMES.split()}
 
     def forget() -> None:
         """End the client, and all that a test has made."""
         if LLMDataDist.llm_engine_instance is not None:
             LLMDataDist.llm_engine_instance.finalize()
-        for it in names.keys() - kept:
-            del names[it]
+        for it in known.keys() - kept:
+            del known[it]
         gc.collect()
 
-    names |= {"np": np, "start": start, "desc": desc, "forget": forget, **vars(contents)}
-    kept = {*names, "result", "__builtins__"}
-    serve(names)
-
-
-if __name__ == "__main__":
-    log.get_logger().setLevel(logging.CRITICAL)  # it writes to stdout, where the answers go
-    main()
+    known |= {"np": np, "start": start, "desc": desc, "forget": forget, **vars(contents)}
+    kept = {*known, "result", "__builtins__"}
+    return known

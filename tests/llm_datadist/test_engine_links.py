@@ -158,11 +158,11 @@ def test_both_ends_link_and_unlink_with_the_hixl_backend(
         result = datadist.%s([info])
     """
     port = int(str(datadist._llm_datadist.listen_address).partition(":")[2])
-    assert peer.run(code % "link_clusters", port=port) == [SUCCESS, [SUCCESS]]
-    assert peer.run(code % "link_clusters", port=port) == [ALREADY_LINK, [ALREADY_LINK]]
+    assert peer.run(code % "link_clusters", port=port) == (SUCCESS, [SUCCESS])
+    assert peer.run(code % "link_clusters", port=port) == (ALREADY_LINK, [ALREADY_LINK])
     assert datadist.unlink_clusters([peer.info]) == (SUCCESS, [SUCCESS])
-    assert peer.run(code % "unlink_clusters", port=port) == [SUCCESS, [SUCCESS]]
-    assert peer.run(code % "unlink_clusters", port=port) == [UNLINK_FAILED, [UNLINK_FAILED]]
+    assert peer.run(code % "unlink_clusters", port=port) == (SUCCESS, [SUCCESS])
+    assert peer.run(code % "unlink_clusters", port=port) == (UNLINK_FAILED, [UNLINK_FAILED])
     for call in (
         lambda: datadist.link("x", {1: 0, 2: 1}, ""),
         lambda: datadist.unlink(1),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,53 +20,36 @@ from kvnative._host import GenerationTable
 from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
 from tests.native.scatter import assert_same
+from tests.support.peer import Peer as OtherProcess
 from tests.support.wrappers import limit_batch
 
 PAGE = mmap.PAGESIZE
 NBYTES = 8 << 20
 Bytes = NDArray[np.uint8]
 
-# The other process: NBYTES of memory whose bytes are their page's number times 7, then a page that
-# cannot be written, and one that cannot be read either. It answers each line with the bytes, in
-# hexadecimal, that the line names.
-OTHER = f"""
-import ctypes, mmap, sys
-memory = mmap.mmap(-1, {NBYTES + 2 * PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-for page in range({NBYTES // PAGE}):
-    memory[page * {PAGE}:(page + 1) * {PAGE}] = bytes([page * 7 % 256]) * {PAGE}
-base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-mprotect = ctypes.CDLL(None).mprotect
-mprotect(ctypes.c_void_p(base + {NBYTES}), ctypes.c_size_t({PAGE}), mmap.PROT_READ)
-mprotect(ctypes.c_void_p(base + {NBYTES + PAGE}), ctypes.c_size_t({PAGE}), 0)
-print(base, flush=True)
-for line in sys.stdin:
-    offset, nbytes = map(int, line.split())
-    print(memory[offset:offset + nbytes].hex(), flush=True)
+# NBYTES of memory whose bytes are their page's number times 7, then a page that cannot be written,
+# and one that cannot be read either.
+MEMORY = f"""
+    import ctypes, mmap
+    memory = mmap.mmap(-1, {NBYTES + 2 * PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for page in range({NBYTES // PAGE}):
+        memory[page * {PAGE}:(page + 1) * {PAGE}] = bytes([page * 7 % 256]) * {PAGE}
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    mprotect = ctypes.CDLL(None).mprotect
+    mprotect(ctypes.c_void_p(base + {NBYTES}), ctypes.c_size_t({PAGE}), mmap.PROT_READ)
+    mprotect(ctypes.c_void_p(base + {NBYTES + PAGE}), ctypes.c_size_t({PAGE}), 0)
+    result = base
 """
 
 
-class Other:
+class Other(OtherProcess):
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.base = int(self.process.stdout.readline())
-        self.pid = self.process.pid
+        super().__init__()
+        self.base = int(self.run(MEMORY))
 
     def read(self, offset: int, nbytes: int) -> Bytes:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{offset} {nbytes}\n")
-        self.process.stdin.flush()
-        return np.frombuffer(bytes.fromhex(self.process.stdout.readline()), dtype=np.uint8)
-
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self.process.kill()
-        self.process.wait()
+        found = self.run(f"result = memory[{offset}:{offset + nbytes}]")
+        return np.frombuffer(found, dtype=np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +211,7 @@ def test_a_dead_process(pool: ThreadPool) -> None:
     local = np.zeros(100, dtype=np.uint8)
     try:
         peer = Peer(other.pid)
-        other.process.kill()
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
+        other.kill()
         for state in ("zombie", "reaped"):
             report = run(pool, other.pid, "get", local.ctypes.data, other.base, 100)
             assert (report.status, report.failed) == (KVN_PEER_GONE, 0), state

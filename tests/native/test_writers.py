@@ -30,17 +30,12 @@ from kvnative._executor import (
 from kvnative._host import GenerationTable
 from kvnative._lower import lower
 from kvnative._writers import Ticket, Writer, WriterTable
+from tests.support.peer import EXECUTE_ANOTHER_PROGRAM
 from tests.support.wrappers import delay, fail_at, limit_bandwidth
 from tests.transport.owner import Owner
 
 NBYTES = 1 << 20
 TICKETS = 62  # of an entry
-# The new program gives the answer.
-EXEC = """
-    import os, sys
-    program = "import sys; print('{\\"result\\": \\"another\\"}', flush=True); sys.stdin.read()"
-    os.execv(sys.executable, [sys.executable, "-c", program])
-"""
 
 
 def column(*numbers: int) -> NDArray[np.uint64]:
@@ -415,17 +410,20 @@ def test_by_address_into_another_process(there: There) -> None:
 # Another program under the same pid, that has memory at the very addresses: as without address
 # space layout randomization.
 OTHER_PROGRAM = """
-import ctypes, json, sys
+import ctypes, sys
+from multiprocessing.connection import Connection
 target, table = map(int, sys.argv[1:])
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 for address, nbytes in ((target & ~4095, (1 << 20) + 4096), (table, 5 * 4096)):
     found = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 3, 0x100022, -1, 0)
     assert found == address, ctypes.get_errno()
-print(json.dumps({"result": None}), flush=True)
-for line in sys.stdin:
-    written = sum(ctypes.string_at(target, 1 << 20)) + sum(ctypes.string_at(table, 5 * 4096))
-    print(json.dumps({"result": written}), flush=True)
+tests = Connection(0)
+tests.send((True, None))
+tests.recv()
+written = sum(ctypes.string_at(target, 1 << 20)) + sum(ctypes.string_at(table, 5 * 4096))
+tests.send((True, written))
+tests.poll(None)
 """
 
 
@@ -484,9 +482,9 @@ def test_a_forked_writer_that_died_is_not_waited_for(there: There) -> None:
 
 def test_a_mapped_writer_that_is_late_is_named(there: There) -> None:
     (found,) = there.owner.run(LEFT, "announce(0, 4); result = table.drain(0.1)")
-    assert found == [os.getpid(), 0, 0, 4]
-    stands = f"result = table.stands(Ticket(*{found}))"
-    assert there.owner.run(stands) is True
+    assert found == Ticket(os.getpid(), 0, 0, 4)
+    stands = "result = table.stands(found)"
+    assert there.owner.run(stands, found=found) is True
     assert there.owner.run("announce(0, 0)", stands) is False
 
 
@@ -502,6 +500,6 @@ def test_a_mapped_writer_that_executes_another_program_writes_no_more(
     with mmap(here.table.fd, 0) as file:
         file[PAGESIZE + 16 : PAGESIZE + 24] = ticket.number.to_bytes(8, "little")
     assert here.table.stands(ticket)
-    assert owner.run(EXEC) == "another"
+    assert owner.run(EXECUTE_ANOTHER_PROGRAM) == "another"
     assert not here.table.stands(ticket)
     assert here.table.drain(60) == []  # nor is it found again

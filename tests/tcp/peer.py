@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvnative._backend import Backend, striped
 from kvnative._lower import Descriptors
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
-from tests.transport.owner import Owner
+from tests.support.peer import Peer
 
 NBYTES = 48 << 20
 TIMEOUT_MS = 20_000
@@ -150,10 +150,10 @@ def both(there: Bytes, direction: str, here: Bytes, spans: Sequence[Span]) -> tu
     return here, there
 
 
-class TcpPeer(Owner):
+class TcpPeer(Peer):
     """A process with a service, whose memory is a file that this one sees as `memory`."""
 
-    script = Path(__file__).with_name("peer_process.py")
+    module = "tests.tcp.peer_process"
 
     def __init__(self, file: Path) -> None:
         with file.open("wb") as made:
@@ -161,7 +161,7 @@ class TcpPeer(Owner):
         self.memory: Bytes = np.memmap(file, dtype=np.uint8)
         self._content = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
         self.fill()
-        super().__init__(arguments=[str(file)])
+        super().__init__(str(file))
         self.base: int = self.run("result = base")
 
     def fill(self) -> None:

@@ -11,9 +11,9 @@ import pytest
 from kvnative._executor import KVN_CANCELLED, KVN_OK, Executor
 from kvnative._tcp import TcpService
 from tests.support.held import Held
+from tests.support.peer import ROOT
 from tests.tcp.frames import attack
 from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, allocated, backend_of, descriptors, link_within
-from tests.transport.owner import ROOT
 
 MIB = 1 << 20
 
@@ -133,7 +133,7 @@ import os, signal, sys, threading
 import numpy as np
 from kvnative._executor import KVN_OK, Executor, NativeError
 from kvnative._tcp import TcpService
-from tests.transport.owner import ROOT
+from tests.support.peer import ROOT
 from tests.tcp.peer import backend_of, descriptors, link_within
 
 owner, asker = TcpService(1, max_ranges=2), TcpService(1, max_ranges=2)

@@ -1,13 +1,6 @@
-"""A process that offers its memory, and otherwise sits in a read on a pipe.
-
-Each line on stdin is a JSON string of Python to execute; what it leaves in `result` is the answer.
-Between two lines no Python runs here: what peers do meanwhile, they do without its help.
-"""
+"""What an `Owner` has: a transport over local."""
 
 import gc
-import json
-import sys
-import traceback
 from typing import Any
 
 import numpy as np
@@ -20,37 +13,19 @@ def pattern(seed: int, nbytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def serve(names: dict[str, Any]) -> None:
-    """Execute line after line, until there is none."""
-    for line in sys.stdin:
-        names["result"] = None
-        try:
-            exec(json.loads(line), names)
-            answer = {"result": names["result"]}
-        except Exception:
-            answer = {"error": traceback.format_exc()}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-def main() -> None:
-    """Serve, one transport after another."""
-    names: dict[str, Any] = {"np": np, "pattern": pattern}
+def names() -> dict[str, Any]:
+    """One transport after another."""
 
     def renew() -> None:
         """Have a new transport, and nothing that a test has made."""
-        if "transport" in names:
-            names["transport"].close()
-        for it in names.keys() - kept:
-            del names[it]
+        if "transport" in known:
+            known["transport"].close()
+        for it in known.keys() - kept:
+            del known[it]
         gc.collect()
-        names["transport"] = LocalTransport()
+        known["transport"] = LocalTransport()
 
-    names["renew"] = renew
-    kept = {*names, "result", "__builtins__"}
+    known: dict[str, Any] = {"np": np, "pattern": pattern, "renew": renew}
+    kept = {*known, "result", "__builtins__"}
     renew()
-    serve(names)
-
-
-if __name__ == "__main__":
-    main()
+    return known

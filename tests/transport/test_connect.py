@@ -283,7 +283,7 @@ class TestNamespaces:
         with owners([*PID_NAMESPACE, "--mount-proc"]) as (inner,):
             inner.run("from kvplan.transport.local import LocalTransport; other = LocalTransport()")
             inner.run("other.register(other.allocate(100))")
-            metadata = inner.run("result = other.metadata().decode()").encode()
+            metadata = inner.run("result = other.metadata()")
             assert refusal_in(inner, metadata) == ""
 
     def test_a_foreign_proc(self) -> None:

@@ -18,6 +18,7 @@ from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.metadata import Metadata
 from tests.support.held import Held
+from tests.support.peer import EXECUTE_ANOTHER_PROGRAM
 from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 
@@ -41,13 +42,6 @@ REGISTERED = f"""
     result = memory.address
 """
 KINDS = pytest.mark.parametrize("setup", [ARENA, REGISTERED], ids=["arena", "registered"])
-
-# The new program gives the answer.
-EXEC = """
-    import json, os, sys
-    program = "import sys; print('{\\"result\\": \\"another\\"}', flush=True); sys.stdin.read()"
-    os.execv(sys.executable, [sys.executable, "-c", program])
-"""
 
 
 @pytest.fixture
@@ -91,7 +85,7 @@ class TestBefore:
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         link.check()
-        assert owner.run(EXEC) == "another"
+        assert owner.run(EXECUTE_ANOTHER_PROGRAM) == "another"
         refuses(LLMStatusCode.LLM_LINK_FAILED, "executes another program", pull, link)
 
     def test_a_transport_that_its_owner_closed(

@@ -53,9 +53,7 @@ class Pool:
         self.link = transport.connect(self.metadata("[]"), timeout_ms=1000)
 
     def metadata(self, registrations: str) -> bytes:
-        return str(
-            self.owner.run(f"result = transport.metadata({registrations}).decode()")
-        ).encode()
+        return bytes(self.owner.run(f"result = transport.metadata({registrations})"))
 
     def part(self, i: int, *, writable: bool = False) -> LocalPeerMemory:
         metadata = self.metadata(f"[registrations[{i}]]")
@@ -110,7 +108,7 @@ def test_one_is_written_and_the_others_are_not(pool: Pool) -> None:
     )
     wanted = pattern(1, PARTS * PART)
     wanted[3 * PART : 4 * PART] = source
-    assert pool.owner.run("result = memory.tobytes().hex()") == wanted.tobytes().hex()
+    assert pool.owner.run("result = memory.tobytes()") == wanted.tobytes()
 
 
 def test_one_is_written_after_another_that_may_only_be_read(pool: Pool) -> None:
@@ -133,8 +131,8 @@ def test_one_is_written_after_another_that_may_only_be_read(pool: Pool) -> None:
     assert modes == ["rw-s"]  # else what follows would end this process
     source = pattern(2, PART)
     kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, range(16), range(16)), [source], written)
-    code = f"result = memory[3 * {PART} : 4 * {PART}].tobytes().hex()"
-    assert pool.owner.run(code) == source.tobytes().hex()
+    code = f"result = memory[3 * {PART} : 4 * {PART}].tobytes()"
+    assert pool.owner.run(code) == source.tobytes()
     np.testing.assert_array_equal(pulled(read), expected(0))
 
 

@@ -81,7 +81,7 @@ class TestOneKind:
             plan = kvplan.plan_push_blocks(DESC, DESC, SRC, DST)
             kvplan.execute(plan, tensors(2), tensors_of(link, base, writable=True))
         expected = np.concatenate(after_transfer(tensors(2), tensors(1)))
-        assert owner.run("result = memory.tobytes().hex()") == expected.tobytes().hex()
+        assert owner.run("result = memory.tobytes()") == expected.tobytes()
 
     def test_what_the_owner_writes_later_is_what_arrives(
         self, owner: Owner, transport: LocalTransport, setup: str
@@ -113,7 +113,7 @@ class TestOneKind:
             kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, SRC, DST), tensors(3), memory)
             owner.resume()
         expected = np.concatenate(after_transfer(tensors(3), tensors(1)))
-        assert owner.run("result = memory.tobytes().hex()") == expected.tobytes().hex()
+        assert owner.run("result = memory.tobytes()") == expected.tobytes()
 
 
 def test_arenas_need_no_system_call_and_registered_memory_does(
@@ -167,8 +167,8 @@ def test_tensors_of_both_kinds_in_one_transfer(owner: Owner, transport: LocalTra
         memory = link.memory(addresses, TENSOR, writable=True)
         kvplan.execute(kvplan.plan_push_blocks(DESC, DESC, SRC, DST), tensors(3), memory)
     expected = after_transfer(tensors(3), tensors(1))
-    found = owner.run("result = first.tobytes().hex() + rest.tobytes().hex()")
-    assert found == np.concatenate(expected).tobytes().hex()
+    found = owner.run("result = first.tobytes() + rest.tobytes()")
+    assert found == np.concatenate(expected).tobytes()
 
 
 def test_between_two_transports_of_one_process(transport: LocalTransport) -> None:

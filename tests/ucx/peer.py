@@ -13,7 +13,7 @@ from kvnative._backend import Backend
 from kvnative._lower import Descriptors
 from kvnative._ucx import UcxEndpoint, UcxLibrary, UcxWorker, ucx_backend
 from kvplan.transport.ucx.library import find
-from tests.transport.owner import Owner
+from tests.support.peer import Peer
 
 NBYTES = 16 << 20
 SLOTS = 16
@@ -34,10 +34,10 @@ def open_worker(**settings: str) -> UcxWorker:
     return UcxWorker(UcxLibrary.load(find().path), settings=settings)
 
 
-class UcxPeer(Owner):
+class UcxPeer(Peer):
     """A process with one region, a file that this one sees as `memory`, and a generation table."""
 
-    script = Path(__file__).with_name("peer_process.py")
+    module = "tests.ucx.peer_process"
 
     def __init__(self, file: Path) -> None:
         with file.open("wb") as made:
@@ -45,14 +45,14 @@ class UcxPeer(Owner):
         self.memory: Bytes = np.memmap(file, dtype=np.uint8)
         self._content = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
         self.fill()
-        super().__init__(arguments=[str(file)])
+        super().__init__(str(file))
         self.base: int = self.run("result = base")
-        self.address = bytes.fromhex(self.run("result = worker.address.hex()"))
+        self.address: bytes = self.run("result = worker.address")
         self.board: int = self.run("result = board.address")
-        self.board_key = bytes.fromhex(self.run("result = shown.rkey.hex()"))
+        self.board_key: bytes = self.run("result = shown.rkey")
         self.tickets: int = self.run("result = tickets.address")
-        self.tickets_key = bytes.fromhex(self.run("result = tickets.rkey.hex()"))
-        self.key = bytes.fromhex(self.run("result = region.rkey.hex()"))
+        self.tickets_key: bytes = self.run("result = tickets.rkey")
+        self.key: bytes = self.run("result = region.rkey")
 
     def fill(self) -> None:
         """Put its memory back to what it was."""

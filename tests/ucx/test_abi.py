@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvplan.transport.ucx.library import Found
-from tests.transport.owner import ROOT
+from tests.support.peer import ROOT
 
 HEADER = ROOT / "include/kvnative/ucx.h"
 

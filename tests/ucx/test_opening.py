@@ -12,7 +12,7 @@ import pytest
 from kvnative._backend import KVN_CANCELLED, KVN_INVALID, KVN_UNSUPPORTED
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.transport.ucx.library import Found
-from tests.transport.owner import ROOT
+from tests.support.peer import ROOT
 
 PRELUDE = """
 import ctypes, os, sys

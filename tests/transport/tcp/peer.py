@@ -1,11 +1,10 @@
-"""The tests' side of tcp_process.py: a transport there, and links to it."""
+"""The tests' side of tcp_process.py, and links to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.transport import TcpTransport
@@ -18,10 +17,10 @@ TIMEOUT_MS = 20_000
 class TcpPeer(Owner):
     """A process with a `transport`; its end of the latest link is `link`."""
 
-    script = Path(__file__).with_name("tcp_process.py")
+    module = "tests.transport.tcp.tcp_process"
 
     def __init__(self, connections: int = 1) -> None:
-        super().__init__(arguments=[str(connections)])
+        super().__init__(str(connections))
 
     def link(self, transport: TcpTransport) -> TcpLink:
         """A new link, of which this process's end is returned; this process dials."""

@@ -1,15 +1,16 @@
-"""A process that offers memory over TCP. See tests/transport/owner_process.py."""
+"""What a `TcpPeer` has: a transport over TCP."""
 
-import sys
 import threading
+from typing import Any
 
 import numpy as np
 
 from kvplan.transport.tcp.transport import TcpTransport
-from tests.transport.owner_process import pattern, serve
+from tests.transport.owner_process import pattern
 from tests.transport.tcp.streams import Accepted, Dialled
 
-if __name__ == "__main__":
-    names = {"Accepted": Accepted, "Dialled": Dialled, "np": np, "pattern": pattern}
-    transport = TcpTransport(connections=int(sys.argv[1]))
-    serve({"transport": transport, "threading": threading, **names})
+
+def names(connections: str) -> dict[str, Any]:
+    transport = TcpTransport(connections=int(connections))
+    known = {"Accepted": Accepted, "Dialled": Dialled, "np": np, "pattern": pattern}
+    return {"transport": transport, "threading": threading, **known}

@@ -426,12 +426,12 @@ def test_many_register_and_deregister_while_others_pull(
     stale = owner.run(
         """
         gone = transport.register(other)
-        result = [other.ctypes.data, transport.metadata([gone]).decode()]
+        result = [other.ctypes.data, transport.metadata([gone])]
         transport.deregister(gone)
         """
     )
     local = np.zeros(BLOCK, np.uint8)
-    remote = link.memory([stale[0]], BLOCK, metadata=stale[1].encode())
+    remote = link.memory([stale[0]], BLOCK, metadata=stale[1])
     with executor(remote, local, "get") as moving:
         for _ in range(200):
             report = moving.run(descriptors(stale[0], local, "get", np.arange(1)), TIMEOUT_MS)

@@ -1,15 +1,17 @@
-"""A process that offers memory of a GPU over UCX. See tests/transport/owner_process.py."""
+"""What a `CudaOwner` has: a transport over UCX, for memory of a GPU."""
 
 import threading
+from typing import Any
 
 import numpy as np
 
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ucx.transport import UcxTransport
 from tests.support.cuda import CudaMemory
-from tests.transport.owner_process import pattern, serve
+from tests.transport.owner_process import pattern
 
-if __name__ == "__main__":
-    names = {"np": np, "pattern": pattern, "threading": threading}
-    names |= {"CudaMemory": CudaMemory, "DeviceRange": DeviceRange}
-    serve({"transport": UcxTransport(settings='{"UCX_TLS": "cuda,shm"}'), **names})
+
+def names() -> dict[str, Any]:
+    known = {"np": np, "pattern": pattern, "threading": threading}
+    known |= {"CudaMemory": CudaMemory, "DeviceRange": DeviceRange}
+    return {"transport": UcxTransport(settings='{"UCX_TLS": "cuda,shm"}'), **known}

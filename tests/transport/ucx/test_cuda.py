@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def blocks(seed: int) -> Blocks:
 class CudaOwner(Owner):
     """Has a cache in the memory of the GPU, and one of the host."""
 
-    script = Path(__file__).with_name("cuda_process.py")
+    module = "tests.transport.ucx.cuda_process"
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +56,8 @@ class CudaOwner(Owner):
         """)
 
     def blocks(self) -> Blocks:
-        held = bytes.fromhex(self.run("result = memory.read().tobytes().hex()"))
-        return np.frombuffer(held, np.uint8).reshape(blocks(1).shape)
+        held: Blocks = self.run("result = memory.read()")
+        return held.view(np.uint8).reshape(blocks(1).shape)
 
     def link(self, transport: UcxTransport) -> UcxLink:
         return transport.connect(self.metadata(), timeout_ms=TIMEOUT_MS)

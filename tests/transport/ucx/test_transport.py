@@ -38,7 +38,7 @@ Bytes = NDArray[np.uint8]
 class UcxOwner(Owner):
     """Has an array, and an arena of which two parts are registered."""
 
-    script = Path(__file__).with_name("ucx_process.py")
+    module = "tests.transport.ucx.ucx_process"
 
     def __init__(self) -> None:
         super().__init__()

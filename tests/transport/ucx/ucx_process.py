@@ -1,12 +1,14 @@
-"""A process that offers memory over UCX. See tests/transport/owner_process.py."""
+"""What a `UcxOwner` has: a transport over UCX."""
 
 import threading
+from typing import Any
 
 import numpy as np
 
 from kvplan.transport.ucx.transport import UcxTransport
-from tests.transport.owner_process import pattern, serve
+from tests.transport.owner_process import pattern
 
-if __name__ == "__main__":
+
+def names() -> dict[str, Any]:
     transport = UcxTransport(settings='{"UCX_TLS": "shm"}', max_registrations=64)
-    serve({"transport": transport, "np": np, "pattern": pattern, "threading": threading})
+    return {"transport": transport, "np": np, "pattern": pattern, "threading": threading}

@@ -1,0 +1,233 @@
+"""Another process, which runs what a test sends to it; as a program, this is that process.
+
+A room's peer is a module with `names(*arguments)`: the names that what is sent can use. Between two
+commands no Python runs in the peer: it sits in a read. Whatever it writes to stdout or stderr is in
+the exception if it dies, else it is written to stderr when the peer is closed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0  # only a hanging test reaches it
+
+EXECUTE_ANOTHER_PROGRAM = """
+    import os, sys
+    program = (
+        "from multiprocessing.connection import Connection; tests = Connection(0);"
+        "tests.send((True, 'another')); tests.poll(None)"
+    )
+    os.execv(sys.executable, [sys.executable, "-c", program])
+"""
+"""What a peer can run: its process goes on with a program that answers "another"."""
+
+
+class RemoteError(Exception):
+    """An exception in the peer, whose text is the traceback there."""
+
+    def __init__(self, kind: str, message: str, code: int, status: int, text: str) -> None:
+        super().__init__(text)
+        self.kind, self.message, self.code, self.status = kind, message, code, status
+
+
+class PeerDiedError(Exception):
+    """The process has ended, or was ended since it did not answer."""
+
+
+class Peer:
+    """A process that has the names of `module`, and runs snippets of Python.
+
+    Args:
+        arguments: of the module's `names`.
+        prefix: a command that starts the process (unshare, say).
+        environment: of the process, if not that of this one.
+    """
+
+    module = ""
+    flags: Sequence[str] = ()
+
+    def __init__(
+        self,
+        *arguments: str,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.dead, self._prefix = False, prefix
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._connection, theirs = Pipe()
+        command = [sys.executable, *self.flags, "-m", "tests.support.peer", self.module]
+        own = dict(os.environ if environment is None else environment)
+        try:
+            self.process = subprocess.Popen(
+                [*prefix, *command, *arguments],
+                stdin=theirs.fileno(),
+                stdout=self._output,
+                stderr=self._output,
+                cwd=ROOT,
+                env=own | {"PYTHONPATH": str(ROOT)},
+            )
+        except BaseException:
+            self._connection.close()
+            self._output.close()
+            raise
+        finally:
+            theirs.close()
+
+    @cached_property
+    def pid(self) -> int:
+        """As the process itself knows it: with a prefix, `process` may be another."""
+        asked = "import os; result = os.getpid()"
+        return int(self.run(asked)) if self._prefix else self.process.pid
+
+    def run(self, *code: str, **values: object) -> Any:
+        """Execute the snippets there, with `values` as names; returns their `result`."""
+        self.send(*code, **values)
+        return self.answer()
+
+    def send(self, *code: str, **values: object) -> None:
+        """As `run`, without waiting: `answer` must follow."""
+        try:
+            self._connection.send(("\n".join(map(dedent, code)), values))
+        except ConnectionError:
+            raise self._died() from None
+
+    def answer(self, timeout_s: float = DEADLINE_S) -> Any:
+        """The `result` of what was sent.
+
+        Raises:
+            RemoteError: it raised that.
+            PeerDiedError: there is no answer, and will be none.
+        """
+        try:
+            if not self._connection.poll(timeout_s):
+                raise self._hangs(timeout_s)
+            good, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise self._died() from None
+        if not good:
+            raise RemoteError(*value)
+        return value
+
+    def stop(self) -> None:
+        """SIGSTOP; on return it has stopped."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        self.wait_until_stopped()
+
+    def wait_until_stopped(self) -> None:
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once; on return it is dead, and a zombie until `close`."""
+        self.dead = True
+        os.kill(self.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def finish(self) -> None:
+        """Let it end by itself, as it does when nothing can be sent any more, and close it."""
+        self._connection.close()
+        try:
+            self.process.wait(DEADLINE_S)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End it, if it has not ended; nothing of it is left."""
+        self.dead = True
+        self.process.kill()
+        self.process.wait()
+        self._connection.close()
+        if not self._output.closed:
+            sys.stderr.write(self._written())
+            self._output.close()
+
+    def _died(self) -> PeerDiedError:
+        self.dead = True
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        status = found.si_status if found else "unknown"
+        how = "exited with" if found and found.si_code == os.CLD_EXITED else "was ended by signal"
+        return PeerDiedError(f"process {self.process.pid} {how} {status}\n{self._written()}")
+
+    def _hangs(self, timeout_s: float) -> PeerDiedError:
+        """End it in a way that writes where it is."""
+        for number in (signal.SIGABRT, signal.SIGCONT):
+            os.kill(self.process.pid, number)
+        return PeerDiedError(f"no answer within {timeout_s} s: {self._died()}")
+
+    def _written(self) -> str:
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
+
+class Remote:
+    """An object of a peer: call its methods here, or `send` a call and take its `result` later."""
+
+    def __init__(self, peer: Peer, name: str) -> None:
+        self.peer, self._name = peer, name
+
+    def send(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        self.peer.send(
+            f"result = {self._name}.{method}(*arguments, **keywords)",
+            arguments=arguments,
+            keywords=keywords,
+        )
+
+    def result(self) -> Any:
+        return self.peer.answer()
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.send(method, *arguments, **keywords)
+            return self.result()
+
+        return call
+
+
+def serve(tests: Connection, names: dict[str, Any]) -> None:
+    """Execute snippet after snippet, until nobody can send another."""
+    while True:
+        try:
+            code, values = tests.recv()
+        except EOFError:
+            return
+        names |= {"result": None, **values}
+        try:
+            exec(code, names)
+            tests.send((True, names["result"]))
+        except Exception as error:
+            tests.send((False, described(error)))
+
+
+def described(error: Exception) -> tuple[str, str, int, int, str]:
+    """What a `RemoteError` is made of."""
+    code, status = (getattr(error, it, 0) for it in ("code", "status"))
+    text = "".join(traceback.format_exception(error))
+    return type(error).__name__, str(error), code, status, text
+
+
+def main(module: str, *arguments: str) -> None:
+    """The process of a peer, whose stdin is the connection to the tests."""
+    faulthandler.enable()
+    names = importlib.import_module(module).names(*arguments) if module else {}
+    serve(Connection(0), names)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,131 @@
+"""The harness of all tests that need another process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.held import Held
+from tests.support.peer import EXECUTE_ANOTHER_PROGRAM, Peer, PeerDiedError, Remote, RemoteError
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.close()
+
+
+def test_a_command_has_values_and_a_result(peer: Peer) -> None:
+    peer.run("import math", "def area(radius): return math.pi * radius**2")
+    assert peer.run("result = area(radius), name", radius=0, name=b"any") == (0, b"any")
+    assert peer.run("name") is None
+    peer.send("result = name * 2")
+    assert peer.answer() == b"anyany"
+    assert peer.run("import os; result = os.getpid()") == peer.pid
+
+
+def test_a_peer_of_another_command() -> None:
+    peer = Peer(prefix=["sh", "-c", '"$@"; exit', "sh"])
+    assert peer.pid != peer.process.pid
+    peer.finish()
+
+
+def test_an_object_of_the_peer(peer: Peer) -> None:
+    peer.run("numbers = [3, 1]")
+    numbers = Remote(peer, "numbers")
+    numbers.append(2)
+    numbers.send("sort", reverse=True)
+    assert numbers.result() is None
+    assert numbers.pop() == 1
+    with pytest.raises(RemoteError) as failure:
+        numbers.index(7)
+    assert (failure.value.kind, failure.value.message) == ("ValueError", "7 is not in list")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        ("raise OSError(2, 'no file')", "FileNotFoundError", "[Errno 2] no file"),
+        ("1 +", "SyntaxError", "invalid syntax (<string>, line 1)"),
+        ("result = lambda: None", "PicklingError", "<lambda>"),
+    ],
+)
+def test_an_exception_is_raised_here_and_the_peer_goes_on(
+    peer: Peer, code: str, kind: str, message: str
+) -> None:
+    with pytest.raises(RemoteError, match="Traceback") as failure:
+        peer.run(code)
+    assert failure.value.kind == kind
+    assert message in failure.value.message
+    assert peer.run("result = 1") == 1
+
+
+def test_what_an_exception_has_beside_its_message(peer: Peer) -> None:
+    with pytest.raises(RemoteError) as failure:
+        peer.run("error = ValueError()", "error.code, error.status = 5, 7", "raise error")
+    assert (failure.value.code, failure.value.status) == (5, 7)
+
+
+def test_a_peer_that_exits_in_a_command(peer: Peer) -> None:
+    with pytest.raises(PeerDiedError, match="exited with 3\nlast words"):
+        peer.run("import os; os.write(2, b'last words'); os._exit(3)")
+    assert peer.dead
+    with pytest.raises(PeerDiedError):
+        peer.run("pass")
+
+
+def test_a_peer_that_is_killed(peer: Peer) -> None:
+    peer.stop()
+    peer.send("pass")
+    peer.kill()
+    assert peer.dead
+    with pytest.raises(PeerDiedError, match=f"was ended by signal {signal.SIGKILL:d}"):
+        peer.answer()
+
+
+def test_a_peer_that_cannot_start() -> None:
+    class Absent(Peer):
+        module = "tests.support.absent"
+
+    peer = Absent()
+    with pytest.raises(PeerDiedError, match=r"No module named 'tests\.support\.absent'"):
+        peer.answer()
+    peer.close()
+
+
+def test_a_peer_that_never_answers_is_ended_and_says_where_it_was(peer: Peer) -> None:
+    peer.run("def wait_for_ever():\n    import signal; signal.pause()")
+    peer.send("wait_for_ever()")
+    with pytest.raises(PeerDiedError, match=r"no answer within 0.1 s(.|\n)* in wait_for_ever"):
+        peer.answer(0.1)
+    assert peer.dead
+
+
+def test_a_stopped_peer_never_answers_and_is_ended_too(peer: Peer) -> None:
+    peer.run("pass")  # it has started
+    peer.stop()
+    peer.send("pass")
+    with pytest.raises(PeerDiedError, match=r"no answer within 0 s"):
+        peer.answer(0)
+
+
+def test_a_peer_can_execute_another_program(peer: Peer) -> None:
+    assert peer.run(EXECUTE_ANOTHER_PROGRAM) == "another"
+
+
+@pytest.mark.parametrize("end", [Peer.close, Peer.finish])
+def test_nothing_is_left_of_a_peer(
+    end: Callable[[Peer], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = Held.now()
+    peer = Peer()
+    peer.run("print('a line', flush=True)")
+    end(peer)
+    before.check_nothing_new()
+    assert capfd.readouterr().err == "a line\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(peer.process.pid, 0)
