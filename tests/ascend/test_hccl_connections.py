@@ -13,8 +13,9 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.metadata import Metadata
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, Side, link_both, moved
-from tests.ascend.hccl_sides import MakeSide, refusal
+from tests.ascend.hccl_sides import MakeSide
 from tests.ascend.simulator import Controls, Log
+from tests.support.refusals import refused
 
 
 def test_memory_of_the_peer_that_came_later(make_side: MakeSide, one: Side) -> None:
@@ -75,9 +76,9 @@ def test_one_that_fails_leaves_the_connection_as_it_was(
     two.register()
     later = two.peer_memory(link, metadata=two.transport.metadata())
     simulator.add_fault("HcclCommInitClusterInfoMemConfig:1=4")
-    error = refusal(kvplan.execute, PULL, later, one.memory)
-    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
-    assert "HcclCommInitClusterInfoMemConfig" in str(error)
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
+        kvplan.execute(PULL, later, one.memory)
+    assert "HcclCommInitClusterInfoMemConfig" in str(error.value)
     assert link.connection().generation == back.connection().generation == 0
     kvplan.execute(PULL, later, one.memory)
     assert link.connection().generation == 2
@@ -90,9 +91,9 @@ def test_nothing_is_left_of_one_that_was_given_up_before_it_was_opened(
     link, back = link_both(one, two)
     before = simulator.left()
     link.renewable.abandon(1)
-    status = refusal(link.renewable.open, 1).status_code
-    assert status == LLMStatusCode.LLM_LINK_FAILED
-    gc.collect()  # the refusal knows what it was raised in
+    with refused(LLMStatusCode.LLM_LINK_FAILED):
+        link.renewable.open(1)
+    gc.collect()  # the error_of knows what it was raised in
     assert simulator.left() == before
     assert link.connection().generation == back.connection().generation == 0
 
@@ -122,6 +123,6 @@ def test_without_anybody_who_renews_it_says_so(make_side: MakeSide, one: Side) -
     link.renewable.request_renewal = None
     two.register()
     later = two.peer_memory(link, metadata=two.transport.metadata())
-    error = refusal(kvplan.execute, PULL, later, one.memory)
-    assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    assert "nobody renews" in str(error)
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
+        kvplan.execute(PULL, later, one.memory)
+    assert "nobody renews" in str(error.value)

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import LLMException, LLMStatusCode
+from kvplan import LLMStatusCode
 from kvplan.transport.hccl.addresses import DeviceAddress
 from kvplan.transport.hccl.metadata import GenerationTableRef, Metadata, Range, RegionRef
+from tests.support.refusals import refused
 
 EXAMPLE = Metadata(
     "0123456789abcdef" * 2,
@@ -92,10 +93,9 @@ def put(*path: Any) -> Callable[[Any], object]:
     ],
 )
 def test_what_cannot_be_is_refused_and_named(edit: Callable[[Any], object], said: str) -> None:
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
         Metadata.from_bytes(change(edit))
-    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
-    assert said in str(refused.value)
+    assert said in str(caught.value)
 
 
 @given(
@@ -106,9 +106,8 @@ def test_what_cannot_be_is_refused_and_named(edit: Callable[[Any], object], said
 )
 def test_whatever_comes_is_refused_as_a_bad_parameter(document: Any) -> None:
     blob = json.dumps(document).encode()
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
         Metadata.from_bytes(blob)
-    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
 
 
 def test_what_is_no_bytes_is_a_type_error() -> None:

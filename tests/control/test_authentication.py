@@ -20,6 +20,7 @@ from kvplan.control.zmtp import GREETING_NBYTES, UNUSED_AT, greeting
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Recorder
 from tests.control.tape import Tape
+from tests.support.refusals import refused
 
 KEY = ClusterKey.generate()
 
@@ -35,9 +36,8 @@ def endpoint(far_loop: ControlLoop, far: Recorder) -> Endpoint:
 
 
 def refusal(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None) -> str:
-    with pytest.raises(LLMException) as error:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         loop.run(connect(loop, endpoint, Recorder(), Keys(key), DEADLINE_S))
-    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
 
@@ -202,6 +202,5 @@ class TestKeyFile:
             tmp_path: "no file",
             fifo: "no file",
         }.items():
-            with pytest.raises(LLMException, match=reason) as error:
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, reason):
                 ClusterKey.load(path)
-            assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID

@@ -24,6 +24,7 @@ from kvplan.control.messages import Sync, Synced
 from kvplan.control.server import Server, warn_unauthenticated
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder, call
+from tests.support.refusals import refused
 
 
 def listen(loop: ControlLoop, endpoint: str, key: ClusterKey | None = None) -> Server:
@@ -41,9 +42,8 @@ def ask(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None = None) ->
 
 
 def refusal(loop: ControlLoop, endpoint: Endpoint, timeout_s: float = DEADLINE_S) -> str:
-    with pytest.raises(LLMException) as error:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         loop.run(connect(loop, endpoint, Recorder(), Keys(), timeout_s))
-    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
 

@@ -36,6 +36,7 @@ from kvplan.control.pending_connections import (
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Conversation, Recorder, call
 from tests.control.tape import Tape
+from tests.support.refusals import refused
 
 GREETING_NBYTES, ANSWER_NBYTES = 64, 32
 
@@ -158,9 +159,8 @@ def new_link(conversation: Conversation) -> Link:
 
 
 def refusal(streams: Any, *indices: int, timeout_s: float = DEADLINE_S) -> str:
-    with pytest.raises(LLMException) as error:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         streams.open(indices or [0], timeout_s)
-    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
 
@@ -285,11 +285,11 @@ def flipped(said: bytes, bit: int) -> bytes:
 def test_who_proves_nothing_is_closed_without_a_word(
     link: Link, conversation: Conversation, forge: Any
 ) -> None:
-    refused = conversation.far_loop.refusals.count
+    refused_before = conversation.far_loop.refusals.count
     with Stranger(conversation.server.endpoint) as stranger:
         stranger.socket.sendall(forge(link, stranger.greeting))
         assert stranger.heard() == b""
-    assert conversation.far_loop.refusals.count == refused + 1
+    assert conversation.far_loop.refusals.count == refused_before + 1
     link.check(0)
 
 
@@ -338,8 +338,8 @@ def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link)
     # And the other way round: a server that says again what the real one has said.
     with listening() as server, ThreadPoolExecutor(1) as threads:
         played = threads.submit(play, server, bytes(tape.heard))
-        refused = DialledStreams(link.challenge, socket.AF_INET, server.getsockname(), "replayed")
-        assert refusal(refused) == (
+        replayed = DialledStreams(link.challenge, socket.AF_INET, server.getsockname(), "replayed")
+        assert refusal(replayed) == (
             "replayed: data connection 0: authenticate: it does not know the secret of this link"
         )
         assert len(played.result()) == 64
@@ -554,13 +554,13 @@ def with_room_for_32_connections(
 def test_a_connection_that_was_taken_is_not_pending_any_more(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
-    refused = far_loop.refusals.count
+    refused_before = far_loop.refusals.count
     link = new_link(with_room_for_32_connections(loop, far_loop, has_key=True))
     with ExitStack() as held:
         for index in range(40):
             for stream in link.open(index):
                 held.enter_context(stream)
-    assert far_loop.refusals.count == refused
+    assert far_loop.refusals.count == refused_before
 
 
 def test_of_connections_that_are_not_taken_there_are_few(
@@ -611,8 +611,9 @@ def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
     ) as flood:
         assert flood.stdout is not None
         flood.stdout.readline()
-        refused, deadline = conversation.far_loop.refusals.count, time.monotonic() + DEADLINE_S
-        while conversation.far_loop.refusals.count < refused + 50:  # until it is felt
+        refused_before = conversation.far_loop.refusals.count
+        deadline = time.monotonic() + DEADLINE_S
+        while conversation.far_loop.refusals.count < refused_before + 50:  # until it is felt
             assert time.monotonic() < deadline, "this machine cannot make so many connections"
             assert conversation.request(Sync()) == Synced(1)
         served = []

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMException, LLMStatusCode, PoolConfig
 from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.gate import DEADLINE_S
-from tests.faults.outcomes import refused
 from tests.faults.peer import Peer
+from tests.support.refusals import refused
 
 ROUNDS = int(os.environ.get("KVPLAN_TEST_ROUNDS", "8"))
 DESC = CacheDesc(4, (1, 1 << 22), DataType.DT_UINT8)  # 16 MiB: some 2 ms, and 32 pieces or more
@@ -240,7 +240,8 @@ def test_in_a_pool_while_the_peer_is_stopped(
         if len(warnings()) > told:  # else it was stopped between two pieces
             kept += 1
             assert f"process {peer.process.pid} " in warnings()[told]
-            refused(lambda: memory.make(owner), LLMStatusCode.LLM_OUT_OF_MEMORY)
+            with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+                memory.make(owner)
             peer.resume()
             assert why_it_ended(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
         cache, arrays = once_there_is_room(memory, owner)

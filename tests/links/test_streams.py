@@ -15,7 +15,6 @@ from kvplan.links import LinkState
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Streams
 from tests.links.end import DEADLINE_S, End
-from tests.links.refusals import refused
 
 MakeEnd = Callable[..., End]
 COUNT = 3
@@ -164,7 +163,7 @@ def test_who_waits_for_a_peer_that_fails_waits_no_longer(make_end: MakeEnd, fail
     # A connection that comes before the other end has failed is answered.
     early = "no memory left"
     reason = early if fails == "dials" else f"data connection 0: authenticate: |{early}"
-    refused(one, other.cluster, LLMStatusCode.LLM_LINK_FAILED, reason)
+    one.check_link_fails(other.cluster, LLMStatusCode.LLM_LINK_FAILED, reason)
     assert waiting.done.wait(DEADLINE_S)
     if fails == "dials":
         assert "accept: the link is not being made any more" in waiting.ended[0]

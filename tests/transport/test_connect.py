@@ -16,6 +16,7 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport, identity
+from tests.support.refusals import refused
 from tests.transport.owner import Owner
 
 NOBODY = 65534
@@ -70,10 +71,9 @@ def altered(metadata: bytes, **changes: Any) -> bytes:
 
 
 def refusal(transport: LocalTransport, metadata: bytes) -> str:
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as caught:
         transport.connect(metadata)
-    assert refused.value.status_code == LLMStatusCode.LLM_LINK_FAILED
-    return str(refused.value)
+    return str(caught.value)
 
 
 def refusal_in(peer: Owner, metadata: bytes) -> str:
@@ -140,9 +140,9 @@ class TestArenas:
     """An arena that is not what the metadata says, though the peer is."""
 
     def memory(self, transport: LocalTransport, metadata: bytes) -> LLMException:
-        with transport.connect(metadata) as link, pytest.raises(LLMException) as refused:
+        with transport.connect(metadata) as link, pytest.raises(LLMException) as caught:
             link.memory([link.metadata.ranges[0].address], 4096)
-        return refused.value
+        return caught.value
 
     @pytest.fixture
     def metadata(self, owner: Owner) -> dict[str, Any]:
@@ -332,9 +332,8 @@ class TestRegister:
     def test_refuses(
         self, transport: LocalTransport, memory: Callable[[], Any], message: str
     ) -> None:
-        with pytest.raises(LLMException, match=message) as refused:
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             transport.register(memory())
-        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
         assert json.loads(transport.metadata())["ranges"] == []
 
     def test_read_only_memory_only_as_such(self, transport: LocalTransport) -> None:
@@ -342,9 +341,8 @@ class TestRegister:
         assert (registration.nbytes, registration.writable) == (8, False)
         with transport.connect(transport.metadata()) as link:
             link.memory([registration.address], 8).check()
-            with pytest.raises(LLMException, match="writable=False") as refused:
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, "writable=False"):
                 link.memory([registration.address], 8, writable=True)
-        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
 
     def test_what_has_no_address(self, transport: LocalTransport) -> None:
         with pytest.raises(TypeError):
@@ -376,10 +374,9 @@ class TestMemory:
             if found:
                 link.memory(addresses, nbytes, writable=True)
                 return
-            with pytest.raises(LLMException, match=f"{base:#x}\\+100") as refused:
+            with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{base:#x}\\+100") as caught:
                 link.memory([base, *addresses], [1, nbytes])
-        assert refused.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        assert "tensor 1" in str(refused.value)
+        assert "tensor 1" in str(caught.value)
 
     def test_two_ranges_are_not_one(self, transport: LocalTransport) -> None:
         array = np.zeros(200, np.uint8)
@@ -393,9 +390,11 @@ class TestMemory:
         ("addresses", "nbytes"), [([], []), ([1, 2], [1, 2, 3]), ([-1], 1), ([2**64], 1), ([1], 0)]
     )
     def test_arguments(self, transport: LocalTransport, addresses: Any, nbytes: Any) -> None:
-        with transport.connect(transport.metadata()) as link, pytest.raises(LLMException) as error:
+        with (
+            transport.connect(transport.metadata()) as link,
+            refused(LLMStatusCode.LLM_PARAM_INVALID),
+        ):
             link.memory(addresses, nbytes)
-        assert error.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
 
     @pytest.mark.parametrize("addresses", [np.array([1.5]), [1.5], ["1"]])
     def test_whole_numbers_only(self, transport: LocalTransport, addresses: Any) -> None:
@@ -406,6 +405,5 @@ class TestMemory:
         with LocalTransport() as other:
             foreign = other.metadata()
             link = transport.connect(transport.metadata())
-            with pytest.raises(LLMException, match="another transport") as refused:
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, "another transport"):
                 link.memory([1], 1, metadata=foreign)
-        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID

@@ -10,6 +10,7 @@ import pytest
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.ucx import library
 from kvplan.transport.ucx.library import NAME, OVERRIDE, Found, find
+from tests.support.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +75,8 @@ def test_the_override_is_the_only_place(
 
 
 def test_where_there_is_none_it_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(LLMException) as raised:
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as raised:
         find()
-    assert raised.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     message = str(raised.value)
     assert "looked at package no_such_package (not there), this Python's environment (" in message
     assert f"the system ({tmp_path / 'lib'})" in message
