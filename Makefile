@@ -53,13 +53,13 @@ sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and th
 sanitize-addresses:
 	tools/sanitize address,undefined -k 'not forked' tests/native tests/execution tests/transport \
 	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
-	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,endings,deregistering,unmapped,device}.py
+	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
 
 sanitize-threads:
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,staged}{,_concurrency}.py \
 	  tests/native/test_{wrappers,striped,writers}.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
-	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{endings,deregistering,giving_up}.py
+	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{closing,deregistering,abandoned}.py
 
 # A bug takes as long as its room's tests, at most: some 15 s in planning, and minutes in the engine.
 ROOMS ?= planning execution engine links

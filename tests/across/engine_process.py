@@ -1,4 +1,4 @@
-"""An engine on a host of its own, told what to do line by line; see engine.py."""
+"""An engine on a host of its own, which executes lines that it is sent; see engine.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Holder:
             it[:] = 0
 
     def end(self) -> None:
-        """Finalize the engine, and let go of all."""
+        """Finalize the engine, and release everything."""
         self.datadist.finalize()
         self.__dict__.clear()
 

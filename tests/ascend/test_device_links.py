@@ -159,7 +159,7 @@ class TestHostPeerOverTcp:
 
 
 class TestDevicePeer:
-    """Over a transport that does not reach its device it is told why, and all else works."""
+    """Over a transport that does not reach its device the error says why, and all else works."""
 
     def test_its_device_caches_are_known_and_not_reached(
         self, on_device: LlmDataDist, datadist: LlmDataDist
@@ -208,7 +208,7 @@ class TestDevicePeer:
         assert same(on_device.read_cache(theirs), contents(2))
 
 
-def test_peers_are_told_what_was_mapped_anew(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
+def test_what_was_mapped_again_is_published(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
     assert datadist.device is not None
     buffer = datadist.device.allocate(DEVICE.nbytes)
     addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]

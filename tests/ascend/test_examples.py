@@ -19,9 +19,9 @@ KINDS = "streams events contexts device_bytes pinned registered regions comms"
 
 def assert_given_back(log: Log, processes: int) -> None:
     """Each process that used a device has ended with nothing left on it."""
-    told = [it.fields for it in log.calls("leaks")]
-    assert len({it["pid"] for it in told}) == processes
-    assert [(kind, it[kind]) for it in told for kind in KINDS.split() if it[kind]] == []
+    leaks = [it.fields for it in log.calls("leaks")]
+    assert len({it["pid"] for it in leaks}) == processes
+    assert [(kind, it[kind]) for it in leaks for kind in KINDS.split() if it[kind]] == []
     assert log.calls("violation") == []
 
 

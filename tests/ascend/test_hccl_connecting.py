@@ -1,4 +1,4 @@
-"""Links over HCCL: how they come to be, who is refused, and what a failure leaves."""
+"""Links over HCCL: how they are made, which peers are refused, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_sessions_do_not_meet(one: Side, two: Side) -> None:
     link_both(one, two, session=b"1")
 
 
-def test_one_end_fails_and_the_other_is_told_in_time(
+def test_one_side_fails_and_the_other_learns_of_it_in_time(
     one: Side, two: Side, simulator: Controls
 ) -> None:
     simulator.add_fault("HcclCommBindMem:2=4")
@@ -72,10 +72,10 @@ def test_one_device_cannot_be_both_ends(one: Side, make_side: MakeSide) -> None:
 
 
 def test_other_products_are_refused(one: Side, two: Side) -> None:
-    told = two.transport.metadata().replace(b'"product":"A2"', b'"product":"950"')
-    assert "of product 950, this one of A2" in (one.transport.refusal(told) or "")
+    metadata = two.transport.metadata().replace(b'"product":"A2"', b'"product":"950"')
+    assert "of product 950, this one of A2" in (one.transport.refusal(metadata) or "")
     with refused(LLMStatusCode.LLM_LINK_FAILED):
-        one.transport.connect(told, timeout_ms=1)
+        one.transport.connect(metadata, timeout_ms=1)
 
 
 def test_bad_metadata_is_a_refusal(one: Side) -> None:

@@ -149,7 +149,7 @@ def test_task_that_is_cancelled(connection: Connection) -> None:
 
 @pytest.fixture
 def deregistered(ends: Ends) -> Iterator[tuple[Connection, list[int]]]:
-    """A connection whose peer has taken its memory back, and the peer's board, which says so."""
+    """A connection whose peer has deregistered its memory, and the peer's generation table."""
     connection, board = ends.connect(NBYTES), ends.memory(4096)
     connection.close_communicator()
     connection.name = ends.open()

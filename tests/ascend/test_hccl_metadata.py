@@ -1,4 +1,4 @@
-"""Metadata of the HCCL transport: what is written is read, all else is refused with a reason."""
+"""Metadata of the HCCL transport: what is before is read, all else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def ranges(draw: st.DrawFn) -> Range:
 
 @given(st.lists(ranges(), max_size=4))
 def test_what_is_written_is_read(given: list[Range]) -> None:
-    told = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.generations, 99, tuple(given))
-    assert Metadata.from_bytes(told.to_bytes()) == told
+    before = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.generations, 99, tuple(given))
+    assert Metadata.from_bytes(before.to_bytes()) == before
 
 
 def change(edit: Callable[[Any], object]) -> bytes:

@@ -86,7 +86,7 @@ def test_read_only_memory_is_not_written(make_side: MakeSide, one: Side) -> None
         two.peer_memory(link, writable=True)
 
 
-def test_all_slots_of_the_board(make_side: MakeSide) -> None:
+def test_all_slots_of_the_generation_table(make_side: MakeSide) -> None:
     side = make_side(0, max_registrations=2)
     other = side.register()
     with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):

@@ -72,7 +72,7 @@ def test_a_transfer_on_the_connection_before_ends_well(
         np.testing.assert_array_equal(array[0], expected[0])
 
 
-def test_no_end_prepares_what_the_other_cannot_open(
+def test_no_side_prepares_what_the_other_cannot_open(
     pair: Pair, simulator: Controls, sim_log: Log
 ) -> None:
     """What is bound to a connection that is being prepared could not be given back for long."""

@@ -175,9 +175,9 @@ def test_two_devices_of_one_host_are_one_server() -> None:
 def test_what_the_user_got_wrong_is_named(
     document: dict[str, Any], path: str, value: object, said: str
 ) -> None:
-    told = refusal(changed(document, path, value))
-    assert "llm.LocalCommRes" in told
-    assert said in told
+    message = refusal(changed(document, path, value))
+    assert "llm.LocalCommRes" in message
+    assert said in message
 
 
 def test_what_is_no_json_is_refused() -> None:
@@ -216,7 +216,7 @@ def test_in_one_super_pod_no_addresses_are_needed() -> None:
     assert "device_ip of this device 0 is not known" in (why_not(here, elsewhere) or "")
 
 
-def test_an_address_that_only_one_end_knows_is_told_by_neither() -> None:
+def test_an_address_that_only_one_side_knows_is_used_by_neither() -> None:
     here, there = DeviceAddress("1.0", "a", "0", "1.1.1.1"), DeviceAddress("1.0", "a", "1")
     assert "device_ip" not in table_of(here, there).text
 

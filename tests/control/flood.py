@@ -1,4 +1,4 @@
-"""Somebody who connects as fast as it can: `python flood.py HOST PORT SOURCE RATE HEX`.
+"""A client that connects as fast as it can: `python flood.py HOST PORT SOURCE RATE HEX`.
 
 Says HEX on each connection, holds the last 256, until a line or the end comes on stdin; then writes
 how many it has made in how many seconds.

@@ -1,4 +1,4 @@
-"""A process that listens, answers each request with Synced, and tells about itself when asked."""
+"""A process that listens, answers each request with Synced, and reports its state when asked."""
 
 import json
 import os

@@ -127,7 +127,7 @@ def test_a_refusal_arrives_with_status_and_reason(conversation: Conversation) ->
         conversation.request(Sync())
 
 
-def test_a_fault_of_the_peer_is_told_without_its_secrets(
+def test_a_failure_of_the_peer_is_reported_without_its_secrets(
     conversation: Conversation, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def answer(_channel: Channel, _body: Body) -> Body:
@@ -237,7 +237,7 @@ def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
         assert conversation.far.next() == ("notice", said(f"{number}{text}"))
 
 
-def test_closing_tells_the_peer_why_after_all_that_was_said(conversation: Conversation) -> None:
+def test_closing_sends_the_reason_after_all_other_messages(conversation: Conversation) -> None:
     conversation.notify(said("last words"))
     call(conversation.loop, conversation.channel.close, "finalized")
     assert conversation.far.next() == ("notice", said("last words"))
@@ -298,7 +298,7 @@ def test_a_request_that_is_served_ends_with_the_conversation(conversation: Conve
 
 
 @pytest.mark.parametrize("version", [2, 9, 255])
-def test_another_version_is_told_both_versions(conversation: Conversation, version: int) -> None:
+def test_the_error_for_another_version_names_both(conversation: Conversation, version: int) -> None:
     frame = bytes((version,)) + encode(Sync())[1:]
     conversation.far_channel()
     conversation.loop.run(conversation.channel.connection.send(frame))

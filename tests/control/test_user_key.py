@@ -21,7 +21,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home of a user who has never used kvplan."""
+    """The home of a user that has never used kvplan."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)

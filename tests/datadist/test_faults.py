@@ -118,7 +118,7 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
 
 
 @pytest.mark.over_tcp
-def test_a_restarted_peer_is_linked_anew(
+def test_a_restarted_peer_is_linked_again(
     user: LlmDataDist, peer: Peer, make_peer: MakePeer
 ) -> None:
     peer.kill()

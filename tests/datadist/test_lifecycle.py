@@ -84,7 +84,7 @@ def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
     assert not datadist.initialized
 
 
-def test_an_engine_begins_anew_when_it_is_initialized_again(make_engine: MakeEngine) -> None:
+def test_an_engine_that_is_initialized_again_has_no_old_state(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)
     for _ in range(2):
         assert owner.listen_address is not None
@@ -119,7 +119,7 @@ def test_nothing_is_left_behind(machine: Machine) -> None:
             owner.allocate_cache(DESC)
             user.submit_pull_cache(CacheIndex(1, 1), user.allocate_cache(DESC)).wait()
         for thread in threading.enumerate():
-            if "-worker" in thread.name:  # has been told to end, and is not waited for
+            if "-worker" in thread.name:  # is ending, and is not waited for
                 thread.join()
 
     live()  # what the process has for good: its copying threads
@@ -176,7 +176,7 @@ def test_a_call_before_initialize_names_it() -> None:
 
 
 @pytest.mark.parametrize("role", [1, LlmRole.DECODER])
-def test_a_role_in_the_place_of_the_cluster_id_is_told_the_order(role: int) -> None:
+def test_a_role_in_the_place_of_the_cluster_id_names_the_order(role: int) -> None:
     with pytest.raises(TypeError, match=r"the order is LlmDataDist\(cluster_id, role\)"):
         LlmDataDist(LlmRole.PROMPT, role)  # type: ignore[arg-type]
 

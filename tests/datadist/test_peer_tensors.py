@@ -107,7 +107,7 @@ def test_memory_that_was_registered_after_linking_is_found(
 def test_memory_that_is_another_caches_by_now_is_found(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
-    """What a peer had there before, and has told, is no reason to refuse what it has now."""
+    """What a peer published there before is no reason to refuse what it has now."""
     fill(user, slots)
     code = """
         held = datadist.register_cache(slots, addresses(arrays))

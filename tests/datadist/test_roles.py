@@ -109,7 +109,7 @@ def test_a_server_that_cannot_move_stays(make_engine: MakeEngine, same_port: boo
 
 
 @without_key
-def test_who_opens_an_engine_to_strangers_is_warned(
+def test_opening_an_engine_to_unauthenticated_clients_warns(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     anybody = {"ListenIpInfo": "0.0.0.0:0"}

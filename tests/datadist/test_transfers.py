@@ -260,7 +260,7 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
 def test_a_key_is_of_the_newest_cache_that_has_it(
     user: LlmDataDist, peer: Peer, blocks: Cache
 ) -> None:
-    """News of what is freed and what comes in its place may be later than the next pull."""
+    """The update on what is freed and what comes in its place may be later than the next pull."""
     key = BlocksCacheKey(1, 5)
     user.pull_blocks(key, blocks, [1], [1])
     for value in range(20):

@@ -37,7 +37,7 @@ def free_nbytes(registry: CacheRegistry) -> int:
 
 
 def as_peer(transport: LocalTransport, entry: CacheEntry) -> Any:
-    """The cache's memory as a peer takes it from what the registry tells peers."""
+    """The cache's memory as a peer takes it from what the registry publishes."""
     desc = entry.cache.cache_desc
     link = transport.connect(entry.metadata[transport.name])
     return link.memory(entry.cache.tensor_addrs, desc.tensor_nbytes)

@@ -1,4 +1,4 @@
-"""Keys: what they name, who may pull by them, when they and their cache go."""
+"""Keys: what they name, which peers may pull by them, when they and their cache go."""
 
 from __future__ import annotations
 

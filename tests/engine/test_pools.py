@@ -24,7 +24,7 @@ def pool(pages: int = PAGES) -> Pool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool beside a list of which page is whose."""
+    """A pool, and a list of the owner of each page."""
 
     spans = Bundle("spans")
 
@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_exhaustion_tells_what_was_asked_and_what_is_there():
+def test_exhaustion_names_what_was_asked_and_what_is_free():
     it = pool(8)
     spans: list[object] = [it.take(PAGE) for _ in range(8)]
     exhausted = "LLM_OUT_OF_MEMORY"

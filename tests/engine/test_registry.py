@@ -292,7 +292,7 @@ class TestRefusals:
         with refused("LLM_PARAM_INVALID", "num_tensors=9; at most max_tensors=8"):
             registry.register(nine, tensors(nine), paged=True)
 
-    def test_more_than_a_peer_can_be_told(self, registry, transport):
+    def test_more_caches_than_can_be_published(self, registry, transport):
         many = CacheDesc(num_tensors=60_000, shape=(1,), data_type=DataType.DT_UINT8)
         before = free_nbytes(registry)
         with refused(
@@ -304,7 +304,7 @@ class TestRefusals:
         assert registry.entries() == []
         assert transport.metadata() == transport.metadata([])
 
-    def test_more_ranges_than_a_peer_can_be_told(self):
+    def test_more_ranges_than_can_be_published(self):
         scattered = CacheDesc(num_tensors=8_000, shape=(1,), data_type=DataType.DT_UINT8)
         memory = np.zeros(16_000, np.uint8)
         addresses = range(memory.ctypes.data, memory.ctypes.data + 16_000, 2)

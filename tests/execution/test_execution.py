@@ -108,7 +108,7 @@ def test_a_deadline_that_passes_is_a_timeout_and_stops_the_transfer():
     with Transfers(wrap=lambda backend: limit_bandwidth(backend, 1 << 20)) as transfers:
         with refused(LLMStatusCode.LLM_TIMEOUT) as caught:
             transfers.execute(plan, src, dst, timeout_ms=20)
-        assert str(caught.value).count("confirmed") == 1  # told once
+        assert str(caught.value).count("confirmed") == 1  # once
         assert caught.value.unconfirmed
         before = [array.copy() for array in dst]
     for array, earlier in zip(dst, before, strict=True):
@@ -128,7 +128,7 @@ def test_a_cancelled_task_never_reports_success():
 
 def test_memory_outlives_a_dropped_handle():
     class Owned(np.ndarray):
-        """An ndarray that can be weakly referenced and tells when it goes."""
+        """An ndarray that can be weakly referenced and reports when it is freed."""
 
     src = [array.view(Owned) for array in filled(DESC, 1)]
     dst = filled(DESC, 2)

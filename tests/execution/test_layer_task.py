@@ -143,7 +143,7 @@ def test_a_layer_may_be_an_integer_of_numpy(transfers):
     task.cancel()
 
 
-def test_the_reason_of_a_cancellation_is_told(transfers):
+def test_the_reason_of_a_cancellation_is_reported(transfers):
     reason = LLMException("no more paper", status_code=LLMStatusCode.LLM_PARAM_INVALID)
     task = transfers.stage(PLAN, filled(1), filled(2))
     task.ready(1)
@@ -337,19 +337,19 @@ def test_each_tensor_of_a_layer_is_checked_when_it_is_ready(transfers):
 
 def test_addresses_that_nobody_holds_are_checked_when_their_layer_is_ready(transfers):
     """Unmapped between two layers: an outcome that names the tensor, not a crash."""
-    told = []
+    called_for = []
     with mmap.mmap(-1, 10 * mmap.PAGESIZE) as mapped:
         first = Pin(mapped).address
         addresses = [first + i * mmap.PAGESIZE for i in range(10)]
         src = HostMemory.from_addresses(DESC, addresses)
         assert not src.held
         dst = filled(2)
-        task = transfers.stage(PLAN, src, dst, on_last=told.append)
+        task = transfers.stage(PLAN, src, dst, on_last=called_for.append)
         task.ready(1)
         task.ready(4)
     for layer in (3, 2):
         task.ready(layer)
-    assert told == [task]
+    assert called_for == [task]
     with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
         task.wait()
     assert caught.value.unconfirmed == ((0, 24),)

@@ -21,10 +21,10 @@ from kvnative._executor import (
 from kvplan import CacheIndex, CacheKey, LinkState, LlmDataDist, LLMStatusCode, Transfers
 from tests.faults.conftest import MakeEngine
 from tests.faults.contents import make_cache, pattern
-from tests.faults.moves import link, move
 from tests.faults.outcomes import COUNT, assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
+from tests.faults.transfers import link, move
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch
 
@@ -167,7 +167,7 @@ def test_each_descriptor_fails_once(
         (KVN_NO_DEVICE_MEMORY, LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY),
     ],
 )
-def test_a_fault_is_told_by_its_own_status_and_consumes_no_key(
+def test_a_fault_is_reported_by_its_own_status_and_consumes_no_key(
     make_faulty: MakeFaulty, make_engine: MakeEngine, peer: Peer, status: int, code: LLMStatusCode
 ) -> None:
     key = CacheKey(1, 7)

@@ -7,10 +7,10 @@ import pytest
 from kvplan import CacheDesc, DataType, LinkState, LLMStatusCode, PoolConfig
 from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
-from tests.faults.moves import link, move
 from tests.faults.outcomes import assert_confirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link, move
 from tests.support.places import TCP_CONNECTIONS
 from tests.support.refusals import refused
 
@@ -55,7 +55,7 @@ def test_a_pool_runs_out_and_recovers(make_engine: MakeEngine, make_peer: MakePe
 def test_what_is_freed_is_free_while_a_peer_does_not_listen(
     make_engine: MakeEngine, peer: Peer
 ) -> None:
-    """Nothing that a stopped peer is still to be told of keeps memory from its pool."""
+    """Updates pending for a stopped peer keep no memory from its pool."""
     slow = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
     user = make_engine(2, mem_pool_config=POOL, **slow)
     link(user, peer)
@@ -171,7 +171,7 @@ def test_a_caller_without_descriptors(
 
 @pytest.mark.over_tcp
 @first_or_later
-def test_one_who_is_called_without_descriptors(
+def test_an_accepting_engine_without_descriptors(
     make_engine: MakeEngine, make_peer: MakePeer, is_first: bool
 ) -> None:
     user, peer = make_engine(2, **MANY), make_peer(1, **MANY)

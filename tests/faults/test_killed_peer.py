@@ -8,10 +8,10 @@ from kvplan import CacheKey, ClusterInfo, LinkState, LlmDataDist, LLMStatusCode
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
 from tests.faults.gate import Gate
-from tests.faults.moves import link, move
 from tests.faults.outcomes import COUNT, assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link, move
 from tests.support.refusals import refused
 
 LINK_FAILED = LLMStatusCode.LLM_LINK_FAILED

@@ -207,7 +207,7 @@ def test_finalize_while_the_peer_is_stopped(
     peer.stop()
     began = time.monotonic()
     owner.finalize()
-    assert time.monotonic() - began < 5  # half a second for its farewell, one for what it writes
+    assert time.monotonic() - began < 5  # half a second for its disconnect, one for what it writes
     stamp(arrays)
     peer.resume()
     (why,) = why_it_ended(peer)
@@ -232,14 +232,14 @@ def test_in_a_pool_while_the_peer_is_stopped(
         cache, arrays = memory.make(owner)
         begin(peer, cache, arrays)
         peer.stop()
-        told = len(warnings())
+        before = len(warnings())
         began = time.monotonic()
         memory.end(owner, cache)
         assert time.monotonic() - began < 3
         del cache, arrays
-        if len(warnings()) > told:  # else it was stopped between two pieces
+        if len(warnings()) > before:  # else it was stopped between two pieces
             kept += 1
-            assert f"process {peer.process.pid} " in warnings()[told]
+            assert f"process {peer.process.pid} " in warnings()[before]
             with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
                 memory.make(owner)
             peer.resume()

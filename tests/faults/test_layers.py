@@ -27,10 +27,10 @@ from tests.datadist.layers import ready, wait_until
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import pattern
 from tests.faults.gate import Gate
-from tests.faults.moves import link
 from tests.faults.outcomes import unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
 

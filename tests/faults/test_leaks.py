@@ -127,7 +127,7 @@ def test_caches_come_and_go_at_a_linked_peer(make_peer: MakePeer, memory: str) -
     before = [measured(it) for it in (user, owner)]
     rounds(200)
     owner.run(f"for _ in range({MANY}):\n    {make}\n    {end}\ndel it, _")
-    # So that all news has come.
+    # So that all updates have come.
     user.run(
         """
         try:

@@ -20,9 +20,9 @@ from kvplan import (
 )
 from tests.faults.conftest import Attempt, MakeEngine
 from tests.faults.gate import Gate
-from tests.faults.moves import LONG_MS, link
 from tests.faults.peer import Peer
 from tests.faults.states import wait_for_state
+from tests.faults.transfers import LONG_MS, link
 from tests.support.refusals import refused
 
 INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -146,7 +146,7 @@ def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
     assert all((it == 3).all() for it in user.arrays(mine))
 
 
-def test_only_caches_that_are_touched_are_offered_anew(
+def test_only_caches_that_are_touched_are_offered_again(
     make_engine: MakeEngine,
     peer: Peer,
     remote: CacheIndex,
@@ -181,7 +181,7 @@ def test_a_peer_that_is_stopped_hears_of_it_later(make_engine: MakeEngine, peer:
         from kvplan import DataType
         mine = datadist.allocate_cache(CacheDesc(2, (1, 4096), DataType.DT_INT32))
         try:
-            datadist.pull_cache(CacheIndex(2, 99), mine)  # a question, so that all news has come
+            datadist.pull_cache(CacheIndex(2, 99), mine)  # a request, so that all updates have come
         except LLMException:
             pass
         datadist.pull_cache(CacheIndex(2, 1), mine)
@@ -272,7 +272,7 @@ def test_numbers_beyond_their_width_are_refused(
         owner[0].remap_registered_memory([given])
 
 
-def test_without_a_link_there_is_nobody_to_tell(
+def test_without_a_link_nothing_is_published(
     owner: tuple[LlmDataDist, int, int], peer: Peer
 ) -> None:
     user, _, registered = owner

@@ -20,10 +20,10 @@ from kvplan import (
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import Tensor, make_cache, pattern
 from tests.faults.gate import DEADLINE_S, Gate
-from tests.faults.moves import link, move
 from tests.faults.outcomes import assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link, move
 from tests.support.refusals import refused
 
 QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 300}
@@ -160,7 +160,7 @@ def test_a_key_whose_pull_was_not_acknowledged_is_consumed_all_the_same(
         user.pull_cache(KEY, cache)
 
 
-MANY = 24  # more than are told at a time
+MANY = 24  # more than are published at a time
 
 
 def pull_unheard(
@@ -197,7 +197,7 @@ def pull_unheard(
 
 
 @pytest.mark.usefixtures("served_by_nobody")
-def test_what_a_stopped_peer_was_not_told_it_hears_later(
+def test_pending_updates_reach_a_stopped_peer_later(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
     user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)
@@ -216,7 +216,7 @@ def test_what_a_stopped_peer_was_not_told_it_hears_later(
 
 
 @pytest.mark.usefixtures("served_by_nobody")
-def test_what_a_stopped_peer_was_not_told_ends_with_the_link(
+def test_pending_updates_of_a_stopped_peer_end_with_the_link(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
     user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)

@@ -143,7 +143,7 @@ def test_each_range_of_sizes_has_its_own_line() -> None:
     assert again.lines[1].mib_us == pytest.approx(40)
 
 
-def test_one_transfer_tells_how_fast_a_machine_is() -> None:
+def test_one_transfer_is_enough_to_measure_a_machine() -> None:
     faster = COST.scale([(PLAN, PLAN.estimate(COST).ms / 4)], name="host 7")
     assert (faster.name, faster.way, faster.call_nbytes) == ("host 7", "gathered", 64 * KIB)
     assert faster.source == "scaled by 0.25 to 1 measured transfer"
@@ -194,7 +194,7 @@ def test_an_estimate_is_a_value() -> None:
         ([(PLAN, float("nan"))] * 4, "= nan must be > 0 and at most"),
     ],
 )
-def test_measurements_that_are_none(measurements: list[tuple[Plan, float]], reason: str) -> None:
+def test_measurements_that_are_invalid(measurements: list[tuple[Plan, float]], reason: str) -> None:
     with pytest.raises(LLMException, match=reason):
         COST.fit(measurements)
     with pytest.raises(TypeError, match="must be a number"):

@@ -1,4 +1,4 @@
-"""One end of links, as an engine has it: transports, caches, links; and its log, to wait on."""
+"""One side of links, as an engine has it: transports, caches, links; and its log, to wait on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class End:
 
     @property
     def cluster(self) -> ClusterInfo:
-        """What a peer calls this end by."""
+        """How a peer names this side."""
         return ClusterInfo(self.cluster_id, self.address)
 
     def link(self, *clusters: ClusterInfo, timeout_ms: int = 5000) -> None:

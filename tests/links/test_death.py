@@ -1,4 +1,4 @@
-"""Peers that die, stop, or come again: noticed in time, told with the reason, linked anew."""
+"""Peers that die, stop, or come again: noticed in time, reported with the reason, linked again."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> N
         results.raise_for_status()
 
 
-def test_a_refused_port_names_who_and_why(end: End) -> None:
+def test_a_refused_port_names_the_peer_and_the_reason(end: End) -> None:
     address = _refused_address()
     end.check_link_fails(
         ClusterInfo(2, address),
@@ -93,7 +93,7 @@ def test_why_a_try_failed_is_forgotten_with_the_next_that_does_not(
     assert "the last try" not in str(error.value)
 
 
-def test_a_name_that_nobody_has(end: End) -> None:
+def test_a_host_name_that_does_not_exist(end: End) -> None:
     cluster = ClusterInfo(2, "no-such-host.invalid:26000")
     end.check_link_fails(
         cluster, LLMStatusCode.LLM_LINK_FAILED, "cluster 2 at no-such-host.*resolve: "
@@ -101,7 +101,7 @@ def test_a_name_that_nobody_has(end: End) -> None:
 
 
 class _Door:
-    """A port of this host that turns away whom it does not let in, and counts."""
+    """A port of this host that closes connections which it does not let in, and counts them."""
 
     def __init__(self) -> None:
         self.knocks = 0
@@ -225,7 +225,7 @@ def test_the_peer_cannot_reach_back(make_end: MakeEnd, end: End) -> None:
     assert (end.state(2), other.state(1)) == (None, None)
 
 
-def test_this_end_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> None:
+def test_the_initiator_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> None:
     one = make_end(3, transports=[_Unconnectable()])
     why = "transport: local: no route"
     one.check_link_fails(end.cluster, LLMStatusCode.LLM_LINK_FAILED, why)

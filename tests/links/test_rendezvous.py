@@ -132,7 +132,7 @@ def test_a_port_that_two_communicators_share_is_open_as_long_as_one_of_them(
     assert settle(one, third) is OK
 
 
-def test_who_waits_for_other_hosts_without_a_key_is_warned(make_end: MakeEnd) -> None:
+def test_waiting_for_other_hosts_without_a_key_warns(make_end: MakeEnd) -> None:
     server = {"server_id": "0.0.0.0", "device": [{"rank_id": "0"}]}
     other = {"server_id": "10.0.0.1", "device": [{"rank_id": "1"}]}
     table = json.dumps({"version": "1.2", "server_list": [server, other]})
@@ -156,7 +156,7 @@ def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
 
 
 def test_an_orderly_end_is_no_failure(make_end: MakeEnd, comm_dir: str) -> None:
-    """Who asks only now and then would take it for a link that was never made."""
+    """A caller that polls now and then would take it for a link that was never made."""
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
     first, second = (end.links.comm_link("name", {1: 0, 2: 1}) for end in (one, two))
     assert settle(one, first) is settle(two, second) is OK

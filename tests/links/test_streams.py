@@ -79,7 +79,7 @@ def test_each_link_has_a_secret_of_its_own_and_connections_while_it_is_made(
             streams.open([COUNT], DEADLINE_S)
 
 
-def test_an_end_links_from_the_address_that_its_option_says(make_end: MakeEnd) -> None:
+def test_an_engine_links_from_the_address_of_its_option(make_end: MakeEnd) -> None:
     one = make_end(1, transports=[Streaming()], listen="", tcp_source="127.0.0.5")
     other = make_end(2, transports=[Streaming()])
     one.link(other.cluster)
@@ -143,7 +143,7 @@ class Waiting(Streaming):
 
 
 class Silent(Streaming):
-    """Opens no connection, and fails when it is told to."""
+    """Opens no connection, and fails on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Silent(Streaming):
 
 
 @pytest.mark.parametrize("fails", ["dials", "accepts"])
-def test_who_waits_for_a_peer_that_fails_waits_no_longer(make_end: MakeEnd, fails: str) -> None:
+def test_the_failure_of_the_peer_ends_the_wait(make_end: MakeEnd, fails: str) -> None:
     """Its thread is not kept for the whole of the time that the link may take."""
     waiting = Waiting()
     transports = [Failing(), waiting] if fails == "dials" else [waiting, Failing()]

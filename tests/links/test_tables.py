@@ -1,4 +1,4 @@
-"""What peers know of each other's caches, and that it is true."""
+"""The cache tables that peers publish, and that they are right."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_a_freed_cache_is_gone_for_its_peer(end: End, peer: Peer) -> None:
     memory.check()
     peer.run(f"end.registry.deallocate({cache_id})")
     with refused(NOT_EXIST, "has deregistered"):
-        memory.check()  # even if this end has not been told yet
+        memory.check()  # even if the update has not come yet
     peer.run("end.registry.allocate(DESC, paged=False)")
-    assert link.cache(CacheIndex(2, cache_id + 1))  # asked for, so that all news is here
+    assert link.cache(CacheIndex(2, cache_id + 1))  # asked for, so that all updates are here
     with refused(NOT_EXIST, r"no cache with cache_id=1; it offers \[2\]"):
         link.cache(CacheIndex(2, cache_id))
 

@@ -20,7 +20,7 @@ MakeEnd = Callable[..., End]
 BEGIN = "link = end.links.get(1); link.begin(link)"
 
 
-def test_operations_of_this_end_are_waited_for(end: End, peer: Peer) -> None:
+def test_local_operations_are_waited_for(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     link = end.links.get(2)
     link.begin(link)
@@ -50,8 +50,8 @@ def test_operations_of_the_peer_are_waited_for(end: End, peer: Peer) -> None:
     assert (end.state(2), peer.state(1)) == (None, None)
 
 
-def test_operations_of_the_peer_may_take_their_time(end: End, peer: Peer) -> None:
-    """The peer waits for its own as long as this end allows, and then agrees."""
+def test_a_long_unlink_waits_for_operations_of_the_peer(end: End, peer: Peer) -> None:
+    """The peer waits for its own as long as the caller allows, and then agrees."""
     end.link(peer.cluster)
     peer.run(BEGIN)
     with ThreadPoolExecutor(1) as threads:
@@ -66,7 +66,7 @@ def test_operations_of_the_peer_may_take_their_time(end: End, peer: Peer) -> Non
     assert (end.state(2), peer.state(1)) == (None, None)
 
 
-def test_force_ends_this_end_at_once_and_the_peer_hears_of_it(end: End, peer: Peer) -> None:
+def test_force_ends_the_link_at_once_and_the_peer_learns_of_it(end: End, peer: Peer) -> None:
     peer.run("end.registry.allocate(DESC, paged=False)")
     end.link(peer.cluster)
     link = end.links.get(2)
@@ -103,7 +103,7 @@ def test_a_peer_that_is_dead(end: End, peer: Peer) -> None:
     assert end.state(2) is None
 
 
-def test_closing_tells_the_peers(end: End, peer: Peer) -> None:
+def test_closing_disconnects_the_peers(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     end.close()
     assert "cluster 1 is finalized" in peer.wait_for(1, "CLOSED")
@@ -111,7 +111,7 @@ def test_closing_tells_the_peers(end: End, peer: Peer) -> None:
         end.links.link([peer.cluster], 1000)
 
 
-def test_closing_tells_the_peers_of_an_end_that_does_not_listen(
+def test_closing_disconnects_the_peers_of_an_engine_that_does_not_listen(
     make_end: MakeEnd, peer: Peer
 ) -> None:
     end = make_end(1, listen="")
@@ -133,8 +133,8 @@ def test_a_peer_that_finalizes_and_exits_is_nothing_to_warn_of(end: End, peer: P
     assert end.links.status() == []
 
 
-def test_last_words_count_though_the_death_is_seen_first(make_peer: Callable[..., Peer]) -> None:
-    """Who was stopped meanwhile finds both at once."""
+def test_a_disconnect_counts_though_the_death_is_seen_first(make_peer: Callable[..., Peer]) -> None:
+    """An engine that was stopped meanwhile finds both at once."""
     watcher, peer = make_peer(2), make_peer(3)
     watcher.link(peer.cluster)
     watcher.stop()
@@ -202,7 +202,7 @@ def test_a_cache_that_is_waited_for_stays_while_it_is_used(make_end: MakeEnd) ->
         link.begin(link)
 
 
-def test_who_has_ended_the_link_agrees_that_it_is_unlinked(make_end: MakeEnd) -> None:
+def test_a_peer_that_has_ended_the_link_agrees_to_unlink(make_end: MakeEnd) -> None:
     """The peer's request arrives after `finalize` has begun, and before the channel is closed."""
     one, two = make_end(1), make_end(2)
     one.link(two.cluster)

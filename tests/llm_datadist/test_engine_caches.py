@@ -49,7 +49,7 @@ def test_ids_rise_with_each_attempt(manager: CacheManager) -> None:
     assert manager.register_cache(desc(), addresses(arrays)).cache_id == 4
 
 
-def test_what_a_cache_tells(manager: CacheManager) -> None:
+def test_the_attributes_of_a_cache(manager: CacheManager) -> None:
     contiguous = manager.allocate_cache(cache_desc=(it := desc()), cache_keys=[CacheKey(99, 1)])
     assert contiguous.cache_desc is it
     assert not contiguous.is_blocks_cache

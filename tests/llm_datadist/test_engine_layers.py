@@ -266,7 +266,7 @@ def test_a_task_may_be_dropped_and_asked_by_many(
     assert (found == model.expected(1)).all()
 
 
-def test_a_destination_that_cannot_be_had_is_told_and_others_go_on(
+def test_a_destination_that_cannot_be_reached_is_reported_and_others_go_on(
     manager: CacheManager, there: Destinations, slots: Cache, remote: bool
 ) -> None:
     layers = range(LAYERS)

@@ -1,4 +1,4 @@
-"""Both linking styles, between processes: codes, and who may do what when."""
+"""Both linking styles, between processes: codes, and what each role may do when."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_codes_of_linking_and_unlinking(make_peer: MakePeer, datadist: LLMDataDi
     link(datadist, one, two)
 
 
-def test_what_cannot_be_linked_is_told_beside_what_can(
+def test_results_name_what_cannot_be_linked_and_the_rest_is_linked(
     make_peer: MakePeer, datadist: LLMDataDist
 ) -> None:
     peer = make_peer(1, **REMOTE)
@@ -273,7 +273,7 @@ def test_ranks_may_be_equal_and_ids_must_be_uint64(datadist: LLMDataDist) -> Non
             call("1")  # type: ignore[arg-type]
 
 
-def test_a_peer_that_is_started_anew_is_linked_anew(
+def test_a_peer_that_is_started_again_is_linked_again(
     make_peer: MakePeer, datadist: LLMDataDist
 ) -> None:
     peer = make_peer(1, **REMOTE)

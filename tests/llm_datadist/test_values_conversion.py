@@ -209,7 +209,7 @@ def test_layers_are_tensors(src: Any, dst: Any, tensors: Any) -> None:
     ("layers", "kind"),
     [([1], TypeError), (range(0, 4, 2), LLMException), (range(-1, 2), LLMException)],
 )
-def test_layers_that_are_none_are_refused(layers: Any, kind: type[Exception]) -> None:
+def test_invalid_layers_are_refused(layers: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="dst_layer_range"):
         llm_utils.layer_range_to_tensor_indices(None, layers)
 

@@ -86,7 +86,7 @@ def test_a_dict_has_keys_values_and_elements_of_types() -> None:
             utils.check_dict("a", wrong, int, list, int)
 
 
-def test_what_a_message_shows_of_a_value_is_short() -> None:
+def test_a_message_shortens_the_value_that_it_shows() -> None:
     with pytest.raises(TypeError) as raised:
         utils.check_isinstance("a", "x" * 10_000, int)
     assert len(str(raised.value)) < 400
@@ -125,11 +125,11 @@ def test_braces_in_a_finished_text_are_data() -> None:
         statuses.raise_if_false(False, f"options = { {'a': 1} }")
 
 
-def test_a_record_names_who_logs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_names_its_logger(caplog: pytest.LogCaptureFixture) -> None:
     log.error("a %s", 1)
     log.get_logger().error("b")
     assert [(it.getMessage(), it.funcName, Path(it.pathname).name) for it in caplog.records] == [
-        (text, "test_a_record_names_who_logs", Path(__file__).name) for text in ("a 1", "b")
+        (text, "test_a_record_names_its_logger", Path(__file__).name) for text in ("a 1", "b")
     ]
 
 

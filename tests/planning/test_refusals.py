@@ -325,7 +325,7 @@ def test_a_long_value_does_not_fill_the_message() -> None:
     assert len(str(raised.value)) < 300
 
 
-def test_a_name_of_the_key_is_enough_to_tell_kinds_apart() -> None:
+def test_a_name_of_the_key_is_enough_to_distinguish_kinds() -> None:
     """The C++ interface addresses paged caches by CacheIndex too."""
     plan = plan_pull_blocks(remote(CacheIndex(1, 7), BLOCKS), BLOCKS, [0], [1])
     assert plan.kind == "B2B"

@@ -223,7 +223,7 @@ def test_a_list_for_a_shape_is_the_same_description() -> None:
 
 
 def test_the_two_names_of_an_index_are_one() -> None:
-    """A slot named through the C++ interface is found by who named it through the Python one."""
+    """A slot named through the C++ interface is found by the name given through the Python one."""
     assert {CacheIndex(1, 2): "slot"}[CacheKeyByIdAndIndex(1, 2, 0)] == "slot"
 
 

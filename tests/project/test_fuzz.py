@@ -1,4 +1,4 @@
-"""A short `make fuzz`: the parser and both ends of the transport tcp, on changed frames."""
+"""A short `make fuzz`: the parser, server and client of the transport tcp, on changed frames."""
 
 from __future__ import annotations
 

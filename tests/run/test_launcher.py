@@ -104,7 +104,7 @@ def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
         assert launched == plain
 
 
-def test_a_signal_is_the_cause_of_death_also_for_who_waits(folder: Folder) -> None:
+def test_a_signal_is_the_cause_of_death_also_for_the_waiting_parent(folder: Folder) -> None:
     folder.write("program.py", f"{HEEDS_INTERRUPTS}; signal.raise_signal(signal.SIGINT)")
     assert folder.launch("program.py").code == -signal.SIGINT
 

@@ -21,7 +21,7 @@ def pattern(seed: int, nbytes: int) -> np.ndarray:
 
 
 def serve(names: dict[str, Any]) -> None:
-    """Execute line after line, until there is none."""
+    """Execute line after line, until there are no more."""
     for line in sys.stdin:
         names["result"] = None
         try:

@@ -84,7 +84,7 @@ def test_a_name_is_a_str(choice: Any) -> None:
         make_transports(choice)
 
 
-def test_where_none_works_the_reason_is_told() -> None:
+def test_where_none_works_the_reason_is_given() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""Who a peer is, and what the system must allow: every refusal says which, and what to do."""
+"""Identity of a peer, and what the system must allow: every refusal says which, and what to do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def refusal(transport: LocalTransport, metadata: bytes) -> str:
 
 
 def refusal_in(peer: Owner, metadata: bytes) -> str:
-    """What `peer` is told when it connects with `metadata`; "" when nothing is in its way."""
+    """The error of `peer` when it connects with `metadata`; "" when it succeeds."""
     return str(
         peer.run(f"""
             from kvplan import LLMException
@@ -124,7 +124,9 @@ class TestIdentity:
         assert "has exited" in refusal(transport, metadata)
 
     @pytest.mark.parametrize("field", ["fd", "inode", "num_slots"])
-    def test_another_board(self, owner: Owner, transport: LocalTransport, field: str) -> None:
+    def test_another_generation_table(
+        self, owner: Owner, transport: LocalTransport, field: str
+    ) -> None:
         metadata = owner.metadata()
         other = json.loads(metadata)["board"][field] + 100
         message = refusal(transport, altered(metadata, **{f"board__{field}": other}))

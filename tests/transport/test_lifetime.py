@@ -95,7 +95,7 @@ class TestBefore:
         with refused(LLMStatusCode.LLM_LINK_FAILED, "closed its transport"):
             pull(link)
 
-    def test_a_board_whose_number_is_another_files(
+    def test_a_generation_table_whose_descriptor_is_another_file(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run(f"""
@@ -112,7 +112,7 @@ class TestBefore:
         with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
             pull(link)
 
-    def test_a_range_that_was_registered_anew_at_the_same_address(
+    def test_a_range_that_was_registered_again_at_the_same_address(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run("""
@@ -193,7 +193,7 @@ class TestUnmapped:
     def test_while_bytes_move_after_deregistering(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
-        """The range is gone because its owner was through with it: that is the reason to tell."""
+        """The range is gone because its owner was done with it: the error names that reason."""
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         local = np.zeros(NBYTES, dtype=np.uint8)
         with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, NBYTES / 0.2)) as slow:

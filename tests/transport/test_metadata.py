@@ -54,7 +54,7 @@ parts = st.builds(
     inode=uint64,
     after=st.integers(0, 2**62),
 )
-boards = st.builds(
+tables = st.builds(
     GenerationTableRef,
     fd=fd,
     inode=uint64,
@@ -69,7 +69,7 @@ writers = st.builds(
     address=st.integers(1, 2**64 - 1),
 )
 metadata = st.builds(
-    Metadata, identities, boards, writers, st.lists(ranges | parts, max_size=5).map(tuple)
+    Metadata, identities, tables, writers, st.lists(ranges | parts, max_size=5).map(tuple)
 )
 
 EXAMPLE = Metadata(

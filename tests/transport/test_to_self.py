@@ -93,7 +93,7 @@ class TestArenaPart:
             with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
                 kvplan.execute(self.PLAN, memory, [local])
 
-    def test_one_that_is_let_go_of_while_bytes_move_stays_mapped(
+    def test_one_that_is_released_while_bytes_move_stays_mapped(
         self, transport: LocalTransport
     ) -> None:
         arena = transport.allocate(2 * DESC.nbytes)

@@ -129,7 +129,7 @@ class TestRegistrations:
         peer.run(f"board.release{kept}")
         peer.fill()
 
-    def test_one_that_ends_meanwhile(
+    def test_one_that_ends_during_the_transfer(
         self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes
     ) -> None:
         slot = peer.take()

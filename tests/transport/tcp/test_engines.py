@@ -142,6 +142,6 @@ def test_one_engine_that_demands_encryption_is_enough(
     check_that_blocks_move(owner, user)
 
 
-def test_congestion_control_that_there_is_none_of(make_engine: MakeEngine) -> None:
+def test_a_congestion_control_that_does_not_exist(make_engine: MakeEngine) -> None:
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "tcp: congestion='none7' cannot be had"):
         make_engine(1, tcp_congestion="none7")

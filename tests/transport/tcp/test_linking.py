@@ -158,7 +158,7 @@ def test_without_connections_there_is_no_link(ends: Ends) -> None:
         ends[0].connect(PEER, timeout_ms=1000)
 
 
-def test_who_cannot_be_reached(ends: Ends) -> None:
+def test_an_unreachable_peer_is_named(ends: Ends) -> None:
     one, two = ends
     assert one.refusal(two.metadata(())) is None
     assert "is this transport itself" in str(one.refusal(one.metadata(())))
@@ -279,7 +279,7 @@ def test_a_forked_child_leaves_all_to_its_parent(ends: Ends) -> None:
     other.check()
 
 
-def test_a_transport_is_closed_beside_whatever_else_is_done_with_it() -> None:
+def test_a_transport_is_closed_while_other_threads_use_it() -> None:
     """All of which ends with the same refusal, at both ends."""
 
     def churn(transport: TcpTransport) -> None:

@@ -369,7 +369,7 @@ def test_a_descriptor_that_is_nowhere(link: TcpLink, owner: Owner, direction: st
     check_that_it_works(link, owner)
 
 
-def test_all_who_deregister_it_wait(transport: TcpTransport, owner: Owner) -> None:
+def test_all_threads_that_deregister_it_wait(transport: TcpTransport, owner: Owner) -> None:
     """Whoever of them returns, nothing of it is in flight any more."""
     memory = pattern(7, NBYTES)
     registration = transport.register(memory)

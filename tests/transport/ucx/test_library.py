@@ -15,7 +15,7 @@ from tests.support.refusals import refused
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine where there is none, whatever this one has."""
+    """A machine without UCX, whatever this one has."""
     monkeypatch.delenv(OVERRIDE)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
@@ -74,7 +74,7 @@ def test_the_override_is_the_only_place(
     assert f"looked at ${OVERRIDE} ({named or 'empty'})." in str(raised.value)
 
 
-def test_where_there_is_none_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_ucx_the_error_says_what_to_install(tmp_path: Path) -> None:
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as raised:
         find()
     message = str(raised.value)

@@ -172,7 +172,7 @@ def test_the_peer_need_not_run(owner: UcxOwner, transport: UcxTransport) -> None
     assert link.death_fd is None
 
 
-def test_who_cannot_be_reached(transport: UcxTransport, owner: UcxOwner) -> None:
+def test_an_unreachable_peer_is_named(transport: UcxTransport, owner: UcxOwner) -> None:
     assert "is this transport itself" in str(transport.refusal(transport.metadata(())))
     assert "no JSON" in str(transport.refusal(b"{"))
     assert transport.refusal(owner.metadata()) is None
@@ -185,7 +185,7 @@ def test_who_cannot_be_reached(transport: UcxTransport, owner: UcxOwner) -> None
 
 
 class TestWriters:
-    """Who ends a registration waits for those who write to it."""
+    """A deregistration waits for the writers of its range."""
 
     TIMES = 2000
     WRITE = """
@@ -345,7 +345,7 @@ class TestMaking:
             del link, it
         before.check_nothing_new()
 
-    def test_a_forked_child_of_who_uses_it_is_told_what_to_do(self) -> None:
+    def test_a_forked_child_of_a_process_that_uses_it_is_refused_with_advice(self) -> None:
         with UcxTransport(settings=SHARED_MEMORY) as parents:
             if (child := os.fork()) == 0:
                 status = 1

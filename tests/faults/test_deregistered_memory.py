@@ -9,19 +9,19 @@ from kvplan import CacheIndex, CacheKey, LinkState, LLMStatusCode, PoolConfig
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
 from tests.faults.gate import Gate
-from tests.faults.moves import link, move
 from tests.faults.outcomes import COUNT, assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
+from tests.faults.transfers import link, move
 from tests.support.refusals import refused
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-WITHDRAW = {
+DEREGISTER = {
     "allocated": "datadist.deallocate_cache(cache)",
     "registered": "datadist.unregister_cache(cache.cache_id)",
 }
 directions = pytest.mark.parametrize("direction", ["pull", "push"])
-memories = pytest.mark.parametrize("memory", WITHDRAW)
+memories = pytest.mark.parametrize("memory", DEREGISTER)
 
 
 @pytest.mark.over_tcp
@@ -41,7 +41,7 @@ def test_at_the_peer(
     link(user, peer)
     call = attempt(lambda: move(user, direction, remote, cache))
     gate.wait()
-    peer.run(WITHDRAW[memory])
+    peer.run(DEREGISTER[memory])
     gate.open()
     error = call.result(30)
     assert error is not None
@@ -93,7 +93,7 @@ def test_pages_that_are_another_cache_by_now(
 
 @memories
 @directions
-def test_at_this_end(
+def test_of_the_local_cache(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
 ) -> None:
     """What a transfer uses stays until it ends: it succeeds, and nobody else's bytes move."""
@@ -124,7 +124,7 @@ def test_at_this_end(
     user.allocate_cache(DESC)
 
 
-def test_a_cache_that_is_freed_stays_for_who_has_claimed_it(
+def test_a_cache_that_is_freed_stays_for_its_claimant(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
 ) -> None:
     user = gated(2)

@@ -1,4 +1,4 @@
-"""Parts of an arena, each registered by itself, as pools need: a peer maps the arena once."""
+"""Ranges of an arena, each registered by itself, as pools need: a peer maps the arena once."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def not_exist(memory: LocalPeerMemory) -> None:
         pulled(memory)
 
 
-def test_each_is_reached_by_the_one_mapping(pool: Pool) -> None:
+def test_all_ranges_are_reached_by_one_mapping(pool: Pool) -> None:
     inode = pool.owner.run("result = arena.inode")
     memories = [pool.part(i) for i in range(PARTS)]
     for i, memory in enumerate(memories):
@@ -148,7 +148,7 @@ def test_one_that_is_freed_fails_and_the_others_go_on(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(second), expected(1))
 
 
-def test_one_that_is_freed_and_used_anew_is_another(pool: Pool) -> None:
+def test_one_that_is_freed_and_used_again_is_another(pool: Pool) -> None:
     """The pool gives the same bytes to the next cache, which is not what was asked for."""
     old = pool.part(0)
     pool.owner.run("""
@@ -159,7 +159,7 @@ def test_one_that_is_freed_and_used_anew_is_another(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(pool.part(0)), expected(0))
 
 
-def test_one_that_takes_the_slot_of_another_is_not_it() -> None:
+def test_one_that_takes_the_slot_of_another_is_another() -> None:
     with LocalTransport(max_registrations=1) as transport:
         arena = transport.allocate(100)
         with transport.connect(transport.metadata()) as link:
@@ -259,7 +259,7 @@ def test_an_arena_that_is_offered_whole_goes_with_its_last_user(pool: Pool) -> N
     assert mappings(inode) == 0
 
 
-def test_a_pool_that_its_owner_gave_up_is_let_go_of_with_the_next(pool: Pool) -> None:
+def test_a_pool_that_its_owner_freed_is_unmapped_with_the_next(pool: Pool) -> None:
     inode = pool.owner.run("result = arena.inode")
     pool.part(0)
     assert mappings(inode) == 1
@@ -377,6 +377,6 @@ class TestMetadata:
             with refused(LLMStatusCode.LLM_PARAM_INVALID, "another transport"):
                 pool.link.memory([registration.address], 10, metadata=other.metadata())
 
-    def test_what_the_link_knows_is_not_changed_by_it(self, pool: Pool) -> None:
+    def test_the_links_own_metadata_is_not_changed_by_it(self, pool: Pool) -> None:
         pool.part(0)
         assert pool.link.metadata.ranges == ()

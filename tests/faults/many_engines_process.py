@@ -1,6 +1,6 @@
 """Many engines, each in a process of its own: forked, so that they are there at once.
 
-The argument is their number. One line tells where each listens; they live until stdin ends.
+The argument is their number. One line says where each listens; they live until stdin ends.
 """
 
 import json
@@ -12,14 +12,14 @@ from tests.faults.contents import make_cache
 from tests.support.places import CLUSTER_KEY, PEER_LISTEN
 
 
-def serve(cluster_id: int, told: int) -> None:
+def serve(cluster_id: int, output: int) -> None:
     with LlmDataDist(cluster_id, LlmRole.PROMPT) as datadist:
         datadist.initialize(
             Options(listen_ip_info=PEER_LISTEN, cluster_key_file=CLUSTER_KEY or None)
         )
         make_cache(datadist, "allocated" if cluster_id % 2 else "registered", cluster_id)
         line = json.dumps([cluster_id, datadist.listen_address, os.getpid()]) + "\n"
-        os.write(told, line.encode())
+        os.write(output, line.encode())
         sys.stdin.buffer.raw.read()  # returns when the pipe's last writer has gone
 
 
