@@ -39,8 +39,9 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 
 # The tests that need the weights of the demo's model skip with that reason where nothing fetched them.
 TESTS ?=
-unit: .venv/dev ## all tests, or those of TESTS, e.g. TESTS=tests/planning
-	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+QUICK ?=
+unit: .venv/dev ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones
+	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
 across: .venv/dev ## the whole suites of transfers and faults between two hosts, made of network namespaces
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0

@@ -223,7 +223,7 @@ def test_order_of_calls_at_the_end(ends: Ends) -> None:
 # ---- prepare ----
 
 
-@pytest.mark.parametrize("timeout_ms", [1, 1000])
+@pytest.mark.parametrize("timeout_ms", [1, pytest.param(1000, marks=pytest.mark.slow)])
 def test_peer_that_does_not_come(ends: Ends, timeout_ms: int) -> None:
     """HCCL takes whole seconds, and 0 would mean two minutes."""
     name = ends.open()

@@ -22,7 +22,6 @@ from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, ends
 
 NBYTES = 1 << 20
 NUM = 1000
-PRODUCTS = pytest.mark.parametrize("product", [A2, A950], ids=["A2", "950"])
 
 
 ends = ends_on(A2, A3, A950)
@@ -184,7 +183,9 @@ def test_range_that_the_peer_has_deregistered(
     assert report.code in (4, 507899)
 
 
-@PRODUCTS
+@pytest.mark.parametrize(
+    "product", [A2, pytest.param(A950, marks=pytest.mark.slow)], ids=["A2", "950"]
+)
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("direction", ["get", "put"])
 def test_peer_that_is_killed(

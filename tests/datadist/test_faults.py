@@ -159,6 +159,7 @@ def grown(rounds: Callable[[int], None], few: int, many: int) -> list[int]:
 
 
 @pytest.mark.over_tcp
+@pytest.mark.slow
 def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)
     assert owner.listen_address is not None

@@ -116,6 +116,7 @@ def many_engines() -> Iterator[dict[int, tuple[str, int]]]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_one_engine_is_linked_to_64_peers(
     make_engine: MakeEngine, many_engines: dict[int, tuple[str, int]]
 ) -> None:

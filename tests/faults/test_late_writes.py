@@ -162,7 +162,7 @@ def test_while_the_peer_is_killed(
         del cache, arrays
 
 
-@pytest.mark.parametrize("kind", ["arrays", "addresses"])
+@pytest.mark.parametrize("kind", [pytest.param("arrays", marks=pytest.mark.slow), "addresses"])
 def test_by_address_while_the_peer_is_stopped(
     owner: LlmDataDist, pusher: Callable[[], Peer], kind: str
 ) -> None:
@@ -222,6 +222,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str
         yield lambda: [it for it in caplog.messages if "is not used again" in it]
 
 
+@pytest.mark.slow
 def test_in_a_pool_while_the_peer_is_stopped(
     owner: LlmDataDist, pusher: Callable[[], Peer], warnings: Callable[[], list[str]]
 ) -> None:

@@ -7,6 +7,8 @@ from dataclasses import fields
 from doctest import DocTestParser
 from pathlib import Path
 
+import pytest
+
 import kvplan
 from kvplan.engine.option_rows import ROWS
 from kvplan.engine.options import Options
@@ -52,6 +54,7 @@ def test_every_call_is_in_the_guide() -> None:
     assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_readme_are_typed(tmp_path: Path) -> None:
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
