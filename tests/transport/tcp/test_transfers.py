@@ -61,7 +61,11 @@ class Owner(TcpPeer):
 
 
 @pytest.fixture(
-    params=[(1, False), (CONNECTIONS, False), (CONNECTIONS, True)],
+    params=[
+        (1, False),
+        pytest.param((CONNECTIONS, False), marks=pytest.mark.slow),
+        (CONNECTIONS, True),
+    ],
     ids=["one connection", "three", "three, encrypted"],
 )
 def transport(request: pytest.FixtureRequest) -> Iterator[TcpTransport]:
