@@ -39,8 +39,9 @@ types: .venv/dev ## mypy --strict, and the stubs against the built modules
 
 # The tests that need the weights of the demo's model skip with that reason where nothing fetched them.
 TESTS ?=
-unit: .venv/dev ## all tests, or those of TESTS, e.g. TESTS=tests/planning
-	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+QUICK ?=
+unit: .venv/dev ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones
+	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
 across: .venv/dev ## the whole suites of transfers and faults between two hosts, made of network namespaces
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0
@@ -53,13 +54,13 @@ sanitize: .venv/dev ## the native tests under AddressSanitizer and UBSan, and th
 sanitize-addresses:
 	tools/sanitize address,undefined -k 'not forked' tests/native tests/execution tests/transport \
 	  tests/project/test_native_build.py tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
-	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,endings,deregistering,unmapped,device}.py
+	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
 
 sanitize-threads:
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,layered}{,_concurrency}.py \
 	  tests/native/test_{wrappers,striped,writers}.py tests/execution \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py tests/project/test_native_build.py \
-	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{endings,deregistering,giving_up}.py
+	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{closing,deregistering,abandoned}.py
 
 # A bug takes as long as its room's tests, at most: some 15 s in planning, and minutes in the engine.
 ROOMS ?= planning execution engine links

@@ -49,7 +49,7 @@ def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """Watch the teardown of a test that failed, since its failure ended all other watches.
 
-    pytest cancels its own timeout and pytest-timeout's, for those who debug. A teardown that hangs
+    pytest cancels its own timeout and pytest-timeout's, for debugging. A teardown that hangs
     now ends its process, and pytest-xdist names the test.
     """
     if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):

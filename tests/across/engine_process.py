@@ -68,7 +68,7 @@ class Holder:
             it[:] = 0
 
     def end(self) -> None:
-        """Finalize the engine, and let go of all."""
+        """Finalize the engine, and release everything."""
         self.datadist.finalize()
         self.__dict__.clear()
 

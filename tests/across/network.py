@@ -1,4 +1,4 @@
-"""What a network does to packets, done to one end of a cable."""
+"""What a network does to packets, done to one side of a cable."""
 
 from __future__ import annotations
 

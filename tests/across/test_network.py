@@ -10,7 +10,7 @@ import pytest
 from tests.across import network
 from tests.across.conftest import MakeEngine
 from tests.across.engine import NBYTES
-from tests.across.far import far
+from tests.across.long_cable import long_cable
 from tools.namespaces import Namespace, NamespacesError
 
 DELAY_MS = 10
@@ -44,7 +44,7 @@ def distant(*hosts: Namespace) -> Iterator[None]:
         for host in hosts:
             host.shape("netem", "delay", f"{DELAY_MS}ms")
     except NamespacesError:
-        with far(*hosts, DELAY_MS / 1000):
+        with long_cable(*hosts, DELAY_MS / 1000):
             yield
     else:
         yield

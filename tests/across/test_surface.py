@@ -1,4 +1,4 @@
-"""Programs for the official package, between hosts that share nothing: told of addresses alone."""
+"""Programs for the official package, between hosts that share nothing: given addresses alone."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class SimulatedAscend:
 
     @contextmanager
     def slow_transfers(self) -> Iterator[Transfers]:
-        """Each step of a stream takes its time: the look at the peer's board comes after it."""
+        """Each step of a stream takes its time: the peer's generation table is read after it."""
         controls().set("latency_us", 100_000)
         try:
             with Transfers(1) as transfers:

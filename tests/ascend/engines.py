@@ -1,4 +1,4 @@
-"""What tests of device caches share: engines on a device, descriptions, contents, refusals."""
+"""What tests of device caches share: engines on a device, descriptions, contents."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, LlmDataDist, LLMException, LlmRole, Options, Placement
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement
 from tests.ascend.simulator import Controls
 
 ROWS, ROW = 8, 96
@@ -33,10 +32,6 @@ def contents(seed: int, of: CacheDesc = DEVICE) -> list[NDArray[Any]]:
 def same(found: list[NDArray[Any]], expected: list[NDArray[Any]]) -> bool:
     pairs = zip(found, expected, strict=True)
     return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
-
-
-def refused(match: str, status: str = "LLM_PARAM_INVALID") -> Any:
-    return pytest.raises(LLMException, match=f"(?s){match}.*{status}")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def shown(variant: str) -> dict[str, object]:
     one, two = Side(0), Side(1, registers=False)
     ours, theirs = one.fill(1), two.fill(2)
     link, _ = link_both(one, two)
-    told = {
+    report = {
         "product": one.transport._product.name,
         "version": one.transport._address.version,
         "reaches": sorted(one.transport.reaches),
@@ -38,31 +38,31 @@ def shown(variant: str) -> dict[str, object]:
     later = two.register()  # than the link
     remote = two.peer_memory(link, writable=True, metadata=two.transport.metadata())
     kvplan.execute(PULL, remote, one.memory)
-    told["pulled"] = bool((one.seen == moved(theirs, ours)).all())
+    report["pulled"] = bool((one.seen == moved(theirs, ours)).all())
     ours = one.seen.copy()
     kvplan.execute(PUSH, one.memory, remote)
-    told["pushed"] = bool((two.seen == moved(ours, theirs)).all())
+    report["pushed"] = bool((two.seen == moved(ours, theirs)).all())
     host = np.zeros((TENSORS, BLOCKS, BLOCK), np.uint8)
     theirs = two.seen.copy()
     kvplan.execute(PULL, remote, list(host))
-    told["pulled to the host"] = bool((host == moved(theirs, np.zeros_like(host))).all())
-    told["generation"] = link.connection().generation
+    report["pulled to the host"] = bool((host == moved(theirs, np.zeros_like(host))).all())
+    report["generation"] = link.connection().generation
     arena = two.transport.allocate(TENSOR)
     try:
         two.transport.register(arena)
-        told["host memory"] = "registered"
+        report["host memory"] = "registered"
     except (TypeError, LLMException) as error:
-        told["host memory"] = str(error)
+        report["host memory"] = str(error)
     two.transport.deregister(later)
     try:
         kvplan.execute(PULL, remote, one.memory)
     except LLMException as error:
-        told["deregistered"] = error.status_code.name
+        report["deregistered"] = error.status_code.name
     link.close()
     del link, _, remote, arena
     for it in (one, two):
         it.close()
-    return told
+    return report
 
 
 if __name__ == "__main__":

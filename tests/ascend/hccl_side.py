@@ -1,4 +1,4 @@
-"""One end of HCCL links in this process: a device, its transport, and memory that tests see."""
+"""One side of HCCL links in this process: a device, its transport, and memory that tests see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures and refusals of tests of the HCCL transport between two devices of this process."""
+"""Fixtures of tests of the HCCL transport between two devices of this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def two(make_side: MakeSide) -> Side:
     return make_side(1)
 
 
-def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> LLMException:
-    with pytest.raises(LLMException) as refused:
+def error_of(call: Callable[..., object], *arguments: Any, **named: Any) -> LLMException:
+    """The error that a call fails with, in whichever thread."""
+    with pytest.raises(LLMException) as caught:
         call(*arguments, **named)
-    return refused.value
+    return caught.value

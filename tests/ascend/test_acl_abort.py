@@ -169,7 +169,7 @@ def test_a_stream_that_can_only_be_aborted_or_only_destroyed(
     assert_goes_on(executor, case)
 
 
-def test_a_failure_is_told_before_the_deadline_that_ends_the_rest(
+def test_a_failure_is_reported_before_the_deadline_that_ends_the_rest(
     device: Device, simulator: Controls
 ) -> None:
     """One part fails at once, another hangs: the reason is the failure."""

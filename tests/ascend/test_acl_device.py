@@ -37,7 +37,7 @@ def test_the_library_is_found_once(simulator: Controls) -> None:
             assert AclLibrary.load(path) is library
 
 
-def test_what_it_has_is_told(simulator: Controls) -> None:
+def test_its_properties_are_reported(simulator: Controls) -> None:
     library = AclLibrary.load()
     assert library.version == {"8.1": "8.1.RC1"}.get(VARIANT, "8.5.0")
     newer = ("aclrtHostRegisterV2", "aclrtGetPhyDevIdByLogicDevId", "aclrtGetDeviceInfo")
@@ -82,7 +82,7 @@ def test_a_device_is_one_object_while_it_is_used(device: Device) -> None:
         device.allocate(1)
 
 
-def test_what_a_device_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_properties_of_a_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (device.id, device.soc_name) == (3, "Ascend910B1")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0, 2,4, 6")  # the system knows better
     assert device.physical_id == 3

@@ -24,7 +24,7 @@ case = between(device, controls(), "host_to_device", [100] * 5)
 executor = Executor(device.backend("host_to_device"))
 buffer = device.allocate(10)
 
-def refused(*uses):
+def refused_after_fork(*uses):
     for use in uses:
         try:
             use()
@@ -66,7 +66,7 @@ def test_a_forked_child_can_use_nothing_and_breaks_nothing(tmp_path: Path) -> No
         pinned = case.sides[0].owners[0]
         def child():
             global buffer, case, executor, device, pinned
-            refused(
+            refused_after_fork(
                 lambda: device.allocate(1),
                 lambda: device.locate(buffer.address),
                 lambda: device.write(buffer.address, bytes(10)),
@@ -97,7 +97,7 @@ def test_a_child_forked_in_the_midst_of_a_transfer(tmp_path: Path) -> None:
         task = executor.submit(case.descriptors)
         def child():
             global task
-            refused(lambda: task.wait(1), task.cancel)
+            refused_after_fork(lambda: task.wait(1), task.cancel)
             del task
             gc.collect()
         fork(child)

@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(VARIANT != "8.5", reason="this is such a process")
 @pytest.mark.parametrize("variant", [it for it in VARIANTS if it != "8.5"])
+@pytest.mark.slow
 def test_everything_with(variant: str) -> None:
     """A process loads a library once."""
     files = [HERE / "test_acl_device.py"]

@@ -11,8 +11,9 @@ import pytest
 import kvplan
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, PoolConfig
 from kvplan.device.ascend import AscendDevice
-from tests.ascend.engines import DEVICE, HOST, contents, engine_on, refused, same
+from tests.ascend.engines import DEVICE, HOST, contents, engine_on, same
 from tests.ascend.simulator import Controls, Log
+from tests.support.refusals import refused
 
 POOL = 1 << 16
 
@@ -25,7 +26,7 @@ def test_a_pool_is_one_allocation_on_the_device(simulator: Controls, sim_log: Lo
         first = min(it.tensor_addrs[0] for it in caches)
         assert all(first <= it < first + POOL for each in caches for it in each.tensor_addrs)
         assert sim_log.counts("aclrtMalloc") == {"aclrtMalloc": 1}
-        with refused("of the pool's 65536", "LLM_OUT_OF_MEMORY"):
+        with refused("LLM_OUT_OF_MEMORY", "of the pool's 65536"):
             datadist.allocate_cache(CacheDesc(1, (1, POOL), DataType.DT_INT8))
         datadist.deallocate_cache(caches.pop())
         assert datadist.allocate_cache(DEVICE)
@@ -75,12 +76,12 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 def test_a_device_that_is_full(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         simulator.add_fault("aclrtMalloc:1=207001")
-        with refused("of device 3, which has .* bytes free.*207001", "LLM_DEVICE_OUT_OF_MEMORY"):
+        with refused("LLM_DEVICE_OUT_OF_MEMORY", "of device 3, which has .* bytes free.*207001"):
             datadist.allocate_cache(DEVICE)
         assert datadist.allocate_cache(DEVICE).cache_id == 2
     simulator.add_fault("aclrtMalloc:1=207018")
     with (
-        refused("device 3", "LLM_DEVICE_OUT_OF_MEMORY"),
+        refused("LLM_DEVICE_OUT_OF_MEMORY", "device 3"),
         engine_on(simulator, mem_pool_config=PoolConfig(POOL)),
     ):
         pass
@@ -117,16 +118,18 @@ def test_what_does_not_fit_is_not_written(simulator: Controls, of: CacheDesc) ->
     good = contents(1)
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(of)
-        with refused("arrays has 2 elements; num_tensors=3"):
+        with refused("LLM_PARAM_INVALID", "arrays has 2 elements; num_tensors=3"):
             datadist.write_cache(cache, good[:2])
-        with refused(r"arrays\[2\] is of shape \(7, 96\) and uint16"):
+        with refused("LLM_PARAM_INVALID", r"arrays\[2\] is of shape \(7, 96\) and uint16"):
             datadist.write_cache(cache, [*good[:2], good[2][:7]])
-        with refused(r"arrays\[1\] .* and uint32; .* shape \(8, 96\) and uint16"):
+        with refused(
+            "LLM_PARAM_INVALID", r"arrays\[1\] .* and uint32; .* shape \(8, 96\) and uint16"
+        ):
             datadist.write_cache(cache, [good[0], good[1].astype(np.uint32), good[2]])
         with pytest.raises(TypeError, match="not str"):
             datadist.write_cache(cache, "abc")
         assert not np.any(datadist.read_cache(cache))
-        with refused("cache_id=9", "LLM_KV_CACHE_NOT_EXIST"):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=9"):
             datadist.read_cache(Cache(of, 9))
 
 
@@ -136,17 +139,17 @@ def test_what_must_not_be_written_is_not(simulator: Controls) -> None:
         for it in arrays:
             it.flags.writeable = False
         cache = datadist.register_cache(HOST, arrays)
-        with refused("writable=False"):
+        with refused("LLM_PARAM_INVALID", "writable=False"):
             datadist.write_cache(cache, contents(2))
 
 
 def test_no_array_shows_device_memory(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(DEVICE)
-        with refused("device 3, which no array.*read_cache", "LLM_FEATURE_NOT_ENABLED"):
+        with refused("LLM_FEATURE_NOT_ENABLED", "device 3, which no array.*read_cache"):
             datadist.arrays(cache)
         # An address that is taken for the host's all the same is not mapped there.
-        with refused("not mapped|not readable"):
+        with refused("LLM_PARAM_INVALID", "not mapped|not readable"):
             kvplan.execute(
                 kvplan.plan_copy_cache(DEVICE, DEVICE),
                 contents(1),
@@ -158,7 +161,7 @@ def test_a_device_error_names_the_call(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(DEVICE)
         simulator.add_fault("aclrtMemcpy:1=507054")
-        with refused("device 3 at 0x[0-9a-f]+: aclrtMemcpy: 507054", "LLM_DEVICE_MEM_ERROR"):
+        with refused("LLM_DEVICE_MEM_ERROR", "device 3 at 0x[0-9a-f]+: aclrtMemcpy: 507054"):
             datadist.read_cache(cache)
         assert not np.any(datadist.read_cache(cache))
 
@@ -190,13 +193,13 @@ class TestChoice:
     def test_asked_for_and_not_there(self, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         monkeypatch.setenv("KVPLAN_ASCEND_LIBRARY", place)
         datadist = LlmDataDist(1, LlmRole.MIX)
-        with refused(f"accelerator='ascend': no runtime.*{place}", "LLM_FEATURE_NOT_ENABLED"):
+        with refused("LLM_FEATURE_NOT_ENABLED", f"accelerator='ascend': no runtime.*{place}"):
             datadist.initialize(Options(accelerator="ascend"))
         datadist.initialize()
         datadist.finalize()
 
     def test_what_can_be_asked_for(self) -> None:
-        with refused("accelerator.*'npu' must be one of auto, none, ascend"):
+        with refused("LLM_PARAM_INVALID", "accelerator.*'npu' must be one of auto, none, ascend"):
             Options(accelerator="npu")
 
     def test_engines_share_a_device_until_the_last_has_gone(self, simulator: Controls) -> None:

@@ -18,10 +18,11 @@ from kvplan import (
     Options,
     PeerTensors,
 )
-from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, engine_on, refused, same
+from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, engine_on, same
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import link
 from tests.datadist.peer import Peer
+from tests.support.refusals import refused
 
 ALL = list(range(ROWS))
 ONE_EACH = KvCacheExtParam(tensor_num_per_layer=1)
@@ -113,7 +114,7 @@ class TestHostPeer:
             other.register_cache({OF_PEER}, held)
         """)
         device, host = datadist.allocate_cache(DEVICE), datadist.allocate_cache(HOST)
-        with refused("has registered this memory itself", "LLM_FEATURE_NOT_ENABLED"):
+        with refused("LLM_FEATURE_NOT_ENABLED", "has registered this memory itself"):
             datadist.pull_cache(CacheIndex(5, 1), device)
         datadist.pull_cache(CacheIndex(5, 1, 3), host, 1)
         datadist.copy_cache(host, device, 1, 1)
@@ -158,7 +159,7 @@ class TestHostPeerOverTcp:
 
 
 class TestDevicePeer:
-    """Over a transport that does not reach its device it is told why, and all else works."""
+    """Over a transport that does not reach its device the error says why, and all else works."""
 
     def test_its_device_caches_are_known_and_not_reached(
         self, on_device: LlmDataDist, datadist: LlmDataDist
@@ -167,11 +168,11 @@ class TestDevicePeer:
         cache = datadist.allocate_blocks_cache(DEVICE)
         why = "cache 1 of cluster 1 is in device memory, which transport local does not reach"
         for key in (BlocksCacheKey(1), CacheIndex(1, 1)):
-            with refused(why, "LLM_FEATURE_NOT_ENABLED"):
+            with refused("LLM_FEATURE_NOT_ENABLED", why):
                 datadist.pull_blocks(key, cache, [0], [1])
-            with refused(why, "LLM_FEATURE_NOT_ENABLED"):
+            with refused("LLM_FEATURE_NOT_ENABLED", why):
                 datadist.push_blocks(cache, key, [0], [1])
-        with refused(why, "LLM_FEATURE_NOT_ENABLED"):
+        with refused("LLM_FEATURE_NOT_ENABLED", why):
             datadist.push_layers(
                 cache,
                 PeerTensors(1, there.tensor_addrs),
@@ -186,7 +187,7 @@ class TestDevicePeer:
         on_device.allocate_cache(DEVICE, [CacheKey(1, req_id=7)])
         cache = datadist.allocate_cache(DEVICE)
         for _ in range(2):
-            with refused("does not reach", "LLM_FEATURE_NOT_ENABLED"):
+            with refused("LLM_FEATURE_NOT_ENABLED", "does not reach"):
                 datadist.pull_cache(CacheKey(1, req_id=7), cache)
 
     @pytest.mark.parametrize("registered", [False, True])
@@ -207,15 +208,15 @@ class TestDevicePeer:
         assert same(on_device.read_cache(theirs), contents(2))
 
 
-def test_peers_are_told_what_was_mapped_anew(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
+def test_what_was_mapped_again_is_published(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
     assert datadist.device is not None
     buffer = datadist.device.allocate(DEVICE.nbytes)
     addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]
     cache = datadist.register_cache(DEVICE, addresses)
     datadist.remap_registered_memory([(buffer.address, DEVICE.nbytes)])
     assert datadist.read_cache(cache)
-    with refused("the byte at .* is in none of the 1 registered cache"):
+    with refused("LLM_PARAM_INVALID", "the byte at .* is in none of the 1 registered cache"):
         datadist.remap_registered_memory([(buffer.address, DEVICE.nbytes + 1)])
     del buffer
-    with refused("cache 1: "):
+    with refused("LLM_PARAM_INVALID", "cache 1: "):
         datadist.remap_registered_memory([(addresses[0], 1)])

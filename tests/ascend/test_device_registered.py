@@ -11,18 +11,9 @@ import pytest
 
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, Placement
 from kvplan.device.ascend import AscendDevice
-from tests.ascend.engines import (
-    DEVICE,
-    HOST,
-    NUM_TENSORS,
-    ROWS,
-    contents,
-    desc,
-    engine_on,
-    refused,
-    same,
-)
+from tests.ascend.engines import DEVICE, HOST, NUM_TENSORS, ROWS, contents, desc, engine_on, same
 from tests.ascend.simulator import Controls
+from tests.support.refusals import refused
 
 Allocate = Callable[..., list[int]]
 
@@ -85,49 +76,57 @@ def test_memory_that_is_freed_is_found_gone(allocate: Allocate, datadist: LlmDat
     ad_hoc = Cache(DEVICE, tensor_addrs=tuple(addresses))
     registered = datadist.register_cache(DEVICE, addresses)
     allocate.free()  # type: ignore[attr-defined]
-    with refused("tensor 0|address"):
+    with refused("LLM_PARAM_INVALID", "tensor 0|address"):
         datadist.read_cache(ad_hoc)
-    with refused("tensor 0|address"):
+    with refused("LLM_PARAM_INVALID", "tensor 0|address"):
         datadist.copy_cache(ad_hoc, ad_hoc, 0, 1)
     # A registered cache is the program's word; the device knows better.
-    with refused("aclrtMemcpy", "LLM_"):
+    with refused("LLM_PARAM_INVALID", "aclrtMemcpy"):
         datadist.read_cache(registered)
 
 
 class TestRefused:
     def test_host_memory_as_the_devices(self, datadist: LlmDataDist) -> None:
         arrays = contents(1)
-        with refused("tensor 0 has 1536 bytes at 0x.*is host memory.*not of device 3.*accelerator"):
+        with refused(
+            "LLM_PARAM_INVALID",
+            "tensor 0 has 1536 bytes at 0x.*is host memory.*not of device 3.*accelerator",
+        ):
             datadist.register_cache(DEVICE, [it.ctypes.data for it in arrays])
-        with refused(r"tensors\[0\] is a ndarray; .*addresses on device 3.*placement=HOST"):
+        with refused(
+            "LLM_PARAM_INVALID",
+            r"tensors\[0\] is a ndarray; .*addresses on device 3.*placement=HOST",
+        ):
             datadist.register_cache(DEVICE, arrays)
         pinned = datadist.allocate_cache(HOST)
-        with refused("is pinned host memory"):
+        with refused("LLM_PARAM_INVALID", "is pinned host memory"):
             datadist.register_cache(DEVICE, pinned.tensor_addrs)
-        with refused("is host memory"):
+        with refused("LLM_PARAM_INVALID", "is host memory"):
             datadist.copy_cache(Cache(DEVICE, -1, tuple(it.ctypes.data for it in arrays)), pinned)
 
     def test_device_memory_as_the_hosts(self, allocate: Allocate, datadist: LlmDataDist) -> None:
         addresses = allocate()
-        with refused("tensor 0 at 0x.*memory of device 3, and not of the host"):
+        with refused(
+            "LLM_PARAM_INVALID", "tensor 0 at 0x.*memory of device 3, and not of the host"
+        ):
             datadist.register_cache(HOST, addresses)
-        with refused("and not of the host"):
+        with refused("LLM_PARAM_INVALID", "and not of the host"):
             datadist.read_cache(Cache(HOST, -1, tuple(addresses)))
 
     def test_memory_of_another_device(self, allocate: Allocate, datadist: LlmDataDist) -> None:
-        with refused(r"memory of another device \(5\), and not of device 3"):
+        with refused("LLM_PARAM_INVALID", r"memory of another device \(5\), and not of device 3"):
             datadist.register_cache(DEVICE, allocate(device_id=5))
 
     def test_a_range_that_ends_elsewhere(self, allocate: Allocate, datadist: LlmDataDist) -> None:
         addresses = allocate()
         beyond = CacheDesc(NUM_TENSORS, (1 << 20,), DataType.DT_INT64)
-        with refused("tensor 0|address"):
+        with refused("LLM_PARAM_INVALID", "tensor 0|address"):
             datadist.register_cache(beyond, addresses)
 
     def test_no_address(self, datadist: LlmDataDist) -> None:
-        with refused(r"tensors\[1\]=0"):
+        with refused("LLM_PARAM_INVALID", r"tensors\[1\]=0"):
             datadist.register_cache(DEVICE, [1, 0, 2])
-        with refused("tensor 0|address"):
+        with refused("LLM_PARAM_INVALID", "tensor 0|address"):
             datadist.register_cache(DEVICE, [1 << 40, 2 << 40, 3 << 40])
         assert datadist.caches() == []
 
@@ -135,9 +134,9 @@ class TestRefused:
 def test_a_read_only_cache_is_not_written(allocate: Allocate, datadist: LlmDataDist) -> None:
     registry = datadist._running().registry
     cache = registry.register(DEVICE, allocate(), paged=False, writable=False).cache
-    with refused("read-only"):
+    with refused("LLM_PARAM_INVALID", "read-only"):
         datadist.copy_cache(cache, cache, 0, 1)
-    with refused("writable=False"):
+    with refused("LLM_PARAM_INVALID", "writable=False"):
         datadist.write_cache(cache, contents(1))
 
 

@@ -22,6 +22,7 @@ from kvplan import (
 from tests.ascend.simulator import Controls
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.peer import Peer
+from tests.support.refusals import refused
 
 # Two layers of 300 blocks: 600 descriptors are three batches of HCCL.
 NUM_BLOCKS = 600
@@ -56,13 +57,6 @@ def push(user: LlmDataDist, cache: Cache, there: CacheIndex) -> Pushed:
         user.push_blocks(cache, there, MINE, THEIRS, timeout_ms=timeout_ms)
 
     return push
-
-
-def failed(call: Callable[[], object], status: LLMStatusCode) -> LLMException:
-    with pytest.raises(LLMException) as caught:
-        call()
-    assert caught.value.status_code is status, caught.value
-    return caught.value
 
 
 def at_the_peer(peer: Peer) -> NDArray[Any]:
@@ -105,11 +99,12 @@ def test_a_batch_that_is_refused(
     batch: int, code: int, status: LLMStatusCode,
 ) -> None:  # fmt: skip
     simulator.add_fault(f"HcclBatchPut:{batch}={code}")
-    error = failed(push, status)
-    assert "HcclBatchPut" in str(error)
-    assert str(code) in str(error)
+    with refused(status) as error:
+        push()
+    assert "HcclBatchPut" in str(error.value)
+    assert str(code) in str(error.value)
     assert simulator.faults_left() == 0
-    assert_arrived(user, cache, peer, error)
+    assert_arrived(user, cache, peer, error.value)
     push()
     assert_arrived(user, cache, peer)
 
@@ -128,9 +123,10 @@ def test_an_error_that_only_shows_when_it_is_waited_for(
     code: int, status: LLMStatusCode,
 ) -> None:  # fmt: skip
     simulator.add_fault(f"HcclBatchPut:2=sync:{code}")
-    error = failed(push, status)
-    assert str(code) in str(error)
-    assert_arrived(user, cache, peer, error)
+    with refused(status) as error:
+        push()
+    assert str(code) in str(error.value)
+    assert_arrived(user, cache, peer, error.value)
     push()
     assert_arrived(user, cache, peer)
 
@@ -140,8 +136,9 @@ def test_a_transfer_that_hangs_ends_at_its_deadline(
 ) -> None:
     for batch in (1, 3):
         simulator.add_fault(f"HcclBatchPut:{batch}=hang")
-        error = failed(lambda: push(SOON_MS), S.LLM_TIMEOUT)
-        assert_arrived(user, cache, peer, error)
+        with refused(S.LLM_TIMEOUT) as error:
+            push(SOON_MS)
+        assert_arrived(user, cache, peer, error.value)
         push()
         assert_arrived(user, cache, peer)
 
@@ -150,8 +147,9 @@ def test_half_a_batch_is_no_success(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed
 ) -> None:
     simulator.add_fault("HcclBatchPut:2=partial:4")
-    error = failed(push, S.LLM_FAILED)
-    assert assert_arrived(user, cache, peer, error) < 2 * len(MINE)
+    with refused(S.LLM_FAILED) as error:
+        push()
+    assert assert_arrived(user, cache, peer, error.value) < 2 * len(MINE)
     push()
     assert_arrived(user, cache, peer)
 
@@ -161,8 +159,9 @@ def test_a_check_that_fails_is_no_success(
 ) -> None:
     """The get after a push, of the words that say whether the memory is still registered."""
     simulator.add_fault("HcclBatchGet:1=4")
-    error = failed(push, S.LLM_FAILED)
-    assert assert_arrived(user, cache, peer, error) == 0
+    with refused(S.LLM_FAILED) as error:
+        push()
+    assert assert_arrived(user, cache, peer, error.value) == 0
     push()
     assert_arrived(user, cache, peer)
 
@@ -173,8 +172,10 @@ def test_a_peer_that_is_killed_under_a_transfer(
     simulator.add_fault("HcclBatchPut:1=hang")
     task = user.submit_push_blocks(cache, there, MINE, THEIRS)
     peer.kill()
-    failed(task.wait, S.LLM_LINK_FAILED)
-    failed(lambda: user.push_blocks(cache, there, MINE, THEIRS), S.LLM_LINK_FAILED)
+    with refused(S.LLM_LINK_FAILED):
+        task.wait()
+    with refused(S.LLM_LINK_FAILED):
+        user.push_blocks(cache, there, MINE, THEIRS)
 
 
 ON_HOST = CacheDesc(2, (NUM_BLOCKS, 16), DataType.DT_INT32, Placement.HOST)
@@ -198,8 +199,9 @@ def test_a_copy_of_the_device_that_fails(
     for array in engine.arrays(device):
         array[:] = 5
     simulator.add_fault(fault)
-    error = failed(lambda: engine.swap_blocks(device, host, TO_HOST), status)
-    assert fault.rpartition("=")[2].rpartition(":")[2] in str(error)
+    with refused(status) as error:
+        engine.swap_blocks(device, host, TO_HOST)
+    assert fault.rpartition("=")[2].rpartition(":")[2] in str(error.value)
     engine.swap_blocks(device, host, TO_HOST)
     assert all((it[::2] == 5).all() for it in engine.arrays(host))
 
@@ -210,10 +212,12 @@ def test_no_more_memory_on_the_device(
     simulator.set("hbm_bytes", 1 << 20)
     try:
         big = CacheDesc(1, (1 << 20,), DataType.DT_INT32)
-        error = failed(lambda: user.allocate_cache(big), S.LLM_DEVICE_OUT_OF_MEMORY)
-        assert "4194304" in str(error).replace(",", "")
+        with refused(S.LLM_DEVICE_OUT_OF_MEMORY) as error:
+            user.allocate_cache(big)
+        assert "4194304" in str(error.value).replace(",", "")
         pool = {"MemPoolConfig": '{"memory_size": 4194304}'}
-        failed(lambda: make_engine(3, **pool), S.LLM_DEVICE_OUT_OF_MEMORY)
+        with refused(S.LLM_DEVICE_OUT_OF_MEMORY):
+            make_engine(3, **pool)
     finally:
         simulator.set("hbm_bytes", 64 << 30)
     user.allocate_cache(big)
@@ -223,13 +227,15 @@ def test_a_pool_on_the_device_that_is_full(make_engine: MakeEngine) -> None:
     engine = make_engine(2, MemPoolConfig='{"memory_size": 65536}')
     engine.allocate_cache(CacheDesc(1, (65536,), DataType.DT_INT8))
     small = CacheDesc(1, (1,), DataType.DT_INT8)
-    failed(lambda: engine.allocate_cache(small), S.LLM_OUT_OF_MEMORY)
+    with refused(S.LLM_OUT_OF_MEMORY):
+        engine.allocate_cache(small)
 
 
 def test_a_stream_that_cannot_be_aborted_is_given_back_all_the_same(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed
 ) -> None:
     simulator.add_fault("HcclBatchPut:1=hang", "aclrtStreamAbort:1=507899")
-    failed(lambda: push(SOON_MS), S.LLM_TIMEOUT)
+    with refused(S.LLM_TIMEOUT):
+        push(SOON_MS)
     push()
     assert_arrived(user, cache, peer)

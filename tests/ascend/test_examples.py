@@ -19,13 +19,15 @@ KINDS = "streams events contexts device_bytes pinned registered regions comms"
 
 def assert_given_back(log: Log, processes: int) -> None:
     """Each process that used a device has ended with nothing left on it."""
-    told = [it.fields for it in log.calls("leaks")]
-    assert len({it["pid"] for it in told}) == processes
-    assert [(kind, it[kind]) for it in told for kind in KINDS.split() if it[kind]] == []
+    leaks = [it.fields for it in log.calls("leaks")]
+    assert len({it["pid"] for it in leaks}) == processes
+    assert [(kind, it[kind]) for it in leaks for kind in KINDS.split() if it[kind]] == []
     assert log.calls("violation") == []
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(it, marks=() if it == "pull" else pytest.mark.slow) for it in SHOWN]
+)
 def test_an_example(simulator: Controls, sim_log: Log, name: str) -> None:
     done = run("-m", f"examples.{name}")
     assert (done.returncode, done.stderr) == (0, "")
@@ -36,6 +38,7 @@ def test_an_example(simulator: Controls, sim_log: Log, name: str) -> None:
     assert_given_back(sim_log, {"copy_and_swap": 1, "several_peers": 4}.get(name, 2))
 
 
+@pytest.mark.slow
 def test_the_pair_for_the_official_package(simulator: Controls, sim_log: Log) -> None:
     pair = Pair(FOLDER)
     assert pair.status == (0, 0), pair.prefill + pair.decode

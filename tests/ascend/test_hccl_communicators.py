@@ -34,7 +34,7 @@ def ends(module_ends: Ends) -> Iterator[Ends]:
     assert [end.left() for end in module_ends.both] == [{}, {}]
 
 
-def refused(ends: Ends, method: str, *arguments: object, **options: object) -> RemoteError:
+def remote_error(ends: Ends, method: str, *arguments: object, **options: object) -> RemoteError:
     with pytest.raises(RemoteError) as failure:
         getattr(ends[0], method)(*arguments, **options)
     return failure.value
@@ -53,7 +53,7 @@ def begin_to_prepare(ends: Ends, name: str, timeout_ms: int) -> None:
 def test_overlap_is_refused_and_both_ranges_are_named(ends: Ends) -> None:
     address = ends[0].memory("device", NBYTES)
     ends[0].region(address)
-    failure = refused(ends, "region", address)
+    failure = remote_error(ends, "region", address)
     assert failure.kind == "ValueError"
     end = f"{address + NBYTES:#x}"
     assert failure.message == (
@@ -68,7 +68,7 @@ def test_overlap_is_refused_and_both_ranges_are_named(ends: Ends) -> None:
 @pytest.mark.parametrize("nbytes", [0, (64 << 30) + 1])
 def test_sizes_that_hccl_does_not_take(ends: Ends, nbytes: int) -> None:
     address = ends[0].memory("device", NBYTES)
-    failure = refused(ends, "region", address, nbytes=nbytes)
+    failure = remote_error(ends, "region", address, nbytes=nbytes)
     assert failure.kind == "ValueError"
     assert failure.message == (
         f"nbytes is {nbytes}; of device memory HCCL registers 1 to {64 << 30} bytes at a time"
@@ -79,7 +79,7 @@ def test_sizes_that_hccl_does_not_take(ends: Ends, nbytes: int) -> None:
 def test_region_that_is_bound_cannot_be_closed(ends: Ends) -> None:
     connection = ends.connect(NBYTES)
     address = connection.addresses[0]
-    failure = refused(ends, "deregister", address)
+    failure = remote_error(ends, "deregister", address)
     assert (failure.kind, failure.status, failure.code) == ("HcclError", KVN_INVALID, 0)
     assert failure.message.endswith("is bound to 1 communicator(s)")
     ends[0].unbind(connection.name, address)
@@ -93,7 +93,7 @@ def test_pinned_host_memory(ends: Ends) -> None:
         name = ends.open()
         address = ends[0].memory("pinned", NBYTES)
         ends[0].region(address)
-        failure = refused(ends, "bind", name, address)
+        failure = remote_error(ends, "bind", name, address)
         assert (failure.code, failure.status) == (5, KVN_UNSUPPORTED)
         assert failure.message.startswith("HcclRegisterMem: 5 (NOT_SUPPORT)")
         for end in ends.both:
@@ -124,7 +124,7 @@ def test_pinned_host_memory(ends: Ends) -> None:
     ],
 )
 def test_arguments_out_of_range(ends: Ends, options: dict[str, object], message: str) -> None:
-    failure = refused(ends, "open_with", ends.table, options)
+    failure = remote_error(ends, "open_with", ends.table, options)
     assert (failure.kind, failure.message) == ("ValueError", message)
 
 
@@ -151,13 +151,13 @@ def test_a_step_that_fails_leaves_nothing(ends: Ends, call: str) -> None:
         call = {"HcclRegisterGlobalMem": BIND_950, "HcclCommBindMem": BIND_950}.get(call, call)
     code = 15 if call.startswith("Hccl") else 207001
     ends[0].fault(f"{call}:1={code}")
-    failure = refused(ends, "open", "name", ends.table, 0)
+    failure = remote_error(ends, "open", "name", ends.table, 0)
     assert (failure.kind, failure.code) == ("HcclError", code)
     assert f"{call}: {code}" in failure.message
 
 
 def test_wrong_rank_table_has_the_vendors_text(ends: Ends) -> None:
-    failure = refused(ends, "open", "name", "{}", 0)
+    failure = remote_error(ends, "open", "name", "{}", 0)
     assert failure.kind == "HcclError"
     assert failure.message.startswith("HcclCommInitClusterInfoMemConfig: ")
     assert len(failure.message) > len("HcclCommInitClusterInfoMemConfig: 1 (PARA): ")
@@ -179,14 +179,14 @@ def test_memory_is_bound_before_prepare(ends: Ends) -> None:
     connection = ends.connect(NBYTES)
     address = ends[0].memory("device", NBYTES)
     ends[0].region(address)
-    failure = refused(ends, "bind", connection.name, address)
+    failure = remote_error(ends, "bind", connection.name, address)
     assert (failure.kind, failure.status) == ("HcclError", KVN_INVALID)
     assert failure.message == (
         f"communicator {connection.name} is ready: memory is bound before prepare"
     )
-    failure = refused(ends, "prepare", connection.name)
+    failure = remote_error(ends, "prepare", connection.name)
     assert failure.message == f"communicator {connection.name} is ready: it is prepared once"
-    failure = refused(ends, "unbind", connection.name, address)
+    failure = remote_error(ends, "unbind", connection.name, address)
     assert failure.message.endswith(f"is not bound to communicator {connection.name}")
     ends[0].deregister(address)
     ends[0].free(address)
@@ -197,7 +197,7 @@ def test_region_is_bound_once_and_not_when_closed(ends: Ends) -> None:
     name = ends.open()
     (address, other) = ends.memory(NBYTES)
     ends[0].bind(name, address)
-    assert refused(ends, "bind", name, address).message.endswith("is bound already")
+    assert remote_error(ends, "bind", name, address).message.endswith("is bound already")
     ends.take_back(name, [address, other])
 
 
@@ -224,12 +224,12 @@ def test_order_of_calls_at_the_end(ends: Ends) -> None:
 # ---- prepare ----
 
 
-@pytest.mark.parametrize("timeout_ms", [1, 1000])
+@pytest.mark.parametrize("timeout_ms", [1, pytest.param(1000, marks=pytest.mark.slow)])
 def test_peer_that_does_not_come(ends: Ends, timeout_ms: int) -> None:
     """HCCL takes whole seconds, and 0 would mean two minutes."""
     name = ends.open()
     began = time.monotonic()
-    failure = refused(ends, "prepare", name, timeout_ms)
+    failure = remote_error(ends, "prepare", name, timeout_ms)
     assert 0.9 < time.monotonic() - began < 10
     assert (failure.kind, failure.status, failure.code) == ("HcclError", KVN_TIMEOUT, 9)
     assert ends[0].ask(name, "state") == "failed"
@@ -245,7 +245,7 @@ def test_peer_that_does_not_come(ends: Ends, timeout_ms: int) -> None:
 @pytest.mark.parametrize("timeout_ms", [0, -1])
 def test_timeouts_that_cannot_be(ends: Ends, timeout_ms: int) -> None:
     name = ends.open()
-    failure = refused(ends, "prepare", name, timeout_ms)
+    failure = remote_error(ends, "prepare", name, timeout_ms)
     assert (failure.kind, failure.message) == (
         "ValueError",
         f"timeout_ms is {timeout_ms}; it must be > 0",
@@ -263,7 +263,7 @@ def test_closed_while_another_thread_prepares(ends: Ends) -> None:
     begin_to_prepare(ends, name, 1000)
     ends[0].close_only(name)
     assert ends[0].ask(name, "state") == "preparing"
-    assert refused(ends, "bind", name, addresses[0]).message == (
+    assert remote_error(ends, "bind", name, addresses[0]).message == (
         f"communicator {name} is closed: memory is bound before prepare"
     )
     good, raised = ends[0].join("prepare")

@@ -1,4 +1,4 @@
-"""Links over HCCL: how they come to be, who is refused, and what a failure leaves."""
+"""Links over HCCL: how they are made, which peers are refused, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvplan import LLMStatusCode
 from tests.ascend.hccl_side import DEADLINE_S, Side, link_both
-from tests.ascend.hccl_sides import MakeSide, refusal
+from tests.ascend.hccl_sides import MakeSide, error_of
 from tests.ascend.simulator import Controls, Log
+from tests.support.refusals import refused
 
 
 def test_a_peer_that_does_not_come(one: Side, two: Side, sim_log: Log) -> None:
     sim_log.restart()
-    error = refusal(one.transport.connect, two.transport.metadata(), timeout_ms=100)
-    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
-    assert "HcclCommPrepare: 9" in str(error)
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
+        one.transport.connect(two.transport.metadata(), timeout_ms=100)
+    assert "HcclCommPrepare: 9" in str(error.value)
     counts = sim_log.counts("HcclCommBindMem", "HcclCommUnbindMem", "HcclCommDestroy")
     assert counts["HcclCommBindMem"] == counts["HcclCommUnbindMem"] > 0
     assert counts["HcclCommDestroy"] == 1
@@ -23,7 +24,7 @@ def test_a_peer_that_does_not_come(one: Side, two: Side, sim_log: Log) -> None:
 def test_sessions_do_not_meet(one: Side, two: Side) -> None:
     with ThreadPoolExecutor(2) as threads:
         calls = [
-            threads.submit(refusal, it.transport.connect, other, timeout_ms=100, session=session)
+            threads.submit(error_of, it.transport.connect, other, timeout_ms=100, session=session)
             for it, other, session in (
                 (one, two.transport.metadata(), b"1"),
                 (two, one.transport.metadata(), b"2"),
@@ -34,13 +35,13 @@ def test_sessions_do_not_meet(one: Side, two: Side) -> None:
     link_both(one, two, session=b"1")
 
 
-def test_one_end_fails_and_the_other_is_told_in_time(
+def test_one_side_fails_and_the_other_learns_of_it_in_time(
     one: Side, two: Side, simulator: Controls
 ) -> None:
     simulator.add_fault("HcclCommBindMem:2=4")
     with ThreadPoolExecutor(2) as threads:
         calls = [
-            threads.submit(refusal, it.transport.connect, other, timeout_ms=100)
+            threads.submit(error_of, it.transport.connect, other, timeout_ms=100)
             for it, other in (
                 (one, two.transport.metadata()),
                 (two, one.transport.metadata()),
@@ -55,7 +56,7 @@ def test_one_end_fails_and_the_other_is_told_in_time(
 def test_the_transport_is_closed_while_it_connects(one: Side, two: Side) -> None:
     metadata = two.transport.metadata()
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(refusal, one.transport.connect, metadata, timeout_ms=1000)
+        call = threads.submit(error_of, one.transport.connect, metadata, timeout_ms=1000)
         while not one.transport._hccl._open:
             pass
         one.transport.close()
@@ -71,13 +72,13 @@ def test_one_device_cannot_be_both_ends(one: Side, make_side: MakeSide) -> None:
 
 
 def test_other_products_are_refused(one: Side, two: Side) -> None:
-    told = two.transport.metadata().replace(b'"product":"A2"', b'"product":"950"')
-    assert "of product 950, this one of A2" in (one.transport.refusal(told) or "")
-    error = refusal(one.transport.connect, told, timeout_ms=1)
-    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
+    metadata = two.transport.metadata().replace(b'"product":"A2"', b'"product":"950"')
+    assert "of product 950, this one of A2" in (one.transport.refusal(metadata) or "")
+    with refused(LLMStatusCode.LLM_LINK_FAILED):
+        one.transport.connect(metadata, timeout_ms=1)
 
 
 def test_bad_metadata_is_a_refusal(one: Side) -> None:
     assert "no JSON" in (one.transport.refusal(b"{") or "")
-    error = refusal(one.transport.connect, b"{", timeout_ms=1)
-    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        one.transport.connect(b"{", timeout_ms=1)

@@ -13,8 +13,9 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.metadata import Metadata
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, Side, link_both, moved
-from tests.ascend.hccl_sides import MakeSide, refusal
+from tests.ascend.hccl_sides import MakeSide
 from tests.ascend.simulator import Controls, Log
+from tests.support.refusals import refused
 
 
 def test_memory_of_the_peer_that_came_later(make_side: MakeSide, one: Side) -> None:
@@ -28,7 +29,7 @@ def test_memory_of_the_peer_that_came_later(make_side: MakeSide, one: Side) -> N
     assert link.connection().generation == back.connection().generation == 1
 
 
-def test_memory_of_this_end_that_came_later(make_side: MakeSide, two: Side) -> None:
+def test_local_memory_that_was_registered_later(make_side: MakeSide, two: Side) -> None:
     one = make_side(0, registers=False)
     ours, theirs = one.fill(1), two.fill(2)
     link, _ = link_both(one, two)
@@ -38,7 +39,7 @@ def test_memory_of_this_end_that_came_later(make_side: MakeSide, two: Side) -> N
     assert link.connection().generation == 1
 
 
-def test_the_peer_is_told_what_is_bound_and_not_what_came_meanwhile(one: Side, two: Side) -> None:
+def test_what_is_bound_is_published_and_not_what_was_registered_since(one: Side, two: Side) -> None:
     ours, numbers, kept = one.transport, [], []
 
     def own_metadata() -> Metadata:
@@ -50,10 +51,10 @@ def test_the_peer_is_told_what_is_bound_and_not_what_came_meanwhile(one: Side, t
     peer = Metadata.from_bytes(two.transport.metadata())
     table = table_of(ours._address, peer.device)
     connections = Connections(ours._hccl, peer, table, b"session", own_metadata, is_hccs=False)
-    told = Metadata.from_bytes(connections.open(0))
+    published = Metadata.from_bytes(connections.open(0))
     connections.close(LLMException("enough"))
     before, after = numbers  # for the name, and when all was bound
-    assert told.newest == before < after
+    assert published.newest == before < after
 
 
 def test_a_pool_needs_none(make_side: MakeSide) -> None:
@@ -75,9 +76,9 @@ def test_one_that_fails_leaves_the_connection_as_it_was(
     two.register()
     later = two.peer_memory(link, metadata=two.transport.metadata())
     simulator.add_fault("HcclCommInitClusterInfoMemConfig:1=4")
-    error = refusal(kvplan.execute, PULL, later, one.memory)
-    assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
-    assert "HcclCommInitClusterInfoMemConfig" in str(error)
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
+        kvplan.execute(PULL, later, one.memory)
+    assert "HcclCommInitClusterInfoMemConfig" in str(error.value)
     assert link.connection().generation == back.connection().generation == 0
     kvplan.execute(PULL, later, one.memory)
     assert link.connection().generation == 2
@@ -86,13 +87,13 @@ def test_one_that_fails_leaves_the_connection_as_it_was(
 def test_nothing_is_left_of_one_that_was_given_up_before_it_was_opened(
     one: Side, two: Side, simulator: Controls
 ) -> None:
-    """As when the peer, which failed, is faster than this end."""
+    """As when the peer, which failed, is faster than this engine."""
     link, back = link_both(one, two)
     before = simulator.left()
     link.renewable.abandon(1)
-    status = refusal(link.renewable.open, 1).status_code
-    assert status == LLMStatusCode.LLM_LINK_FAILED
-    gc.collect()  # the refusal knows what it was raised in
+    with refused(LLMStatusCode.LLM_LINK_FAILED):
+        link.renewable.open(1)
+    gc.collect()  # the error_of knows what it was raised in
     assert simulator.left() == before
     assert link.connection().generation == back.connection().generation == 0
 
@@ -116,12 +117,12 @@ def test_the_old_connection_goes_when_neither_end_uses_it(
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 2}
 
 
-def test_without_anybody_who_renews_it_says_so(make_side: MakeSide, one: Side) -> None:
+def test_without_renewals_the_error_says_so(make_side: MakeSide, one: Side) -> None:
     two = make_side(1, registers=False)
     link, _ = link_both(one, two)
     link.renewable.request_renewal = None
     two.register()
     later = two.peer_memory(link, metadata=two.transport.metadata())
-    error = refusal(kvplan.execute, PULL, later, one.memory)
-    assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    assert "nobody renews" in str(error)
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
+        kvplan.execute(PULL, later, one.memory)
+    assert "nobody renews" in str(error.value)

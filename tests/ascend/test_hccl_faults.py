@@ -22,7 +22,6 @@ from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, ends
 
 NBYTES = 1 << 20
 NUM = 1000
-PRODUCTS = pytest.mark.parametrize("product", [A2, A950], ids=["A2", "950"])
 
 
 ends = ends_on(A2, A3, A950)
@@ -149,7 +148,7 @@ def test_task_that_is_cancelled(connection: Connection) -> None:
 
 @pytest.fixture
 def deregistered(ends: Ends) -> Iterator[tuple[Connection, list[int]]]:
-    """A connection whose peer has taken its memory back, and the peer's board, which says so."""
+    """A connection whose peer has deregistered its memory, and the peer's generation table."""
     connection, board = ends.connect(NBYTES), ends.memory(4096)
     connection.close_communicator()
     connection.name = ends.open()
@@ -184,7 +183,9 @@ def test_range_that_the_peer_has_deregistered(
     assert report.code in (4, 507899)
 
 
-@PRODUCTS
+@pytest.mark.parametrize(
+    "product", [A2, pytest.param(A950, marks=pytest.mark.slow)], ids=["A2", "950"]
+)
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("direction", ["get", "put"])
 def test_peer_that_is_killed(

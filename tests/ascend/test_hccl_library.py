@@ -25,10 +25,10 @@ from kvnative._hccl import HcclError, HcclLibrary
 acl = AclLibrary.load(sys.argv[1])
 try:
     hccl = HcclLibrary.load(acl, *sys.argv[2:])
-    told = [hccl.path, hccl.generation, hccl.missing, HcclLibrary.load(acl) is hccl]
+    found = [hccl.path, hccl.generation, hccl.missing, HcclLibrary.load(acl) is hccl]
 except HcclError as error:
-    told = str(error)
-print(json.dumps(told))
+    found = str(error)
+print(json.dumps(found))
 """
 
 
@@ -50,7 +50,7 @@ def load(acl: str, *path: str, home: str = "/nonexistent", soc: str = A2.soc) ->
     ("variant", "file"),
     [("8.5", "libhcomm.so"), ("8.1", "libhccl.so"), ("hccl-only", "libhccl.so")],
 )
-def test_found_beside_the_acl_library(variant: str, file: str) -> None:
+def test_found_in_the_folder_of_the_acl_library(variant: str, file: str) -> None:
     lib64 = Path(build(variant)) / "lib64"
     acl = lib64 / ("libascendcl.so" if variant == "8.1" else "libacl_rt.so")
     path, generation, missing, same = load(str(acl))
@@ -65,16 +65,16 @@ def test_product_decides_how_memory_is_registered() -> None:
 
 def test_library_that_is_not_there_lists_what_was_tried(tmp_path: Path) -> None:
     home = str(build("8.5"))
-    told = load(f"{home}/lib64/libacl_rt.so", str(tmp_path / "libhcomm.so"))
-    assert told.startswith(f"no HCCL library: {tmp_path}/libhcomm.so: ")
-    told = load(f"{home}/lib64/libacl_rt.so", str(tmp_path))
-    assert told == f"no HCCL library: {tmp_path} has neither libhcomm.so nor libhccl.so"
+    found = load(f"{home}/lib64/libacl_rt.so", str(tmp_path / "libhcomm.so"))
+    assert found.startswith(f"no HCCL library: {tmp_path}/libhcomm.so: ")
+    found = load(f"{home}/lib64/libacl_rt.so", str(tmp_path))
+    assert found == f"no HCCL library: {tmp_path} has neither libhcomm.so nor libhccl.so"
 
 
 def test_library_without_one_sided_operations_says_which(tmp_path: Path) -> None:
     home = str(build("8.5"))
-    told = load(f"{home}/lib64/libacl_rt.so", f"{home}/lib64/libacl_rt.so")
-    assert told.endswith("libacl_rt.so: it lacks HcclCommInitClusterInfoMemConfig")
+    found = load(f"{home}/lib64/libacl_rt.so", f"{home}/lib64/libacl_rt.so")
+    assert found.endswith("libacl_rt.so: it lacks HcclCommInitClusterInfoMemConfig")
 
 
 @pytest.mark.parametrize(

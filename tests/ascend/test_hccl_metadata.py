@@ -1,4 +1,4 @@
-"""Metadata of the HCCL transport: what is written is read, all else is refused with a reason."""
+"""Metadata of the HCCL transport: what is before is read, all else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import LLMException, LLMStatusCode
+from kvplan import LLMStatusCode
 from kvplan.transport.hccl.addresses import DeviceAddress
 from kvplan.transport.hccl.metadata import GenerationTableRef, Metadata, Range, RegionRef
+from tests.support.refusals import refused
 
 EXAMPLE = Metadata(
     "0123456789abcdef" * 2,
@@ -43,8 +44,8 @@ def ranges(draw: st.DrawFn) -> Range:
 
 @given(st.lists(ranges(), max_size=4))
 def test_what_is_written_is_read(given: list[Range]) -> None:
-    told = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.generations, 99, tuple(given))
-    assert Metadata.from_bytes(told.to_bytes()) == told
+    before = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.generations, 99, tuple(given))
+    assert Metadata.from_bytes(before.to_bytes()) == before
 
 
 def change(edit: Callable[[Any], object]) -> bytes:
@@ -92,10 +93,9 @@ def put(*path: Any) -> Callable[[Any], object]:
     ],
 )
 def test_what_cannot_be_is_refused_and_named(edit: Callable[[Any], object], said: str) -> None:
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
         Metadata.from_bytes(change(edit))
-    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
-    assert said in str(refused.value)
+    assert said in str(caught.value)
 
 
 @given(
@@ -106,9 +106,8 @@ def test_what_cannot_be_is_refused_and_named(edit: Callable[[Any], object], said
 )
 def test_whatever_comes_is_refused_as_a_bad_parameter(document: Any) -> None:
     blob = json.dumps(document).encode()
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
         Metadata.from_bytes(blob)
-    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
 
 
 def test_what_is_no_bytes_is_a_type_error() -> None:

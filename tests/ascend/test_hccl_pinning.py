@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from kvnative._backend import NativeError
-from kvplan import LLMException, LLMStatusCode
+from kvplan import LLMStatusCode
 from kvplan.transport.hccl.regions import HeldRegion
 from tests.ascend.hccl_side import Side, link_both
 from tests.ascend.simulator import Controls, Log
+from tests.support.refusals import refused
 
 PAGE = mmap.PAGESIZE
 HELD: list[mmap.mmap] = []
@@ -35,10 +36,9 @@ def pages(number: int) -> int:
     return int(np.frombuffer(HELD[-1], np.uint8).ctypes.data)
 
 
-def refused(side: Side, start: int, nbytes: int) -> str:
-    with pytest.raises(LLMException) as caught:
+def registration_error(side: Side, start: int, nbytes: int) -> str:
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as caught:
         side.transport.register((start, nbytes))
-    assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     return str(caught.value)
 
 
@@ -49,7 +49,7 @@ def test_what_goes_beyond_a_page_that_is_pinned_is_refused_and_links_are_made(
     at = pages(4)
     one.transport.register((at + PAGE + 64, 100))
     for start, nbytes in ((64, PAGE), (PAGE + 1000, PAGE), (64, 3 * PAGE)):
-        assert "shares a page with other memory" in refused(one, at + start, nbytes)
+        assert "shares a page with other memory" in registration_error(one, at + start, nbytes)
     link_both(one, two)
 
 

@@ -34,8 +34,8 @@ def on(soc: str, variant: str, folder: Path) -> dict[str, Any]:
         text=True,
         timeout=60,
     )
-    told: dict[str, Any] = json.loads(process.stdout)
-    return told
+    report: dict[str, Any] = json.loads(process.stdout)
+    return report
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def on(soc: str, variant: str, folder: Path) -> dict[str, Any]:
 def test_products_that_register_once(
     soc: str, variant: str, product: str, version: str, tmp_path: Path
 ) -> None:
-    told = on(soc, variant, tmp_path)
-    assert told == {
+    report = on(soc, variant, tmp_path)
+    assert report == {
         "product": product,
         "version": version,
         "variant": variant,
@@ -62,18 +62,18 @@ def test_products_that_register_once(
         "pulled to the host": True,
         "generation": 1,
         "host memory": "registered",
-        "deregistered": told["deregistered"],
+        "deregistered": report["deregistered"],
         "left": {},
     }
-    assert told["deregistered"] != "LLM_SUCCESS"
+    assert report["deregistered"] != "LLM_SUCCESS"
 
 
 def test_the_product_that_registers_with_each_connection(tmp_path: Path) -> None:
-    told = on(A950, "8.5", tmp_path)
-    assert told["product"] == "950"
-    assert told["reaches"] == ["device"]
-    assert told["pulled"] is told["pushed"] is told["pulled to the host"] is True
-    assert told["generation"] == 1
-    assert "on this product (950) HCCL reaches device memory alone" in told["host memory"]
-    assert told["deregistered"] != "LLM_SUCCESS"
-    assert told["left"] == {}
+    report = on(A950, "8.5", tmp_path)
+    assert report["product"] == "950"
+    assert report["reaches"] == ["device"]
+    assert report["pulled"] is report["pushed"] is report["pulled to the host"] is True
+    assert report["generation"] == 1
+    assert "on this product (950) HCCL reaches device memory alone" in report["host memory"]
+    assert report["deregistered"] != "LLM_SUCCESS"
+    assert report["left"] == {}

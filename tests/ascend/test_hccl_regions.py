@@ -1,4 +1,4 @@
-"""However registrations overlap, HCCL is told of each byte once, and as long as it is needed."""
+"""However registrations overlap, each byte is registered with HCCL once, while it is needed."""
 
 from __future__ import annotations
 

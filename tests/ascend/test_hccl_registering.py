@@ -6,7 +6,8 @@ import kvplan
 from kvplan import LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import PULL, PUSH, Side, link_both
-from tests.ascend.hccl_sides import MakeSide, refusal
+from tests.ascend.hccl_sides import MakeSide, error_of
+from tests.support.refusals import refused
 
 
 def test_what_the_owner_deregisters_is_never_a_success(one: Side, two: Side) -> None:
@@ -16,7 +17,7 @@ def test_what_the_owner_deregisters_is_never_a_success(one: Side, two: Side) -> 
     remote = two.peer_memory(link, writable=True)
     two.transport.deregister(two.registration)
     for plan, src, dst in ((PULL, remote, one.memory), (PUSH, one.memory, remote)):
-        error = refusal(kvplan.execute, plan, src, dst)
+        error = error_of(kvplan.execute, plan, src, dst)
         assert error.status_code != LLMStatusCode.LLM_SUCCESS
         assert error.unconfirmed == ((0, plan.num_descriptors),)
 
@@ -31,12 +32,13 @@ def test_an_ended_registration_inside_a_pool_is_no_cache_any_more(
     remote = two.peer_memory(link)
     kvplan.execute(PULL, remote, one.memory)
     two.transport.deregister(part)
-    error = refusal(kvplan.execute, PULL, remote, one.memory)
-    assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        kvplan.execute(PULL, remote, one.memory)
     # The same slot and address, but another registration.
     again = two.register()
     assert again.range.slot == part.range.slot
-    assert refusal(kvplan.execute, PULL, remote, one.memory).status_code == error.status_code
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        kvplan.execute(PULL, remote, one.memory)
     kvplan.execute(
         PULL, two.peer_memory(link, metadata=two.transport.metadata([again])), one.memory
     )
@@ -50,9 +52,9 @@ def test_what_is_registered_in_parts_is_reached_in_parts(make_side: MakeSide, on
     two.transport.register(DeviceRange(buffer.address, 2 * page))
     link, _ = link_both(one, two)
     link.memory([buffer.address, buffer.address + page], page)
-    error = refusal(link.memory, [buffer.address + page // 2], page)
-    assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    assert "register the whole first" in str(error)
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
+        link.memory([buffer.address + page // 2], page)
+    assert "register the whole first" in str(error.value)
 
 
 def test_one_range_twice_ends_twice(one: Side, two: Side) -> None:
@@ -70,8 +72,8 @@ def test_one_range_twice_ends_twice(one: Side, two: Side) -> None:
 
 
 def test_another_devices_memory_is_refused(one: Side, two: Side) -> None:
-    error = refusal(one.transport.register, DeviceRange(two.buffer.address, 100))
-    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        one.transport.register(DeviceRange(two.buffer.address, 100))
 
 
 def test_read_only_memory_is_not_written(make_side: MakeSide, one: Side) -> None:
@@ -80,15 +82,15 @@ def test_read_only_memory_is_not_written(make_side: MakeSide, one: Side) -> None
         DeviceRange(two.buffer.address, two.buffer.nbytes, two.buffer), writable=False
     )
     link, _ = link_both(one, two)
-    error = refusal(two.peer_memory, link, writable=True)
-    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        two.peer_memory(link, writable=True)
 
 
-def test_all_slots_of_the_board(make_side: MakeSide) -> None:
+def test_all_slots_of_the_generation_table(make_side: MakeSide) -> None:
     side = make_side(0, max_registrations=2)
     other = side.register()
-    error = refusal(side.register)
-    assert error.status_code == LLMStatusCode.LLM_OUT_OF_MEMORY
+    with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+        side.register()
     side.transport.deregister(side.registration)
     again = side.register()
     for it in (other, again):
@@ -98,12 +100,12 @@ def test_all_slots_of_the_board(make_side: MakeSide) -> None:
 
 def test_another_transports_metadata_is_refused(one: Side, two: Side) -> None:
     link, _ = link_both(one, two)
-    error = refusal(two.peer_memory, link, metadata=one.transport.metadata())
-    assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID
-    assert "another" in str(error)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as error:
+        two.peer_memory(link, metadata=one.transport.metadata())
+    assert "another" in str(error.value)
 
 
 def test_an_address_that_is_not_registered(one: Side, two: Side) -> None:
     link, _ = link_both(one, two)
-    error = refusal(link.memory, [two.buffer.address - 1], 10)
-    assert error.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        link.memory([two.buffer.address - 1], 10)

@@ -97,7 +97,7 @@ def test_guards_are_read_after_the_last_chunk(connection: Connection) -> None:
 def test_peer_that_hangs_does_not_hold_the_deadline(
     connection: Connection, kind: str, direction: str
 ) -> None:
-    """The third of eight chunks never ends; the lane serves the next transfer."""
+    """The third of eight chunks never ends; the buffer set serves the next transfer."""
     ends = connection.ends
     local = ends[0].memory(kind, NBYTES)
     ends[0].fault("HcclBatchPut:3=hang" if direction == "put" else "HcclBatchGet:3=hang")
@@ -121,7 +121,7 @@ def test_peer_that_hangs_does_not_hold_the_deadline(
 def test_a_copy_that_hangs_does_not_hold_the_deadline(
     connection: Connection, direction: str
 ) -> None:
-    """The next one waits inside ACL, as copies of pageable memory do, for the lane's stream."""
+    """The next one waits inside ACL, as copies of pageable memory do, for the set's stream."""
     ends = connection.ends
     local = ends[0].memory("pageable", NBYTES)
     ends[0].fault("aclrtMemcpyAsync:2=hang")
@@ -168,8 +168,8 @@ def test_an_error_that_shows_when_waited_for(
     ends[0].free(local)
 
 
-def test_a_lane_at_a_time(ends: Ends) -> None:
-    """The second transfer waits for the lane; its deadline ends that, or the first one's end."""
+def test_one_transfer_at_a_time_uses_a_buffer_set(ends: Ends) -> None:
+    """The second transfer waits for the buffer set, until its deadline or the first one's end."""
     first = ends.connect(NBYTES, staging=SLOTS)
     second = ends.connect(NBYTES, staging=SLOTS)
     local = ends[0].memory("pinned", NBYTES)
@@ -224,7 +224,7 @@ def test_memory_that_a_transfer_uses_is_not_freed(connection: Connection) -> Non
 
 
 @pytest.mark.parametrize("num_refused", [1, 3])
-def test_a_lane_that_cannot_be_stopped_is_waited_for(
+def test_a_buffer_set_whose_stream_cannot_be_stopped_is_waited_for(
     connection: Connection, num_refused: int
 ) -> None:
     """The system refuses to abort the copies and to destroy their stream, a few times."""

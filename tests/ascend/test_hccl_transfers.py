@@ -104,7 +104,7 @@ def test_guards_cost_one_get(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("direction", ["get", "put"])
-def test_a_word_that_changed_unmakes_the_transfer(connection: Connection, direction: str) -> None:
+def test_a_changed_generation_fails_the_transfer(connection: Connection, direction: str) -> None:
     ends, (_, remote) = connection.ends, connection.addresses
     ends[1].write(remote, NBYTES - 8, (8).to_bytes(8, "little"))
     rows = connection.rows([4096] * 3)

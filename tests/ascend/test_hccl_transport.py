@@ -25,8 +25,9 @@ from tests.ascend.hccl_side import (
     link_both,
     moved,
 )
-from tests.ascend.hccl_sides import MakeSide, refusal
+from tests.ascend.hccl_sides import MakeSide
 from tests.ascend.simulator import Controls, Log
+from tests.support.refusals import refused
 
 
 def test_pull_and_push_between_devices(one: Side, two: Side) -> None:
@@ -87,9 +88,9 @@ def test_host_memory_of_the_peer_is_not_reached_over_hccs(one: Side, two: Side) 
     for side, arena in zip((one, two), arenas, strict=True):
         side.transport.register(arena)
     link, _ = link_both(one, two)
-    error = refusal(link.memory, [arenas[1].address], TENSOR)
-    assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    assert "HCCL does not reach over HCCS" in str(error)
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
+        link.memory([arenas[1].address], TENSOR)
+    assert "HCCL does not reach over HCCS" in str(error.value)
     for end in (one, two):  # nor is it bound: HCCL would map it for nothing
         regions = [it for it in end.transport._hccl.regions.all() if not it.on_device]
         bound = end.transport._hccl._open
@@ -145,10 +146,10 @@ def test_device_memory_that_is_not_registered_goes_through_the_staging_memory(
 def test_without_staging_memory_it_says_what_to_do(make_side: MakeSide, two: Side) -> None:
     one = make_side(0, registers=False, staging_nbytes=0)
     link, _ = link_both(one, two)
-    error = refusal(kvplan.execute, PULL, two.peer_memory(link), one.memory)
-    assert error.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    assert "device memory that is not registered with HCCL" in str(error)
-    assert "kvplan.staging_nbytes=0" in str(error)
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
+        kvplan.execute(PULL, two.peer_memory(link), one.memory)
+    assert "device memory that is not registered with HCCL" in str(error.value)
+    assert "kvplan.staging_nbytes=0" in str(error.value)
 
 
 class TestClosing:
@@ -163,11 +164,9 @@ class TestClosing:
             lambda: two.peer_memory(link),
             lambda: kvplan.execute(PULL, remote, one.memory),
         ):
-            error = refusal(call)
-            assert (str(error.args[0]), error.status_code) == (
-                "gone",
-                LLMStatusCode.LLM_LINK_FAILED,
-            )
+            with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
+                call()
+            assert error.value.args[0] == "gone"
 
     def test_a_transfer_in_flight_ends_with_the_links_reason(
         self, one: Side, two: Side, simulator: Controls
@@ -176,7 +175,7 @@ class TestClosing:
         simulator.add_fault("HcclBatchGet:1=hang")
         task = kvplan.submit(PULL, two.peer_memory(link), one.memory)
         link.close(LLMException("gone", status_code=LLMStatusCode.LLM_LINK_FAILED))
-        error = refusal(task.wait, DEADLINE_S * 1000)
-        assert "gone" in str(error)
-        assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
-        assert error.unconfirmed == ((0, PULL.num_descriptors),)
+        with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
+            task.wait(DEADLINE_S * 1000)
+        assert "gone" in str(error.value)
+        assert error.value.unconfirmed == ((0, PULL.num_descriptors),)

@@ -70,7 +70,9 @@ def test_a_push_of_all_layers_waits_once(
     user.push_blocks(cache, there, **TABLES)
     sizes = [it.fields["descriptors"] for it in sim_log.calls(PUT)]
     assert sizes == [BATCH] * 30 + [128]  # ceil(7808 / 256) calls
-    assert len(sim_log.calls(GET)) == 1  # of the words that say that nothing was withdrawn
+    assert (
+        len(sim_log.calls(GET)) == 1
+    )  # of the generations, which say that nothing was deregistered
     assert len(waits(sim_log)) == 1
     moving = sim_log.calls(PUT, GET, *COPIES)  # its last calls of linking may still come
     assert {it.pid for it in moving} == {os.getpid()}, "the peer took part in it"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.hccl.addresses import DeviceAddress, device_ip_of, table_of, why_not
 from kvplan.transport.wire import Document
+from tests.support.refusals import refused
 
 A2 = {
     "version": "1.0",
@@ -54,10 +55,9 @@ def addresses(draw: st.DrawFn) -> DeviceAddress:
 
 
 def refusal(text: str) -> str:
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
         DeviceAddress.of_local_comm_res(text)
-    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
-    return str(refused.value)
+    return str(caught.value)
 
 
 def changed(document: dict[str, Any], path: str, value: object) -> str:
@@ -175,9 +175,9 @@ def test_two_devices_of_one_host_are_one_server() -> None:
 def test_what_the_user_got_wrong_is_named(
     document: dict[str, Any], path: str, value: object, said: str
 ) -> None:
-    told = refusal(changed(document, path, value))
-    assert "llm.LocalCommRes" in told
-    assert said in told
+    message = refusal(changed(document, path, value))
+    assert "llm.LocalCommRes" in message
+    assert said in message
 
 
 def test_what_is_no_json_is_refused() -> None:
@@ -191,9 +191,8 @@ def test_one_device_cannot_be_both_ends() -> None:
 
 def test_two_hosts_need_the_addresses_of_both_devices() -> None:
     here, there = DeviceAddress("1.0", "a", "0", "1.1.1.1"), DeviceAddress("1.0", "b", "5")
-    with pytest.raises(LLMException, match=r"device_ip of the peer's device 5.*hccn.conf") as error:
+    with refused(LLMStatusCode.LLM_LINK_FAILED, r"device_ip of the peer's device 5.*hccn.conf"):
         table_of(here, there)
-    assert error.value.status_code == LLMStatusCode.LLM_LINK_FAILED
     assert "of this device 5" in (why_not(there, here) or "")
 
 
@@ -217,7 +216,7 @@ def test_in_one_super_pod_no_addresses_are_needed() -> None:
     assert "device_ip of this device 0 is not known" in (why_not(here, elsewhere) or "")
 
 
-def test_an_address_that_only_one_end_knows_is_told_by_neither() -> None:
+def test_an_address_that_only_one_side_knows_is_used_by_neither() -> None:
     here, there = DeviceAddress("1.0", "a", "0", "1.1.1.1"), DeviceAddress("1.0", "a", "1")
     assert "device_ip" not in table_of(here, there).text
 

@@ -92,7 +92,7 @@ def test_every_placement_between_two_processes(
     assert ('"aclrtStreamWaitEvent"' in log.read_text()) is bool(staged)
 
 
-def test_a_copy_that_fails_is_told(environment: dict[str, str]) -> None:
+def test_a_copy_that_fails_is_reported(environment: dict[str, str]) -> None:
     environment["KVSIM_FAULTS"] = "aclrtMemcpyBatchAsync:1=sync:507013"
     code, _, errors = outcome(environment, "copies")
     assert code == 1

@@ -29,7 +29,7 @@ CFLAGS = (
 
 
 class Library(NamedTuple):
-    """One shared object: its sources and what it needs beside it."""
+    """One shared object: its sources and what else it needs."""
 
     name: str
     prefix: str
@@ -99,7 +99,7 @@ def _digest(sources: Iterable[Path], *flags: str) -> str:
 
 
 def _build(variant: Variant, home: Path) -> None:
-    """Links in a folder beside it and then renames: running programs keep what they loaded."""
+    """Links in another folder and then renames: running programs keep what they loaded."""
     made = home / "lib64.new"
     shutil.rmtree(made, ignore_errors=True)
     for folder in (ROOT / "objects", made, home / "lib64"):

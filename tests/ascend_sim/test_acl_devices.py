@@ -1,4 +1,4 @@
-"""Devices: their numbers, attributes, primary contexts and who shares them."""
+"""Devices: their numbers, attributes, primary contexts and how they are shared."""
 
 from __future__ import annotations
 

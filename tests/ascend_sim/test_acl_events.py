@@ -89,7 +89,7 @@ def test_an_aborted_record_ends_the_wait(acl: Acl, event: int, streams: list[int
     assert acl.aclrtSynchronizeEvent(event) == ABORTED
 
 
-def test_an_abort_of_who_waits(acl: Acl, event: int, streams: list[int]) -> None:
+def test_an_abort_ends_the_wait_for_an_event(acl: Acl, event: int, streams: list[int]) -> None:
     hang(acl, event, streams[0])
     acl.ok("aclrtStreamWaitEvent", streams[1], event)
     acl.ok("aclrtStreamAbort", streams[1])

@@ -1,4 +1,4 @@
-"""Memory of devices and of the host: limits, frees, who may touch what."""
+"""Memory of devices and of the host: limits, frees, which accesses are allowed."""
 
 from __future__ import annotations
 

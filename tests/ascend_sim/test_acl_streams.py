@@ -62,7 +62,7 @@ def test_timeouts(acl: Acl, stream: int, timeout: int) -> None:
     acl.ok("aclrtSynchronizeStreamWithTimeout", stream, -1)
 
 
-def test_an_abort_drops_all_and_tells_who_waits(acl: Acl, stream: int, memory: int) -> None:
+def test_an_abort_drops_all_and_ends_every_wait(acl: Acl, stream: int, memory: int) -> None:
     acl.ok("aclrtMemset", memory, N, 1, N)
     acl.fault("aclrtMemsetAsync:1=hang")
     for value in (2, 3):

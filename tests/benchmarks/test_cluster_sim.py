@@ -35,7 +35,7 @@ def test_idle_links_cost_their_heartbeats() -> None:
     assert run.publishes_per_s() == 0
 
 
-def test_each_prompt_is_told_to_all_peers_twice() -> None:
+def test_each_prompt_is_published_to_all_peers_twice() -> None:
     run = Simulation(BY_KEY, MEASURED, seconds=400)
     assert run.publishes_per_s() == pytest.approx(2 * BY_KEY.requests_per_s, rel=0.1)
     publish_us = MEASURED.publish_us + MEASURED.publish_cache_us * BY_KEY.caches

@@ -44,11 +44,11 @@ def test_sizes_of_both_kinds_are_not_the_same_ones() -> None:
     assert all(size.tensors <= SHAPES[size.shape].tensors for size in kinds[0] | kinds[1])
 
 
-def test_what_is_foretold_holds(unmeasured: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_hold(unmeasured: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert report(unmeasured, samples(odd=1.0), every=False)
-    told = capsys.readouterr().out
-    assert f"  {line_text(TRUE)}\n" in told
-    assert "median error 0%, largest 0%" in told
+    printed = capsys.readouterr().out
+    assert f"  {line_text(TRUE)}\n" in printed
+    assert "median error 0%, largest 0%" in printed
 
 
 def test_one_size_that_takes_twice_as_long_is_found(
@@ -70,13 +70,13 @@ def test_the_costs_of_another_machine(
     line: CostLine,
     holds: bool,
 ) -> None:
-    """Slower in everything is told by a factor; too much slower, or in part, is found wrong."""
+    """Slower in everything is one factor; too much slower, or in part, is found wrong."""
     cost = TransportCost(name="local", way="mapped", lines=(line,))
     monkeypatch.setattr("benchmarks.cost_model.TRANSPORT_COSTS", {"local": cost})
     assert report("local", samples(odd=1.0), every=False) is holds
-    told = capsys.readouterr().out
-    assert "fitted costs: 11 of 11 within 30%" in told
-    assert ("kvplan's costs times 0.50: 11 of 11 within 30%; median error 0%" in told) is holds
+    printed = capsys.readouterr().out
+    assert "fitted costs: 11 of 11 within 30%" in printed
+    assert ("kvplan's costs times 0.50: 11 of 11 within 30%; median error 0%" in printed) is holds
 
 
 def test_every_measured_transport_has_costs_and_options() -> None:

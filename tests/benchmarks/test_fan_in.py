@@ -22,7 +22,7 @@ def test_four_peers_are_pulled_from_at_once() -> None:
     assert any("4 processes" in line for line in table(result))
 
 
-def test_what_is_not_as_it_must_be_is_told() -> None:
+def test_unexpected_results_are_reported() -> None:
     run = FanIn(2, SMALL, "local", bursts=1, sustained_s=1)
     pulled, kib = [100, 300], [0, 0, 0, 20_000]
     result = Result(run, Outcome(pulled=pulled, anonymous_kib=kib), peer_kib=[0, 5000])

@@ -298,7 +298,7 @@ def left(log: Path) -> set[str]:
     return {kind for line in leaks for kind in kinds if line.get(kind)}
 
 
-def test_what_every_optional_call_costs_is_told() -> None:
+def test_the_cost_of_every_missing_call_is_reported() -> None:
     header = (ROOT / "include/kvnative/acl.h").read_text()
     optional = header.split("#define KVN_ACL_OPTIONAL(X)")[1].split("typedef struct kvn_acl ")[0]
     assert set(COSTS) == set(re.findall(r"X\(\w+, (\w+),", optional))

@@ -80,7 +80,10 @@ class TestBroken:
 
     @pytest.mark.parametrize(
         ("how", "timeout_s", "reason"),
-        [("aborts", "60", "ended with SIGABRT"), ("hangs", "8", "took longer than 8 s")],
+        [
+            ("aborts", "60", "ended with SIGABRT"),
+            pytest.param("hangs", "8", "took longer than 8 s", marks=pytest.mark.slow),
+        ],
     )
     def test_one_that_ends_what_looks(
         self, tmp_path: Path, how: str, timeout_s: str, reason: str

@@ -19,7 +19,8 @@ from kvplan.control.server import Server
 from kvplan.control.zmtp import GREETING_NBYTES, UNUSED_AT, greeting
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Recorder
-from tests.control.tape import Tape
+from tests.control.recording_proxy import RecordingProxy
+from tests.support.refusals import refused
 
 KEY = ClusterKey.generate()
 
@@ -35,9 +36,8 @@ def endpoint(far_loop: ControlLoop, far: Recorder) -> Endpoint:
 
 
 def refusal(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None) -> str:
-    with pytest.raises(LLMException) as error:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         loop.run(connect(loop, endpoint, Recorder(), Keys(key), DEADLINE_S))
-    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
 
@@ -65,10 +65,10 @@ def test_a_server_without_a_key_is_not_talked_to(loop: ControlLoop, far_loop: Co
     )
 
 
-def test_who_knows_the_public_half_only_is_refused(endpoint: Endpoint, far: Recorder) -> None:
+def test_the_public_key_alone_is_refused(endpoint: Endpoint, far: Recorder) -> None:
     """The server's public key lets a client speak CURVE; the client's own key is checked too.
 
-    Even of somebody who passes on the cookie of a peer that has the key.
+    Even where it passes on the cookie of a peer that has the key.
     """
     public, secret = zmq.curve_keypair()
     between = Forger(endpoint)
@@ -90,7 +90,7 @@ def test_who_knows_the_public_half_only_is_refused(endpoint: Endpoint, far: Reco
 
 
 @pytest.mark.parametrize("unused", [bytes(31), b"\1" * 31], ids=["none", "wrong"])
-def test_who_has_no_cookie_costs_no_handshake(
+def test_a_client_without_a_cookie_costs_no_handshake(
     far_loop: ControlLoop, endpoint: Endpoint, far: Recorder, unused: bytes
 ) -> None:
     """Not even if all of it comes at once, with the first command of CURVE behind it."""
@@ -106,7 +106,7 @@ def test_who_has_no_cookie_costs_no_handshake(
     assert far.heard.empty()
 
 
-class Forger(Tape):
+class Forger(RecordingProxy):
     """Puts the cookie of a peer that has the key into the greeting of one that has not."""
 
     def passed_on(self, chunk: bytes) -> bytes:
@@ -120,17 +120,17 @@ class Forger(Tape):
 def test_a_recorded_conversation_cannot_be_said_again(
     loop: ControlLoop, endpoint: Endpoint, far: Recorder
 ) -> None:
-    tape = Tape(endpoint)
+    proxy = RecordingProxy(endpoint)
 
     async def talk() -> object:
-        channel = await connect(loop, tape.endpoint, Recorder(), Keys(KEY), DEADLINE_S)
+        channel = await connect(loop, proxy.endpoint, Recorder(), Keys(KEY), DEADLINE_S)
         answer = await channel.request(Find(12345, 0, 0), DEADLINE_S)
         channel.close("said")
         return answer
 
     assert loop.run(talk()) == Synced(1)
     assert [far.next() for _ in range(2)] == [("request", Find(12345, 0, 0)), ("lost", "said")]
-    recorded = tape.finish()
+    recorded = proxy.finish()
     assert len(recorded) > 500
     address = endpoint.host, endpoint.port
     with socket.create_connection(address, DEADLINE_S) as replay, suppress(ConnectionResetError):
@@ -141,15 +141,15 @@ def test_a_recorded_conversation_cannot_be_said_again(
 
 
 def test_what_passes_is_not_readable(loop: ControlLoop, endpoint: Endpoint) -> None:
-    tape = Tape(endpoint)
+    proxy = RecordingProxy(endpoint)
 
     async def talk() -> None:
-        channel = await connect(loop, tape.endpoint, Recorder(), Keys(KEY), DEADLINE_S)
+        channel = await connect(loop, proxy.endpoint, Recorder(), Keys(KEY), DEADLINE_S)
         await channel.request(Sync(), DEADLINE_S)
         channel.close("a secret word")
 
     loop.run(talk())
-    recorded = tape.finish()
+    recorded = proxy.finish()
     assert b"secret word" not in recorded
     assert b"Sync" not in recorded
 
@@ -194,7 +194,7 @@ class TestKeyFile:
         with pytest.raises(LLMException, match="not made by kvplan keygen"):
             ClusterKey.load(path)
 
-    def test_is_refused_when_it_is_none(self, tmp_path: Path) -> None:
+    def test_is_refused_when_it_is_not_a_key(self, tmp_path: Path) -> None:
         fifo = tmp_path / "fifo"
         os.mkfifo(fifo)
         for path, reason in {
@@ -202,6 +202,5 @@ class TestKeyFile:
             tmp_path: "no file",
             fifo: "no file",
         }.items():
-            with pytest.raises(LLMException, match=reason) as error:
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, reason):
                 ClusterKey.load(path)
-            assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID

@@ -24,6 +24,7 @@ from kvplan.control.messages import Sync, Synced
 from kvplan.control.server import Server, warn_unauthenticated
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder, call
+from tests.support.refusals import refused
 
 
 def listen(loop: ControlLoop, endpoint: str, key: ClusterKey | None = None) -> Server:
@@ -41,14 +42,13 @@ def ask(loop: ControlLoop, endpoint: Endpoint, key: ClusterKey | None = None) ->
 
 
 def refusal(loop: ControlLoop, endpoint: Endpoint, timeout_s: float = DEADLINE_S) -> str:
-    with pytest.raises(LLMException) as error:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         loop.run(connect(loop, endpoint, Recorder(), Keys(), timeout_s))
-    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
-def test_a_free_port_is_taken_and_told(loop: ControlLoop, address: str) -> None:
+def test_a_free_port_is_taken_and_reported(loop: ControlLoop, address: str) -> None:
     server = listen(loop, address)
     assert server.endpoint.port > 0
     assert ask(loop, server.endpoint) == Synced(1)
@@ -80,7 +80,7 @@ def test_the_path_of_a_dead_server_is_taken_over_and_of_a_live_one_not(
     assert ask(loop, Endpoint(path=str(path))) == Synced(1)
 
 
-def test_what_cannot_be_listened_on_is_told_with_the_systems_reason(loop: ControlLoop) -> None:
+def test_a_listen_that_fails_is_reported_with_the_reason(loop: ControlLoop) -> None:
     taken = listen(loop, "127.0.0.1:0").endpoint
     for endpoint, reason in {
         str(taken): "Address already in use",
@@ -136,7 +136,7 @@ def test_listening_for_everybody_without_a_key_is_logged(
     assert caplog.messages == ["event=listen_open endpoint=0.0.0.0:0"]
 
 
-def test_a_warning_of_strangers_is_for_the_caller() -> None:
+def test_a_warning_of_unauthenticated_clients_is_for_the_caller() -> None:
     for harmless in ("localhost:0", "[::1]:0", "ipc:///tmp/nobody", "no-such-host.invalid:0"):
         warn_unauthenticated(Endpoint.parse(harmless), stacklevel=1)
     with pytest.warns(
@@ -171,7 +171,7 @@ def test_a_listener_that_says_nothing_is_a_timeout_of_the_handshake(
     assert refusal(loop, mute[1], 0.1) == f"{mute[1]}: handshake: no answer within 100 ms"
 
 
-def test_a_listener_of_another_kind_is_told_apart(
+def test_a_listener_of_another_protocol_is_recognized(
     loop: ControlLoop, far_loop: ControlLoop, mute: tuple[socket.socket, Endpoint]
 ) -> None:
     listening, endpoint = mute
@@ -202,7 +202,7 @@ def test_giving_up_leaves_nothing_behind(
         assert time.monotonic() < deadline
 
 
-# Connects to each name that it is told, as soon as that listens, and says whether it could.
+# Connects to each name that it is given, as soon as that listens, and says whether it could.
 INTRUDER = """
 import socket, sys, time
 held = []
@@ -267,7 +267,7 @@ def intruder() -> Iterator[Intruder]:
 def test_another_process_of_the_user_does_not_get_a_connections_private_end(
     loop: ControlLoop, far_loop: ControlLoop, intruder: Intruder
 ) -> None:
-    """Its name can be read in /proc, and the first who comes is not always this process."""
+    """Its name can be read in /proc, and the first to connect is not always this process."""
     server = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), Keys()))
     call(loop, intruder.watch)
     deadline = time.monotonic() + DEADLINE_S

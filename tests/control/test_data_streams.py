@@ -33,13 +33,14 @@ from kvplan.control.pending_connections import (
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Conversation, Recorder, call
 from tests.control.flood import Flood
-from tests.control.tape import Tape
+from tests.control.recording_proxy import RecordingProxy
+from tests.support.refusals import refused
 
 GREETING_NBYTES, ANSWER_NBYTES = 64, 32
 
 
 class Link:
-    """Both ends of one link's data connections."""
+    """Both sides of one link's data connections."""
 
     def __init__(self, conversation: Conversation, challenge: bytes) -> None:
         self.challenge = challenge
@@ -88,7 +89,7 @@ def hello(
     return fields + hmac.digest(secret, b"client" + greeting + fields, "sha256")
 
 
-class Stranger:
+class UnauthenticatedClient:
     """A TCP connection to a server that has been greeted."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -110,7 +111,7 @@ class Stranger:
                 heard += chunk
         return heard
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> UnauthenticatedClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,9 +157,8 @@ def new_link(conversation: Conversation) -> Link:
 
 
 def refusal(streams: Any, *indices: int, timeout_s: float = DEADLINE_S) -> str:
-    with pytest.raises(LLMException) as error:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         streams.open(indices or [0], timeout_s)
-    assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
     return str(error.value.args[0])
 
 
@@ -235,29 +235,27 @@ def test_small_messages_leave_at_once_and_dead_peers_are_noticed(link: Link) -> 
 
 
 def test_nothing_behind_the_handshake_is_read(link: Link, conversation: Conversation) -> None:
-    with Stranger(conversation.server.endpoint) as stranger:
-        stranger.socket.sendall(hello(link.challenge, stranger.greeting) + b"what follows")
+    with UnauthenticatedClient(conversation.server.endpoint) as client:
+        client.socket.sendall(hello(link.challenge, client.greeting) + b"what follows")
         with open_one(link.far, 0) as stream:
             stream.setblocking(True)
             assert stream.recv(64) == b"what follows"
 
 
 def test_the_answer_proves_the_secret_by_the_letter(link: Link, conversation: Conversation) -> None:
-    with Stranger(conversation.server.endpoint) as stranger:
-        said = hello(link.challenge, stranger.greeting, index=7)
-        stranger.socket.sendall(said)
+    with UnauthenticatedClient(conversation.server.endpoint) as client:
+        said = hello(link.challenge, client.greeting, index=7)
+        client.socket.sendall(said)
         open_one(link.far, 7).close()
         secret = derived(link.challenge, b"kvplan data secret")
-        assert stranger.heard() == hmac.digest(
-            secret, b"server" + stranger.greeting + said, "sha256"
-        )
+        assert client.heard() == hmac.digest(secret, b"server" + client.greeting + said, "sha256")
 
 
 def test_greetings_never_repeat(conversation: Conversation) -> None:
     greetings = set()
     for _ in range(8):
-        with Stranger(conversation.server.endpoint) as stranger:
-            greetings.add(stranger.greeting[33:])
+        with UnauthenticatedClient(conversation.server.endpoint) as client:
+            greetings.add(client.greeting[33:])
     assert len(greetings) == 8
 
 
@@ -280,14 +278,14 @@ def flipped(said: bytes, bit: int) -> bytes:
     ],
     ids=["id", "greeting", "zeros", "last bit", "index", "shifted", "secret"],
 )
-def test_who_proves_nothing_is_closed_without_a_word(
+def test_an_unauthenticated_connection_is_closed_without_an_answer(
     link: Link, conversation: Conversation, forge: Any
 ) -> None:
-    refused = conversation.far_loop.refusals.count
-    with Stranger(conversation.server.endpoint) as stranger:
-        stranger.socket.sendall(forge(link, stranger.greeting))
-        assert stranger.heard() == b""
-    assert conversation.far_loop.refusals.count == refused + 1
+    refused_before = conversation.far_loop.refusals.count
+    with UnauthenticatedClient(conversation.server.endpoint) as client:
+        client.socket.sendall(forge(link, client.greeting))
+        assert client.heard() == b""
+    assert conversation.far_loop.refusals.count == refused_before + 1
     link.check(0)
 
 
@@ -295,9 +293,9 @@ def test_who_proves_nothing_is_closed_without_a_word(
 def test_other_versions_and_protocols_are_refused_at_their_first_byte(
     link: Link, conversation: Conversation, beginning: bytes
 ) -> None:
-    with Stranger(conversation.server.endpoint) as stranger:
-        stranger.socket.sendall(beginning)
-        assert stranger.heard() == b""
+    with UnauthenticatedClient(conversation.server.endpoint) as client:
+        client.socket.sendall(beginning)
+        assert client.heard() == b""
     link.check(0)
 
 
@@ -315,29 +313,29 @@ def test_an_index_is_had_once(link: Link) -> None:
 
 
 def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link) -> None:
-    tape = Tape(conversation.server.endpoint)
+    proxy = RecordingProxy(conversation.server.endpoint)
     way = DialledStreams(
-        link.challenge, socket.AF_INET, (tape.endpoint.host, tape.endpoint.port), "tape"
+        link.challenge, socket.AF_INET, (proxy.endpoint.host, proxy.endpoint.port), "proxy"
     )
     near, far = open_one(way, 0), open_one(link.far, 0)
     far.settimeout(DEADLINE_S)
     assert say(near, far) == b"data"
     near.close()
     far.close()
-    recorded = tape.finish()
+    recorded = proxy.finish()
     assert len(recorded) == 64 + len(b"data")
     again = Link(conversation, link.challenge)  # the same link, as if it were made again
     for there in (link, again, new_link(conversation)):
-        with Stranger(conversation.server.endpoint) as replay:
+        with UnauthenticatedClient(conversation.server.endpoint) as replay:
             replay.socket.sendall(recorded)
             assert replay.heard() == b""
         assert refusal(there.far, 1, timeout_s=0.0).endswith("it has not come within 0 ms")
     again.check(0)
     # And the other way round: a server that says again what the real one has said.
     with listening() as server, ThreadPoolExecutor(1) as threads:
-        played = threads.submit(play, server, bytes(tape.heard))
-        refused = DialledStreams(link.challenge, socket.AF_INET, server.getsockname(), "replayed")
-        assert refusal(refused) == (
+        played = threads.submit(play, server, bytes(proxy.heard))
+        replayed = DialledStreams(link.challenge, socket.AF_INET, server.getsockname(), "replayed")
+        assert refusal(replayed) == (
             "replayed: data connection 0: authenticate: it does not know the secret of this link"
         )
         assert len(played.result()) == 64
@@ -382,7 +380,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused(said: bytes, reason: 
         )
 
 
-def test_who_does_not_listen_is_named(link: Link) -> None:
+def test_the_peer_that_does_not_listen_is_named(link: Link) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     streams = DialledStreams(b"c" * 16, socket.AF_INET, address, "1.2.3.4:5 -> 6.7.8.9:1")
@@ -391,7 +389,7 @@ def test_who_does_not_listen_is_named(link: Link) -> None:
     )
 
 
-def test_who_waits_is_told_what_did_not_come(link: Link) -> None:
+def test_the_timeout_names_the_connections_that_did_not_come(link: Link) -> None:
     assert refusal(link.far, 4, timeout_s=0.01) == (
         f"{link.far.way}: data connection 4: accept: it has not come within 10 ms"
     )
@@ -435,14 +433,14 @@ class TestSource:
 
 
 class TestClose:
-    def test_ends_who_waits_for_a_connection(self, link: Link) -> None:
+    def test_ends_the_wait_for_a_connection(self, link: Link) -> None:
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(refusal, link.far)
             link.far.close()
             assert waiting.result().endswith("accept: the link is not being made any more")
         assert refusal(link.far).endswith("the link is not being made any more")
 
-    def test_ends_who_dials(self) -> None:
+    def test_ends_a_connect(self) -> None:
         with listening() as server, ThreadPoolExecutor(1) as threads:
             streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there")
             dialling = threads.submit(refusal, streams, timeout_s=6 * DEADLINE_S)
@@ -465,11 +463,11 @@ class TestClose:
             assert say(taken, far) == b"data"
             far.close()
 
-    def test_lets_none_come_any_more(self, link: Link) -> None:
+    def test_accepts_no_further_connection(self, link: Link) -> None:
         link.far.close()
         assert "authenticate" in refusal(link.near)
 
-    def test_of_the_server_ends_who_waits(self, loop: ControlLoop, far_loop: ControlLoop) -> None:
+    def test_of_the_server_ends_the_wait(self, loop: ControlLoop, far_loop: ControlLoop) -> None:
         conversation = Conversation(loop, far_loop, None)
         link = new_link(conversation)
         with ThreadPoolExecutor(1) as threads:
@@ -509,15 +507,15 @@ def test_a_connection_that_says_a_byte_now_and_then_is_ended_in_time(far_loop: C
 @given(data=st.data())
 def test_mutated_hellos_are_refused(conversation: Conversation, data: st.DataObject) -> None:
     link = new_link(conversation)
-    with Stranger(conversation.server.endpoint) as stranger:
-        said = bytearray(hello(link.challenge, stranger.greeting))
+    with UnauthenticatedClient(conversation.server.endpoint) as client:
+        said = bytearray(hello(link.challenge, client.greeting))
         for at, mask in data.draw(
             st.dictionaries(st.integers(0, 63), st.integers(1, 255), min_size=1, max_size=8)
         ).items():
             said[at] ^= mask
-        stranger.socket.sendall(said)
-        stranger.end()
-        assert stranger.heard() == b""
+        client.socket.sendall(said)
+        client.end()
+        assert client.heard() == b""
     link.check(0)
     link.far.close()
 
@@ -526,11 +524,11 @@ def test_mutated_hellos_are_refused(conversation: Conversation, data: st.DataObj
 @given(noise=st.binary(max_size=200), begun=st.integers(0, 40))
 def test_noise_is_refused(conversation: Conversation, noise: bytes, begun: int) -> None:
     link = new_link(conversation)
-    with Stranger(conversation.server.endpoint) as stranger:
-        said = hello(link.challenge, stranger.greeting)[:begun] + noise
-        stranger.socket.sendall(said)
-        stranger.end()
-        assert stranger.heard() == b""
+    with UnauthenticatedClient(conversation.server.endpoint) as client:
+        said = hello(link.challenge, client.greeting)[:begun] + noise
+        client.socket.sendall(said)
+        client.end()
+        assert client.heard() == b""
     link.check(0)
     link.far.close()
 
@@ -549,13 +547,13 @@ def with_room_for_32_connections(
 def test_a_connection_that_was_taken_is_not_pending_any_more(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
-    refused = far_loop.refusals.count
+    refused_before = far_loop.refusals.count
     link = new_link(with_room_for_32_connections(loop, far_loop, has_key=True))
     with ExitStack() as held:
         for index in range(40):
             for stream in link.open(index):
                 held.enter_context(stream)
-    assert far_loop.refusals.count == refused
+    assert far_loop.refusals.count == refused_before
 
 
 def test_of_connections_that_are_not_taken_there_are_few(
@@ -586,7 +584,7 @@ def test_a_connection_that_is_waited_for_is_not_pending_any_more(
         accepted = threads.submit(link.far.open, [0, 1], DEADLINE_S)
         conversation.request(Sync())  # so it has been seen, as what comes later is
         for _ in range(300):
-            held.enter_context(Stranger(endpoint))
+            held.enter_context(UnauthenticatedClient(endpoint))
         held.enter_context(open_one(link.near, 1))
         for stream in accepted.result():
             held.enter_context(stream)
@@ -601,8 +599,9 @@ def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
     endpoint = conversation.server.endpoint
     said = hello(b"c" * 16, bytes(64))[:40]
     with closing(Flood((endpoint.host, endpoint.port), "127.0.0.9", 5000, said)) as flood:
-        refused, deadline = conversation.far_loop.refusals.count, time.monotonic() + DEADLINE_S
-        while conversation.far_loop.refusals.count < refused + 50:  # until it is felt
+        refused_before = conversation.far_loop.refusals.count
+        deadline = time.monotonic() + DEADLINE_S
+        while conversation.far_loop.refusals.count < refused_before + 50:  # until it is felt
             assert time.monotonic() < deadline, "this machine cannot make so many connections"
             assert conversation.request(Sync()) == Synced(1)
         served = []

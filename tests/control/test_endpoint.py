@@ -1,7 +1,7 @@
 import pytest
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.status import LLMException
+from tests.support.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,8 @@ def test_parses_and_prints_what_users_write(text: str, endpoint: Endpoint, loopb
     ],
 )
 def test_refuses_what_is_no_endpoint_and_shows_it(text: str) -> None:
-    with pytest.raises(LLMException, match="endpoint=") as error:
+    with refused("LLM_PARAM_INVALID", "endpoint="):
         Endpoint.parse(text)
-    assert error.value.status_code.name == "LLM_PARAM_INVALID"
 
 
 def test_refuses_another_type() -> None:

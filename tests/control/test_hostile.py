@@ -41,7 +41,7 @@ class Victim:
         self.before = process.state()
 
     def peer(self) -> Peer:
-        """Somebody who connects, until `hang_up`."""
+        """A client that stays connected until `hang_up`."""
         self.peers.append(Peer(self.process.address))
         return self.peers[-1]
 

@@ -163,8 +163,8 @@ def test_a_request_cannot_be_a_reply() -> None:
 
 def test_failures_keep_their_status_and_are_never_a_success() -> None:
     error = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
-    told = Failed.of(error).exception()
-    assert (told.status_code, str(told)) == (error.status_code, str(error))
+    received = Failed.of(error).exception()
+    assert (received.status_code, str(received)) == (error.status_code, str(error))
     assert Failed(LLMStatusCode.LLM_SUCCESS, "").exception().status_code.name == "LLM_FAILED"
     assert Failed(12345, "").exception().status_code.name == "LLM_FAILED"
     assert isinstance(decode(encode(Failed.of(LLMException("x" * 100_000)))).body, Failed)

@@ -11,15 +11,16 @@ import pytest
 from kvplan.control.auth import ClusterKey, Keys, describe_user_key, user_key
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMStatusCode
 from tests.support.peer import Peer
+from tests.support.refusals import refused
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home of a user who has never used kvplan."""
+    """The home of a user that has never used kvplan."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
@@ -36,9 +37,8 @@ def file(home: Path) -> Path:
 
 
 def refusal() -> str:
-    with pytest.raises(LLMException) as error:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as error:
         user_key()
-    assert error.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     assert "or give kvplan.cluster_key_file" in str(error.value)
     return str(error.value)
 

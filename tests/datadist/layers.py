@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from kvplan import Cache, CacheDesc, DataType, LayerTask, LlmDataDist, LLMException, LLMStatusCode
+from kvplan import Cache, CacheDesc, DataType, LayerTask, LlmDataDist
 from tests.datadist.peer import Peer
 
 NUM_LAYERS = 30
@@ -51,10 +50,3 @@ def wait_until(reached: Callable[[], bool]) -> None:
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-def refused(status: LLMStatusCode, call: Callable[[], object]) -> LLMException:
-    with pytest.raises(LLMException) as caught:
-        call()
-    assert caught.value.status_code == status, caught.value
-    return caught.value

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from kvplan import (
     CacheDesc,
     CacheIndex,
     DataType,
     LlmDataDist,
-    LLMException,
     LLMStatusCode,
     RegisterMemStatus,
 )
 from tests.datadist.conftest import MakeEngine
+from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 
@@ -34,9 +32,8 @@ def test_a_pull_says_why_a_rendezvous_has_failed(make_engine: MakeEngine, tmp_pa
     comm_id = engine.link("both", {1: 0, 2: 1})
     assert settled(engine, comm_id) is RegisterMemStatus.FAILED
     mine = engine.allocate_cache(DESC)
-    with pytest.raises(LLMException, match=r"communicator 'both': .*must be 0700") as caught:
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"communicator 'both': .*must be 0700"):
         engine.pull_cache(CacheIndex(2, 1), mine)
-    assert caught.value.status_code == LLMStatusCode.LLM_NOT_YET_LINK
 
 
 def test_engines_link_by_a_common_name(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -50,6 +47,5 @@ def test_engines_link_by_a_common_name(make_engine: MakeEngine, tmp_path: Path) 
     assert (user.arrays(mine)[0][0] == 4).all()
     engine, comm_id = begun[0]
     engine.unlink(comm_id)
-    with pytest.raises(LLMException) as caught:
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK):
         engine.query_register_mem_status(comm_id)
-    assert caught.value.status_code == LLMStatusCode.LLM_NOT_YET_LINK

@@ -25,17 +25,9 @@ from kvplan import (
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine, link
-from tests.datadist.layers import (
-    NUM_LAYERS,
-    OFFER,
-    SLOTS,
-    SLOTS_THERE,
-    fill,
-    refused,
-    there,
-    wait_until,
-)
+from tests.datadist.layers import NUM_LAYERS, OFFER, SLOTS, SLOTS_THERE, fill, there, wait_until
 from tests.datadist.peer import Peer
+from tests.support.refusals import refused
 from tests.support.wrappers import delay
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -138,7 +130,8 @@ def test_closing_makes_no_layer_ready(begin: Begin) -> None:
     event.close()
     event.close()
     assert task.progress().waiting == tuple(range(3, NUM_LAYERS))
-    refused(LLMStatusCode.LLM_PARAM_INVALID, event.signal)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        event.signal()
     task.cancel()
 
 
@@ -213,7 +206,8 @@ def test_a_forked_child_has_no_part_in_it(begin: Begin) -> None:
         if (pid := os.fork()) == 0:
             code = 1
             try:
-                refused(LLMStatusCode.LLM_FAILED, event.signal)
+                with refused(LLMStatusCode.LLM_FAILED):
+                    event.signal()
                 event.close()
                 code = 0
             finally:
@@ -247,16 +241,19 @@ def test_more_descriptors_than_there_are_is_a_refusal(
 
     with LayerEvent(task) as event:
         monkeypatch.setattr(os, "eventfd", none_left)
-        error = refused(LLMStatusCode.LLM_FAILED, lambda: LayerEvent(task))
-        assert "Too many open files" in str(error)
+        with refused(LLMStatusCode.LLM_FAILED) as error:
+            LayerEvent(task)
+        assert "Too many open files" in str(error.value)
         event.signal(NUM_LAYERS)
         task.wait(30_000)
 
 
 def test_tasks_must_share_their_layers(begin: Begin) -> None:
     part, whole = begin((3, 5)), begin()
-    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: LayerEvent(part, whole))
-    refused(LLMStatusCode.LLM_PARAM_INVALID, LayerEvent)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        LayerEvent(part, whole)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        LayerEvent()
     for task in (part, whole):
         task.cancel()
 

@@ -28,12 +28,12 @@ from tests.datadist.layers import (
     SLOTS_THERE,
     fill,
     ready,
-    refused,
     there,
     wait_until,
 )
 from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
+from tests.support.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,8 @@ def test_layers_that_do_not_begin_at_0(user: LlmDataDist, peer: Peer, slots: Cac
     ext_param = KvCacheExtParam((10, 14), (20, 24))
     task = user.push_layers(slots, CacheIndex(1, SLOTS_THERE), ext_param=ext_param)
     assert task.layers == range(10, 15)
-    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: task.ready(0))
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        task.ready(0)
     ready(task)
     task.wait()
     arrived = there(peer, "cache")
@@ -263,7 +264,8 @@ def test_what_cannot_be_is_refused(
     user: LlmDataDist, slots: Cache, blocks: Cache, name: str
 ) -> None:
     status, call = REFUSALS[name]
-    refused(status, lambda: call(user, slots, blocks))
+    with refused(status):
+        call(user, slots, blocks)
     assert user.metrics()["in_flight"] == 0
     assert user.metrics()["operations"]["push_layers"]["statuses"] == {status.name: 1}
 
@@ -274,8 +276,9 @@ def test_a_missing_block_table_is_named(user: LlmDataDist, slots: Cache, blocks:
         (lambda: user.push_layers(blocks, PAGED_THERE, dst_blocks=[0]), "src_blocks"),
         (lambda: user.push_layers(slots, BlocksCacheKey(1, 5)), "dst_blocks"),
     ):
-        error = refused(INVALID, call)
-        assert f"is a paged cache; {missing} must name blocks of it" in str(error)
+        with refused(INVALID) as error:
+            call()
+        assert f"is a paged cache; {missing} must name blocks of it" in str(error.value)
 
 
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {

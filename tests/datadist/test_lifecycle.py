@@ -30,6 +30,7 @@ from kvplan import (
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.machine import Machine
 from tests.support.held import Held
+from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 DESC = CacheDesc(2, (4, 16), DataType.DT_INT8)
@@ -59,19 +60,15 @@ CALLS: dict[str, Callable[[LlmDataDist], object]] = {
 }
 
 
-def status_of(call: Callable[[], object]) -> LLMStatusCode:
-    with pytest.raises(LLMException) as caught:
-        call()
-    return caught.value.status_code
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_taken_between_initialize_and_finalize_only(name: str) -> None:
     datadist = LlmDataDist(2, LlmRole.MIX)
-    assert status_of(lambda: CALLS[name](datadist)) == LLMStatusCode.LLM_FAILED
+    with refused(LLMStatusCode.LLM_FAILED):
+        CALLS[name](datadist)
     datadist.initialize()
     datadist.finalize()
-    assert status_of(lambda: CALLS[name](datadist)) == LLMStatusCode.LLM_ENGINE_FINALIZED
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
+        CALLS[name](datadist)
 
 
 def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
@@ -87,7 +84,7 @@ def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
     assert not datadist.initialized
 
 
-def test_an_engine_begins_anew_when_it_is_initialized_again(make_engine: MakeEngine) -> None:
+def test_an_engine_that_is_initialized_again_has_no_old_state(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)
     for _ in range(2):
         assert owner.listen_address is not None
@@ -122,7 +119,7 @@ def test_nothing_is_left_behind(machine: Machine) -> None:
             owner.allocate_cache(DESC)
             user.submit_pull_cache(CacheIndex(1, 1), user.allocate_cache(DESC)).wait()
         for thread in threading.enumerate():
-            if "-worker" in thread.name:  # has been told to end, and is not waited for
+            if "-worker" in thread.name:  # is ending, and is not waited for
                 thread.join()
 
     live()  # what the process has for good: its copying threads
@@ -179,7 +176,7 @@ def test_a_call_before_initialize_names_it() -> None:
 
 
 @pytest.mark.parametrize("role", [1, LlmRole.DECODER])
-def test_a_role_in_the_place_of_the_cluster_id_is_told_the_order(role: int) -> None:
+def test_a_role_in_the_place_of_the_cluster_id_names_the_order(role: int) -> None:
     with pytest.raises(TypeError, match=r"the order is LlmDataDist\(cluster_id, role\)"):
         LlmDataDist(LlmRole.PROMPT, role)  # type: ignore[arg-type]
 

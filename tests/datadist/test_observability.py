@@ -1,4 +1,4 @@
-"""What an engine tells of itself: counters, log lines, plans."""
+"""What an engine reports: counters, log lines, plans."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from kvplan import (
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine, link
+from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
@@ -76,22 +77,19 @@ def linked(make_engine: MakeEngine, owner: LlmDataDist) -> Iterator[Linked]:
         transfers.close(cancel=True)
 
 
-def status_of(call: Callable[[], object]) -> LLMStatusCode:
-    with pytest.raises(LLMException) as caught:
-        call()
-    return caught.value.status_code
-
-
 def test_a_request_is_claimed_until_the_outcome(linked: Linked) -> None:
     first, mine = linked(held)
     second, other = linked(cluster_id=3)
     task = first.submit_pull_cache(KEY, mine)
     assert not task.done
-    assert status_of(lambda: second.pull_cache(KEY, other)) == REPEATED
+    with refused(REPEATED):
+        second.pull_cache(KEY, other)
     task.cancel()
-    assert status_of(task.wait) == LLMStatusCode.LLM_FAILED
+    with refused(LLMStatusCode.LLM_FAILED):
+        task.wait()
     second.pull_cache(KEY, other)
-    assert status_of(lambda: second.pull_cache(KEY, other)) == NOT_EXIST
+    with refused(NOT_EXIST):
+        second.pull_cache(KEY, other)
 
 
 @pytest.mark.parametrize("wrap", [None, slowed], ids=["at once", "later"])
@@ -149,15 +147,17 @@ def test_an_operation_ends_whose_error_has_no_status(linked: Linked) -> None:
 def test_a_pull_takes_no_longer_than_its_deadline(linked: Linked) -> None:
     user, mine = linked(held)
     for _ in range(2):  # the key stays
-        pulled = status_of(lambda: user.pull_cache(KEY, mine, timeout_ms=10))
-        assert pulled == LLMStatusCode.LLM_TIMEOUT
+        with refused(LLMStatusCode.LLM_TIMEOUT):
+            user.pull_cache(KEY, mine, timeout_ms=10)
 
 
 def test_the_deadline_of_remote_operations_is_an_option(linked: Linked) -> None:
     user, mine = linked(slowed, SyncKvCacheWaitTime="10")
     index = CacheIndex(1, 1)
-    assert status_of(lambda: user.pull_cache(index, mine)) == LLMStatusCode.LLM_TIMEOUT
-    assert status_of(lambda: user.push_cache(mine, index)) == LLMStatusCode.LLM_TIMEOUT
+    with refused(LLMStatusCode.LLM_TIMEOUT):
+        user.pull_cache(index, mine)
+    with refused(LLMStatusCode.LLM_TIMEOUT):
+        user.push_cache(mine, index)
     user.pull_cache(index, mine, timeout_ms=10_000)
     user.copy_cache(mine, mine, 0, 1)
 
@@ -186,7 +186,8 @@ def test_finalize_stops_what_takes_too_long(linked: Linked) -> None:
     user.finalize()
     for task in tasks:
         assert task.done
-        assert status_of(task.wait) == LLMStatusCode.LLM_FAILED
+        with refused(LLMStatusCode.LLM_FAILED):
+            task.wait()
 
 
 def test_finalize_stops_what_begins_while_it_stops_the_others(linked: Linked) -> None:
@@ -207,10 +208,12 @@ def test_finalize_stops_what_begins_while_it_stops_the_others(linked: Linked) ->
         assert planned.wait(DEADLINE_S)
         user.finalize()
         if second.exception(DEADLINE_S) is not None:
-            assert status_of(second.result) == LLMStatusCode.LLM_ENGINE_FINALIZED
+            with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
+                second.result()
             return
     assert second.result().done
-    assert status_of(second.result().wait) == LLMStatusCode.LLM_FAILED
+    with refused(LLMStatusCode.LLM_FAILED):
+        second.result().wait()
 
 
 @pytest.fixture

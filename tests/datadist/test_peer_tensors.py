@@ -8,18 +8,10 @@ import numpy as np
 import pytest
 
 from kvplan import Cache, KvCacheExtParam, LlmDataDist, LLMStatusCode, PeerTensors
-from tests.datadist.layers import (
-    BLOCKS,
-    NUM_LAYERS,
-    OFFER,
-    SLOTS,
-    fill,
-    ready,
-    refused,
-    there,
-)
+from tests.datadist.layers import BLOCKS, NUM_LAYERS, OFFER, SLOTS, fill, ready, there
 from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
+from tests.support.refusals import refused
 
 NEVER_READ_ONLY = "a device address has no flag that says read-only"
 INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -115,7 +107,7 @@ def test_memory_that_was_registered_after_linking_is_found(
 def test_memory_that_is_another_caches_by_now_is_found(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
-    """What a peer had there before, and has told, is no reason to refuse what it has now."""
+    """What a peer published there before is no reason to refuse what it has now."""
     fill(user, slots)
     code = """
         held = datadist.register_cache(slots, addresses(arrays))
@@ -127,7 +119,8 @@ def test_memory_that_is_another_caches_by_now_is_found(
         push(user, slots, target, src_batch_index=row)
         assert peer.run("result = int(arrays[0][0, 0])") == 1 + 64 * row
         peer.run("datadist.unregister_cache(held.cache_id)")
-        refused(NOT_EXIST, lambda target=target: push(user, slots, target))  # type: ignore[misc]
+        with refused(NOT_EXIST):
+            push(user, slots, target)
 
 
 def test_of_two_caches_of_one_memory_the_writable_one_is_written(
@@ -156,8 +149,9 @@ def test_another_number_of_addresses_is_refused(
 ) -> None:
     target = PeerTensors(1, addresses(peer, "cache")[:3])
     ext_param = KvCacheExtParam(layers)
-    error = refused(INVALID, lambda: user.push_layers(slots, target, ext_param=ext_param))
-    assert f"addresses has 3 elements; {needed} are needed" in str(error)
+    with refused(INVALID) as error:
+        user.push_layers(slots, target, ext_param=ext_param)
+    assert f"addresses has 3 elements; {needed} are needed" in str(error.value)
 
 
 def untouched(peer: Peer) -> bool:
@@ -170,10 +164,9 @@ def test_addresses_in_no_cache_are_refused(user: LlmDataDist, peer: Peer, slots:
     outside = peer.run("other = zeros((64,), np.int32); result = addresses([other])[0]")
     for address in (outside, target[0] - 1, max(target) + SLOTS.tensor_nbytes, 1, 2**64 - 1):
         wrong = [*target[:7], address, *target[8:]]
-        error = refused(
-            NOT_EXIST, lambda wrong=wrong: user.push_layers(slots, PeerTensors(1, wrong))
-        )  # type: ignore[misc]
-        assert f"addresses[7]={address:#x}" in str(error)
+        with refused(NOT_EXIST) as error:
+            user.push_layers(slots, PeerTensors(1, wrong))
+        assert f"addresses[7]={address:#x}" in str(error.value)
     assert untouched(peer)
     assert peer.run("result = int(other.sum())") == 0
     assert user.metrics()["in_flight"] == 0
@@ -187,11 +180,13 @@ def test_a_row_must_not_reach_into_the_next_tensor(
     target = addresses(peer, "cache")
     assert target[1] == target[0] + SLOTS.tensor_nbytes
     straddling = [it + SLOTS.tensor_nbytes - 4 for it in target]
-    error = refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, straddling)))
-    assert "4 bytes behind it" in str(error)
+    with refused(INVALID) as error:
+        user.push_layers(slots, PeerTensors(1, straddling))
+    assert "4 bytes behind it" in str(error.value)
     # Of blocks as many are there as the tensor has behind the address.
     paged = PeerTensors(1, [it + 2 * BLOCKS.stride for it in addresses(peer, "paged")])
-    refused(INVALID, lambda: user.push_layers(blocks, paged, src_blocks=[0], dst_blocks=[6]))
+    with refused(INVALID):
+        user.push_layers(blocks, paged, src_blocks=[0], dst_blocks=[6])
     push(user, blocks, paged, src_blocks=[0], dst_blocks=[5])
     assert not there(peer, "cache").any()
 
@@ -199,8 +194,9 @@ def test_a_row_must_not_reach_into_the_next_tensor(
 def test_addresses_of_two_caches_are_refused(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     fill(user, slots)
     mixed = [*addresses(peer, "cache")[:-1], addresses(peer, "paged")[-1]]
-    error = refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, mixed)))
-    assert "addresses[59]" in str(error)
+    with refused(INVALID) as error:
+        user.push_layers(slots, PeerTensors(1, mixed))
+    assert "addresses[59]" in str(error.value)
     assert untouched(peer)
 
 
@@ -218,7 +214,8 @@ def test_read_only_memory_is_not_written(
         result = datadist.register_cache(slots, arrays).tensor_addrs
         """
     )
-    refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, target)))
+    with refused(INVALID):
+        user.push_layers(slots, PeerTensors(1, target))
     assert peer.run("result = int(sum(it.sum() for it in arrays))") == 0
 
 
@@ -232,21 +229,25 @@ def test_memory_that_peers_must_not_reach_is_not_found(
         result = hidden.tensor_addrs
         """
     )
-    refused(NOT_EXIST, lambda: user.push_layers(slots, PeerTensors(1, target)))
+    with refused(NOT_EXIST):
+        user.push_layers(slots, PeerTensors(1, target))
 
 
 def test_other_clusters_and_numbers_are_refused(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
     target = addresses(peer, "cache")
-    refused(INVALID, lambda: user.push_layers(slots, PeerTensors(2, target)))
-    refused(LLMStatusCode.LLM_NOT_YET_LINK, lambda: user.push_layers(slots, PeerTensors(3, target)))
-    refused(INVALID, lambda: user.push_layers(slots, PeerTensors(1, target[:4])))
-    refused(
-        INVALID, lambda: user.push_layers(slots, PeerTensors(1, target, stride=SLOTS.stride - 4))
-    )
+    with refused(INVALID):
+        user.push_layers(slots, PeerTensors(2, target))
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK):
+        user.push_layers(slots, PeerTensors(3, target))
+    with refused(INVALID):
+        user.push_layers(slots, PeerTensors(1, target[:4]))
+    with refused(INVALID):
+        user.push_layers(slots, PeerTensors(1, target, stride=SLOTS.stride - 4))
     twice = PeerTensors(1, [target[0], *target[:-1]])
-    refused(INVALID, lambda: user.push_layers(slots, twice))
+    with refused(INVALID):
+        user.push_layers(slots, twice)
     assert untouched(peer)
 
 
@@ -290,7 +291,8 @@ def test_values_beyond_their_width_are_refused(arguments: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [(1, []), (1, [0]), (1, [1], 0), (1, [1], -4)], ids=repr)
 def test_values_that_make_no_sense_are_refused(arguments: Any) -> None:
-    refused(INVALID, lambda: PeerTensors(*arguments))
+    with refused(INVALID):
+        PeerTensors(*arguments)
 
 
 def test_a_value_is_frozen_and_hashable() -> None:

@@ -18,12 +18,12 @@ from kvplan import (
     DataType,
     KvCacheExtParam,
     LlmDataDist,
-    LLMException,
     LLMStatusCode,
     Placement,
 )
 from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
+from tests.support.refusals import refused
 
 SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)  # 2 layers, 4 slots of 256 bytes
 BLOCKS = CacheDesc(4, (8, 16), DataType.DT_INT32)  # 2 layers, 8 blocks of 64 bytes
@@ -60,13 +60,6 @@ def theirs(desc: CacheDesc) -> list[NDArray[Any]]:
     return [np.arange(size).reshape(desc.shape) + 10000 * number for number in range(4)]
 
 
-def refused(status: LLMStatusCode, call: Callable[[], object]) -> LLMException:
-    with pytest.raises(LLMException) as caught:
-        call()
-    assert caught.value.status_code == status, caught.value
-    return caught.value
-
-
 def test_a_slot_is_pulled(user: LlmDataDist, slots: Cache) -> None:
     user.pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
     for mine, there in zip(user.arrays(slots), theirs(SLOTS), strict=True):
@@ -92,7 +85,8 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
     planned = user.plan_pull_cache(src, slots, 2, src_offset=4, dst_offset=8)
     assert planned.nbytes_per_tensor == 256 - 8
     for wrong in ({"src_offset": -4}, {"dst_offset": 256}, {"src_offset": 4}):
-        refused(LLMStatusCode.LLM_PARAM_INVALID, lambda it=wrong: user.pull_cache(src, slots, **it))
+        with refused(LLMStatusCode.LLM_PARAM_INVALID):
+            user.pull_cache(src, slots, **wrong)
 
 
 @pytest.mark.over_tcp
@@ -202,7 +196,8 @@ def test_a_request_is_consumed_by_its_pull_and_an_index_never(
 ) -> None:
     user.pull_cache(CacheKey(1, 71), slots)
     assert (user.arrays(slots)[0][0] == theirs(SLOTS)[0][1]).all()
-    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(CacheKey(1, 71), slots)
     user.pull_cache(CacheIndex(1, CACHE, 1), slots)
 
 
@@ -210,7 +205,8 @@ def test_pulls_of_layers_consume_a_request_together(user: LlmDataDist, slots: Ca
     for layer in (0, 1):
         ext_param = KvCacheExtParam((layer, layer), (layer, layer))
         user.pull_cache(CacheKey(1, 71), slots, ext_param=ext_param)
-    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(CacheKey(1, 71), slots)
 
 
 def test_the_layers_of_the_source_consume_a_request_wherever_they_go(
@@ -219,7 +215,8 @@ def test_the_layers_of_the_source_consume_a_request_wherever_they_go(
     for request, src, dst in ((71, 0, 1), (71, 1, 1), (72, 0, 0), (72, 0, 1)):
         ext_param = KvCacheExtParam((src, src), (dst, dst))
         user.pull_cache(CacheKey(1, request), slots, ext_param=ext_param)
-    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheKey(1, 71), slots))
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(CacheKey(1, 71), slots)
     user.pull_cache(CacheKey(1, 72), slots)  # of which layer 1 was not pulled
 
 
@@ -227,9 +224,8 @@ def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
     user: LlmDataDist, slots: Cache
 ) -> None:
     user.plan_pull_cache(CacheKey(1, 71), slots)
-    refused(
-        LLMStatusCode.LLM_PARAM_INVALID, lambda: user.pull_cache(CacheKey(1, 71), slots, size=9999)
-    )
+    with refused(LLMStatusCode.LLM_PARAM_INVALID):
+        user.pull_cache(CacheKey(1, 71), slots, size=9999)
     user.pull_cache(CacheKey(1, 71), slots)
 
 
@@ -237,8 +233,9 @@ def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
 def test_the_argument_is_named_that_must_be_a_request_or_a_prefix(
     user: LlmDataDist, slots: Cache, key: CacheKey
 ) -> None:
-    error = refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: user.pull_cache(key, slots))
-    assert f"={key} must name either a request (req_id) or a prefix" in str(error)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as error:
+        user.pull_cache(key, slots)
+    assert f"={key} must name either a request (req_id) or a prefix" in str(error.value)
 
 
 def test_a_prefix_stays(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
@@ -255,14 +252,15 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
     user.pull_cache(CacheIndex(1, 3), slots)
     assert (user.arrays(slots)[1][0] == 8).all()
     peer.run("datadist.deallocate_cache(later)")
-    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: user.pull_cache(CacheIndex(1, 3), slots))
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(CacheIndex(1, 3), slots)
 
 
 @pytest.mark.over_tcp
 def test_a_key_is_of_the_newest_cache_that_has_it(
     user: LlmDataDist, peer: Peer, blocks: Cache
 ) -> None:
-    """News of what is freed and what comes in its place may be later than the next pull."""
+    """The update on what is freed and what comes in its place may be later than the next pull."""
     key = BlocksCacheKey(1, 5)
     user.pull_blocks(key, blocks, [1], [1])
     for value in range(20):
@@ -389,7 +387,8 @@ def test_what_cannot_be_is_refused(
     user: LlmDataDist, slots: Cache, blocks: Cache, name: str
 ) -> None:
     status, call = REFUSALS[name]
-    refused(status, lambda: call(user, slots, blocks))
+    with refused(status):
+        call(user, slots, blocks)
     assert user.metrics()["in_flight"] == 0
 
 
@@ -397,14 +396,22 @@ def test_the_call_for_the_other_kind_of_cache_is_named(
     user: LlmDataDist, slots: Cache, blocks: Cache
 ) -> None:
     invalid = LLMStatusCode.LLM_PARAM_INVALID
-    error = refused(invalid, lambda: user.pull_cache(CacheIndex(1, CACHE), blocks))
-    assert "is a paged cache; pull_cache needs a contiguous one; pull_blocks takes" in str(error)
-    error = refused(invalid, lambda: user.pull_cache(CacheIndex(1, PAGED), slots))
-    assert "is a paged cache; pull_cache needs a contiguous one; pull_blocks takes" in str(error)
-    error = refused(invalid, lambda: user.push_blocks(slots, CacheIndex(1, PAGED), [0], [0]))
-    assert "contiguous cache; push_blocks needs a paged one; push_cache takes" in str(error)
-    error = refused(invalid, lambda: user.pull_blocks(CacheIndex(1, CACHE), blocks, [0], [0]))
-    assert "needs a paged one, or no src_blocks: then a slot is moved" in str(error)
+    with refused(invalid) as error:
+        user.pull_cache(CacheIndex(1, CACHE), blocks)
+    assert "is a paged cache; pull_cache needs a contiguous one; pull_blocks takes" in str(
+        error.value
+    )
+    with refused(invalid) as error:
+        user.pull_cache(CacheIndex(1, PAGED), slots)
+    assert "is a paged cache; pull_cache needs a contiguous one; pull_blocks takes" in str(
+        error.value
+    )
+    with refused(invalid) as error:
+        user.push_blocks(slots, CacheIndex(1, PAGED), [0], [0])
+    assert "contiguous cache; push_blocks needs a paged one; push_cache takes" in str(error.value)
+    with refused(invalid) as error:
+        user.pull_blocks(CacheIndex(1, CACHE), blocks, [0], [0])
+    assert "needs a paged one, or no src_blocks: then a slot is moved" in str(error.value)
 
 
 def test_arguments_in_the_wrong_order_are_called_by_their_names(

@@ -72,9 +72,9 @@ def test_the_demo_between_two_devices(simulator: Controls, sim_log: Log, tmp_pat
     prompt.write_text(PROMPT)
     done = run("--device=simulated", f"--prompt={prompt}", *SHORT)
     assert (done.returncode, done.stderr) == (0, "")
-    told = re.findall(r"(prefill|decode): KV cache in memory of (device \d), (.*)", done.stdout)
-    assert [it[:2] for it in sorted(told)] == [("decode", "device 1"), ("prefill", "device 0")]
-    assert all("SIMULATED" in it[2] for it in told)
+    printed = re.findall(r"(prefill|decode): KV cache in memory of (device \d), (.*)", done.stdout)
+    assert [it[:2] for it in sorted(printed)] == [("decode", "device 1"), ("prefill", "device 0")]
+    assert all("SIMULATED" in it[2] for it in printed)
     assert f"== {SIMULATED} ==" in done.stdout
     for how in ("pulled", "pushed", "pushed layer by layer"):
         assert re.search(rf"IDENTICAL: all \d+ token ids .* was {how} ", done.stdout)

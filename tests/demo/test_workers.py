@@ -1,4 +1,4 @@
-"""Whatever happens to a worker is told with its reason, and no worker is left behind."""
+"""Every failure of a worker is reported with its reason, and no worker is left behind."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_a_worker_reports_and_answers(workers: Workers, heard: Heard) -> None:
         ("just returns", r"w \(pid \d+\) ended without an answer"),
     ],
 )
-def test_a_failure_is_told_with_its_reason(workers: Workers, conduct: str, reason: str) -> None:
+def test_a_failure_is_reported_with_its_reason(workers: Workers, conduct: str, reason: str) -> None:
     with workers, pytest.raises(WorkerError, match=reason):
         workers.answer(workers.start("w", MISBEHAVING, conduct))
 
 
-def test_last_words_are_heard(workers: Workers, heard: Heard) -> None:
+def test_the_last_lines_before_a_death_are_read(workers: Workers, heard: Heard) -> None:
     with workers, pytest.raises(WorkerError, match="SIGKILL"):
         workers.answer(workers.start("w", MISBEHAVING, "is killed"))
     assert ("w", "last words") in heard.lines

@@ -1,4 +1,4 @@
-"""What tests of the registry share: descriptions, keys, refusals, and a peer's view of a cache."""
+"""What tests of the registry share: descriptions, keys, and a peer's view of a cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
-import pytest
 
 import kvplan
 from kvplan import CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode, Placement
@@ -25,14 +24,6 @@ def key(req_id: int, cluster_id: int = 7) -> CacheKey:
     return CacheKey(cluster_id, req_id)
 
 
-def refused(match: str, status: str = "LLM_PARAM_INVALID") -> Any:
-    return pytest.raises(LLMException, match=f"{match}.*{status}")
-
-
-def missing(match: str = "") -> Any:
-    return refused(match, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST.name)
-
-
 def tried(call: Callable[[], _T]) -> tuple[_T | None, LLMStatusCode]:
     """What `call` returned, or None and the status that it was refused with."""
     try:
@@ -46,7 +37,7 @@ def free_nbytes(registry: CacheRegistry) -> int:
 
 
 def as_peer(transport: LocalTransport, entry: CacheEntry) -> Any:
-    """The cache's memory as a peer takes it from what the registry tells peers."""
+    """The cache's memory as a peer takes it from what the registry publishes."""
     desc = entry.cache.cache_desc
     link = transport.connect(entry.metadata[transport.name])
     return link.memory(entry.cache.tensor_addrs, desc.tensor_nbytes)

@@ -1,4 +1,4 @@
-"""Keys: what they name, who may pull by them, when they and their cache go."""
+"""Keys: what they name, which peers may pull by them, when they and their cache go."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ import gc
 import pytest
 
 import kvplan
-from kvplan import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode, Transfers
+from kvplan import BlocksCacheKey, CacheKey, LLMStatusCode, Transfers
 from kvplan.engine.claims import MAX_CLAIMS
 from kvplan.types import NO_ID
+from tests.support.refusals import refused
 from tests.support.wrappers import delay
 
-from .caches import (
-    ALL_TENSORS,
-    BLOCKS,
-    SLOTS,
-    as_peer,
-    free_nbytes,
-    key,
-    missing,
-    pulled,
-    refused,
-)
+from .caches import ALL_TENSORS, BLOCKS, SLOTS, as_peer, free_nbytes, key, pulled
 from .conftest import POOL
 from .test_registry import tensors
 
@@ -40,21 +31,21 @@ class TestNames:
         assert registry.find(key(5)) == (entry, 0)
         assert registry.find(key(6, cluster_id=2)) == (entry, 2)
         for unknown in (key(7), CacheKey(7, 5, model_id=1), CacheKey(7, prefix_id=5)):
-            with missing("no cache has"):
+            with refused("LLM_KV_CACHE_NOT_EXIST", "no cache has"):
                 registry.find(unknown)
-        with refused("neither a request nor a prefix"):
+        with refused("LLM_PARAM_INVALID", "neither a request nor a prefix"):
             registry.find(PADDING)
 
     def test_a_key_has_one_owner(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[PADDING, key(5)])
-        with refused(r"cache_keys\[0\]=.* slot 1 of cache 1"):
+        with refused("LLM_PARAM_INVALID", r"cache_keys\[0\]=.* slot 1 of cache 1"):
             registry.register(SLOTS, tensors(), paged=False, keys=[key(5, cluster_id=3)])
-        with refused(r"cache_keys\[2\]=.* slot 1 of this cache"):
+        with refused("LLM_PARAM_INVALID", r"cache_keys\[2\]=.* slot 1 of this cache"):
             registry.allocate(SLOTS, paged=False, keys=[PADDING, key(6), key(6)])
         registry.allocate(SLOTS, paged=False, keys=[PADDING, PADDING, key(6)])  # nothing was bound
 
     def test_a_key_names_a_request_or_a_prefix(self, registry):
-        with refused("a request and a prefix"):
+        with refused("LLM_PARAM_INVALID", "a request and a prefix"):
             registry.allocate(SLOTS, paged=False, keys=[CacheKey(7, 1, prefix_id=1)])
         registry.allocate(SLOTS, paged=False, keys=[key(1), PREFIX])
         assert registry.find(key(1))[1] == 0
@@ -69,7 +60,9 @@ class TestNames:
             return getattr(registry, how)(BLOCKS, *given, paged=True, keys=[blocks_key])
 
         entry = make(first, 1)
-        with refused(r"blocks_cache_key=BlocksCacheKey\(.*\) names cache 1 already"):
+        with refused(
+            "LLM_PARAM_INVALID", r"blocks_cache_key=BlocksCacheKey\(.*\) names cache 1 already"
+        ):
             make(second, 1)
         make(second, 2)
         assert entry.blocks_key == BlocksCacheKey(7, 1)
@@ -83,7 +76,7 @@ class TestConsumption:
             claim = claimed(registry, it)
             assert (claim.entry, claim.batch_index) == (entry, row)
             registry.release(claim.claim_id, ALL_TENSORS)
-            with missing("no cache has"):
+            with refused("LLM_KV_CACHE_NOT_EXIST", "no cache has"):
                 claimed(registry, it)
         assert registry.get(1) is entry
         assert pulled(transport, entry) == [0, 0]  # by id, as often as one likes
@@ -93,7 +86,7 @@ class TestConsumption:
         for part in (range(1), None, range(0), range(1)):
             registry.release(claimed(registry, key(1)).claim_id, part)
         registry.release(claimed(registry, key(1)).claim_id, range(1, 10**18))  # as a peer may say
-        with missing():
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             claimed(registry, key(1))
 
     def test_prefixes_and_registered_caches_are_pulled_by_many(self, registry):
@@ -110,7 +103,7 @@ class TestConsumption:
         claims = []
         for _ in range(2):  # two layers at once
             claims.append(claimed(registry, key(1)))
-            with refused("being pulled by decode", "LLM_REPEAT_REQUEST"):
+            with refused("LLM_REPEAT_REQUEST", "being pulled by decode"):
                 claimed(registry, key(1), "other")
         for claim in claims:
             registry.release(claim.claim_id, None)
@@ -120,7 +113,7 @@ class TestConsumption:
         registry.find(key(1))
         registry.release_holder("decode")
         registry.release(other.claim_id, ALL_TENSORS, holder="other")
-        with missing():
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             registry.find(key(1))
 
     def test_of_two_claims_of_one_holder_the_first_may_consume(self, registry):
@@ -146,7 +139,7 @@ class TestLifetime:
         registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
         registry.deallocate(1)
         assert changes == [[1], []]  # by id it cannot be pulled
-        with missing():
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             registry.get(1)
         claim = claimed(registry, key(1))
         assert pulled(transport, claim.entry) == [0, 0]  # but by key
@@ -168,7 +161,7 @@ class TestLifetime:
         registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(7)])
         registry.deallocate(1, paged=True)
         assert free_nbytes(registry) == POOL
-        with missing():
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             registry.find(BlocksCacheKey(7))
         registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(7)])
 
@@ -185,7 +178,7 @@ class TestLifetime:
             "fail": lambda: registry.release(claim_id, None),
             "holder": lambda: registry.release_holder("decode"),
         }[end]()
-        with missing("deregistered"):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "deregistered"):
             remote.check()
         assert free_nbytes(registry) == POOL
 
@@ -195,9 +188,9 @@ class TestLifetime:
         remote = as_peer(transport, entry)
         claim = claimed(registry, key(1))
         registry.unregister(1)  # the memory is its user's: no claim keeps it
-        with missing("deregistered"):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "deregistered"):
             remote.check()
-        with missing():
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             registry.find(key(1))
         registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
         registry.release(claim.claim_id, ALL_TENSORS)
@@ -229,9 +222,8 @@ class TestLifetime:
 def test_one_holder_cannot_have_claims_without_end(registry):
     registry.allocate(SLOTS, paged=False, keys=[PREFIX])
     claims = [claimed(registry, PREFIX, "greedy") for _ in range(MAX_CLAIMS)]
-    with pytest.raises(LLMException, match=f"greedy has {MAX_CLAIMS} claims open") as error:
+    with refused(LLMStatusCode.LLM_LINK_BUSY, f"greedy has {MAX_CLAIMS} claims open"):
         claimed(registry, PREFIX, "greedy")
-    assert error.value.status_code is LLMStatusCode.LLM_LINK_BUSY
     claimed(registry, PREFIX, "modest")
     registry.release(claims[0].claim_id, ALL_TENSORS)
     claimed(registry, PREFIX, "greedy")

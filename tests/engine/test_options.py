@@ -10,8 +10,7 @@ import pytest
 from kvplan.engine import option_rows
 from kvplan.engine.options import Options
 from kvplan.engine.pools import PoolConfig
-
-from .caches import refused
+from tests.support.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,9 @@ def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
     ],
 )
 def test_a_key_that_is_nearly_where_to_listen_is_refused(key):
-    with refused(f"option '{key}' is unknown.*listen nowhere.*'llm.ListenIpInfo'"):
+    with refused(
+        "LLM_PARAM_INVALID", f"option '{key}' is unknown.*listen nowhere.*'llm.ListenIpInfo'"
+    ):
         Options.of({key: "127.0.0.1:0"})
 
 
@@ -154,7 +155,7 @@ def test_a_key_that_is_nearly_where_to_listen_is_refused(key):
     ],
 )
 def test_rules(key, text, match):
-    with refused(match):
+    with refused("LLM_PARAM_INVALID", match):
         Options.of({key: text})
 
 
@@ -194,5 +195,7 @@ def test_fields_are_typed(wrong):
 
 def test_one_option_by_two_keys_has_one_value():
     assert Options.of({"llm.DeviceId": "2", "ge.exec.deviceId": "2"}).device_id == 2
-    with refused("ge.exec.deviceId='3' and llm.DeviceId='2' are the same option"):
+    with refused(
+        "LLM_PARAM_INVALID", "ge.exec.deviceId='3' and llm.DeviceId='2' are the same option"
+    ):
         Options.of({"llm.DeviceId": "2", "ge.exec.deviceId": "3"})

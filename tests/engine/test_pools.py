@@ -11,8 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvnative._host import Arena
 from kvplan import LLMStatusCode
 from kvplan.engine.pools import Pool, PoolConfig
+from tests.support.refusals import refused
 
-from .caches import refused, tried
+from .caches import tried
 
 PAGE = 1 << 10
 PAGES = 12
@@ -23,7 +24,7 @@ def pool(pages: int = PAGES) -> Pool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool beside a list of which page is whose."""
+    """A pool, and a list of the owner of each page."""
 
     spans = Bundle("spans")
 
@@ -74,15 +75,15 @@ class PoolMachine(RuleBasedStateMachine):
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_exhaustion_tells_what_was_asked_and_what_is_there():
+def test_exhaustion_names_what_was_asked_and_what_is_free():
     it = pool(8)
     spans: list[object] = [it.take(PAGE) for _ in range(8)]
     exhausted = "LLM_OUT_OF_MEMORY"
-    with refused("1 bytes were asked for; .* 8192, 0 are free in 0 spans.* of 0", exhausted):
+    with refused(exhausted, "1 bytes were asked for; .* 8192, 0 are free in 0 spans.* of 0"):
         it.take(1)
     for freed in (1, 2, 3, 6):
         spans[freed] = None
-    with refused("5000 bytes were asked for; .*, 4096 are free in 2 spans.* of 3072", exhausted):
+    with refused(exhausted, "5000 bytes were asked for; .*, 4096 are free in 2 spans.* of 3072"):
         it.take(5000)
     assert it.take(3 * PAGE)
 
@@ -120,7 +121,7 @@ def test_a_span_outlives_its_pool():
     ],
 )
 def test_configs_are_checked(size, shift, error):
-    with refused(error):
+    with refused("LLM_PARAM_INVALID", error):
         PoolConfig(size, shift)
 
 

@@ -15,8 +15,9 @@ from kvplan.engine.arrays import tensor_arrays
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
+from tests.support.refusals import refused
 
-from .caches import BLOCKS, SLOTS, as_peer, free_nbytes, key, missing, pulled, refused
+from .caches import BLOCKS, SLOTS, as_peer, free_nbytes, key, pulled
 from .conftest import MAX_RANGES, POOL
 
 TOO_LARGE = CacheDesc(num_tensors=1, shape=(1, POOL + 1), data_type=DataType.DT_UINT8)
@@ -32,9 +33,9 @@ def addresses(arrays):
 
 def test_ids_rise_from_one_with_every_attempt(registry):
     assert registry.allocate(SLOTS, paged=False).cache.cache_id == 1
-    with refused("1048577 bytes were asked for", "LLM_OUT_OF_MEMORY"):
+    with refused("LLM_OUT_OF_MEMORY", "1048577 bytes were asked for"):
         registry.allocate(TOO_LARGE, paged=False)
-    with refused("tensors has 1 elements; num_tensors=2"):
+    with refused("LLM_PARAM_INVALID", "tensors has 1 elements; num_tensors=2"):
         registry.register(SLOTS, [1], paged=False)
     with pytest.raises(TypeError, match=r"keys\[0\]"):  # refused before it is an attempt
         registry.allocate(SLOTS, paged=False, keys=[5])
@@ -50,9 +51,9 @@ def test_peers_reach_what_is_offered_until_it_is_freed(registry, transport, chan
     remote = as_peer(transport, entry)
     registry.deallocate(1)
     assert changes == [[1], []]
-    with missing("deregistered"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", "deregistered"):
         remote.check()
-    with missing(r"cache_id=1 is not here; there are \[\]"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", r"cache_id=1 is not here; there are \[\]"):
         registry.get(1)
 
 
@@ -86,7 +87,7 @@ def test_registered_arrays_are_held_until_they_are_unregistered(registry, writab
 )
 def test_a_tensor_of_another_form_is_named_with_what_the_cache_has(registry, wrong, form):
     expected = r"; a tensor of the cache, of shape \(4, 256\) and DT_UINT8, has 1024"
-    with refused(rf"tensors\[1\] ?{form}{expected}"):
+    with refused("LLM_PARAM_INVALID", rf"tensors\[1\] ?{form}{expected}"):
         registry.register(SLOTS, [tensors()[0], wrong], paged=False)
 
 
@@ -103,7 +104,7 @@ def test_adjacent_tensors_are_one_range(registry, transport):
     for _ in range(MAX_RANGES):  # one each, in any order
         entry = registry.register(SLOTS, [both[1], both[0]], paged=False)
         assert pulled(transport, entry) == [5, 5]
-    with refused(f"{MAX_RANGES}", "LLM_OUT_OF_MEMORY"):
+    with refused("LLM_OUT_OF_MEMORY", f"{MAX_RANGES}"):
         registry.register(wide, [both[0]], paged=False)
     registry.unregister(1)
     registry.register(wide, [both[0]], paged=False)
@@ -115,11 +116,11 @@ def test_what_cannot_be_offered_leaves_nothing_behind(registry, transport, chang
         registry.register(SLOTS, [apart[0], apart[2]], paged=False)
     registry.allocate(SLOTS, paged=False)
     before, offered = free_nbytes(registry), transport.metadata()
-    with refused("max_registrations", "LLM_OUT_OF_MEMORY"):  # its first range is, its second not
+    with refused("LLM_OUT_OF_MEMORY", "max_registrations"):  # its first range is, its second not
         registry.register(SLOTS, [apart[0], apart[2]], paged=False, keys=[key(1)])
     assert transport.metadata() == offered
     registry.allocate(SLOTS, paged=False, keys=[key(1)])  # the key is free
-    with refused("max_registrations", "LLM_OUT_OF_MEMORY"):
+    with refused("LLM_OUT_OF_MEMORY", "max_registrations"):
         registry.allocate(SLOTS, paged=False)
     assert free_nbytes(registry) == before - (1 << 12)
     assert len(changes) == MAX_RANGES // 2 + 1
@@ -130,9 +131,9 @@ def test_caches_that_peers_do_not_reach(registry, transport):
     assert (entry.metadata, registry.offered()) == ({}, {})
     assert registry.entries() == [(entry, True)]
     assert transport.metadata() == transport.metadata([])
-    with missing("not remote accessible"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", "not remote accessible"):
         registry.find(key(1))
-    with missing("not remote accessible"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", "not remote accessible"):
         registry.claim(key(1), "decode")
 
 
@@ -141,11 +142,11 @@ def test_read_only_arrays_are_not_offered_for_writing(registry, transport):
     arrays[1].flags.writeable = False
     entry = registry.register(SLOTS, arrays, paged=False)
     assert not entry.memory.writable
-    with refused("writable=False"):
+    with refused("LLM_PARAM_INVALID", "writable=False"):
         transport.connect(entry.metadata["local"]).memory(
             entry.cache.tensor_addrs, SLOTS.tensor_nbytes, writable=True
         )
-    with refused("writable=True"):
+    with refused("LLM_PARAM_INVALID", "writable=True"):
         registry.register(SLOTS, arrays, paged=False, writable=True)
     for given in (tensors(), addresses(arrays)):
         assert not registry.register(SLOTS, given, paged=False, writable=False).memory.writable
@@ -171,7 +172,7 @@ def test_an_arena_of_ones_own_is_zeroed_and_goes_with_its_last_user(transport):
     del entry
     arrays[0][:] = 7  # still there
     del arrays
-    with refused("not mapped"):
+    with refused("LLM_PARAM_INVALID", "not mapped"):
         registry.resolve(Cache(SLOTS, tensor_addrs=(address, address + SLOTS.tensor_nbytes)))
 
 
@@ -202,9 +203,9 @@ class TestResolve:
         assert registry.offered() == {}
 
     def test_neither(self, registry):
-        with refused("addresses is empty"):
+        with refused("LLM_PARAM_INVALID", "addresses is empty"):
             registry.resolve(Cache(SLOTS))
-        with missing("cache_id=3"):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=3"):
             registry.resolve(Cache(SLOTS, cache_id=3))
         with pytest.raises(TypeError, match="cache=3 must be Cache"):
             registry.resolve(3)
@@ -224,11 +225,11 @@ class TestEnds:
     def test_each_kind_has_its_own(self, registry):
         registry.allocate(SLOTS, paged=False)
         registry.register(SLOTS, tensors(), paged=False)
-        with refused("cache_id=1 was allocated; deallocate it"):
+        with refused("LLM_PARAM_INVALID", "cache_id=1 was allocated; deallocate it"):
             registry.unregister(1)
-        with refused("cache_id=2 was registered; unregister it"):
+        with refused("LLM_PARAM_INVALID", "cache_id=2 was registered; unregister it"):
             registry.deallocate(2)
-        with refused("cache_id=1 is a contiguous cache, not a paged one"):
+        with refused("LLM_PARAM_INVALID", "cache_id=1 is a contiguous cache, not a paged one"):
             registry.deallocate(1, paged=True)
         registry.deallocate(1, paged=False)
         with pytest.raises(TypeError, match="cache_id='a'"):
@@ -244,14 +245,14 @@ class TestEnds:
         assert registry.entries() == []
         assert transport.metadata() == transport.metadata([])
         registry.release(claim.claim_id, range(2))
-        with missing():
+        with refused("LLM_KV_CACHE_NOT_EXIST"):
             registry.find(key(1))
-        with refused("finalized", "LLM_ENGINE_FINALIZED"):
+        with refused("LLM_ENGINE_FINALIZED", "finalized"):
             registry.allocate(SLOTS, paged=False)
         cache = Cache(SLOTS, tensor_addrs=entry.cache.tensor_addrs)
         registry.resolve(cache)  # somebody uses it still
         del entry, claim
-        with refused("not mapped"):
+        with refused("LLM_PARAM_INVALID", "not mapped"):
             registry.resolve(cache)
 
 
@@ -288,34 +289,36 @@ class TestRefusals:
 
     def test_more_tensors_than_the_options_allow(self, registry):
         nine = CacheDesc(num_tensors=9, shape=(1, 8), data_type=DataType.DT_UINT8)
-        with refused("num_tensors=9; at most max_tensors=8"):
+        with refused("LLM_PARAM_INVALID", "num_tensors=9; at most max_tensors=8"):
             registry.register(nine, tensors(nine), paged=True)
 
-    def test_more_than_a_peer_can_be_told(self, registry, transport):
+    def test_more_caches_than_can_be_published(self, registry, transport):
         many = CacheDesc(num_tensors=60_000, shape=(1,), data_type=DataType.DT_UINT8)
         before = free_nbytes(registry)
-        with refused("num_tensors=60000 take .* about 58[0-9]{3} such tensors"):
+        with refused(
+            "LLM_PARAM_INVALID", "num_tensors=60000 take .* about 58[0-9]{3} such tensors"
+        ):
             registry.allocate(many, paged=True)
         gc.collect()
         assert free_nbytes(registry) == before
         assert registry.entries() == []
         assert transport.metadata() == transport.metadata([])
 
-    def test_more_ranges_than_a_peer_can_be_told(self):
+    def test_more_ranges_than_can_be_published(self):
         scattered = CacheDesc(num_tensors=8_000, shape=(1,), data_type=DataType.DT_UINT8)
         memory = np.zeros(16_000, np.uint8)
         addresses = range(memory.ctypes.data, memory.ctypes.data + 16_000, 2)
         with LocalTransport() as transport:
             registry = CacheRegistry((transport,), Options(max_tensors=8_000), lambda: None)
-            with refused("num_tensors=8000 take .* such tensors"):
+            with refused("LLM_PARAM_INVALID", "num_tensors=8000 take .* such tensors"):
                 registry.register(scattered, addresses, paged=True)
             registry.register(scattered, addresses, paged=True, remote_accessible=False)
             registry.close()
 
     def test_keys(self, registry):
-        with refused("cache_keys has 5 elements; at most batch_size=4"):
+        with refused("LLM_PARAM_INVALID", "cache_keys has 5 elements; at most batch_size=4"):
             registry.allocate(SLOTS, paged=False, keys=[key(i) for i in range(5)])
-        with refused("blocks_cache_key=.*at most one"):
+        with refused("LLM_PARAM_INVALID", "blocks_cache_key=.*at most one"):
             registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(1), BlocksCacheKey(1, 2)])
         with pytest.raises(TypeError, match="blocks_cache_key="):
             registry.allocate(BLOCKS, paged=True, keys=[CacheKey(1, 1)])
@@ -338,5 +341,5 @@ def test_addresses_are_looked_up_once_when_they_are_registered(registry):
     entry = registry.register(SLOTS, given, paged=False)
     libc.munmap(ctypes.c_void_p(memory), size)
     entry.memory.check()  # the user has promised; to look again at each transfer is too dear
-    with refused("not mapped"):
+    with refused("LLM_PARAM_INVALID", "not mapped"):
         registry.register(SLOTS, given, paged=False)

@@ -1,4 +1,4 @@
-"""The registry beside a model of it: what lives, what peers see, what is free, whose bytes."""
+"""The registry compared with a model of it: what lives, what peers see, what is free."""
 
 from __future__ import annotations
 

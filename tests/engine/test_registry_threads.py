@@ -84,7 +84,7 @@ def test_caches_come_and_go_in_all_threads():
         registry.close()
 
 
-def test_of_many_who_want_a_key_one_gets_it():
+def test_of_many_threads_that_claim_a_key_one_gets_it():
     def bind(number: int) -> LLMStatusCode:
         return tried(lambda: registry.allocate(SLOTS, paged=False, keys=[key(1)]))[1]
 

@@ -1,4 +1,4 @@
-"""The life of a layer task: who is told of its last layer, and what dropping it does."""
+"""The life of a layer task: the callback of its last layer, and what dropping it does."""
 
 import gc
 import multiprocessing
@@ -29,33 +29,33 @@ class TestOnLast:
     """`on_last` is called once: by whom the last layer was made ready, or the end found."""
 
     def test_by_the_last_layer(self, transfers):
-        told = []
-        task = transfers.layered(PLAN, filled(1), filled(2), on_last=told.append)
+        called_for = []
+        task = transfers.layered(PLAN, filled(1), filled(2), on_last=called_for.append)
         for layer in (4, 1, 3):
             task.ready(layer)
-            assert told == []
+            assert called_for == []
         for _ in range(2):
             task.ready(2)
             task.wait()
-            assert told == [task]
+            assert called_for == [task]
 
     def test_by_one_of_many_threads(self, transfers):
         for turn in range(30):
-            told = []
-            task = transfers.layered(PLAN, filled(1), filled(2), on_last=told.append)
+            called_for = []
+            task = transfers.layered(PLAN, filled(1), filled(2), on_last=called_for.append)
 
             def work(number, task=task, turn=turn):
                 for layer in random.Random(turn * 10 + number).sample(task.layers, 4):
                     task.ready(layer)
 
             at_once(work, 4)
-            assert told == [task]
+            assert called_for == [task]
 
     @pytest.mark.parametrize("end", ["cancel", "wait", "done", "ready", "explain"])
     def test_by_whoever_finds_the_end(self, end):
-        told, outcomes = [], []
+        called_for, outcomes = [], []
         with Transfers(wrap=lambda backend: fail_at(limit_batch(backend, 1), 7)) as transfers:
-            task = transfers.layered(PLAN, filled(1), filled(2), outcomes.append, told.append)
+            task = transfers.layered(PLAN, filled(1), filled(2), outcomes.append, called_for.append)
             if end == "cancel":
                 task.cancel()
             elif end == "wait":
@@ -63,23 +63,23 @@ class TestOnLast:
                     task.wait(timeout_ms=0)
             else:
                 task.ready(2)
-                while not told:
+                while not called_for:
                     if end == "ready":
                         task.ready(1)
                     else:
                         task.done if end == "done" else task.explain()
-            assert told == [task]
+            assert called_for == [task]
             with pytest.raises(LLMException):
                 task.wait()
-            assert told == [task]
+            assert called_for == [task]
             assert len(outcomes) == 1
 
     def test_not_by_a_deadline_that_stops_nothing(self, transfers):
-        told = []
-        task = transfers.layered(PLAN, filled(1), filled(2), on_last=told.append)
+        called_for = []
+        task = transfers.layered(PLAN, filled(1), filled(2), on_last=called_for.append)
         with pytest.raises(LLMException):
             task.wait(timeout_ms=1, stop=False)
-        assert told == []
+        assert called_for == []
         task.cancel()
 
     def test_its_own_error_is_the_callers(self, transfers):
@@ -94,9 +94,9 @@ class TestOnLast:
 
 class TestDropped:
     def test_before_all_was_ready_it_is_cancelled(self, transfers):
-        outcomes, told = [], []
+        outcomes, called_for = [], []
         src = filled(1)
-        task = transfers.layered(PLAN, src, filled(2), outcomes.append, told.append)
+        task = transfers.layered(PLAN, src, filled(2), outcomes.append, called_for.append)
         task.ready(2)
         with pytest.warns(
             ResourceWarning, match="dropped and so cancelled; layers 1, 3-4 were"
@@ -105,7 +105,7 @@ class TestDropped:
         assert "done" not in str(told_of[0].message)
         (error,) = outcomes
         assert error.unconfirmed == ((0, 6), (12, 24))
-        assert told == []
+        assert called_for == []
         assert "0 tasks in flight" in repr(transfers._executor)
 
     def test_afterwards_it_goes_on(self):

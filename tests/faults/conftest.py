@@ -40,7 +40,7 @@ def served_by_nobody(machine: str) -> None:
 def first_unconfirmed(machine: str) -> tuple[int, ...]:
     """What it may be, of a transfer whose memory went when one descriptor was posted.
 
-    Who serves a request looks before and after it, and may come to it when the memory has gone;
+    The server of a request looks before and after it, and may come to it when the memory has gone;
     otherwise one look at the end is for all.
     """
     return (0, 1) if machine == "tcp" else (0,)

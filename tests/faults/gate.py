@@ -31,7 +31,7 @@ class Gate:
         self._open = False
 
     def wrap(self, backend: Backend) -> Backend:
-        """A batch is one descriptor; the first is told, and then held."""
+        """A batch is one descriptor; the first is reported, and then held."""
         return limit_batch(trace(trace(backend, self._tell), self._held), 1)
 
     def wait(self) -> None:
@@ -47,7 +47,7 @@ class Gate:
             os.close(self._hold)
 
     def close(self) -> None:
-        """Open it, and let go of the pipes; no transfer may be under way any more."""
+        """Open it, and close the pipes; no transfer may be in flight any more."""
         self.open()
         os.close(self._tell)
         os.close(self._held)

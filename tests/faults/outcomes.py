@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import pytest
-
-from kvplan import LLMException, LLMStatusCode
+from kvplan import LLMException
 from tests.faults.contents import DESC, Tensor
 
 COUNT = DESC.num_tensors  # descriptors of a slot
-
-
-def refused(
-    call: Callable[[], object], status: LLMStatusCode, match: str | None = None
-) -> LLMException:
-    """The error of a call that must fail with `status`."""
-    with pytest.raises(LLMException, match=match) as caught:
-        call()
-    assert caught.value.status_code is status, caught.value
-    return caught.value
 
 
 def unconfirmed(error: LLMException) -> set[int]:

@@ -14,9 +14,9 @@ import pytest
 from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LinkState, LlmDataDist
 from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
-from tests.faults.moves import link
 from tests.faults.outcomes import assert_confirmed
 from tests.faults.states import wait_for_state
+from tests.faults.transfers import link
 from tests.support.peer import Peer
 from tests.support.places import PEER_COMMAND
 
@@ -94,43 +94,44 @@ def test_threads_link_and_unlink_while_others_transfer(
         coming_and_going.result(30)
 
 
-class Crowd(Peer):
-    module = "tests.faults.crowd_process"
+class ManyEngines(Peer):
+    module = "tests.faults.many_engines_process"
 
 
 @pytest.fixture
-def crowd() -> Iterator[dict[int, tuple[str, int]]]:
+def many_engines() -> Iterator[dict[int, tuple[str, int]]]:
     """Engines of clusters 1 to 64, each in a process: where they listen, and their pids."""
-    peer = Crowd(str(NUM_PEERS), prefix=PEER_COMMAND)
+    peer = ManyEngines(str(NUM_PEERS), prefix=PEER_COMMAND)
     yield peer.run("result = engines")
     peer.finish()
 
 
+@pytest.mark.slow
 def test_one_engine_is_linked_to_64_peers(
-    make_engine: MakeEngine, crowd: dict[int, tuple[str, int]]
+    make_engine: MakeEngine, many_engines: dict[int, tuple[str, int]]
 ) -> None:
     user = make_engine(99)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    calls = [ClusterInfo(cluster_id, address) for cluster_id, (address, _) in crowd.items()]
+    calls = [ClusterInfo(cluster_id, address) for cluster_id, (address, _) in many_engines.items()]
     user.link_clusters(calls, timeout_ms=30_000).raise_for_status()
     assert {it.state for it in user.links()} == {LinkState.LINKED}
-    assert [it.cluster_id for it in user.links()] == sorted(crowd)
-    pull_all(user, crowd)
+    assert [it.cluster_id for it in user.links()] == sorted(many_engines)
+    pull_all(user, many_engines)
     with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(pull_all, user, crowd) for _ in range(4)]:
+        for done in [threads.submit(pull_all, user, many_engines) for _ in range(4)]:
             done.result(60)
-    os.kill(crowd[7][1], 9)
+    os.kill(many_engines[7][1], 9)
     wait_for_state(user, 7, LinkState.BROKEN)
     assert sum(it.state is LinkState.LINKED for it in user.links()) == NUM_PEERS - 1
-    user.unlink_clusters(sorted(crowd), timeout_ms=30_000).raise_for_status()
+    user.unlink_clusters(sorted(many_engines), timeout_ms=30_000).raise_for_status()
     assert user.links() == []
     user.finalize()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def pull_all(user: LlmDataDist, crowd: dict[int, tuple[str, int]]) -> None:
+def pull_all(user: LlmDataDist, many_engines: dict[int, tuple[str, int]]) -> None:
     cache, arrays = make_cache(user, "allocated", None)
-    for cluster_id in crowd:
+    for cluster_id in many_engines:
         user.pull_cache(CacheIndex(cluster_id, 1, cluster_id % DESC.batch_size), cache)
         expected = pattern(cluster_id)
         for array, tensor in zip(arrays, expected, strict=True):

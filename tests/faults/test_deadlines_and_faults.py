@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 
 import pytest
 
@@ -22,10 +21,11 @@ from kvnative._executor import (
 from kvplan import CacheIndex, CacheKey, LinkState, LlmDataDist, LLMStatusCode, Transfers
 from tests.faults.conftest import MakeEngine
 from tests.faults.contents import make_cache, pattern
-from tests.faults.moves import link, move
-from tests.faults.outcomes import COUNT, assert_confirmed, refused, unconfirmed
+from tests.faults.outcomes import COUNT, assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
+from tests.faults.transfers import link, move
+from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch
 
 FOR_EVER_MS = 600_000
@@ -64,13 +64,14 @@ def test_a_deadline_passes_amid_the_descriptors(
     remote = peer.make_cache(memory, seed=1 if direction == "pull" else None)
     cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
     link(user, peer)
-    error = refused(lambda: move(user, direction, remote, cache, timeout_ms=70), TIMEOUT)
-    missing = unconfirmed(error)
+    with refused(TIMEOUT) as error:
+        move(user, direction, remote, cache, timeout_ms=70)
+    missing = unconfirmed(error.value)
     assert missing
     first = min(missing)
     assert missing == set(range(first, COUNT))  # one after the other
     if direction == "pull":
-        assert_confirmed(error, arrays, pattern(1))
+        assert_confirmed(error.value, arrays, pattern(1))
         assert not any(arrays[it].any() for it in range(first + 1, COUNT))
     else:
         assert peer.run("result = [bool(it.any()) for it in arrays]")[first + 1 :] == (
@@ -82,7 +83,7 @@ def test_a_deadline_passes_amid_the_descriptors(
         )
     mine = link_of(user, 1)
     assert mine is not None
-    assert (mine.state, mine.in_flight, mine.last_error) == (LinkState.LINKED, 0, str(error))
+    assert (mine.state, mine.in_flight, mine.last_error) == (LinkState.LINKED, 0, str(error.value))
     assert (mine.bytes_pulled, mine.bytes_pushed) == (0, 0)
     assert peer.state(2) == "LINKED"
     move(user, direction, remote, cache)
@@ -99,8 +100,9 @@ def test_nothing_comes_in_time(
     cache, _ = make_cache(user, memory, 2)
     link(user, peer)
     for _ in range(3):
-        error = refused(lambda: move(user, direction, remote, cache, timeout_ms=5), TIMEOUT)
-        assert unconfirmed(error) == set(range(COUNT))
+        with refused(TIMEOUT) as error:
+            move(user, direction, remote, cache, timeout_ms=5)
+        assert unconfirmed(error.value) == set(range(COUNT))
     assert user.metrics()["in_flight"] == 0
     user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
     assert peer.state(2) is None
@@ -113,8 +115,9 @@ def test_what_is_given_no_deadline_has_that_of_the_option(
         user = make_engine(2, transfers=transfers, sync_kv_cache_wait_time=50)
         remote, (cache, _) = peer.make_cache("allocated"), make_cache(user, "allocated", 2)
         link(user, peer)
-        error = refused(lambda: user.pull_cache(CacheIndex(1, remote), cache), TIMEOUT)
-        assert unconfirmed(error) == set(range(COUNT))
+        with refused(TIMEOUT) as error:
+            user.pull_cache(CacheIndex(1, remote), cache)
+        assert unconfirmed(error.value) == set(range(COUNT))
         transfers.close(cancel=True)
 
 
@@ -128,12 +131,13 @@ def test_each_descriptor_fails_once(
         remote = peer.make_cache(memory, seed=1 if direction == "pull" else None)
         cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
         link(user, peer)
-        error = refused(partial(move, user, direction, remote, cache), LLMStatusCode.LLM_FAILED)
-        assert error.unconfirmed == ((index, COUNT),)
-        assert error.origin is not None
-        assert error.origin.src_tensor == index
+        with refused(LLMStatusCode.LLM_FAILED) as error:
+            move(user, direction, remote, cache)
+        assert error.value.unconfirmed == ((index, COUNT),)
+        assert error.value.origin is not None
+        assert error.value.origin.src_tensor == index
         if direction == "pull":
-            assert_confirmed(error, arrays, pattern(1))
+            assert_confirmed(error.value, arrays, pattern(1))
         moved = arrays if direction == "pull" else None
         found = (
             [bool(it.any()) for it in moved]
@@ -143,7 +147,7 @@ def test_each_descriptor_fails_once(
         assert found == [True] * index + [False] * (COUNT - index)
         mine = link_of(user, 1)
         assert mine is not None
-        assert (mine.state, mine.last_error) == (LinkState.LINKED, str(error))
+        assert (mine.state, mine.last_error) == (LinkState.LINKED, str(error.value))
         assert peer.state(2) == "LINKED"
         user.finalize()
         peer.wait_for_state(2, "CLOSED")
@@ -163,7 +167,7 @@ def test_each_descriptor_fails_once(
         (KVN_NO_DEVICE_MEMORY, LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY),
     ],
 )
-def test_a_fault_is_told_by_its_own_status_and_consumes_no_key(
+def test_a_fault_is_reported_by_its_own_status_and_consumes_no_key(
     make_faulty: MakeFaulty, make_engine: MakeEngine, peer: Peer, status: int, code: LLMStatusCode
 ) -> None:
     key = CacheKey(1, 7)
@@ -180,9 +184,11 @@ def test_a_fault_is_told_by_its_own_status_and_consumes_no_key(
     link(user, peer)
     link(other, peer)
     for _ in range(2):
-        error = refused(lambda: user.pull_cache(key, cache), code)
-        assert unconfirmed(error) == {5, 6, 7}
-        assert_confirmed(error, arrays, pattern(1))
+        with refused(code) as error:
+            user.pull_cache(key, cache)
+        assert unconfirmed(error.value) == {5, 6, 7}
+        assert_confirmed(error.value, arrays, pattern(1))
     other.pull_cache(key, theirs)
     assert_confirmed(None, their_arrays, pattern(1))
-    refused(lambda: user.pull_cache(key, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(key, cache)

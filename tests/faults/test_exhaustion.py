@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from kvplan import CacheDesc, DataType, LinkState, LLMStatusCode, PoolConfig
 from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
-from tests.faults.moves import link, move
-from tests.faults.outcomes import assert_confirmed, refused
+from tests.faults.outcomes import assert_confirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link, move
 from tests.support.places import TCP_CONNECTIONS
+from tests.support.refusals import refused
 
 POOL = PoolConfig(4 * DESC.nbytes, 10)
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -49,13 +48,14 @@ def test_a_pool_runs_out_and_recovers(make_engine: MakeEngine, make_peer: MakePe
         peer.run("for it, _ in made: datadist.deallocate_cache(it)")
         peer.run("del made, it, _")
         for remote in ids:
-            refused(partial(move, user, "pull", remote, cache), NOT_EXIST)
+            with refused(NOT_EXIST):
+                move(user, "pull", remote, cache)
 
 
 def test_what_is_freed_is_free_while_a_peer_does_not_listen(
     make_engine: MakeEngine, peer: Peer
 ) -> None:
-    """Nothing that a stopped peer is still to be told of keeps memory from its pool."""
+    """Updates pending for a stopped peer keep no memory from its pool."""
     slow = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
     user = make_engine(2, mem_pool_config=POOL, **slow)
     link(user, peer)
@@ -63,14 +63,16 @@ def test_what_is_freed_is_free_while_a_peer_does_not_listen(
     for _ in range(300):
         for made in [user.allocate_cache(DESC) for _ in range(4)]:
             user.deallocate_cache(made)
-    refused(partial(user.allocate_cache, larger_than(POOL)), LLMStatusCode.LLM_OUT_OF_MEMORY)
+    with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+        user.allocate_cache(larger_than(POOL))
     peer.resume()
 
 
 def test_a_failed_allocation_takes_nothing(make_engine: MakeEngine) -> None:
     user = make_engine(2, mem_pool_config=POOL)
     for _ in range(10):
-        refused(partial(user.allocate_cache, larger_than(POOL)), LLMStatusCode.LLM_OUT_OF_MEMORY)
+        with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+            user.allocate_cache(larger_than(POOL))
     made = [user.allocate_cache(DESC) for _ in range(4)]
     assert [it.cache_id for it in made] == [11, 12, 13, 14]
     assert user.metrics()["cache_bytes"] == {"DEVICE": 4 * DESC.nbytes}
@@ -169,7 +171,7 @@ def test_a_caller_without_descriptors(
 
 @pytest.mark.over_tcp
 @first_or_later
-def test_one_who_is_called_without_descriptors(
+def test_an_accepting_engine_without_descriptors(
     make_engine: MakeEngine, make_peer: MakePeer, is_first: bool
 ) -> None:
     user, peer = make_engine(2, **MANY), make_peer(1, **MANY)

@@ -1,4 +1,4 @@
-"""`finalize` ends, whatever became of the peers, and tells those that still hear."""
+"""`finalize` ends, whatever became of the peers, and disconnects those that still live."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvplan import (
 )
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import make_cache
-from tests.faults.moves import link
-from tests.faults.outcomes import refused
 from tests.faults.peer import Peer
+from tests.faults.transfers import link
+from tests.support.refusals import refused
 from tests.support.wrappers import delay, limit_bandwidth
 
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
-MOST_S = 4.0  # the waiting below takes 100 ms, the telling half a second; the machine may stall
+MOST_S = 4.0  # the waiting below takes 100 ms, the disconnect half a second; the machine may stall
 
 
 @pytest.fixture
@@ -138,7 +138,8 @@ def test_while_others_wait_for_a_stopped_peer(
     finalize(user)
     assert all(it.result(10) is not None for it in waiting)
     unlinking.result(10)  # well or not: the link has ended, and so has the call
-    refused(user.links, LLMStatusCode.LLM_ENGINE_FINALIZED)
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
+        user.links()
 
 
 def test_while_a_link_is_being_made_with_a_stopped_peer(

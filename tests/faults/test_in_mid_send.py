@@ -17,8 +17,8 @@ import pytest
 
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist
 from tests.faults.conftest import MakeEngine, MakePeer
-from tests.faults.moves import link
 from tests.faults.peer import Peer
+from tests.faults.transfers import link
 
 DESC = CacheDesc(2, (1, 8 << 20), DataType.DT_INT32)
 OLD, NEW = 5, 8
@@ -151,7 +151,7 @@ def test_what_comes_to_its_addresses_is_not_sent(
         cache_id=cache.cache_id,
     )
     status, came = pull_meanwhile(peer, lambda: change(owner, cache, pages, peer))
-    if change is remap:  # what was sent before the engine was told of it
+    if change is remap:  # what was sent before the engine knew of it
         came = [it for it in came if it != NEW]
     assert came == [0, OLD]
     assert status == "LLM_KV_CACHE_NOT_EXIST"

@@ -8,10 +8,11 @@ from kvplan import CacheKey, ClusterInfo, LinkState, LlmDataDist, LLMStatusCode
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
 from tests.faults.gate import Gate
-from tests.faults.moves import link, move
-from tests.faults.outcomes import COUNT, assert_confirmed, refused, unconfirmed
+from tests.faults.outcomes import COUNT, assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link, move
+from tests.support.refusals import refused
 
 LINK_FAILED = LLMStatusCode.LLM_LINK_FAILED
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
@@ -39,10 +40,12 @@ def test_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str
         array[:] = 0
     peer.kill()
     # Whether or not the death was noticed by now.
-    refused(lambda: move(user, direction, remote, cache), LINK_FAILED)
+    with refused(LINK_FAILED):
+        move(user, direction, remote, cache)
     assert_broken(user)
     assert not any(it.any() for it in arrays)
-    refused(lambda: move(user, direction, remote, cache), LINK_FAILED, "is broken: ")
+    with refused(LINK_FAILED, "is broken: "):
+        move(user, direction, remote, cache)
 
 
 @pytest.mark.over_tcp
@@ -104,7 +107,8 @@ def test_restarted_on_the_same_port(
     again = make_peer(1, listen=peer.address)
     assert again.make_cache(seed=3) == remote
     # Never the content of the one before, and never of the new one without a link to it.
-    refused(lambda: move(user, "pull", remote, cache), LINK_FAILED)
+    with refused(LINK_FAILED):
+        move(user, "pull", remote, cache)
     assert_confirmed(None, arrays, pattern(1))
     wait_for_state(user, 1, LinkState.BROKEN)
     link(user, again)
@@ -168,9 +172,11 @@ def test_the_claims_of_the_dead_are_free(make_engine: MakeEngine, make_peer: Mak
     assert owner.listen_address is not None
     mine, arrays = make_cache(user, "allocated", None)
     user.link_clusters([ClusterInfo(1, owner.listen_address)], timeout_ms=10_000).raise_for_status()
-    refused(lambda: user.pull_cache(key, mine), LLMStatusCode.LLM_REPEAT_REQUEST)
+    with refused(LLMStatusCode.LLM_REPEAT_REQUEST):
+        user.pull_cache(key, mine)
     dying.kill()
     wait_for_state(owner, 4, LinkState.BROKEN)
     user.pull_cache(key, mine)
     assert (arrays[0][0] == 5).all()
-    refused(lambda: user.pull_cache(key, mine), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(key, mine)

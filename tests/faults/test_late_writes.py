@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LLMException, LLMStatusCode, PoolConfig
 from tests.faults.conftest import MakeEngine, MakePeer
 from tests.faults.gate import DEADLINE_S
-from tests.faults.outcomes import refused
 from tests.faults.peer import Peer
+from tests.support.refusals import refused
 
 ROUNDS = int(os.environ.get("KVPLAN_TEST_ROUNDS", "8"))
 DESC = CacheDesc(4, (1, 1 << 22), DataType.DT_UINT8)  # 16 MiB: some 2 ms, and 32 pieces or more
@@ -162,7 +162,7 @@ def test_while_the_peer_is_killed(
         del cache, arrays
 
 
-@pytest.mark.parametrize("kind", ["arrays", "addresses"])
+@pytest.mark.parametrize("kind", [pytest.param("arrays", marks=pytest.mark.slow), "addresses"])
 def test_by_address_while_the_peer_is_stopped(
     owner: LlmDataDist, pusher: Callable[[], Peer], kind: str
 ) -> None:
@@ -207,7 +207,7 @@ def test_finalize_while_the_peer_is_stopped(
     peer.stop()
     began = time.monotonic()
     owner.finalize()
-    assert time.monotonic() - began < 5  # half a second for its farewell, one for what it writes
+    assert time.monotonic() - began < 5  # half a second for its disconnect, one for what it writes
     stamp(arrays)
     peer.resume()
     (why,) = why_it_ended(peer)
@@ -222,6 +222,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str
         yield lambda: [it for it in caplog.messages if "is not used again" in it]
 
 
+@pytest.mark.slow
 def test_in_a_pool_while_the_peer_is_stopped(
     owner: LlmDataDist, pusher: Callable[[], Peer], warnings: Callable[[], list[str]]
 ) -> None:
@@ -232,15 +233,16 @@ def test_in_a_pool_while_the_peer_is_stopped(
         cache, arrays = memory.make(owner)
         begin(peer, cache, arrays)
         peer.stop()
-        told = len(warnings())
+        before = len(warnings())
         began = time.monotonic()
         memory.end(owner, cache)
         assert time.monotonic() - began < 3
         del cache, arrays
-        if len(warnings()) > told:  # else it was stopped between two pieces
+        if len(warnings()) > before:  # else it was stopped between two pieces
             kept += 1
-            assert f"process {peer.process.pid} " in warnings()[told]
-            refused(lambda: memory.make(owner), LLMStatusCode.LLM_OUT_OF_MEMORY)
+            assert f"process {peer.process.pid} " in warnings()[before]
+            with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+                memory.make(owner)
             peer.resume()
             assert why_it_ended(peer) == ["LLM_KV_CACHE_NOT_EXIST"]
         cache, arrays = once_there_is_room(memory, owner)

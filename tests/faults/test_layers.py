@@ -27,10 +27,11 @@ from tests.datadist.layers import ready, wait_until
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import pattern
 from tests.faults.gate import Gate
-from tests.faults.moves import link
-from tests.faults.outcomes import refused, unconfirmed
+from tests.faults.outcomes import unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link
+from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
 
 NUM_LAYERS = 30
@@ -209,7 +210,8 @@ def test_finalize_ends_what_waits_for_layers_that_never_come(
             LLMStatusCode.LLM_NOT_YET_LINK,
         }
     assert counted(user)["LLM_FAILED"] == 3
-    refused(lambda: user.push_layers(cache, target), LLMStatusCode.LLM_ENGINE_FINALIZED)
+    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
+        user.push_layers(cache, target)
     there = np.array(peer.run("result = [it.tolist() for it in arrays]"))
     assert not there[10:].any()
 
@@ -277,13 +279,16 @@ def test_time_that_passes_stops_it_or_not(slowed: Callable[..., LlmDataDist], pe
     link(user, peer)
     task = user.push_layers(cache, target)
     ready(task, range(3))
-    refused(lambda: task.wait(20, stop=False), LLMStatusCode.LLM_TIMEOUT)
+    with refused(LLMStatusCode.LLM_TIMEOUT):
+        task.wait(20, stop=False)
     assert not task.done
     assert task.progress().moving == (0, 1, 2)
     ready(task, task.layers)  # now the engine waits for it too
-    refused(lambda: task.wait(20, stop=False), LLMStatusCode.LLM_TIMEOUT)
+    with refused(LLMStatusCode.LLM_TIMEOUT):
+        task.wait(20, stop=False)
     assert user.metrics()["in_flight"] == 1
-    refused(lambda: task.wait(20), LLMStatusCode.LLM_TIMEOUT)
+    with refused(LLMStatusCode.LLM_TIMEOUT):
+        task.wait(20)
     assert task.done
     assert counted(user) == {"LLM_TIMEOUT": 1}
 
@@ -384,7 +389,8 @@ def test_an_await_of_what_fails_raises(make_engine: MakeEngine, make_peer: MakeP
         ready(task, task.layers)
         await asyncio.wait_for(waiting, 30)
 
-    refused(lambda: asyncio.run(push()), LLMStatusCode.LLM_LINK_FAILED)
+    with refused(LLMStatusCode.LLM_LINK_FAILED):
+        asyncio.run(push())
 
 
 def race(task: LayerTask, pause_s: float) -> LLMStatusCode:

@@ -85,7 +85,10 @@ def run_rounds(user: Peer, owner: Peer, code: str, count: int) -> None:
     user.run(call, owner_id=owner.cluster_id, address=owner.address, count=count)
 
 
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(it, marks=() if it == "refused pulls" else pytest.mark.slow) for it in ROUNDS],
+)
 def test_rounds_between_two_processes(make_peer: MakePeer, name: str) -> None:
     user, owner = make_peer(2), make_peer(1)
     owner.make_cache("allocated")
@@ -109,6 +112,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("memory", CACHES)
+@pytest.mark.slow
 def test_caches_come_and_go_at_a_linked_peer(make_peer: MakePeer, memory: str) -> None:
     """Their peer maps each, and lets go of it."""
     user, owner = make_peer(2), make_peer(1)
@@ -127,7 +131,7 @@ def test_caches_come_and_go_at_a_linked_peer(make_peer: MakePeer, memory: str) -
     before = [measured(it) for it in (user, owner)]
     rounds(200)
     owner.run(f"for _ in range({MANY}):\n    {make}\n    {end}\ndel it, _")
-    # So that all news has come.
+    # So that all updates have come.
     user.run(
         """
         try:
@@ -149,6 +153,7 @@ ENGINE = """
 """
 
 
+@pytest.mark.slow
 def test_engines_come_and_go(make_peer: MakePeer) -> None:
     """The user's go whole, with what they took from malloc."""
     user, owner = make_peer(2), make_peer(1)
@@ -160,6 +165,7 @@ def test_engines_come_and_go(make_peer: MakePeer) -> None:
         assert_no_more(measured(peer), was)
 
 
+@pytest.mark.slow
 def test_peers_that_die_leave_nothing(make_peer: MakePeer) -> None:
     """The engine that they were linked with has it all back."""
     owner = make_peer(1)

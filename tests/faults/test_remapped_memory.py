@@ -20,10 +20,10 @@ from kvplan import (
 )
 from tests.faults.conftest import Attempt, MakeEngine
 from tests.faults.gate import Gate
-from tests.faults.moves import LONG_MS, link
-from tests.faults.outcomes import refused
 from tests.faults.peer import Peer
 from tests.faults.states import wait_for_state
+from tests.faults.transfers import LONG_MS, link
+from tests.support.refusals import refused
 
 INVALID, NOT_EXIST = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 DESC = CacheDesc(2, (1, 4096), DataType.DT_INT32)
@@ -114,7 +114,8 @@ def test_layers_that_come_after_it_are_not_pushed(
     task = user.push_layers(mine, remote)
     peer.run("remap(8)")
     task.ready(0)
-    refused(task.wait, NOT_EXIST)
+    with refused(NOT_EXIST):
+        task.wait()
     assert peer.run("result = ctypes.c_int32.from_address(base).value") == 8
 
 
@@ -145,7 +146,7 @@ def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
     assert all((it == 3).all() for it in user.arrays(mine))
 
 
-def test_only_caches_that_are_touched_are_offered_anew(
+def test_only_caches_that_are_touched_are_offered_again(
     make_engine: MakeEngine,
     peer: Peer,
     remote: CacheIndex,
@@ -180,7 +181,7 @@ def test_a_peer_that_is_stopped_hears_of_it_later(make_engine: MakeEngine, peer:
         from kvplan import DataType
         mine = datadist.allocate_cache(CacheDesc(2, (1, 4096), DataType.DT_INT32))
         try:
-            datadist.pull_cache(CacheIndex(2, 99), mine)  # a question, so that all news has come
+            datadist.pull_cache(CacheIndex(2, 99), mine)  # a request, so that all updates have come
         except LLMException:
             pass
         datadist.pull_cache(CacheIndex(2, 1), mine)
@@ -208,7 +209,8 @@ def test_it_counts_and_keeps_what_else_the_cache_is(
         """
     )
     mine = user.allocate_cache(DESC)
-    refused(lambda: user.pull_cache(remote, mine), NOT_EXIST)
+    with refused(NOT_EXIST):
+        user.pull_cache(remote, mine)
 
 
 def test_rounds_leave_no_registration_behind(
@@ -252,7 +254,8 @@ def test_ranges_that_cannot_be_are_refused(
     user, own, registered = owner
     link(user, peer)
     ranges: Any = REFUSED[name](own, registered)
-    refused(lambda: user.remap_registered_memory(ranges), INVALID)
+    with refused(INVALID):
+        user.remap_registered_memory(ranges)
 
 
 @pytest.mark.parametrize("ranges", [None, 5, "ab", b"ab", [5], [(1, 2, 3)], [(1.0, 2)], [("1", 2)]])
@@ -269,18 +272,21 @@ def test_numbers_beyond_their_width_are_refused(
         owner[0].remap_registered_memory([given])
 
 
-def test_without_a_link_there_is_nobody_to_tell(
+def test_without_a_link_nothing_is_published(
     owner: tuple[LlmDataDist, int, int], peer: Peer
 ) -> None:
     user, _, registered = owner
     not_linked = LLMStatusCode.LLM_NOT_YET_LINK
-    refused(lambda: user.remap_registered_memory([(registered, 16)]), not_linked)
-    refused(lambda: user.remap_registered_memory([]), INVALID)
+    with refused(not_linked):
+        user.remap_registered_memory([(registered, 16)])
+    with refused(INVALID):
+        user.remap_registered_memory([])
     link(user, peer)
     user.remap_registered_memory([(registered, 16)])
     peer.kill()
     wait_for_state(user, 1, LinkState.BROKEN)
-    refused(lambda: user.remap_registered_memory([(registered, 16)]), not_linked)
+    with refused(not_linked):
+        user.remap_registered_memory([(registered, 16)])
 
 
 def test_a_range_over_adjacent_caches_renews_them_all(make_engine: MakeEngine, peer: Peer) -> None:
@@ -290,7 +296,6 @@ def test_a_range_over_adjacent_caches_renews_them_all(make_engine: MakeEngine, p
     caches = [user.register_cache(half, list(whole[2 * it : 2 * it + 2])) for it in range(2)]
     link(user, peer)
     user.remap_registered_memory([(caches[0].tensor_addrs[1], 2 * 8192)])
-    refused(
-        lambda: user.remap_registered_memory([(caches[0].tensor_addrs[1], 3 * 8192 + 1)]), INVALID
-    )
+    with refused(INVALID):
+        user.remap_registered_memory([(caches[0].tensor_addrs[1], 3 * 8192 + 1)])
     assert [it.cache_id for it in user.caches()] == [1, 2]

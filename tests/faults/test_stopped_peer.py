@@ -20,10 +20,11 @@ from kvplan import (
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import Tensor, make_cache, pattern
 from tests.faults.gate import DEADLINE_S, Gate
-from tests.faults.moves import link, move
-from tests.faults.outcomes import assert_confirmed, refused, unconfirmed
+from tests.faults.outcomes import assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import link, move
+from tests.support.refusals import refused
 
 QUICK = {"heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 300}
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
@@ -107,7 +108,8 @@ def test_during_until_it_is_given_up(
     assert unconfirmed(error)
     if direction == "pull":
         assert_confirmed(error, arrays, pattern(1))
-    refused(lambda: move(user, "pull", remote, cache), LINK_FAILED, "nothing heard for")
+    with refused(LINK_FAILED, "nothing heard for"):
+        move(user, "pull", remote, cache)
     peer.resume()
     peer.wait_for_state(2, "BROKEN")
     link(user, peer)
@@ -124,16 +126,19 @@ def test_a_key_that_is_asked_for_in_vain_is_not_lost(make_engine: MakeEngine, pe
     link(user, peer)
     link(other, peer)
     peer.stop()
-    refused(lambda: user.pull_cache(KEY, cache), LLMStatusCode.LLM_TIMEOUT, "has not answered")
+    with refused(LLMStatusCode.LLM_TIMEOUT, "has not answered"):
+        user.pull_cache(KEY, cache)
     assert (link_of(user, 1).state, link_of(user, 1).in_flight) == (LinkState.LINKED, 0)
     assert not any(it.any() for it in arrays)
     peer.resume()
     unknown = CacheIndex(1, 99)
     for _ in range(3):  # questions are answered in order: what was granted too late is back
-        refused(lambda: user.pull_cache(unknown, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+            user.pull_cache(unknown, cache)
     other.pull_cache(KEY, theirs, timeout_ms=30_000)
     assert_confirmed(None, others_arrays, pattern(1))
-    refused(lambda: other.pull_cache(KEY, theirs), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        other.pull_cache(KEY, theirs)
 
 
 @pytest.mark.usefixtures("served_by_nobody")
@@ -151,10 +156,11 @@ def test_a_key_whose_pull_was_not_acknowledged_is_consumed_all_the_same(
     assert call.result(30) is None
     assert_confirmed(None, arrays, pattern(1))
     peer.resume()
-    refused(lambda: user.pull_cache(KEY, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        user.pull_cache(KEY, cache)
 
 
-MANY = 24  # more than are told at a time
+MANY = 24  # more than are published at a time
 
 
 def pull_unheard(
@@ -191,7 +197,7 @@ def pull_unheard(
 
 
 @pytest.mark.usefixtures("served_by_nobody")
-def test_what_a_stopped_peer_was_not_told_it_hears_later(
+def test_pending_updates_reach_a_stopped_peer_later(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
     user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)
@@ -205,11 +211,12 @@ def test_what_a_stopped_peer_was_not_told_it_hears_later(
     link(user, peer)
     assert link_of(user, 1).caches == 0
     for key in keys:
-        refused(lambda key=key: user.pull_cache(key, cache), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+            user.pull_cache(key, cache)
 
 
 @pytest.mark.usefixtures("served_by_nobody")
-def test_what_a_stopped_peer_was_not_told_ends_with_the_link(
+def test_pending_updates_of_a_stopped_peer_end_with_the_link(
     make_engine: MakeEngine, peer: Peer, attempt: Attempt
 ) -> None:
     user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)

@@ -39,7 +39,7 @@ def make_peer() -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture
 def end(make_end: Callable[..., End]) -> End:
-    """An end of cluster 1 in this process."""
+    """Cluster 1, in this process."""
     return make_end(1)
 
 

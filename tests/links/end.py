@@ -1,15 +1,16 @@
-"""One end of links, as an engine has it: transports, caches, links; and its log, to wait on."""
+"""One side of links, as an engine has it: transports, caches, links; and its log, to wait on."""
 
 from __future__ import annotations
 
 import logging
 import queue
+import re
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from kvplan import CacheDesc, DataType, LlmRole
+from kvplan import CacheDesc, DataType, LlmRole, LLMStatusCode
 from kvplan.control.endpoint import Endpoint
 from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
@@ -48,12 +49,18 @@ class End:
 
     @property
     def cluster(self) -> ClusterInfo:
-        """What a peer calls this end by."""
+        """How a peer names this side."""
         return ClusterInfo(self.cluster_id, self.address)
 
     def link(self, *clusters: ClusterInfo, timeout_ms: int = 5000) -> None:
         """Link, and fail with the first that fails."""
         self.links.link(clusters, timeout_ms).raise_for_status()
+
+    def check_link_fails(self, cluster: ClusterInfo, status: LLMStatusCode, message: str) -> None:
+        """Link, which must fail with `status` and `message`."""
+        (result,) = self.links.link([cluster], 5000)
+        assert result.status is status, result
+        assert re.search(message, str(result.error)), result
 
     def state(self, cluster_id: int) -> LinkState | None:
         return next((it.state for it in self.links.status() if it.cluster_id == cluster_id), None)

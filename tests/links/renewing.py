@@ -13,7 +13,7 @@ from tests.links.end import DEADLINE_S
 
 
 class Meeting:
-    """Where both ends of a connection wait for each other, by session and generation."""
+    """Where both sides of a connection wait for each other, by session and generation."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -30,7 +30,7 @@ class Meeting:
 
 
 class Connection:
-    """Records what it is told, and fails as a test wants."""
+    """Records its calls, and fails as a test wants."""
 
     def __init__(self, meeting: Meeting, session: bytes) -> None:
         self.request_renewal: Callable[[], None] | None = None

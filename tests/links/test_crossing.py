@@ -50,7 +50,7 @@ def test_both_ends_link_at_once(make_end: MakeEnd, round_: int) -> None:
 
 
 class _Slow(LocalTransport):
-    """Whose connect lasts until it is let go on."""
+    """Whose connect lasts until it is released."""
 
     def __init__(self) -> None:
         super().__init__()

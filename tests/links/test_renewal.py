@@ -151,7 +151,7 @@ def test_no_end_waits_for_one_that_does_not_answer(make_end: MakeEnd) -> None:
     pair.wait_until_both_use(1)
 
 
-def test_whoever_cannot_wait_longer_hears_so_and_it_goes_on(make_end: MakeEnd) -> None:
+def test_a_call_that_times_out_leaves_the_renewal_running(make_end: MakeEnd) -> None:
     pair = Pair(make_end, wait_ms=1)
     one, two = pair.connections
     two.holds.clear()
@@ -191,7 +191,7 @@ def test_finalize_while_a_renewal_waits_for_the_peer(pair: Pair) -> None:
         two.holds.set()
 
 
-def test_the_peer_is_told_what_is_not_used_any_more(pair: Pair) -> None:
+def test_connections_that_are_not_used_any_more_are_published(pair: Pair) -> None:
     one, two = pair.connections
     one.notify_unused(0)
     two.wait_until(lambda: two.unused_there == [0])

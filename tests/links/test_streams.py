@@ -15,7 +15,6 @@ from kvplan.links import LinkState
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.protocol import Streams
 from tests.links.end import DEADLINE_S, End
-from tests.links.refusals import refused
 
 MakeEnd = Callable[..., End]
 COUNT = 3
@@ -80,7 +79,7 @@ def test_each_link_has_a_secret_of_its_own_and_connections_while_it_is_made(
             streams.open([COUNT], DEADLINE_S)
 
 
-def test_an_end_links_from_the_address_that_its_option_says(make_end: MakeEnd) -> None:
+def test_an_engine_links_from_the_address_of_its_option(make_end: MakeEnd) -> None:
     one = make_end(1, transports=[Streaming()], listen="", tcp_source="127.0.0.5")
     other = make_end(2, transports=[Streaming()])
     one.link(other.cluster)
@@ -144,7 +143,7 @@ class Waiting(Streaming):
 
 
 class Silent(Streaming):
-    """Opens no connection, and fails when it is told to."""
+    """Opens no connection, and fails on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class Silent(Streaming):
 
 
 @pytest.mark.parametrize("fails", ["dials", "accepts"])
-def test_who_waits_for_a_peer_that_fails_waits_no_longer(make_end: MakeEnd, fails: str) -> None:
+def test_the_failure_of_the_peer_ends_the_wait(make_end: MakeEnd, fails: str) -> None:
     """Its thread is not kept for the whole of the time that the link may take."""
     waiting = Waiting()
     transports = [Failing(), waiting] if fails == "dials" else [waiting, Failing()]
@@ -164,7 +163,7 @@ def test_who_waits_for_a_peer_that_fails_waits_no_longer(make_end: MakeEnd, fail
     # A connection that comes before the other end has failed is answered.
     early = "no memory left"
     reason = early if fails == "dials" else f"data connection 0: authenticate: |{early}"
-    refused(one, other.cluster, LLMStatusCode.LLM_LINK_FAILED, reason)
+    one.check_link_fails(other.cluster, LLMStatusCode.LLM_LINK_FAILED, reason)
     assert waiting.done.wait(DEADLINE_S)
     if fails == "dials":
         assert "accept: the link is not being made any more" in waiting.ended[0]

@@ -22,7 +22,7 @@ from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from tests.llm_datadist.conftest import MakeDataDist
 from tests.llm_datadist.contents import clear, fill, views
 from tests.llm_datadist.descs import DEVICE, HOST, desc
-from tests.llm_datadist.refusals import invalid, refused
+from tests.support.refusals import refused
 
 NO_ID = 2**64 - 1
 
@@ -42,16 +42,14 @@ def addresses(arrays: list[np.ndarray[Any, Any]]) -> list[int]:
 
 def test_ids_rise_with_each_attempt(manager: CacheManager) -> None:
     assert manager.allocate_cache(desc()).cache_id == 1
-    refused(
-        lambda: manager.allocate_cache(desc(rows=2**20, nbytes=2**10)),
-        LLMStatusCode.LLM_OUT_OF_MEMORY,
-    )
+    with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+        manager.allocate_cache(desc(rows=2**20, nbytes=2**10))
     assert manager.allocate_blocks_cache(desc()).cache_id == 3
     arrays = tensors()
     assert manager.register_cache(desc(), addresses(arrays)).cache_id == 4
 
 
-def test_what_a_cache_tells(manager: CacheManager) -> None:
+def test_the_attributes_of_a_cache(manager: CacheManager) -> None:
     contiguous = manager.allocate_cache(cache_desc=(it := desc()), cache_keys=[CacheKey(99, 1)])
     assert contiguous.cache_desc is it
     assert not contiguous.is_blocks_cache
@@ -66,39 +64,46 @@ def test_what_a_cache_tells(manager: CacheManager) -> None:
 
 def test_what_is_deallocated_has_no_addresses(manager: CacheManager) -> None:
     contiguous, paged = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    invalid(lambda: manager.deallocate_cache(paged))
-    invalid(lambda: manager.deallocate_blocks_cache(contiguous))
+    with refused("LLM_PARAM_INVALID"):
+        manager.deallocate_cache(paged)
+    with refused("LLM_PARAM_INVALID"):
+        manager.deallocate_blocks_cache(contiguous)
     for _ in range(2):
         manager.deallocate_cache(contiguous)
         manager.deallocate_blocks_cache(paged)
         assert contiguous.tensor_addrs == paged.tensor_addrs == []
-    refused(
-        lambda: manager.copy_cache(contiguous, contiguous, 1),
-        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-    )
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        manager.copy_cache(contiguous, contiguous, 1)
 
 
 def test_a_pool_is_needed_for_each_placement(make_datadist: MakeDataDist) -> None:
     manager = make_datadist(**{"llm.HostMemPoolConfig": ""}).cache_manager
     manager.allocate_cache(desc(placement=DEVICE))
     for allocate in (manager.allocate_cache, manager.allocate_blocks_cache):
-        invalid(lambda allocate=allocate: allocate(desc(placement=HOST)))
-        invalid(lambda allocate=allocate: allocate(desc(num_tensors=0)))
+        with refused("LLM_PARAM_INVALID"):
+            allocate(desc(placement=HOST))
+        with refused("LLM_PARAM_INVALID"):
+            allocate(desc(num_tensors=0))
 
 
 def test_keys_of_an_allocated_cache(manager: CacheManager) -> None:
     one, two, padding = CacheKey(1, 1), CacheKey(1, 2), CacheKey(1, NO_ID)
     first = manager.allocate_cache(desc(), [one, padding, padding])
-    invalid(lambda: manager.allocate_cache(desc(), (CacheKey(7, 1),)))  # of whatever cluster
-    invalid(lambda: manager.allocate_cache(desc(), [two, two]))
-    invalid(lambda: manager.allocate_cache(desc(rows=1), [two, padding]))
+    with refused("LLM_PARAM_INVALID"):  # of whatever cluster
+        manager.allocate_cache(desc(), (CacheKey(7, 1),))
+    with refused("LLM_PARAM_INVALID"):
+        manager.allocate_cache(desc(), [two, two])
+    with refused("LLM_PARAM_INVALID"):
+        manager.allocate_cache(desc(rows=1), [two, padding])
     manager.deallocate_cache(first)
-    invalid(lambda: manager.allocate_cache(desc(), [one]))  # it lives by its key
+    with refused("LLM_PARAM_INVALID"):  # it lives by its key
+        manager.allocate_cache(desc(), [one])
     manager.remove_cache_key(one)
     manager.remove_cache_key(one)
     manager.allocate_cache(desc(), [one, two])
     manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
-    invalid(lambda: manager.allocate_blocks_cache(desc(), BlocksCacheKey(2)))
+    with refused("LLM_PARAM_INVALID"):
+        manager.allocate_blocks_cache(desc(), BlocksCacheKey(2))
     manager.allocate_blocks_cache(desc(), BlocksCacheKey(2, model_id=1))
 
 
@@ -131,7 +136,8 @@ def test_addresses_that_cannot_be_registered(manager: CacheManager) -> None:
     found = addresses(arrays)
     for register in (manager.register_cache, manager.register_blocks_cache):
         for wrong in ([], found[:-1], [*found, found[0]], [0, *found[1:]], [8] * 4):
-            invalid(lambda register=register, wrong=wrong: register(desc(), wrong))
+            with refused("LLM_PARAM_INVALID"):
+                register(desc(), wrong)
         register(desc(), found)
 
 
@@ -139,7 +145,8 @@ def test_registered_caches_end(manager: CacheManager) -> None:
     arrays = tensors()
     cache = manager.register_cache(desc(), addresses(arrays), [CacheKey(1, 5)])
     manager.remove_cache_key(CacheKey(1, 5))  # it stays: registered
-    invalid(lambda: manager.register_cache(desc(), addresses(arrays), [CacheKey(1, 5)]))
+    with refused("LLM_PARAM_INVALID"):
+        manager.register_cache(desc(), addresses(arrays), [CacheKey(1, 5)])
     manager.unregister_cache(cache.cache_id)
     manager.unregister_cache(cache.cache_id)
     manager.unregister_cache(-1)
@@ -147,7 +154,8 @@ def test_registered_caches_end(manager: CacheManager) -> None:
         manager.unregister_cache(2**63)
     manager.register_cache(desc(), addresses(arrays), [CacheKey(1, 5)])
     paged = manager.register_blocks_cache(desc(), addresses(arrays), BlocksCacheKey(1))
-    invalid(lambda: manager.register_blocks_cache(desc(), addresses(arrays), BlocksCacheKey(1)))
+    with refused("LLM_PARAM_INVALID"):
+        manager.register_blocks_cache(desc(), addresses(arrays), BlocksCacheKey(1))
     assert paged.is_blocks_cache
     assert not views(cache)[0].any()
 
@@ -156,10 +164,10 @@ def test_after_link_nothing_is_registered_for_peers(manager: CacheManager) -> No
     arrays = tensors()
     manager.register_cache(desc(), addresses(arrays), remote_accessible=True)
     manager.set_is_call_linked()
-    invalid(lambda: manager.register_cache(desc(), addresses(arrays), remote_accessible=True))
-    invalid(
-        lambda: manager.register_blocks_cache(desc(), addresses(arrays), remote_accessible=True)
-    )
+    with refused("LLM_PARAM_INVALID"):
+        manager.register_cache(desc(), addresses(arrays), remote_accessible=True)
+    with refused("LLM_PARAM_INVALID"):
+        manager.register_blocks_cache(desc(), addresses(arrays), remote_accessible=True)
     manager.register_cache(desc(), addresses(arrays), remote_accessible=False)
     manager.register_blocks_cache(desc(), addresses(arrays))
     assert [it.remote_accessible for it in manager._engine.caches()] == [True, False, False]
@@ -205,7 +213,8 @@ def test_copies_that_cannot_be(
     cache = manager.allocate_cache(desc())
     args = {"dst": cache, "src": cache, "dst_batch_index": 1} | more
     if error is None:
-        invalid(lambda: manager.copy_cache(**args))
+        with refused("LLM_PARAM_INVALID"):
+            manager.copy_cache(**args)
     else:
         with pytest.raises(error):
             manager.copy_cache(**args)
@@ -213,9 +222,12 @@ def test_copies_that_cannot_be(
 
 def test_only_slots_are_copied_as_slots(manager: CacheManager) -> None:
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    invalid(lambda: manager.copy_cache(slots, blocks))
-    invalid(lambda: manager.copy_cache(blocks, slots))
-    invalid(lambda: manager.copy_blocks(slots, {0: [1]}))
+    with refused("LLM_PARAM_INVALID"):
+        manager.copy_cache(slots, blocks)
+    with refused("LLM_PARAM_INVALID"):
+        manager.copy_cache(blocks, slots)
+    with refused("LLM_PARAM_INVALID"):
+        manager.copy_blocks(slots, {0: [1]})
     manager.copy_cache(slots, slots, True, False)  # type: ignore[arg-type]  # bool is int there
 
 
@@ -230,8 +242,10 @@ def test_copy_blocks(manager: CacheManager) -> None:
     for now, was in zip(arrays, before, strict=True):
         assert (now[4:] == was[[0, 1, 1, 2]]).all()
         assert (now[:4] == was[:4]).all()
-    invalid(lambda: manager.copy_blocks(cache, {0: [8]}))
-    invalid(lambda: manager.copy_blocks(cache, {8: [0]}))
+    with refused("LLM_PARAM_INVALID"):
+        manager.copy_blocks(cache, {0: [8]})
+    with refused("LLM_PARAM_INVALID"):
+        manager.copy_blocks(cache, {8: [0]})
     for wrong in ({0: ["1"]}, {"0": [1]}, {0: 1}, None, [(0, 1)], {0: [-1]}):
         with pytest.raises(TypeError):
             manager.copy_blocks(cache, wrong)  # type: ignore[arg-type]
@@ -258,7 +272,8 @@ def test_a_copy_of_a_block_to_itself_hides_no_other(
 
 
 def test_a_block_that_is_not_there_is_no_copy_to_itself(manager: CacheManager) -> None:
-    invalid(lambda: manager.copy_blocks(manager.allocate_blocks_cache(desc()), {4: [4]}))
+    with refused("LLM_PARAM_INVALID"):
+        manager.copy_blocks(manager.allocate_blocks_cache(desc()), {4: [4]})
 
 
 def test_swap_blocks_in_and_out(manager: CacheManager) -> None:
@@ -285,14 +300,20 @@ def test_swaps_that_cannot_be(manager: CacheManager) -> None:
     small = manager.allocate_blocks_cache(desc(nbytes=16, placement=HOST))
     few = manager.allocate_blocks_cache(desc(num_tensors=2, placement=HOST))
     for src, dst in ((device, device), (host, host), (slots, device), (device, slots)):
-        invalid(lambda src=src, dst=dst: manager.swap_blocks(src, dst, {0: 1}))
-        invalid(lambda src=src, dst=dst: manager.swap_blocks(src, dst, {}))
+        with refused("LLM_PARAM_INVALID"):
+            manager.swap_blocks(src, dst, {0: 1})
+        with refused("LLM_PARAM_INVALID"):
+            manager.swap_blocks(src, dst, {})
     for other in (small, few):
-        invalid(lambda other=other: manager.swap_blocks(other, device, {0: 1}))
-        invalid(lambda other=other: manager.swap_blocks(device, other, {0: 1}))
-        invalid(lambda other=other: manager.swap_blocks(device, other, {}))
+        with refused("LLM_PARAM_INVALID"):
+            manager.swap_blocks(other, device, {0: 1})
+        with refused("LLM_PARAM_INVALID"):
+            manager.swap_blocks(device, other, {0: 1})
+        with refused("LLM_PARAM_INVALID"):
+            manager.swap_blocks(device, other, {})
     for pairs in ({9: 0}, {0: 4}, {-1: 0}):
-        invalid(lambda pairs=pairs: manager.swap_blocks(host, device, pairs))
+        with refused("LLM_PARAM_INVALID"):
+            manager.swap_blocks(host, device, pairs)
     for wrong in ({"0": 1}, {0: "1"}, [(0, 1)], None):
         with pytest.raises(TypeError):
             manager.swap_blocks(host, device, wrong)  # type: ignore[arg-type]
@@ -302,7 +323,8 @@ def test_remap_needs_a_link_and_device_memory(manager: CacheManager) -> None:
     arrays = tensors()
     manager.register_cache(desc(), addresses(arrays))
     info = MemInfo(Memtype.MEM_TYPE_DEVICE, addresses(arrays)[0], 32)
-    refused(lambda: manager.remap_registered_memory(info), LLMStatusCode.LLM_NOT_YET_LINK)
+    with refused(LLMStatusCode.LLM_NOT_YET_LINK):
+        manager.remap_registered_memory(info)
     wrong: Any
     for wrong in (
         [],
@@ -312,14 +334,17 @@ def test_remap_needs_a_link_and_device_memory(manager: CacheManager) -> None:
         MemInfo(Memtype.MEM_TYPE_DEVICE, 0, 8),
         [MemInfo(Memtype.MEM_TYPE_DEVICE, 8, 0)],
     ):
-        invalid(lambda wrong=wrong: manager.remap_registered_memory(wrong))
+        with refused("LLM_PARAM_INVALID"):
+            manager.remap_registered_memory(wrong)
 
 
 def test_a_key_names_a_request_or_a_prefix() -> None:
     CacheManager.check_cache_key(CacheKey(1, 0))
     CacheManager.check_cache_key(CacheKey(1, NO_ID, 0, 0))
-    invalid(lambda: CacheManager.check_cache_key(CacheKey(1, NO_ID)))
-    invalid(lambda: CacheManager.check_cache_key(CacheKey(1, 1, 0, 1)))
+    with refused("LLM_PARAM_INVALID"):
+        CacheManager.check_cache_key(CacheKey(1, NO_ID))
+    with refused("LLM_PARAM_INVALID"):
+        CacheManager.check_cache_key(CacheKey(1, 1, 0, 1))
     with pytest.raises(TypeError, match="cache_key"):
         CacheManager.check_cache_key(BlocksCacheKey(1))  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import HOST, desc
 from tests.llm_datadist.layers import NBYTES, ROW, Computing, Destinations
 from tests.llm_datadist.peer import REMOTE, REQUEST, link
-from tests.llm_datadist.refusals import invalid
+from tests.support.refusals import refused
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 PARAM_INVALID = LLMStatusCode.LLM_PARAM_INVALID
@@ -266,7 +266,7 @@ def test_a_task_may_be_dropped_and_asked_by_many(
     assert (found == model.expected(1)).all()
 
 
-def test_a_destination_that_cannot_be_had_is_told_and_others_go_on(
+def test_a_destination_that_cannot_be_reached_is_reported_and_others_go_on(
     manager: CacheManager, there: Destinations, slots: Cache, remote: bool
 ) -> None:
     layers = range(LAYERS)
@@ -318,17 +318,28 @@ def test_arguments_that_cannot_be(
     model = Computing(slots)
     start = manager.transfer_cache_async
     good = [there.slot()]
-    invalid(lambda: start(manager.allocate_cache(desc(placement=HOST)), model, good))
-    invalid(lambda: start(manager.allocate_cache(desc(3)), model, good))
-    invalid(lambda: start(slots, model, good, [0], [0]))
-    invalid(lambda: start(slots, model, good, None, [0]))
-    invalid(lambda: start(slots, model, good, None, [0], 0))
-    invalid(lambda: start(slots, model, good, None, None, 32))
-    invalid(lambda: start(blocks, model, good, [0], None))
-    invalid(lambda: start(blocks, model, good, [0], [0, 1]))
-    invalid(lambda: start(blocks, model, good, None, [0], 32))
-    invalid(lambda: start(blocks, model, [there.blocks(row=1 if not remote else 0)], [0], []))
-    invalid(lambda: start(slots, model, [there.slot(range(2, LAYERS + 1), range(3))]))
+    with refused("LLM_PARAM_INVALID"):
+        start(manager.allocate_cache(desc(placement=HOST)), model, good)
+    with refused("LLM_PARAM_INVALID"):
+        start(manager.allocate_cache(desc(3)), model, good)
+    with refused("LLM_PARAM_INVALID"):
+        start(slots, model, good, [0], [0])
+    with refused("LLM_PARAM_INVALID"):
+        start(slots, model, good, None, [0])
+    with refused("LLM_PARAM_INVALID"):
+        start(slots, model, good, None, [0], 0)
+    with refused("LLM_PARAM_INVALID"):
+        start(slots, model, good, None, None, 32)
+    with refused("LLM_PARAM_INVALID"):
+        start(blocks, model, good, [0], None)
+    with refused("LLM_PARAM_INVALID"):
+        start(blocks, model, good, [0], [0, 1])
+    with refused("LLM_PARAM_INVALID"):
+        start(blocks, model, good, None, [0], 32)
+    with refused("LLM_PARAM_INVALID"):
+        start(blocks, model, [there.blocks(row=1 if not remote else 0)], [0], [])
+    with refused("LLM_PARAM_INVALID"):
+        start(slots, model, [there.slot(range(2, LAYERS + 1), range(3))])
     wrong: Any
     for wrong in (
         (None, model, good),
@@ -362,12 +373,16 @@ def test_arguments_that_cannot_be(
             start(slots, model, [config])
         config = there.slot()
         config.dst_layer_range = range(1)
-        invalid(lambda: start(slots, model, [config]))
+        with refused("LLM_PARAM_INVALID"):
+            start(slots, model, [config])
     else:
         addresses = there.slot().dst_addrs
-        invalid(lambda: start(slots, model, [TransferConfig(1, addresses[:-1])]))
-        invalid(lambda: start(slots, model, [TransferConfig(1, addresses, range(1))]))
-        invalid(lambda: start(blocks, model, [TransferConfig(1, addresses, None, 1)], [0], [0]))
+        with refused("LLM_PARAM_INVALID"):
+            start(slots, model, [TransferConfig(1, addresses[:-1])])
+        with refused("LLM_PARAM_INVALID"):
+            start(slots, model, [TransferConfig(1, addresses, range(1))])
+        with refused("LLM_PARAM_INVALID"):
+            start(blocks, model, [TransferConfig(1, addresses, None, 1)], [0], [0])
     assert model.calls == []
     assert not there.bytes_of("cache").any()
 

@@ -20,7 +20,7 @@ from kvplan.llm_datadist import (
 from kvplan.llm_datadist.v2.llm_datadist import _shutdown_handler
 from tests.llm_datadist.conftest import MakeDataDist, options
 from tests.llm_datadist.peer import REMOTE
-from tests.llm_datadist.refusals import invalid, refused
+from tests.support.refusals import refused
 
 MANAGED = {"llm.EnableCacheManager": "1"}
 LOCAL = {"llm.LocalCommRes": ""}
@@ -96,18 +96,22 @@ def test_a_manager_of_before_is_of_no_use(new: LLMDataDist) -> None:
     new.init(options())
     old = new.cache_manager
     new.finalize()
-    invalid(lambda: old.unregister_cache(1))
+    with refused("LLM_PARAM_INVALID"):
+        old.unregister_cache(1)
     new.init(options())
-    invalid(lambda: old.unregister_cache(1))
+    with refused("LLM_PARAM_INVALID"):
+        old.unregister_cache(1)
     new.cache_manager.unregister_cache(1)
 
 
 def test_there_is_one_engine(datadist: LLMDataDist, new: LLMDataDist) -> None:
-    refused(lambda: new.init(options()), LLMStatusCode.LLM_FAILED)
+    with refused(LLMStatusCode.LLM_FAILED):
+        new.init(options())
     assert LLMDataDist.llm_engine_instance is datadist
     datadist.finalize()
     new.init(options())
-    refused(lambda: datadist.init(options()), LLMStatusCode.LLM_FAILED)
+    with refused(LLMStatusCode.LLM_FAILED):
+        datadist.init(options())
 
 
 def test_several_engines_where_permitted(datadist: LLMDataDist, new: LLMDataDist) -> None:
@@ -119,7 +123,8 @@ def test_several_engines_where_permitted(datadist: LLMDataDist, new: LLMDataDist
         assert LLMDataDist.llm_engine_instance is datadist
     finally:
         permit_several_engines(False)
-    refused(lambda: new.init(options()), LLMStatusCode.LLM_FAILED)
+    with refused(LLMStatusCode.LLM_FAILED):
+        new.init(options())
 
 
 def test_several_engines_by_environment(
@@ -251,7 +256,8 @@ def test_options_that_can_be(
     ],
 )
 def test_options_that_cannot_be(new: LLMDataDist, given: dict[str, str]) -> None:
-    invalid(lambda: new.init(given))
+    with refused("LLM_PARAM_INVALID"):
+        new.init(given)
     assert LLMDataDist.llm_engine_instance is None
     new.init(options())
 
@@ -280,14 +286,17 @@ def test_a_port_that_is_taken(new: LLMDataDist, make_datadist: MakeDataDist) -> 
         other = make_datadist(**{LISTEN: "127.0.0.1:0"})
         assert other._llm_datadist is not None
         taken = str(other._llm_datadist.listen_address)
-        refused(lambda: new.init(options(**{LISTEN: taken})), LLMStatusCode.LLM_FAILED)
+        with refused(LLMStatusCode.LLM_FAILED):
+            new.init(options(**{LISTEN: taken}))
     finally:
         permit_several_engines(False)
 
 
 def test_with_a_cache_manager_there_is_no_other(datadist: LLMDataDist) -> None:
-    invalid(lambda: datadist.kv_cache_manager)
-    invalid(lambda: datadist.check_link_status(1))
+    with refused("LLM_PARAM_INVALID"):
+        _ = datadist.kv_cache_manager
+    with refused("LLM_PARAM_INVALID"):
+        datadist.check_link_status(1)
 
 
 def test_switch_role(make_datadist: MakeDataDist) -> None:
@@ -307,7 +316,8 @@ def test_switch_role(make_datadist: MakeDataDist) -> None:
         datadist.switch_role(LLMRole.MIX, [])  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         datadist.switch_role(LLMRole.MIX, {LISTEN: 1})  # type: ignore[dict-item]
-    invalid(lambda: datadist.switch_role(LLMRole.MIX, {LISTEN: "x"}))
+    with refused("LLM_PARAM_INVALID"):
+        datadist.switch_role(LLMRole.MIX, {LISTEN: "x"})
     assert engine.role.name == "MIX"
 
 

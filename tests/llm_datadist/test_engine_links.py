@@ -1,4 +1,4 @@
-"""Both linking styles, between processes: codes, and who may do what when."""
+"""Both linking styles, between processes: codes, and what each role may do when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.llm_datadist.conftest import MakeDataDist, MakePeer
 from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import desc
 from tests.llm_datadist.peer import REMOTE, REQUEST, Peer, cluster_info, link
-from tests.llm_datadist.refusals import invalid, refused
+from tests.support.refusals import refused
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 PARAM_INVALID = LLMStatusCode.LLM_PARAM_INVALID
@@ -46,7 +46,8 @@ def test_codes_of_linking_and_unlinking(make_peer: MakePeer, datadist: LLMDataDi
     assert datadist.link_clusters([one.info]) == (SUCCESS, [SUCCESS])
     both = datadist.link_clusters(clusters=(one.info, two.info), timeout=5000)
     assert both == (ALREADY_LINK, [ALREADY_LINK, SUCCESS])
-    refused(lambda: datadist.switch_role(LLMRole.DECODER), LLMStatusCode.LLM_EXIST_LINK)
+    with refused(LLMStatusCode.LLM_EXIST_LINK):
+        datadist.switch_role(LLMRole.DECODER)
     assert datadist.unlink_clusters([one.info]) == (SUCCESS, [SUCCESS])
     assert datadist.unlink_clusters([one.info, two.info], 5000, False) == (
         UNLINK_FAILED,
@@ -60,7 +61,7 @@ def test_codes_of_linking_and_unlinking(make_peer: MakePeer, datadist: LLMDataDi
     link(datadist, one, two)
 
 
-def test_what_cannot_be_linked_is_told_beside_what_can(
+def test_results_name_what_cannot_be_linked_and_the_rest_is_linked(
     make_peer: MakePeer, datadist: LLMDataDist
 ) -> None:
     peer = make_peer(1, **REMOTE)
@@ -108,9 +109,10 @@ def test_a_local_address_is_needed_without_local_comm_res(
     info.append_remote_ip_info(ip, int(port))
     for comm_res in ({}, {"llm.LocalCommRes": ""}):
         datadist = make_datadist(**comm_res)
-        error = invalid(lambda datadist=datadist: datadist.link_clusters([info]))  # type: ignore[misc]
-        assert "llm.LocalCommRes; give the cluster an address" in str(error)
-        assert "append_local_ip_info(ip, port)" in str(error)
+        with refused("LLM_PARAM_INVALID") as error:
+            datadist.link_clusters([info])
+        assert "llm.LocalCommRes; give the cluster an address" in str(error.value)
+        assert "append_local_ip_info(ip, port)" in str(error.value)
         datadist.finalize()
     datadist = make_datadist(**{"llm.LocalCommRes": '{"version": "1.3"}'})
     assert datadist.link_clusters([info]) == (SUCCESS, [SUCCESS])
@@ -132,12 +134,15 @@ def test_arguments_of_another_type(
         with pytest.raises(error):
             call(*arguments)
     nothing_set = [LLMClusterInfo()]
-    invalid(lambda: datadist.link_clusters(nothing_set))  # no local address
+    with refused("LLM_PARAM_INVALID"):  # no local address
+        datadist.link_clusters(nothing_set)
     with pytest.raises(TypeError):
         datadist.unlink_clusters(nothing_set)  # no id
     for timeout in (0, -1):
-        invalid(lambda timeout=timeout: datadist.link_clusters([], timeout))
-        invalid(lambda timeout=timeout: datadist.unlink_clusters([], timeout))
+        with refused("LLM_PARAM_INVALID"):
+            datadist.link_clusters([], timeout)
+        with refused("LLM_PARAM_INVALID"):
+            datadist.unlink_clusters([], timeout)
     with pytest.raises(TypeError):
         datadist.unlink_clusters([], 1, force="x")  # type: ignore[arg-type]
 
@@ -168,7 +173,8 @@ def test_both_ends_link_and_unlink_with_the_hixl_backend(
         lambda: datadist.unlink(1),
         lambda: datadist.query_register_mem_status(1),
     ):
-        refused(call, LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+        with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED):
+            call()
 
 
 def rank_table() -> str:
@@ -210,15 +216,15 @@ def test_link_by_name(make_peer: MakePeer, make_datadist: MakeDataDist, table: s
     found = clear(cache)
     datadist.cache_manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 3), cache)
     assert (found[1][0] == peer.bytes_of("cache")[1, 3]).all()
-    invalid(
-        lambda: datadist.cache_manager.register_cache(
-            desc(), cache.tensor_addrs, remote_accessible=True
-        )
-    )
-    refused(lambda: datadist.switch_role(LLMRole.MIX), LLMStatusCode.LLM_EXIST_LINK)
+    with refused("LLM_PARAM_INVALID"):
+        (datadist.cache_manager.register_cache(desc(), cache.tensor_addrs, remote_accessible=True))
+    with refused(LLMStatusCode.LLM_EXIST_LINK):
+        datadist.switch_role(LLMRole.MIX)
     datadist.unlink(comm_id)
-    refused(lambda: datadist.unlink(comm_id), NOT_YET_LINK)
-    refused(lambda: datadist.query_register_mem_status(comm_id), NOT_YET_LINK)
+    with refused(NOT_YET_LINK):
+        datadist.unlink(comm_id)
+    with refused(NOT_YET_LINK):
+        datadist.query_register_mem_status(comm_id)
     assert datadist.link(name + "-again", {1: 0, 2: 1}, table) == 2
     datadist.unlink(2)
 
@@ -246,7 +252,8 @@ def test_links_by_name_that_cannot_be(
     datadist: LLMDataDist, arguments: tuple[Any, ...], error: type[Exception] | None
 ) -> None:
     if error is None:
-        invalid(lambda: datadist.link(*arguments))
+        with refused("LLM_PARAM_INVALID"):
+            datadist.link(*arguments)
     else:
         with pytest.raises(error):
             datadist.link(*arguments)
@@ -258,14 +265,15 @@ def test_ranks_may_be_equal_and_ids_must_be_uint64(datadist: LLMDataDist) -> Non
     comm_id = datadist.link(f"equal-{os.getpid()}", {2: 0, 1: 0}, "")
     datadist.unlink(comm_id)
     for call in (datadist.unlink, datadist.query_register_mem_status):
-        refused(lambda call=call: call(comm_id=77), NOT_YET_LINK)
+        with refused(NOT_YET_LINK):
+            call(comm_id=77)
         with pytest.raises(ValueError, match="comm_id"):
             call(-1)
         with pytest.raises(TypeError):
             call("1")  # type: ignore[arg-type]
 
 
-def test_a_peer_that_is_started_anew_is_linked_anew(
+def test_a_peer_that_is_started_again_is_linked_again(
     make_peer: MakePeer, datadist: LLMDataDist
 ) -> None:
     peer = make_peer(1, **REMOTE)

@@ -17,7 +17,7 @@ from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from tests.llm_datadist.contents import clear
 from tests.llm_datadist.descs import HOST, desc
 from tests.llm_datadist.peer import Peer
-from tests.llm_datadist.refusals import invalid, refused
+from tests.support.refusals import refused
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 NO_ID = 2**64 - 1
@@ -63,7 +63,8 @@ def test_a_key_is_consumed_by_its_pull(pair: tuple[Peer, CacheManager]) -> None:
     manager.pull_cache(CacheKey(1, 1), cache, 2)
     assert [it[2].tolist() for it in found] == peer.bytes_of("cache")[:, 0].tolist()
     assert not any(it[[0, 1, 3]].any() for it in found)
-    refused(lambda: manager.pull_cache(CacheKey(1, 1), cache, 2), NOT_EXIST)
+    with refused(NOT_EXIST):
+        manager.pull_cache(CacheKey(1, 1), cache, 2)
     for _ in range(2):  # a prefix is not
         manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache=cache, batch_index=0)
         assert [it[0].tolist() for it in found] == peer.bytes_of("cache")[:, 1].tolist()
@@ -79,7 +80,8 @@ def test_a_key_is_consumed_tensor_by_tensor(pair: tuple[Peer, CacheManager]) -> 
     for layer in (range(1, 2), range(1)):
         manager.pull_cache(key, cache, src_layer_range=layer, dst_layer_range=layer)
     assert [it[0].tolist() for it in found] == peer.bytes_of("cache")[:, 0].tolist()
-    refused(lambda: manager.pull_cache(key, cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        manager.pull_cache(key, cache)
 
 
 @by_key
@@ -93,8 +95,10 @@ def test_a_cache_lives_by_its_keys(pair: tuple[Peer, CacheManager]) -> None:
     manager.pull_cache(CacheKey(1, 1), cache)
     assert [it[0].tolist() for it in found] == expected
     peer.run("manager.remove_cache_key(CacheKey(1, NO_ID, 0, 5))")
-    refused(lambda: manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache), NOT_EXIST)
-    refused(lambda: manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id), cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache)
+    with refused(NOT_EXIST):
+        manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id), cache)
 
 
 @pytest.mark.parametrize("placement", ["DEVICE", "HOST"])
@@ -120,7 +124,8 @@ def test_in_remote_mode_host_memory_is_offered_when_asked_for(
     cache = manager.allocate_cache(desc())
     found = clear(cache)
     host = peer.run(REGISTERED % "HOST")
-    refused(lambda: manager.pull_cache(CacheKeyByIdAndIndex(1, host), cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        manager.pull_cache(CacheKeyByIdAndIndex(1, host), cache)
     offered = peer.run(
         """
         offered = manager.register_cache(
@@ -147,15 +152,20 @@ def test_pull_by_id(pair: tuple[Peer, CacheManager]) -> None:
         assert (ours[0, :5] == their[2, :5]).all()
         assert not ours[0, 5:].any()
     for size in (0, -2, 33):
-        invalid(lambda size=size: manager.pull_cache(CacheKeyByIdAndIndex(1, 1), cache, 0, size))
-    invalid(lambda: manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id), cache, 4))
-    refused(lambda: manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 4), cache), NOT_EXIST)
-    refused(lambda: manager.pull_cache(CacheKeyByIdAndIndex(1, 77), cache), NOT_EXIST)
+        with refused("LLM_PARAM_INVALID"):
+            manager.pull_cache(CacheKeyByIdAndIndex(1, 1), cache, 0, size)
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id), cache, 4)
+    with refused(NOT_EXIST):
+        manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 4), cache)
+    with refused(NOT_EXIST):
+        manager.pull_cache(CacheKeyByIdAndIndex(1, 77), cache)
     later = peer.run(SLOTS.replace("99, 1)", "99, 2)").replace("0, 5)", "0, 6)"))
     manager.pull_cache(CacheKeyByIdAndIndex(1, later), cache)
     peer.run("manager.deallocate_cache(cache); manager.remove_cache_key(CacheKey(0, 2))")
     peer.run("manager.remove_cache_key(CacheKey(0, NO_ID, 0, 6))")
-    refused(lambda: manager.pull_cache(CacheKeyByIdAndIndex(1, later), cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        manager.pull_cache(CacheKeyByIdAndIndex(1, later), cache)
 
 
 @both_modes
@@ -188,7 +198,8 @@ def test_layers_go_where_the_ranges_say(pair: tuple[Peer, CacheManager]) -> None
         {"tensor_num_per_layer": 0},
         {"tensor_num_per_layer": 7},
     ):
-        invalid(lambda wrong=wrong: manager.pull_cache(key, cache, **wrong))
+        with refused("LLM_PARAM_INVALID"):
+            manager.pull_cache(key, cache, **wrong)
     for wrong in ({"src_layer_range": [0]}, {"tensor_num_per_layer": "2"}):
         with pytest.raises(TypeError):
             manager.pull_cache(key, cache, **wrong)
@@ -220,12 +231,18 @@ def test_pull_blocks(pair: tuple[Peer, CacheManager]) -> None:
         dst_layer_range=one,
     )
     assert [bool(it[0].any()) for it in found] == [True, True, False, False]
-    invalid(lambda: manager.pull_blocks(key, cache, [0], []))
-    invalid(lambda: manager.pull_blocks(key, cache, [], [0]))
-    invalid(lambda: manager.pull_blocks(key, cache, [0, 1], [0]))
-    invalid(lambda: manager.pull_blocks(key, cache, [8], [0]))
-    invalid(lambda: manager.pull_blocks(key, cache, [0], [6]))
-    refused(lambda: manager.pull_blocks(BlocksCacheKey(1, 7), cache, [0], [0]), NOT_EXIST)
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(key, cache, [0], [])
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(key, cache, [], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(key, cache, [0, 1], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(key, cache, [8], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(key, cache, [0], [6])
+    with refused(NOT_EXIST):
+        manager.pull_blocks(BlocksCacheKey(1, 7), cache, [0], [0])
     wrong: Any
     for wrong in ([-1], ["0"], [2**64], 0, None):
         with pytest.raises(TypeError):
@@ -251,8 +268,10 @@ def test_a_slot_is_pulled_into_blocks(pair: tuple[Peer, CacheManager]) -> None:
         assert not ours[3, 8:].any()
         assert not ours[[1, 2, 4]].any()
     manager.pull_blocks(key, cache, (), [1])
-    invalid(lambda: manager.pull_blocks(key, cache, [0], [0]))
-    invalid(lambda: manager.pull_blocks(key, cache, [], [0, 1, 2, 3]))
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(key, cache, [0], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(key, cache, [], [0, 1, 2, 3])
 
 
 @by_key
@@ -261,13 +280,17 @@ def test_a_slot_is_pulled_into_blocks_by_key(pair: tuple[Peer, CacheManager]) ->
     peer.run(SLOTS)
     cache = manager.allocate_blocks_cache(desc(rows=6, nbytes=16))
     found = clear(cache)
-    invalid(lambda: manager.pull_blocks(CacheKey(1, 1), cache, [0], [0]))
-    invalid(lambda: manager.pull_blocks(CacheKey(1, NO_ID), cache, [], [0]))
-    invalid(lambda: manager.pull_blocks(CacheKey(1, 1, 0, 1), cache, [], [0]))
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(CacheKey(1, 1), cache, [0], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(CacheKey(1, NO_ID), cache, [], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(CacheKey(1, 1, 0, 1), cache, [], [0])
     manager.pull_blocks(CacheKey(1, 1), cache, [], [4, 2])
     expected = peer.bytes_of("cache")[:, 0].tolist()
     assert [it[[4, 2]].reshape(-1).tolist() for it in found] == expected
-    refused(lambda: manager.pull_blocks(CacheKey(1, 1), cache, [], [4, 2]), NOT_EXIST)
+    with refused(NOT_EXIST):
+        manager.pull_blocks(CacheKey(1, 1), cache, [], [4, 2])
 
 
 def test_in_remote_mode_there_are_no_keys_of_requests(pair: tuple[Peer, CacheManager]) -> None:
@@ -276,20 +299,27 @@ def test_in_remote_mode_there_are_no_keys_of_requests(pair: tuple[Peer, CacheMan
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
     with pytest.raises(TypeError):
         manager.pull_cache(CacheKey(1, 1), slots)
-    refused(lambda: manager.pull_blocks(CacheKey(1, 1), blocks, [], [0]), NOT_EXIST)
+    with refused(NOT_EXIST):
+        manager.pull_blocks(CacheKey(1, 1), blocks, [], [0])
 
 
 @both_modes
 def test_pulls_that_cannot_be(pair: tuple[Peer, CacheManager]) -> None:
     _, manager = pair
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    invalid(lambda: manager.pull_cache(CacheKeyByIdAndIndex(1, 1), blocks))
-    invalid(lambda: manager.pull_blocks(BlocksCacheKey(1), slots, [0], [0]))
-    invalid(lambda: manager.pull_cache(CacheKeyByIdAndIndex(2, 1), slots))  # its own cluster
-    invalid(lambda: manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [0]))
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_cache(CacheKeyByIdAndIndex(1, 1), blocks)
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(BlocksCacheKey(1), slots, [0], [0])
+    with refused("LLM_PARAM_INVALID"):  # its own cluster
+        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), slots)
+    with refused("LLM_PARAM_INVALID"):
+        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [0])
     not_linked = LLMStatusCode.LLM_NOT_YET_LINK
-    refused(lambda: manager.pull_cache(CacheKeyByIdAndIndex(3, 1), slots), not_linked)
-    refused(lambda: manager.pull_blocks(BlocksCacheKey(3), blocks, [0], [0], x=1), not_linked)
+    with refused(not_linked):
+        manager.pull_cache(CacheKeyByIdAndIndex(3, 1), slots)
+    with refused(not_linked):
+        manager.pull_blocks(BlocksCacheKey(3), blocks, [0], [0], x=1)
     for call in (
         lambda: manager.pull_cache(BlocksCacheKey(1), slots),  # type: ignore[arg-type]
         lambda: manager.pull_cache(None, slots),  # type: ignore[arg-type]
@@ -307,7 +337,5 @@ def test_a_dead_peer_fails_the_pull(remote_pair: tuple[Peer, LLMDataDist]) -> No
     cache_id = peer.run("result = manager.allocate_cache(desc(4, 4)).cache_id")
     cache = datadist.cache_manager.allocate_cache(desc())
     peer.kill()
-    refused(
-        lambda: datadist.cache_manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id), cache),
-        LLMStatusCode.LLM_LINK_FAILED,
-    )
+    with refused(LLMStatusCode.LLM_LINK_FAILED):
+        datadist.cache_manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id), cache)

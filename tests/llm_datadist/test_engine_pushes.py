@@ -20,7 +20,7 @@ from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from tests.llm_datadist.contents import fill
 from tests.llm_datadist.descs import desc
 from tests.llm_datadist.peer import Peer
-from tests.llm_datadist.refusals import invalid, refused
+from tests.support.refusals import refused
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
@@ -118,22 +118,37 @@ def test_pushes_that_cannot_be(
     peer: Peer, manager: CacheManager, slots: Cache, blocks: Cache
 ) -> None:
     key, paged = CacheKeyByIdAndIndex(1, 1), BlocksCacheKey(1)
-    invalid(lambda: manager.push_cache(key, blocks))
-    invalid(lambda: manager.push_blocks(paged, slots, [0], [0]))
-    invalid(lambda: manager.push_cache(key, slots, size=5))
-    invalid(lambda: manager.push_cache(key, slots, 4))
-    invalid(lambda: manager.push_blocks(paged, blocks, [0], []))
-    invalid(lambda: manager.push_blocks(paged, blocks, [], [0]))
-    invalid(lambda: manager.push_blocks(paged, blocks, None, [0]))
-    invalid(lambda: manager.push_blocks(paged, blocks, [0, 1], [0]))
-    invalid(lambda: manager.push_blocks(paged, blocks, [0], [8]))
-    invalid(lambda: manager.push_cache(CacheKeyByIdAndIndex(2, 1), slots))
-    refused(lambda: manager.push_cache(CacheKeyByIdAndIndex(1, 1, 4), slots), NOT_EXIST)
-    refused(lambda: manager.push_cache(CacheKeyByIdAndIndex(1, 9), slots), NOT_EXIST)
-    refused(lambda: manager.push_blocks(BlocksCacheKey(1, 9), blocks, [0], [0]), NOT_EXIST)
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_cache(key, blocks)
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_blocks(paged, slots, [0], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_cache(key, slots, size=5)
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_cache(key, slots, 4)
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_blocks(paged, blocks, [0], [])
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_blocks(paged, blocks, [], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_blocks(paged, blocks, None, [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_blocks(paged, blocks, [0, 1], [0])
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_blocks(paged, blocks, [0], [8])
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_cache(CacheKeyByIdAndIndex(2, 1), slots)
+    with refused(NOT_EXIST):
+        manager.push_cache(CacheKeyByIdAndIndex(1, 1, 4), slots)
+    with refused(NOT_EXIST):
+        manager.push_cache(CacheKeyByIdAndIndex(1, 9), slots)
+    with refused(NOT_EXIST):
+        manager.push_blocks(BlocksCacheKey(1, 9), blocks, [0], [0])
     not_linked = LLMStatusCode.LLM_NOT_YET_LINK
-    refused(lambda: manager.push_cache(CacheKeyByIdAndIndex(7, 1), slots), not_linked)
-    refused(lambda: manager.push_blocks(BlocksCacheKey(7), blocks, [0], [0]), not_linked)
+    with refused(not_linked):
+        manager.push_cache(CacheKeyByIdAndIndex(7, 1), slots)
+    with refused(not_linked):
+        manager.push_blocks(BlocksCacheKey(7), blocks, [0], [0])
     wrong: Any
     for wrong in (
         {"src_layer_range": range(2), "dst_layer_range": range(1)},
@@ -146,8 +161,10 @@ def test_pushes_that_cannot_be(
         {"tensor_num_per_layer": 0},
         {"tensor_num_per_layer": 7},
     ):
-        invalid(lambda wrong=wrong: manager.push_cache(key, slots, **wrong))
-        invalid(lambda wrong=wrong: manager.push_blocks(paged, blocks, [0], [0], **wrong))
+        with refused("LLM_PARAM_INVALID"):
+            manager.push_cache(key, slots, **wrong)
+        with refused("LLM_PARAM_INVALID"):
+            manager.push_blocks(paged, blocks, [0], [0], **wrong)
     assert not peer.bytes_of("cache").any()
     assert not peer.bytes_of("paged").any()
     for call in (
@@ -168,8 +185,10 @@ def test_in_request_mode_nothing_is_pushed(request_pair: tuple[Peer, LLMDataDist
     _, datadist = request_pair
     manager = datadist.cache_manager
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    invalid(lambda: manager.push_cache(CacheKeyByIdAndIndex(1, 1), slots))
-    invalid(lambda: manager.push_blocks(BlocksCacheKey(1), blocks, [0], [0]))
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_cache(CacheKeyByIdAndIndex(1, 1), slots)
+    with refused("LLM_PARAM_INVALID"):
+        manager.push_blocks(BlocksCacheKey(1), blocks, [0], [0])
 
 
 def test_memory_is_remapped_while_linked(peer: Peer, manager: CacheManager, slots: Cache) -> None:
@@ -193,4 +212,5 @@ def test_memory_is_remapped_while_linked(peer: Peer, manager: CacheManager, slot
     found = peer.bytes_of("registered")
     assert [it[:2].tolist() for it in found] == [[it[0].tolist()] * 2 for it in given]
     elsewhere = MemInfo(Memtype.MEM_TYPE_DEVICE, slots.tensor_addrs[0], 2**40)
-    invalid(lambda: manager.remap_registered_memory(elsewhere))
+    with refused("LLM_PARAM_INVALID"):
+        manager.remap_registered_memory(elsewhere)

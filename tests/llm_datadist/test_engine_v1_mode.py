@@ -16,7 +16,7 @@ from kvplan.llm_datadist import (
 )
 from tests.llm_datadist.descs import desc
 from tests.llm_datadist.peer import cluster_info
-from tests.llm_datadist.refusals import invalid, refused
+from tests.support.refusals import refused
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 NOT_YET_LINK = LLMStatusCode.LLM_NOT_YET_LINK
@@ -44,7 +44,8 @@ def info_of(datadist: LLMDataDist) -> LLMClusterInfo:
 
 def test_a_decoder_pulls_by_key(pair: tuple[LLMDataDist, LLMDataDist]) -> None:
     prompt, decoder = pair
-    refused(lambda: decoder.check_link_status(1), NOT_YET_LINK)
+    with refused(NOT_YET_LINK):
+        decoder.check_link_status(1)
     info = LLMClusterInfo()  # no local address: version 1 needs none
     info.remote_cluster_id = 1
     info.append_remote_ip_info(*info_of(prompt).remote_ip_info_list[0])
@@ -61,7 +62,8 @@ def test_a_decoder_pulls_by_key(pair: tuple[LLMDataDist, LLMDataDist]) -> None:
         assert (found[0] == 5).all()
         assert decoder.cluster_id in (1, 2)
         assert decoder.unlink_clusters([info], 5000) == (SUCCESS, [SUCCESS])
-    refused(lambda: decoder.check_link_status(1), NOT_YET_LINK)
+    with refused(NOT_YET_LINK):
+        decoder.check_link_status(1)
 
 
 def test_one_id_is_refused_where_others_know_the_engine_by_it(
@@ -77,10 +79,14 @@ def test_one_id_is_refused_where_others_know_the_engine_by_it(
 
 def test_what_version_1_has_not(pair: tuple[LLMDataDist, LLMDataDist]) -> None:
     for datadist in pair:
-        invalid(lambda it=datadist: it.cache_manager)
-        invalid(lambda it=datadist: it.link("x", {1: 0, 2: 1}, ""))
-        invalid(lambda it=datadist: it.unlink(1))
-        invalid(lambda it=datadist: it.query_register_mem_status(1))
+        with refused("LLM_PARAM_INVALID"):
+            _ = datadist.cache_manager
+        with refused("LLM_PARAM_INVALID"):
+            datadist.link("x", {1: 0, 2: 1}, "")
+        with refused("LLM_PARAM_INVALID"):
+            datadist.unlink(1)
+        with refused("LLM_PARAM_INVALID"):
+            datadist.query_register_mem_status(1)
         with pytest.raises(TypeError):
             datadist.check_link_status("1")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="remote_cluster_id"):
@@ -89,10 +95,13 @@ def test_what_version_1_has_not(pair: tuple[LLMDataDist, LLMDataDist]) -> None:
 
 def test_a_role_is_switched_to_another(pair: tuple[LLMDataDist, LLMDataDist]) -> None:
     prompt, decoder = pair
-    invalid(lambda: prompt.switch_role(LLMRole.PROMPT, LISTEN))
-    invalid(lambda: decoder.switch_role(LLMRole.PROMPT))
+    with refused("LLM_PARAM_INVALID"):
+        prompt.switch_role(LLMRole.PROMPT, LISTEN)
+    with refused("LLM_PARAM_INVALID"):
+        decoder.switch_role(LLMRole.PROMPT)
     assert decoder.link_clusters([info_of(prompt)])[0] == SUCCESS
-    refused(lambda: decoder.switch_role(LLMRole.PROMPT, LISTEN), LLMStatusCode.LLM_EXIST_LINK)
+    with refused(LLMStatusCode.LLM_EXIST_LINK):
+        decoder.switch_role(LLMRole.PROMPT, LISTEN)
     decoder.unlink_clusters([info_of(prompt)])
     prompt.switch_role(LLMRole.DECODER)
     decoder.switch_role(LLMRole.PROMPT, LISTEN)
@@ -102,4 +111,5 @@ def test_a_role_is_switched_to_another(pair: tuple[LLMDataDist, LLMDataDist]) ->
     same = decoder.cluster_id == prompt.cluster_id
     assert same or codes == [SUCCESS]
     prompt.kv_cache_manager.allocate_cache(desc())
-    invalid(lambda: prompt.kv_cache_manager.allocate_cache(desc(), [CacheKey(1, 1)]))
+    with refused("LLM_PARAM_INVALID"):
+        prompt.kv_cache_manager.allocate_cache(desc(), [CacheKey(1, 1)])

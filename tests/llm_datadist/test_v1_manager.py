@@ -34,6 +34,7 @@ from kvplan.llm_datadist import (
     permit_several_engines,
 )
 from kvplan.llm_datadist.v1.kv_cache_manager import kv_cache_of
+from tests.support.refusals import refused
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -103,12 +104,6 @@ def filled(manager: KvCacheManager, cache: KvCache) -> list[NDArray[Any]]:
     return [array.copy() for array in arrays(manager, cache)]
 
 
-def refused(status: LLMStatusCode, call: Callable[[], object]) -> None:
-    with pytest.raises(LLMException) as caught:
-        call()
-    assert caught.value.status_code == status, caught.value
-
-
 class Synchronizer(LayerSynchronizer):
     def __init__(self, answer: Callable[[int], bool] = lambda layer: True) -> None:
         self.answer = answer
@@ -130,10 +125,12 @@ def test_a_request_is_pulled_and_its_key_is_gone(src: KvCacheManager, dst: KvCac
     for there, here in zip(theirs, arrays(dst, mine), strict=True):
         assert (here[3] == there[2]).all()
         assert not here[:3].any()
-    refused(NOT_EXIST, lambda: dst.pull_cache(CacheKey(PROMPT, 8), mine))
+    with refused(NOT_EXIST):
+        dst.pull_cache(CacheKey(PROMPT, 8), mine)
     src.remove_cache_key(CacheKey(0, 7))
     src.remove_cache_key(CacheKey(0, 7))
-    refused(NOT_EXIST, lambda: dst.pull_cache(CacheKey(PROMPT, 7), mine))
+    with refused(NOT_EXIST):
+        dst.pull_cache(CacheKey(PROMPT, 7), mine)
 
 
 def test_of_equal_keys_the_last_counts(src: KvCacheManager, dst: KvCacheManager) -> None:
@@ -142,8 +139,10 @@ def test_of_equal_keys_the_last_counts(src: KvCacheManager, dst: KvCacheManager)
     mine = dst.allocate_cache(SLOTS)
     dst.pull_cache(CacheKey(PROMPT, 7), mine)
     assert (arrays(dst, mine)[3][0] == theirs[3][2]).all()
-    refused(INVALID, lambda: src.allocate_cache(SLOTS, [CacheKey(0, 8)]))  # taken
-    refused(INVALID, lambda: src.allocate_cache(SLOTS, [CacheKey(0, it) for it in range(20, 25)]))
+    with refused(INVALID):  # taken
+        src.allocate_cache(SLOTS, [CacheKey(0, 8)])
+    with refused(INVALID):
+        src.allocate_cache(SLOTS, [CacheKey(0, it) for it in range(20, 25)])
 
 
 def test_layers_and_offsets_of_a_slot_are_pulled(src: KvCacheManager, dst: KvCacheManager) -> None:
@@ -160,10 +159,14 @@ def test_layers_and_offsets_of_a_slot_are_pulled(src: KvCacheManager, dst: KvCac
     assert not arrays(dst, mine)[3].any()
     dst.pull_cache(key, mine, 1, dst_cache_offset=8)
     assert (arrays(dst, mine)[3][1, 2:] == theirs[3][3, :14]).all()
-    refused(INVALID, lambda: dst.pull_cache(key, mine, src_cache_offset=-1))
-    refused(INVALID, lambda: dst.pull_cache(key, mine, size=64, dst_cache_offset=4))
-    refused(INVALID, lambda: dst.pull_cache(key, mine, size=0))
-    refused(INVALID, lambda: dst.pull_cache(key, mine, tensor_num_per_layer=0))
+    with refused(INVALID):
+        dst.pull_cache(key, mine, src_cache_offset=-1)
+    with refused(INVALID):
+        dst.pull_cache(key, mine, size=64, dst_cache_offset=4)
+    with refused(INVALID):
+        dst.pull_cache(key, mine, size=0)
+    with refused(INVALID):
+        dst.pull_cache(key, mine, tensor_num_per_layer=0)
 
 
 def test_blocks_are_pulled(src: KvCacheManager, dst: KvCacheManager) -> None:
@@ -174,9 +177,12 @@ def test_blocks_are_pulled(src: KvCacheManager, dst: KvCacheManager) -> None:
     for there, here in zip(theirs, arrays(dst, mine), strict=True):
         assert (here[[0, 4]] == there[[6, 2]]).all()
         assert not here[[1, 2, 3, 5, 6, 7]].any()
-    refused(INVALID, lambda: dst.pull_blocks(BlocksCacheKey(PROMPT, 3), mine, [], []))
-    refused(INVALID, lambda: dst.pull_blocks(BlocksCacheKey(PROMPT, 3), mine, [1], [1, 2]))
-    refused(NOT_EXIST, lambda: dst.pull_blocks(BlocksCacheKey(PROMPT, 4), mine, [1], [1]))
+    with refused(INVALID):
+        dst.pull_blocks(BlocksCacheKey(PROMPT, 3), mine, [], [])
+    with refused(INVALID):
+        dst.pull_blocks(BlocksCacheKey(PROMPT, 3), mine, [1], [1, 2])
+    with refused(NOT_EXIST):
+        dst.pull_blocks(BlocksCacheKey(PROMPT, 4), mine, [1], [1])
 
 
 def test_a_tensor_of_a_cache_is_its_memory(dst: KvCacheManager) -> None:
@@ -188,7 +194,8 @@ def test_a_tensor_of_a_cache_is_its_memory(dst: KvCacheManager) -> None:
     assert Tensor(tensor).numpy(copy=True).dtype == np.float32
     dst.deallocate_cache(cache)
     assert tensor.numpy()[1, 0] == 1  # it holds the memory
-    refused(NOT_EXIST, lambda: dst.get_cache_tensors(cache))
+    with refused(NOT_EXIST):
+        dst.get_cache_tensors(cache)
 
 
 def test_copies_and_swaps(dst: KvCacheManager) -> None:
@@ -201,7 +208,8 @@ def test_copies_and_swaps(dst: KvCacheManager) -> None:
     assert (arrays(dst, other)[2] == expected).all()
     dst.copy_cache(dst=other, src=slots, req_id=5)
     assert (arrays(dst, other)[0][0] == values[0][0]).all()
-    refused(INVALID, lambda: dst.copy_cache(other, slots, size=0))
+    with refused(INVALID):
+        dst.copy_cache(other, slots, size=0)
 
     blocks = dst.allocate_blocks_cache(BLOCKS)
     values = filled(dst, blocks)
@@ -219,11 +227,14 @@ def test_copies_and_swaps(dst: KvCacheManager) -> None:
     memory[:, 1] = 9
     dst.swap_blocks(src=host, dst=blocks, src_to_dst={1: 3})
     assert all((it[3] == 9).all() for it in arrays(dst, blocks))
-    refused(INVALID, lambda: dst.swap_blocks(blocks, blocks, {1: 3}))
+    with refused(INVALID):
+        dst.swap_blocks(blocks, blocks, {1: 3})
     two_devices = KvCache.create_cpu_cache(ON_HOST, [[it.ctypes.data for it in memory]] * 2)
-    refused(INVALID, lambda: dst.swap_blocks(two_devices, blocks, {1: 3}))
+    with refused(INVALID):
+        dst.swap_blocks(two_devices, blocks, {1: 3})
     for refuse in (lambda: dst.copy_blocks(host, {1: [2]}), lambda: dst.deallocate_cache(host)):
-        refused(INVALID, refuse)
+        with refused(INVALID):
+            refuse()
 
 
 def test_layers_are_pushed_to_addresses(src: KvCacheManager, dst: KvCacheManager) -> None:
@@ -281,7 +292,8 @@ def test_a_layer_that_does_not_come_is_reported(src: KvCacheManager, dst: KvCach
     config = TransferConfig(DECODER, mine.per_device_tensor_addrs[0])
     task = src.transfer_cache_async(cache, Synchronizer(lambda layer: layer == 0), [config])
     assert task.get_results(20000) == [INVALID]
-    refused(INVALID, lambda: src.transfer_cache_async(cache, Synchronizer(), [config], [0], [1, 2]))
+    with refused(INVALID):
+        src.transfer_cache_async(cache, Synchronizer(), [config], [0], [1, 2])
     with pytest.raises(TypeError):
         src.transfer_cache_async(cache, None, [config])  # type: ignore[arg-type]
 
@@ -298,7 +310,8 @@ def test_roles_are_kept(src: KvCacheManager, dst: KvCacheManager) -> None:
         lambda: src.pull_blocks(BlocksCacheKey(2), src.allocate_blocks_cache(BLOCKS), [1], [1]),
     ]
     for call in for_prompt + for_decoder:
-        refused(INVALID, call)
+        with refused(INVALID):
+            call()
 
 
 def test_a_switched_role_counts(decoder: LLMDataDist, address: str) -> None:
@@ -329,7 +342,8 @@ def test_a_switched_role_counts(decoder: LLMDataDist, address: str) -> None:
 def test_what_cannot_be_is_refused(
     status: LLMStatusCode, call: Callable[[KvCacheManager], object], dst: KvCacheManager
 ) -> None:
-    refused(status, lambda: call(dst))
+    with refused(status):
+        call(dst)
 
 
 @pytest.mark.parametrize(
@@ -365,12 +379,15 @@ def test_a_cache_that_nobody_holds_is_freed(prompt: LLMDataDist, src: KvCacheMan
     caches = [manager.allocate_cache(SLOTS, [CacheKey(0, it)]) for it in range(4)]
     caches.append(manager.allocate_blocks_cache(SLOTS))
     out = LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
-    refused(out, lambda: manager.allocate_cache(SLOTS))
-    refused(out, lambda: manager.allocate_blocks_cache(SLOTS))
+    with refused(out):
+        manager.allocate_cache(SLOTS)
+    with refused(out):
+        manager.allocate_blocks_cache(SLOTS)
     del caches
     gc.collect()
     manager.allocate_cache(SLOTS)  # where the paged one was: the others have keys
-    refused(out, lambda: manager.allocate_cache(BLOCKS))
+    with refused(out):
+        manager.allocate_cache(BLOCKS)
     manager.remove_cache_key(CacheKey(0, 2))
     held = manager.allocate_cache(SLOTS)
     assert held.cache_id > 0
@@ -407,7 +424,8 @@ def test_threads_that_allocate_at_once_get_no_more_than_the_pool(prompt: LLMData
 
 def test_memory_that_there_is_not_at_all_is_the_devices(dst: KvCacheManager) -> None:
     endless = CacheDesc(2, [1, 2**50], DataType.DT_INT8)
-    refused(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY, lambda: dst.allocate_cache(endless))
+    with refused(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY):
+        dst.allocate_cache(endless)
 
 
 def test_after_finalize_nothing_is_taken(decoder: LLMDataDist, dst: KvCacheManager) -> None:
@@ -415,8 +433,10 @@ def test_after_finalize_nothing_is_taken(decoder: LLMDataDist, dst: KvCacheManag
     assert dst.is_initialized()
     decoder.finalize()
     assert not dst.is_initialized()
-    refused(INVALID, lambda: dst.allocate_cache(SLOTS))
-    refused(INVALID, lambda: dst.deallocate_cache(cache))
+    with refused(INVALID):
+        dst.allocate_cache(SLOTS)
+    with refused(INVALID):
+        dst.deallocate_cache(cache)
     with pytest.raises(RuntimeError):
         _ = decoder.kv_cache_manager
     assert "cache_id" in repr(cache)  # its end, now, concerns no manager

@@ -199,7 +199,7 @@ def test_a_cluster_is_empty_until_it_is_filled() -> None:
 
 
 @pytest.mark.parametrize("ip", ["host", "::1", "256.0.0.1", ""])
-def test_an_address_that_is_none_is_refused_and_not_added(ip: str) -> None:
+def test_an_invalid_address_is_refused_and_not_added(ip: str) -> None:
     cluster = LLMClusterInfo()
     with pytest.raises(RuntimeError, match="is not an IPv4 address"):
         cluster.append_remote_ip_info(ip, 1)

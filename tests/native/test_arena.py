@@ -186,36 +186,36 @@ class TestImportRefuses:
             imported(fd, PAGE, inode)
 
     def test_writing_to_what_is_sealed_against_it(self) -> None:
-        board = GenerationTable(8)
+        generations = GenerationTable(8)
         with pytest.raises(PermissionError):
-            imported(board.fd, 8 * 8, writable=True)
-        imported(board.fd, 8 * 8, writable=False).close()
-        board.close()
+            imported(generations.fd, 8 * 8, writable=True)
+        imported(generations.fd, 8 * 8, writable=False).close()
+        generations.close()
 
 
 class TestBoard:
     def test_a_slot_never_has_one_generation_twice(self) -> None:
-        board = GenerationTable(2)
+        generations = GenerationTable(2)
         seen = set()
         for _ in range(5):
-            held = [board.take(), board.take()]
+            held = [generations.take(), generations.take()]
             assert {slot for slot, _ in held} == {0, 1}
             with pytest.raises(MemoryError, match="all 2 slots"):
-                board.take()
+                generations.take()
             for it in held:
-                board.release(*it)
+                generations.release(*it)
             seen.update(held)
         assert len(seen) == 10
 
     def test_release_wants_the_present_generation(self) -> None:
-        board = GenerationTable(2)
-        slot, generation = board.take()
+        generations = GenerationTable(2)
+        slot, generation = generations.take()
         for wrong in ((slot, generation + 2), (slot, generation + 1), (slot + 1, 0), (2, 1)):
             with pytest.raises(ValueError, match="not registered"):
-                board.release(*wrong)
-        board.release(slot, generation)
+                generations.release(*wrong)
+        generations.release(slot, generation)
         with pytest.raises(ValueError, match="not registered"):
-            board.release(slot, generation)
+            generations.release(slot, generation)
 
     @pytest.mark.parametrize("num_slots", [0, 2**24 + 1])
     def test_its_size_has_bounds(self, num_slots: int) -> None:
@@ -223,11 +223,11 @@ class TestBoard:
             GenerationTable(num_slots)
 
     def test_closed(self) -> None:
-        board = GenerationTable(2)
-        slot, generation = board.take()
-        board.close()
-        board.close()
-        for use in (board.take, lambda: board.release(slot, generation)):
+        generations = GenerationTable(2)
+        slot, generation = generations.take()
+        generations.close()
+        generations.close()
+        for use in (generations.take, lambda: generations.release(slot, generation)):
             with pytest.raises(ValueError, match="closed"):
                 use()
 

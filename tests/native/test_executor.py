@@ -205,7 +205,7 @@ def test_a_dropped_executor_still_completes(pool: ThreadPool) -> None:
     assert task.cancel().status == KVN_CANCELLED
 
 
-def test_finished_tasks_are_let_go_by_later_submits(executor: Executor) -> None:
+def test_finished_tasks_are_released_by_later_submits(executor: Executor) -> None:
     keep = Owner()
     alive = weakref.ref(keep)
     case = scatter([300_000] * 2)
@@ -217,7 +217,7 @@ def test_finished_tasks_are_let_go_by_later_submits(executor: Executor) -> None:
     case.assert_moved()
 
 
-def test_finished_tasks_of_a_dropped_executor_are_let_go_too(
+def test_finished_tasks_of_a_dropped_executor_are_released(
     pool: ThreadPool, executor: Executor
 ) -> None:
     keep = Owner()

@@ -120,7 +120,7 @@ def test_one_task_waited_for_polled_and_cancelled_at_once(layers: str) -> None:
         assert all(case.arrived(index) for index in confirmed)
 
 
-def test_cancelling_wakes_those_who_wait() -> None:
+def test_cancelling_wakes_all_waiters() -> None:
     case = scatter([1000] * 1000)
     executor = Executor(limit_bandwidth(host_backend(ThreadPool(1)), 1))
     task = executor.submit(case.descriptors)

@@ -20,7 +20,7 @@ executor = Executor(host_backend(pool))
 slow = Executor(limit_bandwidth(host_backend(pool), 1e6))
 case = scatter([1 << 20] * 8)
 
-def refused(call):
+def refused_after_fork(call):
     try:
         call()
     except NativeError as error:
@@ -55,15 +55,15 @@ def test_a_forked_child_is_refused_everything_of_its_parents() -> None:
         over = executor.submit(case.descriptors)
         over.wait()
         def child():
-            assert refused(lambda: executor.run(case.descriptors))
-            assert refused(lambda: executor.submit(case.descriptors))
-            assert refused(lambda: executor.__enter__())
-            assert refused(lambda: Executor(executor.backend))
-            assert refused(lambda: host_backend(pool))  # none of its threads is there
-            assert refused(lambda: process_backend(pool, os.getppid(), "get"))
-            assert refused(lambda: fail_at(executor.backend, 1))
+            assert refused_after_fork(lambda: executor.run(case.descriptors))
+            assert refused_after_fork(lambda: executor.submit(case.descriptors))
+            assert refused_after_fork(lambda: executor.__enter__())
+            assert refused_after_fork(lambda: Executor(executor.backend))
+            assert refused_after_fork(lambda: host_backend(pool))  # none of its threads is there
+            assert refused_after_fork(lambda: process_backend(pool, os.getppid(), "get"))
+            assert refused_after_fork(lambda: fail_at(executor.backend, 1))
             for call in (task.wait, task.cancel, lambda: task.done, lambda: task.report):
-                assert refused(call)
+                assert refused_after_fork(call)
             assert over.report.status == KVN_OK
             executor.close()
             slow.close()
@@ -81,10 +81,10 @@ def test_a_forked_child_has_no_part_in_its_parents_layers() -> None:
         task.open(0)
         def child():
             global task, over
-            assert refused(lambda: executor.layered(case.descriptors, 3))
+            assert refused_after_fork(lambda: executor.layered(case.descriptors, 3))
             for call in (lambda: task.open(1), task.wait, task.cancel, task.states,
                          lambda: task.sealed, lambda: task.done, lambda: task.report):
-                assert refused(call)
+                assert refused_after_fork(call)
             assert over.report.status == KVN_OK and over.sealed and not over.open(0)
             executor.close()
             del task, over
@@ -109,7 +109,7 @@ def test_a_child_forked_while_threads_open_layers_ends_well() -> None:
         held = slow.layered(case.descriptors, 1)
         def child():
             global tasks, held
-            assert refused(held.wait)
+            assert refused_after_fork(held.wait)
             del tasks, held
         for _ in range(10):
             in_child(child)
@@ -139,7 +139,7 @@ def test_a_child_forked_in_the_midst_of_transfers_ends_well() -> None:
             tasks = [executor.submit(case.descriptors) for _ in range(10)]
             def child():
                 global held, tasks, executor, slow, pool
-                assert refused(lambda: held.wait())
+                assert refused_after_fork(lambda: held.wait())
                 del held, tasks, executor, slow, pool
             in_child(child)
             for task in tasks:

@@ -128,7 +128,7 @@ def test_the_backend_has_a_name() -> None:
     assert backend.name == "host"
 
 
-def test_of_many_failures_the_first_is_told() -> None:
+def test_of_many_failures_the_first_is_reported() -> None:
     """Every piece of 512 KiB ends in a descriptor that overlaps itself; several threads fail."""
     pieces, good, bad = 16, 448 << 10, 64 << 10
     memory = np.zeros(pieces * (2 * good + 2 * bad), np.uint8)

@@ -40,7 +40,7 @@ def executor(request: pytest.FixtureRequest) -> Executor:
 
 
 def assert_consistent(case: Scattered, task: LayeredTask) -> None:
-    """The report and the states tell of each descriptor the same, and no more than arrived."""
+    """The report and the states agree on each descriptor, and claim no more than arrived."""
     report = task.report
     assert task.done
     unconfirmed = indices(report.unconfirmed)

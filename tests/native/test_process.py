@@ -244,16 +244,16 @@ def test_arguments(pid: int, direction: str, message: str) -> None:
 class TestPeer:
     @pytest.mark.parametrize("name", ["check", "stale"])
     def test_it_names_the_first_stale_slot(self, name: str) -> None:
-        board = GenerationTable(8)
-        held = [board.take() for _ in range(4)]
+        table = GenerationTable(8)
+        held = [table.take() for _ in range(4)]
         slots, generations = (np.array(it, dtype=np.uint64) for it in zip(*held, strict=True))
         peer = Peer(os.getpid())
-        peer.attach(board.fd, board.inode, 8)
+        peer.attach(table.fd, table.inode, 8)
         look = getattr(peer, name)
         assert look(slots, generations) == -1
-        board.release(*held[2])
+        table.release(*held[2])
         assert look(slots, generations) == 2
-        board.take()
+        table.take()
         assert look(slots, generations) == 2, "taken again, but by another registration"
         assert look(slots[:2], generations[:2]) == -1
         beyond = np.array([0, 8], dtype=np.uint64)
@@ -276,21 +276,21 @@ class TestPeer:
         with pytest.raises(ValueError, match="pid is 0"):
             Peer(0)
 
-    def test_one_board(self) -> None:
-        peer, board = Peer(os.getpid()), GenerationTable(8)
+    def test_only_one_generation_table(self) -> None:
+        peer, table = Peer(os.getpid()), GenerationTable(8)
         none = np.empty(0, np.uint64)
         with pytest.raises(ValueError, match="not attached"):
             peer.check(none, none)
-        peer.attach(board.fd, board.inode, 8)
+        peer.attach(table.fd, table.inode, 8)
         assert peer.check(none, none) == -1
         with pytest.raises(ValueError, match="attached already"):
-            peer.attach(board.fd, board.inode, 8)
+            peer.attach(table.fd, table.inode, 8)
 
 
 def test_a_signal_to_this_process_is_no_death_of_the_peer() -> None:
-    board, peer = GenerationTable(1), Peer(os.getpid())
+    table, peer = GenerationTable(1), Peer(os.getpid())
     with signals_every(50e-6):
-        peer.attach(board.fd, board.inode, board.num_slots)
+        peer.attach(table.fd, table.inode, table.num_slots)
         none = np.empty(0, np.uint64)
         end = time.monotonic() + 0.5
         while time.monotonic() < end:

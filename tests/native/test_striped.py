@@ -30,26 +30,26 @@ POOLS = [ThreadPool(1) for _ in range(3)]
 
 
 @pytest.fixture
-def lanes() -> list[Backend]:
+def backends() -> list[Backend]:
     return [host_backend(pool) for pool in POOLS]
 
 
-def stripes(num_lanes: int) -> list[range]:
+def stripes(number: int) -> list[range]:
     """Of COUNT descriptors of one size."""
-    ends = [COUNT * (n + 1) // num_lanes for n in range(num_lanes)]
+    ends = [COUNT * (n + 1) // number for n in range(number)]
     return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
 
 
 @given(
     sizes=st.lists(st.sampled_from([1, 100, 5000, 200_000]), min_size=1, max_size=30),
-    num_lanes=st.integers(1, 3),
+    number=st.integers(1, 3),
     min_nbytes=st.sampled_from([1, 1000, 100_000]),
     max_batch=st.sampled_from([1, 4, 1000]),
 )
-def test_all_arrives(sizes: list[int], num_lanes: int, min_nbytes: int, max_batch: int) -> None:
+def test_all_arrives(sizes: list[int], number: int, min_nbytes: int, max_batch: int) -> None:
     case = scatter(sizes, seed=len(sizes))
-    lanes = [limit_batch(host_backend(pool), max_batch) for pool in POOLS[:num_lanes]]
-    with Executor(striped(lanes, min_nbytes=min_nbytes)) as executor:
+    backends = [limit_batch(host_backend(pool), max_batch) for pool in POOLS[:number]]
+    with Executor(striped(backends, min_nbytes=min_nbytes)) as executor:
         report = executor.run(case.descriptors)
     assert (report.status, report.bytes_done) == (KVN_OK, case.total)
     case.assert_moved()
@@ -61,11 +61,11 @@ def test_all_arrives(sizes: list[int], num_lanes: int, min_nbytes: int, max_batc
 )
 def test_whatever_is_confirmed_has_arrived(sizes: list[int], failing: list[int | None]) -> None:
     case = scatter(sizes)
-    lanes = [
-        lane if index is None else fail_at(lane, index)
-        for lane, index in zip([host_backend(pool) for pool in POOLS], failing, strict=True)
+    backends = [
+        backend if index is None else fail_at(backend, index)
+        for backend, index in zip([host_backend(pool) for pool in POOLS], failing, strict=True)
     ]
-    with Executor(striped(lanes, min_nbytes=100)) as executor:
+    with Executor(striped(backends, min_nbytes=100)) as executor:
         report = executor.run(case.descriptors)
     unconfirmed = indices(report.unconfirmed)
     assert (report.status == KVN_OK) == (not unconfirmed)
@@ -75,12 +75,12 @@ def test_whatever_is_confirmed_has_arrived(sizes: list[int], failing: list[int |
         assert f"descriptor {report.failed} was made to fail" in report.message
 
 
-def test_each_has_a_stripe(lanes: list[Backend]) -> None:
+def test_each_has_a_stripe(backends: list[Backend]) -> None:
     """What fails is in one of them: fail_at counts in the task, and each sees its own part."""
     for stripe, last in zip(stripes(3), (False, False, True), strict=True):
         case = scatter([SIZE] * COUNT)
         index = stripe[-1] if last else stripe[0]
-        backend = striped([fail_at(it, index, KVN_PEER_GONE, 77) for it in lanes], min_nbytes=1)
+        backend = striped([fail_at(it, index, KVN_PEER_GONE, 77) for it in backends], min_nbytes=1)
         report = Executor(backend).run(case.descriptors)
         assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, index)
         assert report.unconfirmed == ((index, stripe[-1] + 1),)
@@ -90,27 +90,27 @@ def test_each_has_a_stripe(lanes: list[Backend]) -> None:
 @pytest.mark.parametrize(
     ("min_nbytes", "used"), [(SIZE * COUNT // 2 + 1, 1), (SIZE * 15, 2), (SIZE * 14, 3)]
 )
-def test_as_many_as_have_enough_to_do(lanes: list[Backend], min_nbytes: int, used: int) -> None:
+def test_as_many_as_have_enough_to_do(backends: list[Backend], min_nbytes: int, used: int) -> None:
     case = scatter([SIZE] * COUNT)
-    lanes[used:] = [fail_at(it, COUNT - 1) for it in lanes[used:]]
-    backend = striped(lanes, min_nbytes=min_nbytes)
+    backends[used:] = [fail_at(it, COUNT - 1) for it in backends[used:]]
+    backend = striped(backends, min_nbytes=min_nbytes)
     assert Executor(backend).run(case.descriptors).status == KVN_OK
     case.assert_moved()
 
 
-def test_one_that_is_larger_than_its_share(lanes: list[Backend]) -> None:
-    """The stripes beside it are empty, and nothing after it is lost."""
+def test_one_that_is_larger_than_its_share(backends: list[Backend]) -> None:
+    """The other stripes are empty, and nothing after it is lost."""
     for sizes in ([100_000, 1, 1], [1, 100_000, 1], [1, 1, 100_000], [100_000]):
         case = scatter(sizes)
-        report = Executor(striped(lanes, min_nbytes=1)).run(case.descriptors)
+        report = Executor(striped(backends, min_nbytes=1)).run(case.descriptors)
         assert report.status == KVN_OK
         case.assert_moved()
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
-def test_one_that_is_late(lanes: list[Backend], how: str) -> None:
+def test_one_that_is_late(backends: list[Backend], how: str) -> None:
     case = scatter([SIZE] * COUNT)
-    backend = striped([lanes[0], delay(lanes[1], 1e9), lanes[2]], min_nbytes=1)
+    backend = striped([backends[0], delay(backends[1], 1e9), backends[2]], min_nbytes=1)
     with Executor(backend) as executor:
         task = executor.submit(case.descriptors)
         report = task.wait(50)
@@ -128,25 +128,27 @@ def test_one_that_is_late(lanes: list[Backend], how: str) -> None:
         assert report.unconfirmed == ((late[0], late[-1] + 1),)
 
 
-def test_a_reason_says_more_than_that_others_were_given_up(lanes: list[Backend]) -> None:
+def test_a_reason_says_more_than_that_others_were_given_up(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
-    failing = fail_at(lanes[2], COUNT - 1, KVN_FAILED)
-    with Executor(striped([delay(lanes[0], 1e9), lanes[1], failing], min_nbytes=1)) as executor:
+    failing = fail_at(backends[2], COUNT - 1, KVN_FAILED)
+    with Executor(
+        striped([delay(backends[0], 1e9), backends[1], failing], min_nbytes=1)
+    ) as executor:
         report = executor.run(case.descriptors, timeout_ms=20)
     assert (report.status, report.failed) == (KVN_FAILED, COUNT - 1)
     assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
 
 
-def test_of_several_reasons_the_first_is_told(lanes: list[Backend]) -> None:
+def test_of_several_reasons_the_first_is_reported(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
-    failing = [fail_at(it, index) for it, index in zip(lanes, (3, 20, COUNT - 1), strict=True)]
+    failing = [fail_at(it, index) for it, index in zip(backends, (3, 20, COUNT - 1), strict=True)]
     report = Executor(striped(failing, min_nbytes=1)).run(case.descriptors)
     assert report.failed == 3
     assert "descriptor 3 was made to fail" in report.message
 
 
 @pytest.mark.parametrize("index", [0, 20, COUNT - 1])
-def test_one_is_refused(lanes: list[Backend], tmp_path: Path, index: int) -> None:
+def test_one_is_refused(backends: list[Backend], tmp_path: Path, index: int) -> None:
     """What went before is given up, though it would go on; nothing comes after.
 
     The first stripe is the last to begin.
@@ -156,7 +158,7 @@ def test_one_is_refused(lanes: list[Backend], tmp_path: Path, index: int) -> Non
     order = [*others, first]
     before = next(order[:at] for at, it in enumerate(order) if index in it)
     with (tmp_path / "trace").open("w+b") as file:
-        late = [trace(delay(it, 1e9), file.fileno()) for it in lanes]
+        late = [trace(delay(it, 1e9), file.fileno()) for it in backends]
         refusing = stripes(3).index(order[len(before)])
         late[refusing] = fail_at(late[refusing], index, KVN_PEER_GONE, 77, at_submit=True)
         backend = striped(late, min_nbytes=1)
@@ -172,26 +174,30 @@ def test_one_is_refused(lanes: list[Backend], tmp_path: Path, index: int) -> Non
     assert {it["first"] for it in lines} == {stripe[0] for stripe in before}
 
 
-def test_batches_before_one_that_is_refused_are_confirmed(lanes: list[Backend]) -> None:
+def test_batches_before_one_that_is_refused_are_confirmed(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
-    refusing = fail_at(lanes[1], 30, at_submit=True)
-    backend = limit_batch(striped([lanes[0], refusing, lanes[2]], min_nbytes=1), COUNT // 2)
+    refusing = fail_at(backends[1], 30, at_submit=True)
+    backend = limit_batch(striped([backends[0], refusing, backends[2]], min_nbytes=1), COUNT // 2)
     report = Executor(backend).run(case.descriptors)
     assert (report.failed, report.unconfirmed) == (30, ((COUNT // 2, COUNT),))
     assert all(case.arrived(it) for it in range(COUNT // 2))
     assert not any(case.arrived(it) for it in range(COUNT // 2, COUNT))  # it is the first to begin
 
 
-def test_a_failure_is_reported_rather_than_that_others_were_given_up(lanes: list[Backend]) -> None:
+def test_a_failure_is_reported_rather_than_that_others_were_given_up(
+    backends: list[Backend],
+) -> None:
     case = scatter([SIZE] * COUNT)
-    backend = striped([delay(lanes[0], 1e9), lanes[1], fail_at(lanes[2], COUNT - 1)], min_nbytes=1)
+    backend = striped(
+        [delay(backends[0], 1e9), backends[1], fail_at(backends[2], COUNT - 1)], min_nbytes=1
+    )
     report = Executor(backend).run(case.descriptors, timeout_ms=20)
     assert (report.status, report.failed) == (KVN_FAILED, COUNT - 1)
     assert "was made to fail" in report.message
 
 
-def test_it_waits_for_all_of_several_tasks(lanes: list[Backend]) -> None:
-    executor = Executor(striped(lanes, min_nbytes=1))
+def test_it_waits_for_all_of_several_tasks(backends: list[Backend]) -> None:
+    executor = Executor(striped(backends, min_nbytes=1))
     cases = [scatter([50_000] * 9, seed=seed) for seed in range(8)]
     threads = [threading.Thread(target=executor.run, args=[it.descriptors]) for it in cases]
     for thread in threads:
@@ -201,13 +207,13 @@ def test_it_waits_for_all_of_several_tasks(lanes: list[Backend]) -> None:
         case.assert_moved()
 
 
-def test_arguments(lanes: list[Backend]) -> None:
+def test_arguments(backends: list[Backend]) -> None:
     with pytest.raises(ValueError, match="0 backends: expected 1 to 16"):
         striped([], min_nbytes=1)
     with pytest.raises(ValueError, match="17 backends"):
-        striped(lanes[:1] * 17, min_nbytes=1)
+        striped(backends[:1] * 17, min_nbytes=1)
     with pytest.raises(ValueError, match="min_nbytes = 0"):
-        striped(lanes, min_nbytes=0)
+        striped(backends, min_nbytes=0)
     with pytest.raises(TypeError):
         striped([None], min_nbytes=1)  # type: ignore[list-item]
-    assert striped(lanes[:1], min_nbytes=1).name == "striped"
+    assert striped(backends[:1], min_nbytes=1).name == "striped"

@@ -59,7 +59,7 @@ def test_a_refusal_moves_nothing_of_its_batch(host: Backend, max_batch: int, fir
     case.assert_moved(set(range(first)))
 
 
-def test_a_fault_counts_anew_for_every_task(host: Backend) -> None:
+def test_a_fault_counts_from_zero_for_every_task(host: Backend) -> None:
     executor = Executor(limit_batch(fail_at(host, 5), 4))
     longer, shorter = scatter([10] * 9), scatter([10] * 5)
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_two_tasks_at_once_fail_each_at_its_own_descriptor(host: Backend) -> Non
         case.assert_moved({0, 1, 2})
 
 
-def test_a_fault_past_the_end_is_none(host: Backend) -> None:
+def test_a_fault_past_the_end_does_nothing(host: Backend) -> None:
     case = scatter([10] * COUNT)
     assert Executor(fail_at(host, COUNT)).run(case.descriptors).status == KVN_OK
     case.assert_moved()

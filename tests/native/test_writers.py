@@ -1,4 +1,4 @@
-"""The writer table: who writes announces it, whoever ends a registration waits for that."""
+"""The writer table: writers announce themselves, and a deregistration waits for them."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Here:
     pool: ThreadPool = field(default_factory=lambda: ThreadPool(2))
 
     def __post_init__(self) -> None:
-        self.board, self.table = GenerationTable(4), WriterTable(self.entries)
-        self.slot, self.generation = self.board.take()
+        self.generations, self.table = GenerationTable(4), WriterTable(self.entries)
+        self.slot, self.generation = self.generations.take()
         self.src = np.full(NBYTES, 7, np.uint8)
         self.dst = np.zeros(NBYTES, np.uint8)
         self.registered = column(self.slot), column(self.generation)
@@ -69,9 +69,9 @@ class Here:
     def facts(self) -> dict[str, int]:
         """What a writer is made with."""
         return {
-            "generations_fd": self.board.fd,
-            "generations_inode": self.board.inode,
-            "num_slots": self.board.num_slots,
+            "generations_fd": self.generations.fd,
+            "generations_inode": self.generations.inode,
+            "num_slots": self.generations.num_slots,
             "table_fd": self.table.fd,
             "table_inode": self.table.inode,
             "num_entries": self.table.num_entries,
@@ -96,7 +96,7 @@ class Here:
         return move(backend, address_of(self.src), address_of(self.dst))
 
     def end(self) -> None:
-        self.board.release(self.slot, self.generation)
+        self.generations.release(self.slot, self.generation)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ class TestGuard:
         assert (here.dst == 7).all()
         assert here.table.drain(0) == []
 
-    def test_what_is_not_any_more_is_not(self, here: Here, kind: str) -> None:
+    def test_what_is_deregistered_is_not_written(self, here: Here, kind: str) -> None:
         backend = here.backend(kind)
         here.end()
         report = here.move(backend)
@@ -125,11 +125,11 @@ class TestGuard:
         assert here.table.drain(0) == []
 
     def test_of_several_registrations_each_counts(self, here: Here, kind: str) -> None:
-        slot, generation = here.board.take()
+        slot, generation = here.generations.take()
         here.registered = column(here.slot, slot), column(here.generation, generation)
         backend = here.backend(kind)
         assert here.move(backend).status == KVN_OK
-        here.board.release(slot, generation)
+        here.generations.release(slot, generation)
         here.dst[:] = 0
         assert here.move(backend).status == KVN_UNMAPPED
         assert not here.dst.any()
@@ -162,7 +162,7 @@ def test_what_the_parent_of_a_forked_child_made_is_refused_there(here: Here) -> 
 
 class TestWait:
     def test_for_a_batch_that_is_being_written(self, here: Here) -> None:
-        """Half a second of it: whoever waits less is told, whoever waits longer sees it end."""
+        """Half a second of it: shorter waits time out, longer ones see it end."""
         slow = here.writer().around(limit_bandwidth(host_backend(here.pool), 2e6), *here.registered)
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(here.move, slow)
@@ -180,7 +180,7 @@ class TestWait:
 
     def test_not_for_what_is_begun_later(self, here: Here) -> None:
         """Another registration is being written all the time, in pieces that overlap."""
-        slot, generation = here.board.take()
+        slot, generation = here.generations.take()
         writer = here.writer()
         other = writer.mapped(here.pool, column(slot), column(generation))
         ended = False
@@ -244,7 +244,7 @@ class TestLies:
     def test_cost_whoever_frees_little_more_than_its_deadline(
         self, here: Here, ticket: int
     ) -> None:
-        """Of its processor time, beside a look at each entry: to look at each ticket is 62."""
+        """Its processor time, as a ratio to one look at each entry: a look at each ticket is 62."""
         self.fill(here, ticket, range(4096))
         begun = time.thread_time()
         for _ in range(4096):
@@ -309,12 +309,12 @@ class TestEntries:
         with pytest.raises(ValueError, match=r"must be in \[1, 65536\]"):
             WriterTable(entries)
 
-    def test_what_is_no_table(self, here: Here) -> None:
+    def test_what_is_not_a_writer_table(self, here: Here) -> None:
         table = here.table
         facts: dict[str, Any] = {
-            "generations_fd": here.board.fd,
-            "generations_inode": here.board.inode,
-            "num_slots": here.board.num_slots,
+            "generations_fd": here.generations.fd,
+            "generations_inode": here.generations.inode,
+            "num_slots": here.generations.num_slots,
             "table_fd": table.fd,
             "table_inode": table.inode,
             "num_entries": table.num_entries,
@@ -360,11 +360,11 @@ OFFER = """
     import ctypes
     from kvnative._host import GenerationTable
     from kvnative._writers import WriterTable
-    board, table = GenerationTable(4), WriterTable(4)
-    slot, generation = board.take()
+    generations, table = GenerationTable(4), WriterTable(4)
+    slot, generation = generations.take()
     target = np.zeros(1 << 20, np.uint8)
     result = dict(
-        generations_fd=board.fd, generations_inode=board.inode, num_slots=4,
+        generations_fd=generations.fd, generations_inode=generations.inode, num_slots=4,
         table_fd=table.fd, table_inode=table.inode, num_entries=4, address=table.address,
     ), slot, generation, target.__array_interface__["data"][0]
 """
@@ -452,7 +452,7 @@ LEFT = """
 
 
 def test_whoever_is_late_by_address_is_cut_off(there: There) -> None:
-    """Its gate is closed: other writers go on, and it is told to link again."""
+    """Its gate is closed: other writers go on, and its error says to link again."""
     other = there.writer().by_address(there.pool, *there.registered)
     there.owner.run(LEFT, "result = announce(0, 3)")
     began = time.monotonic()

@@ -9,6 +9,7 @@ import pytest
 
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, plan_pull_blocks
 from kvplan.planning import reference
+from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 8), DataType.DT_FLOAT16)
 PLAN = plan_pull_blocks(DESC, DESC, [3, 0], [1, 2])
@@ -41,9 +42,8 @@ def read_only() -> Any:
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_arrays_that_do_not_fit(side: str, bad: list[Any], message: str) -> None:
     sides = {"src": arrays(1), "dst": arrays(0)} | {side: bad}
-    with pytest.raises(LLMException, match=f"{side}.*{message}") as raised:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, f"{side}.*{message}"):
         reference.execute(PLAN, **sides)
-    assert raised.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     if side == "src":
         assert not np.any(sides["dst"])
 

@@ -22,15 +22,15 @@ from kvplan import (
 )
 from kvplan.planning import Segments
 from tests.planning.transfers import Transfer, transfers
+from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (8, 4), DataType.DT_INT8)
 DOCUMENT = plan_pull_blocks(DESC, DESC, [4, 5, 1], [1, 2, 6]).to_dict()
 
 
 def refusal(document: Any) -> str:
-    with pytest.raises(LLMException) as raised:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as raised:
         Plan.from_dict(document)
-    assert raised.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     return str(raised.value)
 
 

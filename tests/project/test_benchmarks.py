@@ -53,6 +53,7 @@ def test_every_row_has_one_name_and_one_topic() -> None:
     assert sum(map(len, command.TOPICS)) == len(command.ROWS)
 
 
+@pytest.mark.slow
 def test_benchmarks_and_tools_use_what_is_there() -> None:
     """Most run on request only: a name that has gone from kvplan would not be missed for long."""
     options = ["--explicit-package-bases", "--check-untyped-defs", "--ignore-missing-imports"]

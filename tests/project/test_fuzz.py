@@ -1,13 +1,16 @@
-"""A short `make fuzz`: the parser and both ends of the transport tcp, on changed frames."""
+"""A short `make fuzz`: the parser, server and client of the transport tcp, on changed frames."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_finds_nothing() -> None:
     done = subprocess.run(
         ["make", "fuzz", "FUZZ_COUNT=30000", "FUZZ_SECONDS=1"],

@@ -7,6 +7,8 @@ from dataclasses import fields
 from doctest import DocTestParser
 from pathlib import Path
 
+import pytest
+
 import kvplan
 from kvplan.engine.option_rows import ROWS
 from kvplan.engine.options import Options
@@ -20,17 +22,17 @@ def test_every_option_is_in_the_guide() -> None:
     table = {
         word for row in guide.splitlines() if row[:3] == "| `" for word in row.split("`")[1::2]
     }
-    keys = {key for row in ROWS for key in row.keys} - {"llm.listenIpInfo"}  # told in the text
+    keys = {key for row in ROWS for key in row.keys} - {"llm.listenIpInfo"}  # in the text
     assert not (keys | {it.name for it in fields(Options)}) - table
 
 
 def test_the_defaults_of_options_are_those_of_the_guide() -> None:
     row = re.compile(r"^\|[^|]*\| `(\w+)` \| ([^|]+?) \|", re.MULTILINE)
     rows = row.findall((DOCS / "guide.md").read_text())
-    told = {name: default.strip("`") for name, default in rows if hasattr(Options(), name)}
-    assert len(told) > 15
+    defaults = {name: default.strip("`") for name, default in rows if hasattr(Options(), name)}
+    assert len(defaults) > 15
     words: dict[object, str] = {None: "none", "": "empty"}
-    for name, default in told.items():
+    for name, default in defaults.items():
         value = getattr(Options(), name)
         said = words.get(value, str(int(value) if isinstance(value, bool) else value))
         assert (name, said) == (name, default)
@@ -52,6 +54,7 @@ def test_every_call_is_in_the_guide() -> None:
     assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_readme_are_typed(tmp_path: Path) -> None:
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE

@@ -111,6 +111,7 @@ def test_a_shell_in_between(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("where", ["site", "."], ids=["installed", "beside the program"])
+@pytest.mark.slow
 def test_an_official_package_is_not_used_by_children(where: str, folder: Folder) -> None:
     official = folder.official(where)
     folder.write("child.py", "import llm_datadist.v2 as it, llm_datadist_v1; print(it.__name__)")
@@ -136,6 +137,7 @@ def test_an_official_package_is_not_used_by_children(where: str, folder: Folder)
     assert done.stderr.count("llm_datadist is kvplan's") == len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_spawned_children_of_a_process_that_ignores_the_environment(folder: Folder) -> None:
     """Their path is their parent's, whatever the interpreter reads."""
     folder.write("worker.py", WORKER)

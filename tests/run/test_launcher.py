@@ -82,7 +82,30 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("case", SAME, ids=lambda it: it.name)
+QUICK = {
+    "script_with_arguments",
+    "module",
+    "package",
+    "command",
+    "stdin_program",
+    "exit_7",
+    "exception",
+    "interrupted",
+    "killed",
+    "syntax_error",
+    "no_such_module",
+    "safe_path",
+    "interactive",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(it, id=it.name, marks=() if it.name in QUICK else pytest.mark.slow)
+        for it in SAME
+    ],
+)
 def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
     folder.write("program.py", case.program)
     folder.write("package/__init__.py", "")
@@ -104,7 +127,7 @@ def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
         assert launched == plain
 
 
-def test_a_signal_is_the_cause_of_death_also_for_who_waits(folder: Folder) -> None:
+def test_a_signal_is_the_cause_of_death_also_for_the_waiting_parent(folder: Folder) -> None:
     folder.write("program.py", f"{HEEDS_INTERRUPTS}; signal.raise_signal(signal.SIGINT)")
     assert folder.launch("program.py").code == -signal.SIGINT
 

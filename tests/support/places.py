@@ -47,4 +47,10 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp]
     names = MACHINES or (*usual, *(over_tcp if mark else []))
     known = [it for it in names if it in fit]
-    metafunc.parametrize(fixture, known, indirect=True)
+    # What is not marked runs on devices as it does on the host, in the end: not with QUICK=1.
+    repeated = () if mark or "host" not in known else pytest.mark.slow
+    metafunc.parametrize(
+        fixture,
+        [pytest.param(it, marks=repeated if it == "ascend" else ()) for it in known],
+        indirect=True,
+    )

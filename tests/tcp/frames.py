@@ -80,7 +80,7 @@ class Answer(NamedTuple):
 
 
 class Raw:
-    """A plain socket at the other end of one of a link's connections."""
+    """A plain socket as the peer of one of a link's connections."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -159,7 +159,7 @@ class Sealed(Raw):
 
 
 class Attacked(NamedTuple):
-    """A link of a service, and the other ends of its two connections."""
+    """A link of a service, and plain sockets as the peer of its two connections."""
 
     link: TcpNativeLink
     asks: Raw  # of the service

@@ -70,7 +70,7 @@ class TestRefused:
     def test_it_is_shorter(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
-        """Than this end believes: the second descriptor is not in it."""
+        """The second descriptor is not in it."""
         steady_peer.add_range(1, 0, 6000)
         message = self.refusal(steady_peer, steady_link, direction)
         steady_peer.remove_range(1)
@@ -83,7 +83,7 @@ class TestRefused:
         message = self.refusal(steady_peer, steady_link, direction, slot=2**32 - 1)
         assert message.endswith("of the peer, which has not registered all of it")
 
-    def test_this_end_knows_better(
+    def test_the_registration_is_shorter_than_the_client_believes(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         """No range that the backend was given has the descriptor: nobody is asked."""

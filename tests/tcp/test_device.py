@@ -1,4 +1,4 @@
-"""Memory of a (simulated) device at either end, alone and beside memory of the host."""
+"""Memory of a (simulated) device on either side, alone and together with host memory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_bytes_arrive(
 def test_host_and_device_in_one_request(
     ends: Ends, device: Device, simulator: Controls, direction: str
 ) -> None:
-    """Ranges of a peer that lie in both, in turns; also while the socket takes only some of it."""
+    """Ranges of a peer that lie in both, alternately; also while the socket takes only a part."""
     sides = [Memory(place, device, 5).see(simulator) for place in PLACES]
     for slot, it in enumerate(sides):
         ends.far.add_range(slot, it.address, NBYTES, True, 1, on_device=it.on_device)
@@ -214,7 +214,7 @@ def test_a_range_that_is_removed_is_not_touched_any_more(
     assert (there.bytes == 0xEE).all()
 
 
-def test_host_memory_beside_it_may_be_unmapped(ends: Ends, device: Device) -> None:
+def test_host_memory_in_the_same_transfer_may_be_unmapped(ends: Ends, device: Device) -> None:
     """What a socket took a part of goes out first, whatever memory comes then."""
     there, here = Memory("device", device, 1), Memory("host", device, 2)
     ends.register(there)

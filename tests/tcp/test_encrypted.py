@@ -1,4 +1,4 @@
-"""What somebody between the two ends of an encrypted link sees, and what he can do to it."""
+"""What a man in the middle of an encrypted link sees, and what he can do to it."""
 
 from __future__ import annotations
 

@@ -232,8 +232,8 @@ class TestToAPush:
         assert (report.status, report.message) == (KVN_PEER_GONE, NO_ANSWER)
         assert report.unconfirmed == ((0, 1),)
 
-    def test_that_there_was_none(self, attacked: Attacked, local: Bytes) -> None:
-        """A second answer to a push: it is none to the next."""
+    def test_an_answer_without_a_request(self, attacked: Attacked, local: Bytes) -> None:
+        """A second answer to a push: it does not answer the next."""
         executor, task = submit(attacked, "put", local, SPANS)
         number, nbytes, _ = attacked.answers.read_request()
         attacked.answers.read(nbytes)

@@ -361,7 +361,7 @@ class TestSlow:
         check_served(attacked, memory)
         check_other.close()
 
-    def test_who_reads_no_answers(self, victim: TcpService, memory: Bytes) -> None:
+    def test_a_client_that_reads_no_answers(self, victim: TcpService, memory: Bytes) -> None:
         """Requests wait in the socket: none of this process's memory is spent on them."""
         attacked, before = attack(victim), allocated()
         one = request(PULL, [OWN] * MAX_RANGES, [Run(start(memory), 1)] * MAX_RUNS)

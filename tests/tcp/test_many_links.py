@@ -108,7 +108,7 @@ class TestSharing:
         asker.close()
         assert shares[0] >= 0.8 * shares[-1], shares
 
-    def test_who_reads_nothing_is_not_waited_for(self) -> None:
+    def test_a_client_that_reads_nothing_is_not_waited_for(self) -> None:
         """A peer has asked for much and reads none of it; another one is served, and may end."""
         owner, asker = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
         memory, local = np.ones(MIB, dtype=np.uint8), np.zeros(MIB, dtype=np.uint8)

@@ -153,7 +153,7 @@ def test_others_go_on(
 def test_all_of_a_file_that_became_shorter(
     steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes
 ) -> None:
-    """A page of a mapping behind the end of its file: SIGBUS to who reads it, here an error."""
+    """A page of a mapping behind the end of its file: SIGBUS where it is read, here an error."""
     steady_peer.run(
         """
         import mmap, tempfile

@@ -13,6 +13,7 @@ import pytest
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.choice import TRANSPORTS, TransportOptions, make_transports
 from kvplan.transport.ucx.library import Found, why_no_rdma
+from tests.support.refusals import refused
 
 
 def names_made(choice: str, settings: str = "") -> list[str]:
@@ -49,9 +50,8 @@ def test_without_rdma_ucx_is_not_even_loaded(ucx: Found) -> None:
         [sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=True
     )
     assert done.stdout == "['local', 'tcp'] False\n"
-    with pytest.raises(LLMException, match=r"no RDMA device|built without verbs") as refused:
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, r"no RDMA device|built without verbs"):
         make_transports("ucx")
-    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
 def test_where_there_is_no_ucx_the_others_are_made() -> None:
@@ -65,17 +65,17 @@ def test_a_row_has_the_name_of_what_it_makes() -> None:
 
 
 def test_what_needs_a_device_does_not_work_without() -> None:
-    with pytest.raises(LLMException, match="hccl: there is no accelerator") as refused:
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "hccl: there is no accelerator"):
         make_transports("hccl")
-    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
 @pytest.mark.parametrize("choice", ["", "rdma", "Local", "local,auto"])
 def test_an_unknown_name(choice: str) -> None:
-    with pytest.raises(LLMException, match="must be one of auto, hccl, local, ucx, tcp") as refused:
+    with refused(
+        LLMStatusCode.LLM_PARAM_INVALID, "must be one of auto, hccl, local, ucx, tcp"
+    ) as caught:
         make_transports(choice)
-    assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
-    assert repr(choice) in str(refused.value)
+    assert repr(choice) in str(caught.value)
 
 
 @pytest.mark.parametrize("choice", [None, 1, ["local"]])
@@ -84,15 +84,15 @@ def test_a_name_is_a_str(choice: Any) -> None:
         make_transports(choice)
 
 
-def test_where_none_works_the_reason_is_told() -> None:
+def test_where_none_works_the_reason_is_given() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        with pytest.raises(LLMException, match=r"local: .*Too many open files") as refused:
+        with pytest.raises(LLMException, match=r"local: .*Too many open files") as caught:
             make_transports("local")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Who a peer is, and what the system must allow: every refusal says which, and what to do."""
+"""Identity of a peer, and what the system must allow: every refusal says which, and what to do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport, identity
+from tests.support.refusals import refused
 from tests.transport.owner import Owner
 
 NOBODY = 65534
@@ -70,14 +71,13 @@ def altered(metadata: bytes, **changes: Any) -> bytes:
 
 
 def refusal(transport: LocalTransport, metadata: bytes) -> str:
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_LINK_FAILED) as caught:
         transport.connect(metadata)
-    assert refused.value.status_code == LLMStatusCode.LLM_LINK_FAILED
-    return str(refused.value)
+    return str(caught.value)
 
 
 def refusal_in(peer: Owner, metadata: bytes) -> str:
-    """What `peer` is told when it connects with `metadata`; "" when nothing is in its way."""
+    """The error of `peer` when it connects with `metadata`; "" when it succeeds."""
     return str(
         peer.run(f"""
             from kvplan import LLMException
@@ -124,7 +124,9 @@ class TestIdentity:
         assert "has exited" in refusal(transport, metadata)
 
     @pytest.mark.parametrize("field", ["fd", "inode", "num_slots"])
-    def test_another_board(self, owner: Owner, transport: LocalTransport, field: str) -> None:
+    def test_another_generation_table(
+        self, owner: Owner, transport: LocalTransport, field: str
+    ) -> None:
         metadata = owner.metadata()
         other = json.loads(metadata)["board"][field] + 100
         message = refusal(transport, altered(metadata, **{f"board__{field}": other}))
@@ -140,9 +142,9 @@ class TestArenas:
     """An arena that is not what the metadata says, though the peer is."""
 
     def memory(self, transport: LocalTransport, metadata: bytes) -> LLMException:
-        with transport.connect(metadata) as link, pytest.raises(LLMException) as refused:
+        with transport.connect(metadata) as link, pytest.raises(LLMException) as caught:
             link.memory([link.metadata.ranges[0].address], 4096)
-        return refused.value
+        return caught.value
 
     @pytest.fixture
     def metadata(self, owner: Owner) -> dict[str, Any]:
@@ -332,9 +334,8 @@ class TestRegister:
     def test_refuses(
         self, transport: LocalTransport, memory: Callable[[], Any], message: str
     ) -> None:
-        with pytest.raises(LLMException, match=message) as refused:
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             transport.register(memory())
-        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
         assert json.loads(transport.metadata())["ranges"] == []
 
     def test_read_only_memory_only_as_such(self, transport: LocalTransport) -> None:
@@ -342,9 +343,8 @@ class TestRegister:
         assert (registration.nbytes, registration.writable) == (8, False)
         with transport.connect(transport.metadata()) as link:
             link.memory([registration.address], 8).check()
-            with pytest.raises(LLMException, match="writable=False") as refused:
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, "writable=False"):
                 link.memory([registration.address], 8, writable=True)
-        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
 
     def test_what_has_no_address(self, transport: LocalTransport) -> None:
         with pytest.raises(TypeError):
@@ -376,10 +376,9 @@ class TestMemory:
             if found:
                 link.memory(addresses, nbytes, writable=True)
                 return
-            with pytest.raises(LLMException, match=f"{base:#x}\\+100") as refused:
+            with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{base:#x}\\+100") as caught:
                 link.memory([base, *addresses], [1, nbytes])
-        assert refused.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        assert "tensor 1" in str(refused.value)
+        assert "tensor 1" in str(caught.value)
 
     def test_two_ranges_are_not_one(self, transport: LocalTransport) -> None:
         array = np.zeros(200, np.uint8)
@@ -393,9 +392,11 @@ class TestMemory:
         ("addresses", "nbytes"), [([], []), ([1, 2], [1, 2, 3]), ([-1], 1), ([2**64], 1), ([1], 0)]
     )
     def test_arguments(self, transport: LocalTransport, addresses: Any, nbytes: Any) -> None:
-        with transport.connect(transport.metadata()) as link, pytest.raises(LLMException) as error:
+        with (
+            transport.connect(transport.metadata()) as link,
+            refused(LLMStatusCode.LLM_PARAM_INVALID),
+        ):
             link.memory(addresses, nbytes)
-        assert error.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
 
     @pytest.mark.parametrize("addresses", [np.array([1.5]), [1.5], ["1"]])
     def test_whole_numbers_only(self, transport: LocalTransport, addresses: Any) -> None:
@@ -406,6 +407,5 @@ class TestMemory:
         with LocalTransport() as other:
             foreign = other.metadata()
             link = transport.connect(transport.metadata())
-            with pytest.raises(LLMException, match="another transport") as refused:
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, "another transport"):
                 link.memory([1], 1, metadata=foreign)
-        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID

@@ -7,7 +7,6 @@ import mmap
 import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.metadata import Metadata
 from tests.support.held import Held
 from tests.support.peer import EXECUTE_ANOTHER_PROGRAM
+from tests.support.refusals import refused
 from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 
@@ -61,15 +61,6 @@ def pull(
     return local
 
 
-def refuses(
-    code: LLMStatusCode, message: str, act: Callable[..., Any], *args: Any, **kwargs: Any
-) -> LLMException:
-    with pytest.raises(LLMException, match=message) as refused:
-        act(*args, **kwargs)
-    assert refused.value.status_code == code, refused.value
-    return refused.value
-
-
 @KINDS
 class TestBefore:
     """What ended before the transfer starts."""
@@ -77,24 +68,29 @@ class TestBefore:
     def test_a_dead_peer(self, owner: Owner, link: LocalLink, setup: str) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         owner.kill()
-        refuses(LLMStatusCode.LLM_LINK_FAILED, f"process {owner.pid} has exited", memory.check)
-        refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", pull, link)
-        refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", link.check)
+        with refused(LLMStatusCode.LLM_LINK_FAILED, f"process {owner.pid} has exited"):
+            memory.check()
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "has exited"):
+            pull(link)
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "has exited"):
+            link.check()
 
     def test_a_peer_that_executes_another_program(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         link.check()
         assert owner.run(EXECUTE_ANOTHER_PROGRAM) == "another"
-        refuses(LLMStatusCode.LLM_LINK_FAILED, "executes another program", pull, link)
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "executes another program"):
+            pull(link)
 
     def test_a_transport_that_its_owner_closed(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run("transport.close()")
-        refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "closed its transport"):
+            pull(link)
 
-    def test_a_board_whose_number_is_another_files(
+    def test_a_generation_table_whose_descriptor_is_another_file(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run(f"""
@@ -102,21 +98,24 @@ class TestBefore:
             transport.close()
             os.dup2(os.memfd_create("another"), {link.metadata.generations.fd})
         """)
-        refuses(LLMStatusCode.LLM_LINK_FAILED, "closed its transport", pull, link)
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "closed its transport"):
+            pull(link)
 
     def test_a_deregistered_range(self, owner: Owner, link: LocalLink, setup: str) -> None:
         pull(link)
         owner.run("transport.deregister(memory)")
-        refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered", pull, link)
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
+            pull(link)
 
-    def test_a_range_that_was_registered_anew_at_the_same_address(
+    def test_a_range_that_was_registered_again_at_the_same_address(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         owner.run("""
             transport.deregister(memory)
             again = [transport.register((memory.address, memory.nbytes)) for _ in range(100)]
         """)
-        refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered", pull, link)
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
+            pull(link)
         pull(link, metadata=owner.metadata())
 
     def test_between_two_parts_of_a_transfer(
@@ -125,14 +124,11 @@ class TestBefore:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         memory.check_tensors(range(1))
         owner.run("transport.deregister(memory)")
-        refuses(
-            LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            "has deregistered",
-            memory.check_tensors,
-            range(1),
-        )
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
+            memory.check_tensors(range(1))
         link.close()
-        refuses(LLMStatusCode.LLM_NOT_YET_LINK, "is closed", memory.check_tensors, range(1))
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK, "is closed"):
+            memory.check_tensors(range(1))
 
     def test_a_peer_that_exits_between_two_parts(
         self, owner: Owner, link: LocalLink, setup: str
@@ -142,14 +138,17 @@ class TestBefore:
         if memory.in_process:  # mapped here: harmless, and found at the end
             memory.check_tensors(range(1))
         else:
-            refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", memory.check_tensors, range(1))
-        refuses(LLMStatusCode.LLM_LINK_FAILED, "has exited", memory.check)
+            with refused(LLMStatusCode.LLM_LINK_FAILED, "has exited"):
+                memory.check_tensors(range(1))
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "has exited"):
+            memory.check()
 
     def test_a_closed_link(self, owner: Owner, link: LocalLink, setup: str) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         link.close()
         link.close()
-        refuses(LLMStatusCode.LLM_NOT_YET_LINK, "is closed", memory.check)
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK, "is closed"):
+            memory.check()
 
     def test_a_link_that_was_closed_for_a_reason(
         self, owner: Owner, link: LocalLink, setup: str
@@ -157,7 +156,8 @@ class TestBefore:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         link.close(LLMException("lost", status_code=LLMStatusCode.LLM_LINK_FAILED))
         link.close()
-        refuses(LLMStatusCode.LLM_LINK_FAILED, "lost", memory.check)
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "lost"):
+            memory.check()
 
 
 class InterruptedLink(LocalLink):
@@ -185,7 +185,8 @@ def test_a_close_that_was_interrupted_is_finished_by_the_next(owner: Owner, setu
     link.close()
     assert link.death_fd is None
     assert link.disconnected == "lost (LLM_LINK_FAILED)"
-    refuses(LLMStatusCode.LLM_LINK_FAILED, "lost", memory.check)
+    with refused(LLMStatusCode.LLM_LINK_FAILED, "lost"):
+        memory.check()
 
 
 @pytest.mark.parametrize("setup", [REGISTERED], ids=["registered"])
@@ -195,24 +196,28 @@ class TestUnmapped:
     def test_before_linking(self, owner: Owner, transport: LocalTransport, setup: str) -> None:
         base = owner.run(setup)
         owner.run(f"libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t({NBYTES}))")
-        with transport.connect(owner.metadata()) as link:
-            error = refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{base:#x}", pull, link)
-        assert "remote memory" in str(error)
+        with (
+            transport.connect(owner.metadata()) as link,
+            refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{base:#x}") as error,
+        ):
+            pull(link)
+        assert "remote memory" in str(error.value)
 
     def test_in_part(self, owner: Owner, link: LocalLink, setup: str) -> None:
         pull(link)
         owner.run(f"libc.munmap(ctypes.c_void_p(address + {5 * PAGE}), ctypes.c_size_t({PAGE}))")
         hole = link.metadata.ranges[0].address + 5 * PAGE
-        error = refuses(
-            LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{hole:#x} of process {owner.pid}", pull, link
-        )
-        assert "remote memory" in str(error)
-        assert error.unconfirmed
+        with refused(
+            LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{hole:#x} of process {owner.pid}"
+        ) as error:
+            pull(link)
+        assert "remote memory" in str(error.value)
+        assert error.value.unconfirmed
 
     def test_while_bytes_move_after_deregistering(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
-        """The range is gone because its owner was through with it: that is the reason to tell."""
+        """The range is gone because its owner was done with it: the error names that reason."""
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         local = np.zeros(NBYTES, dtype=np.uint8)
         with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, NBYTES / 0.2)) as slow:
@@ -222,8 +227,9 @@ class TestUnmapped:
                 libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t({NBYTES}))
             """)
             code = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-            error = refuses(code, "has deregistered", task.wait, timeout_ms=30_000)
-        assert error.unconfirmed
+            with refused(code, "has deregistered") as error:
+                task.wait(timeout_ms=30_000)
+        assert error.value.unconfirmed
 
 
 @KINDS
@@ -261,7 +267,8 @@ class TestDuring:
         with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, NBYTES / 0.2)) as slow:
             task = slow.submit(EVERY_BLOCK, memory, [local])
             end(owner)
-            refuses(code, message, task.wait, timeout_ms=30_000)
+            with refused(code, message):
+                task.wait(timeout_ms=30_000)
 
 
 class TestThisSide:
@@ -329,7 +336,8 @@ class TestThisSide:
             del memory
             link.close()
             code = LLMStatusCode.LLM_NOT_YET_LINK
-            refuses(code, "is closed", task.wait, timeout_ms=30_000)
+            with refused(code, "is closed"):
+                task.wait(timeout_ms=30_000)
 
     def test_a_closed_transport(self, transport: LocalTransport) -> None:
         growing = bytearray(10)
@@ -346,7 +354,8 @@ class TestThisSide:
             lambda: transport.allocate(10),
             lambda: transport.refusal(metadata),
         ):
-            refuses(LLMStatusCode.LLM_FAILED, "is closed", act)
+            with refused(LLMStatusCode.LLM_FAILED, "is closed"):
+                act()
 
     def test_registered_memory_is_held_until_it_is_deregistered(
         self, transport: LocalTransport
@@ -387,7 +396,8 @@ class TestThisSide:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
             file.truncate(PAGE)
             message = "past the file's end"
-            _kept = refuses(LLMStatusCode.LLM_PARAM_INVALID, message, transport.register, mapped)
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
+                transport.register(mapped)
             mapped.close()  # BufferError: something holds it
 
     def test_mappings_outlive_a_closed_link_as_long_as_they_are_used(
@@ -430,11 +440,11 @@ class TestThisSide:
         owner.run(ARENA)
         metadata = json.loads(owner.metadata())
         metadata["board"]["inode"] += 1
-        refused = json.dumps(metadata).encode()
+        caught = json.dumps(metadata).encode()
         before = Held.now()
         for _ in range(100):
             with pytest.raises(LLMException):
-                transport.connect(refused)
+                transport.connect(caught)
         before.check_nothing_new()
 
 
@@ -453,16 +463,12 @@ def test_the_death_of_a_peer_can_be_polled_for(owner: Owner, transport: LocalTra
 def test_every_slot_taken() -> None:
     with LocalTransport(max_registrations=2) as transport:
         held = [transport.register(bytearray(8)) for _ in range(2)]
-        refuses(
-            LLMStatusCode.LLM_OUT_OF_MEMORY,
-            "all 2 slots .* more max_registrations",
-            transport.register,
-            bytearray(8),
-        )
+        with refused(LLMStatusCode.LLM_OUT_OF_MEMORY, "all 2 slots .* more max_registrations"):
+            transport.register(bytearray(8))
         memory = bytearray(8)
-        with pytest.raises(LLMException) as refused:
+        with pytest.raises(LLMException) as caught:
             transport.register(memory)
         memory.extend(b"more")  # not held, though its refusal is
-        assert "all 2 slots" in str(refused.value)
+        assert "all 2 slots" in str(caught.value)
         transport.deregister(held[0])
         transport.register(bytearray(8))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import LLMException, LLMStatusCode
+from kvplan import LLMStatusCode
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.identity import Identity
 from kvplan.transport.local.metadata import (
@@ -24,6 +24,7 @@ from kvplan.transport.local.metadata import (
     WritersRef,
 )
 from kvplan.transport.wire import PEER
+from tests.support.refusals import refused
 
 uint64 = st.integers(0, 2**64 - 1)
 fd = st.integers(0, 2**31 - 1)
@@ -53,7 +54,7 @@ parts = st.builds(
     inode=uint64,
     after=st.integers(0, 2**62),
 )
-boards = st.builds(
+tables = st.builds(
     GenerationTableRef,
     fd=fd,
     inode=uint64,
@@ -68,7 +69,7 @@ writers = st.builds(
     address=st.integers(1, 2**64 - 1),
 )
 metadata = st.builds(
-    Metadata, identities, boards, writers, st.lists(ranges | parts, max_size=5).map(tuple)
+    Metadata, identities, tables, writers, st.lists(ranges | parts, max_size=5).map(tuple)
 )
 
 EXAMPLE = Metadata(
@@ -80,10 +81,9 @@ EXAMPLE = Metadata(
 
 
 def refusal(blob: bytes) -> str:
-    with pytest.raises(LLMException) as refused:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
         Metadata.from_bytes(blob)
-    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
-    return str(refused.value)
+    return str(caught.value)
 
 
 @given(metadata)

@@ -1,4 +1,4 @@
-"""Ranges are found by bisection; here beside looking at each."""
+"""Ranges are found by bisection; here compared with a linear search."""
 
 from __future__ import annotations
 

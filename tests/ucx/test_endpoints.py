@@ -42,7 +42,7 @@ def test_a_peer_that_is_gone_before(worker: UcxWorker, mortal: UcxPeer) -> None:
     assert dead(endpoint)[0] == KVN_PEER_GONE
 
 
-def test_a_board_that_is_not_there(worker: UcxWorker, peer: UcxPeer) -> None:
+def test_a_generation_table_that_is_not_there(worker: UcxWorker, peer: UcxPeer) -> None:
     """What follows on the same worker is as before."""
     endpoint = peer.endpoint(worker, generations_address=4096)
     with pytest.raises(UcxError, match=r"the peer's (UCX is lost|memory cannot be read)") as caught:

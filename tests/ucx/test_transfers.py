@@ -129,7 +129,7 @@ class TestRegistrations:
         peer.run(f"board.release{kept}")
         peer.fill()
 
-    def test_one_that_ends_meanwhile(
+    def test_one_that_ends_during_the_transfer(
         self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes
     ) -> None:
         slot = peer.take()
@@ -247,17 +247,17 @@ class TestArguments:
         endpoint: UcxEndpoint,
         whole: Range,
     ) -> None:
-        def refused(message: str, direction: str = "get", **changes: object) -> None:
+        def refused_backend(message: str, direction: str = "get", **changes: object) -> None:
             with pytest.raises((TypeError, ValueError), match=message):
                 peer.backend(endpoint, direction, [whole], **changes)
 
         one = np.ones(1, dtype=np.uint64)
-        refused("direction is 'pull'; it must be 'get' or 'put'", "pull")
-        refused(
+        refused_backend("direction is 'pull'; it must be 'get' or 'put'", "pull")
+        refused_backend(
             "slots: expected 1 items, as in addresses, got 2", slots=np.ones(2, dtype=np.uint64)
         )
-        refused("nbytes: expected uint64", nbytes=np.ones(1))
-        refused("slots: range 0 has 16; the generation table has 16", slots=one * 16)
-        refused("keys: range 0 has 1; there are 1", keys=one)
-        refused(r"rkeys\[0\]: expected bytes that are not empty", rkeys=[b""])
-        refused("it must have at least 1 and end at", nbytes=one * 0)
+        refused_backend("nbytes: expected uint64", nbytes=np.ones(1))
+        refused_backend("slots: range 0 has 16; the generation table has 16", slots=one * 16)
+        refused_backend("keys: range 0 has 1; there are 1", keys=one)
+        refused_backend(r"rkeys\[0\]: expected bytes that are not empty", rkeys=[b""])
+        refused_backend("it must have at least 1 and end at", nbytes=one * 0)

@@ -58,7 +58,7 @@ def without_local_ip(engine: Engine) -> object:
     return engine.datadist.link_clusters([given])
 
 
-def refused(engine: Engine) -> object:
+def port_that_nobody_listens_on(engine: Engine) -> object:
     with socket.socket() as bound:  # bound and not listening: nobody else gets this port
         bound.bind(("127.0.0.1", 0))
         return engine.datadist.link_clusters([cluster(1, f"127.0.0.1:{bound.getsockname()[1]}")])
@@ -128,7 +128,7 @@ OUTCOMES = [
     row(
         "link_clusters refused port -> return value",
         outcome_of(LINK_FAILED, LINK_FAILED),
-        refused,
+        port_that_nobody_listens_on,
     ),
     row(
         "unlink_clusters never linked, force",

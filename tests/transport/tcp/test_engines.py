@@ -18,12 +18,12 @@ from kvplan import (
     ClusterInfo,
     DataType,
     LlmDataDist,
-    LLMException,
     LlmRole,
     LLMStatusCode,
     Options,
     RegisterMemStatus,
 )
+from tests.support.refusals import refused
 
 PREPARING = RegisterMemStatus.PREPARING
 
@@ -60,9 +60,8 @@ def check_that_blocks_move(owner: LlmDataDist, user: LlmDataDist) -> None:
         assert (tensor[moved] == number + 1).all()
         assert not tensor[~moved].any()
     owner.deallocate_cache(theirs)
-    with pytest.raises(LLMException) as gone:
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         user.pull_blocks(BlocksCacheKey(1), mine, [4], [7])
-    assert gone.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
@@ -143,7 +142,6 @@ def test_one_engine_that_demands_encryption_is_enough(
     check_that_blocks_move(owner, user)
 
 
-def test_congestion_control_that_there_is_none_of(make_engine: MakeEngine) -> None:
-    with pytest.raises(LLMException, match="tcp: congestion='none7' cannot be had") as refused:
+def test_a_congestion_control_that_does_not_exist(make_engine: MakeEngine) -> None:
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "tcp: congestion='none7' cannot be had"):
         make_engine(1, tcp_congestion="none7")
-    assert refused.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED

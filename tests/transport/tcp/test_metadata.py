@@ -10,6 +10,7 @@ import pytest
 
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.tcp.metadata import Metadata, Range
+from tests.support.refusals import refused
 
 RANGE = Range(0x1000, 4096, 3, 7, True)
 OTHER = replace(RANGE, address=0x9000, slot=4, writable=False)
@@ -38,9 +39,8 @@ def test_a_field_that_cannot_be(field: str) -> None:
     value, message = BAD[field]
     document = json.loads(WHOLE.to_bytes())
     document[field] = value
-    with pytest.raises(LLMException, match=message) as refused:
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
         Metadata.from_bytes(json.dumps(document).encode())
-    assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
 
 BAD_RANGES: dict[str, tuple[dict[str, Any], str]] = {

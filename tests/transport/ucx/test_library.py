@@ -10,11 +10,12 @@ import pytest
 from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.ucx import library
 from kvplan.transport.ucx.library import NAME, OVERRIDE, Found, find
+from tests.support.refusals import refused
 
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine where there is none, whatever this one has."""
+    """A machine without UCX, whatever this one has."""
     monkeypatch.delenv(OVERRIDE)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
@@ -73,10 +74,9 @@ def test_the_override_is_the_only_place(
     assert f"looked at ${OVERRIDE} ({named or 'empty'})." in str(raised.value)
 
 
-def test_where_there_is_none_it_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(LLMException) as raised:
+def test_without_ucx_the_error_says_what_to_install(tmp_path: Path) -> None:
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as raised:
         find()
-    assert raised.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     message = str(raised.value)
     assert "looked at package no_such_package (not there), this Python's environment (" in message
     assert f"the system ({tmp_path / 'lib'})" in message

@@ -9,8 +9,8 @@ from kvplan.control.endpoint import Endpoint
 from tests.control.conversation import DEADLINE_S
 
 
-class Tape:
-    """Passes on one connection; `recorded` is what the client says, `heard` what it is told."""
+class RecordingProxy:
+    """Passes on one connection; `recorded` is what the client sends, `heard` what it receives."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))

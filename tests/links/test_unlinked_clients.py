@@ -1,4 +1,4 @@
-"""Conversations of those who have no link, and engines that are another process's."""
+"""Requests of clients that have no link, and engines that are another process's."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from kvplan.links import ClusterInfo, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
+from tests.support.refusals import refused
 
 _T = TypeVar("_T")
 
 
-class Stranger:
-    """Says what it likes, and hears when it is shown out."""
+class UnlinkedClient:
+    """Sends any message, and records why it was disconnected."""
 
     def __init__(self) -> None:
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.loop = ControlLoop("stranger")
+        self.loop = ControlLoop("client")
         self.loop.start()
 
     def call(self, end: End) -> Channel:
@@ -68,10 +69,10 @@ class Stranger:
 
 
 @pytest.fixture
-def stranger() -> Iterator[Stranger]:
-    stranger = Stranger()
-    yield stranger
-    stranger.loop.stop()
+def client() -> Iterator[UnlinkedClient]:
+    client = UnlinkedClient()
+    yield client
+    client.loop.stop()
 
 
 def hello(transport: LocalTransport, **other: Any) -> Hello:
@@ -89,38 +90,37 @@ def hello(transport: LocalTransport, **other: Any) -> Hello:
 
 
 def test_a_hello_alone_changes_nothing(
-    make_end: Callable[..., End], end: End, stranger: Stranger
+    make_end: Callable[..., End], end: End, client: UnlinkedClient
 ) -> None:
     other = make_end(2)
     other.link(end.cluster)
     instance = bytes.fromhex(end.status(2).instance)
-    channel = stranger.call(end)
+    channel = client.call(end)
     again = hello(other.transports[0], instance=instance)
-    assert isinstance(stranger.ask(channel, again), Welcome)
+    assert isinstance(client.ask(channel, again), Welcome)
     for body in (Sync(), Find(1, 1, 1), Claim(1, 1, 1), Release(1, None), Unlink(1)):
-        with pytest.raises(LLMException, match=r"no such link|there is no link") as error:
-            stranger.ask(channel, body)
-        assert error.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"no such link|there is no link"):
+            client.ask(channel, body)
     with pytest.raises(LLMException, match="the challenge is another handshake's"):
-        stranger.ask(channel, Confirm(b"\0" * 16))
+        client.ask(channel, Confirm(b"\0" * 16))
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
     end.links.get(2).begin(end)
     end.links.get(2).end(end)
 
 
-def test_handshakes_that_nobody_confirms_shut_nobody_out(
-    make_end: Callable[..., End], stranger: Stranger
+def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
+    make_end: Callable[..., End], client: UnlinkedClient
 ) -> None:
     end, other = make_end(1, max_links=1), make_end(2)
     for cluster_id in range(10, 30):
         greeting = hello(other.transports[0], cluster_id=cluster_id)
-        assert isinstance(stranger.ask(stranger.call(end), greeting), Welcome)
-    assert "too many peers have begun" in stranger.lost.get(timeout=DEADLINE_S)
+        assert isinstance(client.ask(client.call(end), greeting), Welcome)
+    assert "too many peers have begun" in client.lost.get(timeout=DEADLINE_S)
     other.link(end.cluster)
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
-    late = stranger.call(end)
+    late = client.call(end)
     with pytest.raises(LLMException, match="max_links=1"):
-        stranger.ask(late, hello(other.transports[0], cluster_id=40))
+        client.ask(late, hello(other.transports[0], cluster_id=40))
 
 
 @pytest.mark.parametrize(
@@ -140,37 +140,36 @@ def test_handshakes_that_nobody_confirms_shut_nobody_out(
     ],
 )
 def test_hellos_that_are_refused(
-    end: End, stranger: Stranger, change: dict[str, Any], message: str
+    end: End, client: UnlinkedClient, change: dict[str, Any], message: str
 ) -> None:
     with LocalTransport() as transport:
         body = hello(transport, **change)
-        with pytest.raises(LLMException, match=message) as error:
-            stranger.ask(stranger.call(end), body)
-        assert error.value.status_code is LLMStatusCode.LLM_LINK_FAILED
+        with refused(LLMStatusCode.LLM_LINK_FAILED, message):
+            client.ask(client.call(end), body)
     assert end.links.live() == 0
 
 
-def test_a_handshake_that_is_never_confirmed_ends(end: End, stranger: Stranger) -> None:
+def test_a_handshake_that_is_never_confirmed_ends(end: End, client: UnlinkedClient) -> None:
     with LocalTransport() as transport:
-        channel = stranger.call(end)
-        stranger.ask(channel, hello(transport, timeout_ms=100))
+        channel = client.call(end)
+        client.ask(channel, hello(transport, timeout_ms=100))
         assert "has not confirmed in time" in end.wait_for(2, "UNLINKED")
     assert end.links.live() == 0
 
 
-def test_a_conversation_that_ends_ends_its_handshake(end: End, stranger: Stranger) -> None:
+def test_a_conversation_that_ends_ends_its_handshake(end: End, client: UnlinkedClient) -> None:
     with LocalTransport() as transport:
-        channel = stranger.call(end)
-        stranger.ask(channel, hello(transport))
+        channel = client.call(end)
+        client.ask(channel, hello(transport))
         assert end.state(2) is LinkState.LINKING
-        stranger.loop.call_soon(channel.close, "changed my mind")
+        client.loop.call_soon(channel.close, "changed my mind")
         assert "changed my mind" in end.wait_for(2, "UNLINKED")
 
 
-def test_a_table_without_a_link_ends_the_conversation(end: End, stranger: Stranger) -> None:
-    channel = stranger.call(end)
-    stranger.run(channel.notify(Table(1, True, (), ())))
-    assert stranger.lost.get(timeout=DEADLINE_S) == "cluster 1 has no such link"
+def test_a_table_without_a_link_ends_the_conversation(end: End, client: UnlinkedClient) -> None:
+    channel = client.call(end)
+    client.run(channel.notify(Table(1, True, (), ())))
+    assert client.lost.get(timeout=DEADLINE_S) == "cluster 1 has no such link"
 
 
 NOBODY = 65534
@@ -205,10 +204,10 @@ def test_another_user_of_the_host_is_kept_out(
     """Whether it calls or is called; those of one user link as ever."""
     end = make_end(1, listen=listen)
     address = end.address.replace("0.0.0.0", "127.0.0.1")
-    (refused,) = nobody.run(LINK.format(1, address))
-    assert "authenticate: the peer has disconnected; has it another key" in refused
-    assert f"this end uses the key of user {NOBODY} (" in refused
-    assert "as no kvplan.cluster_key_file is given" in refused
+    (error,) = nobody.run(LINK.format(1, address))
+    assert "authenticate: the peer has disconnected; has it another key" in error
+    assert f"this end uses the key of user {NOBODY} (" in error
+    assert "as no kvplan.cluster_key_file is given" in error
     assert peer.run(LINK.format(1, address)) == ["None"]
     theirs = nobody.run(
         "from kvplan.control.endpoint import Endpoint\n"
@@ -220,7 +219,7 @@ def test_another_user_of_the_host_is_kept_out(
 
 
 @needs_root
-def test_users_who_share_a_key_file_link(
+def test_users_that_share_a_key_file_link(
     make_end: Callable[..., End], make_peer: Callable[..., Peer], tmp_path: Path
 ) -> None:
     file = str(tmp_path / "key")
@@ -236,7 +235,7 @@ def test_users_who_share_a_key_file_link(
 def test_an_address_of_the_network_is_open_as_before(
     make_end: Callable[..., End], peer: Peer
 ) -> None:
-    """Without a key, but who comes from inside the host and says so has this user's."""
+    """Without a key, but a client of the same host that says so has this user's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -251,12 +250,12 @@ def test_an_address_of_the_network_is_open_as_before(
 
 def test_a_forked_child_has_no_part_in_it(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
-    told = peer.run(
+    errors = peer.run(
         """
         import os
         read, write = os.pipe()
         if not (pid := os.fork()):
-            told = []
+            errors = []
             for call in (
                 lambda: end.links.get(1),
                 lambda: end.links.unlink([1], 1000),
@@ -265,14 +264,14 @@ def test_a_forked_child_has_no_part_in_it(end: End, peer: Peer) -> None:
                 try:
                     call()
                 except kvplan.LLMException as error:
-                    told.append(f"{error.status_code.name} {error}")
+                    errors.append(f"{error.status_code.name} {error}")
             end.registry._on_change()
             end.links.close()
-            os.write(write, repr(told).encode())
+            os.write(write, repr(errors).encode())
             os._exit(0)
         os.waitpid(pid, 0)
         result = os.read(read, 10000).decode()
         """
     )
-    assert told.count("LLM_FAILED the engine belongs to process") == 3
+    assert errors.count("LLM_FAILED the engine belongs to process") == 3
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")

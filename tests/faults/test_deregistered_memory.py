@@ -9,18 +9,19 @@ from kvplan import CacheIndex, CacheKey, LinkState, LLMStatusCode, PoolConfig
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import DESC, make_cache, pattern
 from tests.faults.gate import Gate
-from tests.faults.moves import link, move
-from tests.faults.outcomes import COUNT, assert_confirmed, refused, unconfirmed
+from tests.faults.outcomes import COUNT, assert_confirmed, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
+from tests.faults.transfers import link, move
+from tests.support.refusals import refused
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-WITHDRAW = {
+DEREGISTER = {
     "allocated": "datadist.deallocate_cache(cache)",
     "registered": "datadist.unregister_cache(cache.cache_id)",
 }
 directions = pytest.mark.parametrize("direction", ["pull", "push"])
-memories = pytest.mark.parametrize("memory", WITHDRAW)
+memories = pytest.mark.parametrize("memory", DEREGISTER)
 
 
 @pytest.mark.over_tcp
@@ -40,7 +41,7 @@ def test_at_the_peer(
     link(user, peer)
     call = attempt(lambda: move(user, direction, remote, cache))
     gate.wait()
-    peer.run(WITHDRAW[memory])
+    peer.run(DEREGISTER[memory])
     gate.open()
     error = call.result(30)
     assert error is not None
@@ -54,7 +55,8 @@ def test_at_the_peer(
     assert mine.last_error == str(error)
     assert (mine.bytes_pulled, mine.bytes_pushed) == (0, 0)
     # And the link is as good as before.
-    refused(lambda: move(user, direction, remote, cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        move(user, direction, remote, cache)
     again = peer.make_cache(memory, seed=3)
     move(user, "pull", again, cache)
     assert all((it[0] == to[0]).all() for it, to in zip(arrays, pattern(3), strict=True))
@@ -83,14 +85,15 @@ def test_pages_that_are_another_cache_by_now(
     assert error is not None
     assert error.status_code is NOT_EXIST, error
     assert unconfirmed(error) in [set(range(first, COUNT)) for first in first_unconfirmed]
-    refused(lambda: move(user, "pull", remote, cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        move(user, "pull", remote, cache)
     move(user, "pull", again, cache)
     assert_confirmed(None, user.arrays(cache), pattern(3))
 
 
 @memories
 @directions
-def test_at_this_end(
+def test_of_the_local_cache(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
 ) -> None:
     """What a transfer uses stays until it ends: it succeeds, and nobody else's bytes move."""
@@ -102,10 +105,12 @@ def test_at_this_end(
     gate.wait()
     if memory == "allocated":
         user.deallocate_cache(cache)
-        refused(lambda: user.allocate_cache(DESC), LLMStatusCode.LLM_OUT_OF_MEMORY)
+        with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
+            user.allocate_cache(DESC)
     else:
         user.unregister_cache(cache.cache_id)
-    refused(lambda: move(user, direction, remote, cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        move(user, direction, remote, cache)
     gate.open()
     assert call.result(30) is None
     if direction == "pull":
@@ -119,7 +124,7 @@ def test_at_this_end(
     user.allocate_cache(DESC)
 
 
-def test_a_cache_that_is_freed_stays_for_who_has_claimed_it(
+def test_a_cache_that_is_freed_stays_for_its_claimant(
     gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
 ) -> None:
     user = gated(2)
@@ -138,8 +143,10 @@ def test_a_cache_that_is_freed_stays_for_who_has_claimed_it(
     gate.open()
     assert call.result(30) is None
     assert_confirmed(None, arrays, pattern(1))
-    refused(lambda: user.pull_cache(CacheKey(1, 7), cache), NOT_EXIST)
-    refused(lambda: user.pull_cache(CacheIndex(1, 1), cache), NOT_EXIST)
+    with refused(NOT_EXIST):
+        user.pull_cache(CacheKey(1, 7), cache)
+    with refused(NOT_EXIST):
+        user.pull_cache(CacheIndex(1, 1), cache)
 
 
 @pytest.mark.over_tcp
@@ -166,8 +173,9 @@ def test_pages_that_their_owner_has_unmapped(make_engine: MakeEngine, peer: Peer
     )
     for array in arrays:
         array[:] = 0
-    error = refused(lambda: move(user, "pull", remote, cache), NOT_EXIST)
-    missing = unconfirmed(error)
+    with refused(NOT_EXIST) as error:
+        move(user, "pull", remote, cache)
+    missing = unconfirmed(error.value)
     assert missing
     for number, array in enumerate(arrays):
         if number not in missing:

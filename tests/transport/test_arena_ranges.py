@@ -1,4 +1,4 @@
-"""Parts of an arena, each registered by itself, as pools need: a peer maps the arena once."""
+"""Ranges of an arena, each registered by itself, as pools need: a peer maps the arena once."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas
 from kvplan.transport.local.metadata import Metadata
+from tests.support.refusals import refused
 from tests.support.wrappers import limit_bandwidth
 from tests.transport.owner import Owner
 from tests.transport.owner_process import pattern
@@ -84,12 +85,11 @@ def mappings(inode: int) -> int:
 
 
 def not_exist(memory: LocalPeerMemory) -> None:
-    with pytest.raises(LLMException, match="has deregistered") as refused:
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
         pulled(memory)
-    assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
-def test_each_is_reached_by_the_one_mapping(pool: Pool) -> None:
+def test_all_ranges_are_reached_by_one_mapping(pool: Pool) -> None:
     inode = pool.owner.run("result = arena.inode")
     memories = [pool.part(i) for i in range(PARTS)]
     for i, memory in enumerate(memories):
@@ -146,7 +146,7 @@ def test_one_that_is_freed_fails_and_the_others_go_on(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(second), expected(1))
 
 
-def test_one_that_is_freed_and_used_anew_is_another(pool: Pool) -> None:
+def test_one_that_is_freed_and_used_again_is_another(pool: Pool) -> None:
     """The pool gives the same bytes to the next cache, which is not what was asked for."""
     old = pool.part(0)
     pool.owner.run("""
@@ -157,7 +157,7 @@ def test_one_that_is_freed_and_used_anew_is_another(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(pool.part(0)), expected(0))
 
 
-def test_one_that_takes_the_slot_of_another_is_not_it() -> None:
+def test_one_that_takes_the_slot_of_another_is_another() -> None:
     with LocalTransport(max_registrations=1) as transport:
         arena = transport.allocate(100)
         with transport.connect(transport.metadata()) as link:
@@ -178,9 +178,8 @@ def test_one_that_is_freed_while_bytes_move(pool: Pool) -> None:
     with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, PART / 0.2)) as slow:
         task = slow.submit(PLAN, memory, [local])
         pool.owner.run("transport.deregister(registrations[2])")
-        with pytest.raises(LLMException, match="has deregistered") as refused:
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
             task.wait(timeout_ms=30_000)
-    assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 def test_no_success_has_the_bytes_of_a_later_cache(transport: LocalTransport) -> None:
@@ -217,9 +216,8 @@ def test_no_success_has_the_bytes_of_a_later_cache(transport: LocalTransport) ->
 
 
 def test_a_tensor_must_not_reach_into_the_next(pool: Pool) -> None:
-    with pytest.raises(LLMException, match="not inside one range") as refused:
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "not inside one range"):
         pool.link.memory([pool.base + 1], PART, metadata=pool.metadata("None"))
-    assert refused.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 def test_the_mapping_of_a_pool_stays_while_its_caches_come_and_go(pool: Pool) -> None:
@@ -259,7 +257,7 @@ def test_an_arena_that_is_offered_whole_goes_with_its_last_user(pool: Pool) -> N
     assert mappings(inode) == 0
 
 
-def test_a_pool_that_its_owner_gave_up_is_let_go_of_with_the_next(pool: Pool) -> None:
+def test_a_pool_that_its_owner_freed_is_unmapped_with_the_next(pool: Pool) -> None:
     inode = pool.owner.run("result = arena.inode")
     pool.part(0)
     assert mappings(inode) == 1
@@ -366,19 +364,17 @@ class TestMetadata:
         transport.deregister(ended)
         with LocalTransport() as other:
             for registration in (ended, other.register(bytearray(10))):
-                with pytest.raises(LLMException, match="not registered here") as refused:
+                with refused(LLMStatusCode.LLM_PARAM_INVALID, "not registered here"):
                     transport.metadata([registration])
-                assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
         with pytest.raises(TypeError, match="a range"):
             transport.metadata([range(3)])  # type: ignore[list-item]
 
     def test_only_of_the_peer_that_is_linked(self, pool: Pool) -> None:
         with LocalTransport() as other:
             registration = other.register(bytearray(10))
-            with pytest.raises(LLMException, match="another transport") as refused:
+            with refused(LLMStatusCode.LLM_PARAM_INVALID, "another transport"):
                 pool.link.memory([registration.address], 10, metadata=other.metadata())
-        assert refused.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
 
-    def test_what_the_link_knows_is_not_changed_by_it(self, pool: Pool) -> None:
+    def test_the_links_own_metadata_is_not_changed_by_it(self, pool: Pool) -> None:
         pool.part(0)
         assert pool.link.metadata.ranges == ()

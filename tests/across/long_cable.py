@@ -28,7 +28,7 @@ FRAME = 65536
 
 
 @contextmanager
-def far(here: Namespace, there: Namespace, delay_s: float) -> Iterator[None]:
+def long_cable(here: Namespace, there: Namespace, delay_s: float) -> Iterator[None]:
     """Join two hosts by such a cable instead of theirs, which is gone then.
 
     Raises:

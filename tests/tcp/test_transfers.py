@@ -299,7 +299,7 @@ class TestAtOnce:
 
     @pytest.mark.parametrize("room", [520_000, 560_000, 600_000, 640_000])
     def test_nobody_waits_and_the_socket_takes_most(self, service: TcpService, room: int) -> None:
-        """A turn of who submits ends a few bytes before the request does: the thread sends them."""
+        """All but a few bytes of the request go at once: the thread sends those."""
         (mine, theirs), unused = socket.socketpair(), socket.socketpair()
         mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
         mine.setblocking(False)
@@ -319,7 +319,7 @@ class TestAtOnce:
         unused[1].close()
 
     def test_to_itself(self, local: Bytes) -> None:
-        """Both ends of a link in one service."""
+        """Both sides of a link in one service."""
         service = TcpService(threads=2, max_ranges=1)
         source = np.random.default_rng(8).integers(0, 256, 4 * MIB, dtype=np.uint8)
         service.add_range(0, source.ctypes.data, source.nbytes, False, 1)

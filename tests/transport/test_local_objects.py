@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvplan import LLMException, LLMStatusCode, Transfers
+from kvplan import LLMStatusCode, Transfers
 from kvplan.transport.local import LocalTransport
+from tests.support.refusals import refused
 
 
 def test_they_say_what_they_are(transport: LocalTransport) -> None:
@@ -54,7 +55,6 @@ def test_without_a_free_descriptor_it_is_an_error_of_the_interface(
 ) -> None:
     with (
         no_descriptors(),
-        pytest.raises(LLMException, match=r"memory: .*opened|an arena") as refused,
+        refused(LLMStatusCode.LLM_FAILED, r"memory: .*opened|an arena"),
     ):
         call(transport)
-    assert refused.value.status_code is LLMStatusCode.LLM_FAILED

@@ -1,4 +1,4 @@
-"""The calls that most tests here make, between cache `remote` of cluster 1 and a local one."""
+"""Transfers between cache `remote` of cluster 1 and a local one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers that are given up: nothing of their memory is touched then, and the link works."""
+"""Transfers that are abandoned: their memory is not touched any more, and the link works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links and services that end while bytes move, by either end: every transfer has its outcome."""
+"""Links and services are closed while bytes move: every transfer has its outcome."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_one_connection_of_several_ends_all(service: TcpService, steady_peer: Tc
 
 
 class Pair:
-    """Two services of this process, a link, and memory at both ends of it."""
+    """Two services of this process, a link, and memory on both sides of it."""
 
     SIZE = 8 << 20
 
@@ -232,7 +232,7 @@ def error_of(call: Callable[[], object], started: threading.Barrier) -> str:
             return str(error)
 
 
-def test_closing_beside_everything_else() -> None:
+def test_closing_at_the_same_time_as_everything_else() -> None:
     """Threads that make links, ranges and transfers see a closed service, and nothing worse."""
 
     def change_ranges(pair: Pair) -> None:

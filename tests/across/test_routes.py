@@ -1,4 +1,4 @@
-"""Which way bytes take: what `auto` chooses, which interface, which port."""
+"""Routes of transfers: what `auto` chooses, which interface, which port."""
 
 from __future__ import annotations
 
