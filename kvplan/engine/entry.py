@@ -79,8 +79,8 @@ def check_publishable(entry: CacheEntry) -> None:
         if nbytes > MAX_PUBLISHED_NBYTES:
             most = desc.num_tensors * MAX_PUBLISHED_NBYTES // nbytes
             raise invalid(
-                f"num_tensors={desc.num_tensors} take {nbytes} bytes to tell a peer of them; it "
-                f"can be told {MAX_PUBLISHED_NBYTES}, which about {most} such tensors take"
+                f"num_tensors={desc.num_tensors} take {nbytes} bytes to publish to a peer; at most "
+                f"{MAX_PUBLISHED_NBYTES} can be published, which about {most} such tensors take"
             )
 
 
