@@ -39,7 +39,7 @@ def extents_clash(dst_bases, uint64_t dst_nbytes, src_bases, uint64_t src_nbytes
         src_bases, src_nbytes: those read, which may share bytes with each other.
 
     Raises:
-        TypeError, ValueError: a column is none.
+        TypeError, ValueError: not such a column.
         MemoryError: no memory to sort the addresses in.
     """
     cdef Py_buffer dst, src

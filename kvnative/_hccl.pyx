@@ -54,7 +54,7 @@ cdef class Communicator:
 
     Args:
         rank_table: JSON; the same at both ends.
-        rank, remote_rank: of this end and the other in it.
+        rank, remote_rank: of this process and the peer in it.
         name: the same at both ends, 1 to 127 bytes, and of no other communicator of the device.
         traffic_class: of RDMA, 0 to 255; None leaves it to HCCL.
         service_level: of RDMA, 0 to 7; None leaves it to HCCL.

@@ -79,15 +79,15 @@ cdef class HcclLibrary:
         Args:
             acl: the ACL library, which must be of the same toolkit.
             path: its file, the folder of a toolkit, or a name for the loader's own search; None to
-                look beside the ACL library, then where that is looked for.
+                look in the ACL library's folder, then where that is looked for.
 
         Raises:
             HcclError: it is not there, or cannot be opened, or lacks one-sided operations: says
                 what was tried.
         """
         acl.check_process()
-        beside = candidates(NAMES, os.path.dirname(acl.path) or None) if path is None else []
-        files = [file for group in [*beside, *candidates(NAMES, path)] for file in group]
+        near = candidates(NAMES, os.path.dirname(acl.path) or None) if path is None else []
+        files = [file for group in [*near, *candidates(NAMES, path)] for file in group]
         tried = []
         for file in dict.fromkeys(files):
             try:

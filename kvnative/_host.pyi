@@ -1,4 +1,4 @@
-"""Memory of this host: arenas that a peer can map, the board of registrations, checks."""
+"""Memory of this host: arenas that a peer can map, the generation table, checks."""
 
 from types import TracebackType
 from typing import Any, Literal, Self, final

@@ -277,14 +277,14 @@ cdef class GenerationTable:
 
     def __init__(self, num_slots=65536):
         if self.table.memory.address is not NULL:
-            raise TypeError("a board is made once")
+            raise TypeError("a generation table is made once")
         cdef uint64_t slots = unsigned("num_slots", num_slots)
         cdef kvn_failure failure
         check(kvn_generations_create(slots, &self.table, &failure), &failure)
 
     cdef int check_open(self) except -1:
         if self.table.memory.address is NULL:
-            raise ValueError("the board is closed")
+            raise ValueError("the generation table is closed")
         return 0
 
     def take(self):
@@ -325,7 +325,7 @@ cdef class GenerationTable:
         return self.table.memory.address is NULL
 
     def close(self):
-        """Takes the board down; idempotent. Peers then find nothing under its descriptor."""
+        """Close the table's descriptor; idempotent. Peers then find nothing under its number."""
         kvn_generations_close(&self.table)
 
     def __dealloc__(self):

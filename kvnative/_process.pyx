@@ -34,7 +34,8 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
 cdef class Peer:
     """Holds the living process `pid` by a pidfd, so that a later process of that pid is not it.
 
-    Compare its start time (`/proc/<pid>/stat`) with the expected one, then `attach` its board.
+    Compare its start time (`/proc/<pid>/stat`) with the expected one, then `attach` its
+    generation table.
     ProcessLookupError when there is no such process; PermissionError where /proc hides it.
     """
 
@@ -56,16 +57,16 @@ cdef class Peer:
 
     @cython.critical_section
     def attach(self, int generations_fd, inode, num_slots):
-        """Maps the peer's registration board, read-only.
+        """Maps the peer's generation table, read-only.
 
-        ProcessLookupError when the peer has exited, closed the board or executes another program;
-        PermissionError when the system refuses access; ValueError when it is no board.
+        ProcessLookupError when the peer has exited, closed the table or executes another program;
+        PermissionError when the system refuses access; ValueError when it is not such a table.
         """
         cdef uint64_t number = unsigned("inode", inode), slots = unsigned("num_slots", num_slots)
         cdef kvn_failure failure
         self.check_open()
         if self.peer.generations.memory.address is not NULL:
-            raise ValueError("the peer's board is attached already")
+            raise ValueError("the peer's generation table is attached already")
         check(kvn_peer_attach(&self.peer, generations_fd, number, slots, &failure), &failure)
 
     @cython.critical_section
@@ -86,7 +87,7 @@ cdef class Peer:
         cdef uint64_t count, stale = 0
         cdef Py_buffer numbers, expected
         if self.peer.generations.memory.address is NULL:
-            raise ValueError("the peer's board is not attached")
+            raise ValueError("the peer's generation table is not attached")
         acquire_uint64(&numbers, slots, "slots")
         try:
             acquire_uint64(&expected, generations, "generations")
@@ -106,9 +107,9 @@ cdef class Peer:
 
     @cython.critical_section
     def stale(self, slots, generations):
-        """As `check`, but looks at the board alone: memory that is mapped here, no system call.
+        """As `check`, but looks at the generation table alone: mapped memory, no system call.
 
-        It cannot tell whether the peer lives: a dead one's board stays as it was.
+        It does not show whether the peer lives: a dead one's table stays as it was.
         """
         self.check_open()
         return self.first_stale(slots, generations)

@@ -134,7 +134,7 @@ cdef class TcpService:
 
         Args:
             slot: a free one, below `max_ranges`.
-            generation: tells it from those that had the slot before.
+            generation: distinguishes it from those that had the slot before.
             on_device: it is memory of the service's device.
 
         Raises:
@@ -181,11 +181,11 @@ cdef class TcpService:
         """Link by connected, non-blocking stream sockets, which it takes over whatever happens.
 
         Args:
-            clients: file descriptors of the sockets by which this end asks, 1 to 16.
+            clients: file descriptors of the sockets by which this side asks, 1 to 16.
             servers: as many, by which it answers: the peer asks.
             peer: for messages.
             secret: 32 bytes that only both ends know: what goes over the sockets is encrypted.
-            dials: whether this end has opened the sockets; one of both has.
+            dials: whether this side has opened the sockets; one of both has.
 
         Raises:
             ValueError: so many sockets; a secret of another length.

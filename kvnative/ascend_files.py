@@ -72,7 +72,7 @@ def _version_in(file: Path) -> str | None:
         text = file.read_text(errors="replace")
     except OSError:
         return None
-    # version_dir is the release; Version beside it is the component's own.
+    # version_dir is the release; Version, next to it, is the component's own.
     for key in ("version_dir", "version"):
         line = re.search(rf"^{key}\s*=\s*\[?([\w.-]+)", text, re.MULTILINE | re.IGNORECASE)
         if line:

@@ -208,7 +208,7 @@ def user_key() -> ClusterKey:
     except LLMException as error:
         raise invalid(f"user's key: {error.args[0]}; mend or remove it, {_REMEDY}") from None
     advice = (
-        f"this end uses the key of user {os.geteuid()} ({path}), as no kvplan.cluster_key_file is "
+        f"this side uses the key of user {os.geteuid()} ({path}), as no kvplan.cluster_key_file is "
         "given: engines of different users, homes or containers need one, the same at both ends"
     )
     return replace(key, advice=advice)

@@ -68,7 +68,7 @@ class Handler(Protocol):
         """Handle a message that needs no reply."""
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """The conversation has ended, other than by this end's `close`."""
+        """The conversation has ended, other than by this side's `close`."""
 
 
 class Channel:
@@ -112,7 +112,7 @@ class Channel:
             loop, key, listening=listening, on_frame=self._receive, on_end=self._on_connection_end
         )
         self._reason: str | None = None
-        self._is_ignoring = False  # after this end has closed
+        self._is_ignoring = False  # after this side has closed
         self._seq = 0
         self._waiting: dict[int, asyncio.Future[Body | None]] = {}
         self._serving: set[asyncio.Task[Any]] = set()
@@ -193,12 +193,12 @@ class Channel:
 
         Args:
             reason: why.
-            orderly: whether this end does so on purpose, and not because something failed.
+            orderly: whether this side does so on purpose, and not because something failed.
         """
         self._is_ignoring = True
         if not self.closed:
             self.post(Close((reason or "closed by the peer")[:MAX_TEXT], orderly))
-            self._end(reason or "closed by this end")
+            self._end(reason or "closed by this side")
 
     def drop(self, reason: str) -> None:
         """End the conversation at once; nothing more is sent or waited for."""

@@ -31,7 +31,7 @@ async def connect(
         loop: runs the conversation.
         endpoint: of the peer.
         handler: of the messages of the peer.
-        keys: of this end.
+        keys: of this side.
         timeout_s: seconds that this may take.
         source: address of this host to connect from; empty: the system's choice.
 

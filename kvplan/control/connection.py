@@ -46,7 +46,7 @@ class Connection:
 
     Args:
         key: encrypts the connection and admits only its holders; None: no encryption, admits all.
-        listening: whether the peer has connected to this end, rather than this end to it.
+        listening: whether the peer has connected to this side, rather than this side to it.
         on_frame: is called with each frame.
         on_end: is called once, with the reason, when the connection ends other than by `close`.
     """
@@ -89,7 +89,7 @@ class Connection:
         """Begin the ZMTP handshake, on a stream that is connected, or will be at once.
 
         Args:
-            greeting: of a peer that has connected to this end, and was greeted and admitted.
+            greeting: of a peer that has connected to this side, and was greeted and admitted.
         """
         self._early += greeting
         if greeting:
@@ -161,7 +161,7 @@ class Connection:
         self.close(reason)
         self._abort_both()
 
-    def close(self, reason: str = "closed by this end") -> None:
+    def close(self, reason: str = "closed by this side") -> None:
         """End the connection; what is queued is still sent, if the peer reads it soon."""
         if self._ended:
             return

@@ -93,7 +93,7 @@ OpenStreams: TypeAlias = Callable[[bytes], DataStreams]
 
 
 class DialledStreams(DataStreams):
-    """Connections that this end opens, for any thread.
+    """Connections that this side opens, for any thread.
 
     Args:
         challenge: of the handshake.
@@ -181,7 +181,7 @@ class DialledStreams(DataStreams):
             self._dialling.add(stream)
 
     def _send_hello(self, stream: socket.socket, greeting: bytes, index: int) -> bytes:
-        """Prove that this end knows the secret; returns what was sent."""
+        """Prove that this side knows the secret; returns what was sent."""
         fields = _FIELDS.pack(_BEGINNING, index, self.link_id, secrets.token_bytes(16))
         hello = fields + self._mac(b"client", greeting, fields)
         stream.send(hello)  # a new connection has room
@@ -208,7 +208,7 @@ def is_hello(received: bytes | bytearray) -> bool:
         raise Unacceptable("it speaks neither ZMTP nor the protocol of data connections")
     if not received.startswith(_BEGINNING[: len(received)]):
         raise Unacceptable(
-            f"it speaks version {received[len(_MAGIC)]} of data connections, this end {_VERSION}"
+            f"it speaks version {received[len(_MAGIC)]} of data connections, this side {_VERSION}"
         )
     return True
 

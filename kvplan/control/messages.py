@@ -94,7 +94,7 @@ class Unlink(_Body, frozen=True):
 
 
 class Unlinked(_Body, frozen=True):
-    """Reply to Unlink: this end is torn down."""
+    """Reply to Unlink: the link is torn down on this side."""
 
 
 class TableEntry(_Message, frozen=True):
@@ -276,7 +276,7 @@ class WrongVersion(Undecodable):
     def __init__(self, version: int) -> None:
         super().__init__(
             f"the peer speaks version {version} of the control protocol; "
-            f"this end speaks version {PROTOCOL_VERSION}"
+            f"this side speaks version {PROTOCOL_VERSION}"
         )
 
 

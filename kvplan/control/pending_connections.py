@@ -184,7 +184,7 @@ class PendingConnections:
             self.remove(connection)
             self._open_channel(connection)
         elif connection.key is not None:
-            self._refuse(connection, f"it does not have this end's key; {connection.key.advice}")
+            self._refuse(connection, f"it does not have this side's key; {connection.key.advice}")
         else:
             if not self._waiting:
                 self._loop.call_soon(self._open_next)
@@ -228,7 +228,7 @@ class PendingConnections:
 
 
 class AcceptedStreams(DataStreams):
-    """Data connections that arrive at this end's listener; made on the loop's thread.
+    """Data connections that arrive on this side's listener; made on the loop's thread.
 
     Until `open` waits for it, a connection stays pending.
 

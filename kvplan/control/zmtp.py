@@ -113,9 +113,9 @@ class ZmtpValidator:
         if mechanism not in _COMMANDS:
             raise Unacceptable("it asks for an unknown security mechanism")
         raise Unacceptable(
-            "it uses no cluster key; this end does"
+            "it uses no cluster key; this side does"
             if mechanism == b"NULL"
-            else "it uses a cluster key; this end does not"
+            else "it uses a cluster key; this side does not"
         )
 
     def _begin_frame(self, flags: int, size: int) -> None:
@@ -137,7 +137,7 @@ class ZmtpValidator:
             return
         self._command = None
         if command.startswith(_ERROR):
-            raise Unacceptable("it refuses this end's key")
+            raise Unacceptable("it refuses this side's key")
 
 
 class ZapAuthenticator:

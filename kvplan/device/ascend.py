@@ -31,8 +31,8 @@ class Product:
         name: as people call it.
         max_batch: descriptors that one batch of HCCL takes.
         registers: the kinds of memory that HCCL takes as they are; what it does not goes through
-            device memory at this end, and cannot be offered to peers.
-        hccs: the same at this end of HCCS, which connects devices inside a host or super pod. What
+            device memory on this side, and cannot be offered to peers.
+        hccs: the same at this side of HCCS, which connects devices inside a host or super pod. What
             it reaches at the other end is device memory alone.
     """
 
@@ -42,7 +42,7 @@ class Product:
     hccs: frozenset[Kind]
 
     def local_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:
-        """What HCCL takes as it is at this end of a link."""
+        """What HCCL takes as it is at this side of a link."""
         return self.hccs if is_hccs else self.registers
 
     def remote_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:

@@ -119,7 +119,7 @@ class Engine:
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen at `address` ("ip:port", port 0: any) and nowhere else; empty: nowhere.
 
-        Where it listens there already, nothing changes. Warns if strangers could link.
+        Where it listens there already, nothing changes. Warns if anybody could link.
 
         Args:
             address: where.

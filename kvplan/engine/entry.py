@@ -7,22 +7,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from threading import RLock
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
 from kvplan.links.published_table import MAX_PUBLISHED_NBYTES, published_nbytes
-from kvplan.logs import Log
 from kvplan.planning.layout import Side, side
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.protocol import kind_of
+from kvplan.status import LLMException, invalid
+from kvplan.transport.registrations import Offer, offer
 from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
-    from kvplan.transport.protocol import Registrable, Registration, Transport
-
-_LOG = Log("kvplan")
+    from kvplan.transport.protocol import Transport
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,8 +75,8 @@ def check_publishable(entry: CacheEntry) -> None:
         if nbytes > MAX_PUBLISHED_NBYTES:
             most = desc.num_tensors * MAX_PUBLISHED_NBYTES // nbytes
             raise invalid(
-                f"num_tensors={desc.num_tensors} take {nbytes} bytes to tell a peer of them; it "
-                f"can be told {MAX_PUBLISHED_NBYTES}, which about {most} such tensors take"
+                f"num_tensors={desc.num_tensors} take {nbytes} bytes to publish to a peer; at most "
+                f"{MAX_PUBLISHED_NBYTES} can be published, which about {most} such tensors take"
             )
 
 
@@ -175,70 +171,3 @@ class Claim:
     claim_id: int
     entry: CacheEntry
     batch_index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What peers may reach of a cache.
-
-    Attributes:
-        metadata: as of `CacheEntry`.
-        registrations: each with its transport.
-    """
-
-    metadata: Mapping[str, bytes]
-    registrations: tuple[tuple[Transport, Registration], ...]
-
-    def deregister(self) -> None:
-        """End the registrations. A second time is fine, and waits for what the first waits for."""
-        with ExitStack() as all_of_them:
-            for transport, it in self.registrations:
-                all_of_them.callback(transport.deregister, it)
-
-
-def offer(
-    transports: Sequence[Transport],
-    ranges: Sequence[Registrable],
-    writable: bool,
-    keep: object = None,
-) -> Offer:
-    """Let peers reach `ranges`, and keep `keep` until none can write to them any more.
-
-    No ranges: nothing is offered, and nobody needs anything. Peers that use a transport which does
-    not reach such memory learn of the cache, with empty metadata.
-
-    Raises:
-        LLMException: the transport's, that cannot offer them.
-    """
-    metadata = {}
-    made: list[tuple[Transport, Registration]] = []
-    with ExitStack() as undo:
-        for transport in transports if ranges else ():
-            metadata[transport.name] = b""
-            if kind_of(ranges[0]) not in transport.reaches:
-                continue
-            try:
-                offered = _offer_by(transport, ranges, writable, keep)
-            except LLMException as error:
-                if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
-                    raise
-                _LOG.info("peers do not reach a cache over transport %s: %s", transport.name, error)
-            else:
-                undo.callback(offered.deregister)
-                metadata |= offered.metadata
-                made += offered.registrations
-        undo.pop_all()
-    return Offer(MappingProxyType(metadata), tuple(made))
-
-
-def _offer_by(
-    transport: Transport, ranges: Sequence[Registrable], writable: bool, keep: object
-) -> Offer:
-    registrations = []
-    with ExitStack() as unless_all:
-        for memory_range in ranges:
-            registrations.append(transport.register(memory_range, writable=writable, keep=keep))
-            unless_all.callback(transport.deregister, registrations[-1])
-        metadata = transport.metadata(registrations)
-        unless_all.pop_all()
-    return Offer({transport.name: metadata}, tuple((transport, it) for it in registrations))

@@ -31,8 +31,8 @@ class Options:
         mem_pool_config: pool of caches with Placement.DEVICE; None: each has memory of its own.
         host_mem_pool_config: the same for Placement.HOST.
         prefault: have every page of the host's memory when a pool, or a cache without one, is made:
-            that there is too little is told then (LLM_OUT_OF_MEMORY), and no first use of a page
-            takes time, or fails; otherwise pages come at first use.
+            too little memory is refused then (LLM_OUT_OF_MEMORY), and no first use of a page takes
+            time, or fails; otherwise pages come at first use.
         allow_overcommit: let a pool, or a cache without one, be larger than all memory and swap
             there is, here or in the cgroup.
         buf_pool_cfg, local_comm_res, global_resource_config: JSON of the reference.

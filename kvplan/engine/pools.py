@@ -152,7 +152,7 @@ class Pool:
         """Return a span of at least `nbytes` bytes, in whole pages.
 
         Raises:
-            LLMException: LLM_OUT_OF_MEMORY, telling what was asked for and what is there.
+            LLMException: LLM_OUT_OF_MEMORY, saying what was asked for and what is there.
         """
         size = -(-nbytes >> self._page_shift) << self._page_shift
         with self._mutex:

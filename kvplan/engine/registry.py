@@ -19,13 +19,13 @@ from kvplan.engine.entry import (
     ad_hoc,
     check_publishable,
     end_all,
-    offer,
     renew_all,
 )
 from kvplan.engine.memory import CacheMemory, memory_of_span, memory_of_tensors, offered_ranges
 from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.registrations import offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 

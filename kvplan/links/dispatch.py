@@ -125,7 +125,7 @@ class PeerHandler:
         if not isinstance(link, PeerLink):
             return
         if link.state is LinkState.LINKING:
-            # A handshake that this end initiates fails where it waits for the peer's reply.
+            # A handshake that this side initiates fails where it waits for the peer's reply.
             if self._transitions.accepting.get(link.cluster_id) is link:
                 self._transitions.failed(link, link_failed(reason))
         else:

@@ -364,7 +364,7 @@ class HandshakeAcceptor:
                 f"cluster {self._engine.cluster_id} is still unlinking",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
-        # Otherwise this end's link goes when the new one is up: a Hello alone proves nothing.
+        # Otherwise this side's link goes when the new one is up: a Hello alone proves nothing.
 
     def _expire(self, link: PeerLink) -> None:
         self._transitions.failed(link, link_failed("confirm: the peer has not confirmed in time"))

@@ -47,8 +47,8 @@ class PublishedTable:
     def pending_updates(self, offered: Mapping[int, OfferedCache]) -> list[Table]:
         """The messages that bring the peer up to date with `offered`; all of them must be sent.
 
-        The first ones remove, so that the peer never has a freed cache beside a new one at the same
-        addresses.
+        The first ones remove, so that the peer never has both a freed cache and a new one at the
+        same addresses.
         """
         now = {it: entry.cache for it, entry in offered.items()}
         published = self._published

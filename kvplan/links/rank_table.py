@@ -111,7 +111,9 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise _bad(rank_table, str(error)) from None
     if table.version not in VERSIONS:
-        raise _bad(rank_table, f"version {shown(table.version)} is none of {', '.join(VERSIONS)}")
+        raise _bad(
+            rank_table, f"version {shown(table.version)} is not one of {', '.join(VERSIONS)}"
+        )
     if missing := sorted(ranks - set(located)):
         raise _bad(rank_table, f"rank {missing[0]} is not in it; there are {sorted(located)}")
     return {rank: located[rank] for rank in ranks}

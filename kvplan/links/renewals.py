@@ -94,7 +94,7 @@ class Renewals:
             ) from None
 
     def notify_unused(self, generation: int) -> None:
-        """Notify the peer that this end no longer uses a generation; in any thread."""
+        """Notify the peer that this side no longer uses a generation; in any thread."""
         with suppress(LLMException):  # the loop has ended, and the link with it
             self._control.call_soon(self._notify, Unused(generation))
 
@@ -124,7 +124,7 @@ class Renewals:
     async def _renew(self) -> None:
         if not self._link.is_live or self._ended:
             raise self._link.refusal()
-        # The newest attempt covers what was registered before it, at this end at least.
+        # The newest attempt covers what was registered before it, on this side at least.
         attempt = self._attempts.get(self._highest) or self._begin(self._highest + 1)
         async with asyncio.timeout(self._wait_s):
             await asyncio.shield(attempt.outcome)

@@ -31,7 +31,7 @@ class Transitions:
 
     Attributes:
         links: LINKED, UNLINKING, BROKEN and CLOSED ones, by cluster id; read by any thread.
-        initiating: LINKING ones whose handshake this end has begun.
+        initiating: LINKING ones whose handshake this side has begun.
         accepting: LINKING ones whose handshake the peer has begun.
         errors: why the last attempt to link a cluster failed.
     """
@@ -272,7 +272,7 @@ class Transitions:
             link.connecting.add_done_callback(close)
 
     def _release_resources(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
-        """Release everything that a link had; orderly: this end has ended it on purpose."""
+        """Release everything that a link had; orderly: this side has ended it on purpose."""
         # In a worker: it waits for peers that write to the caches that end with the claims.
         self._engine.registry.release_holder(link, run=self._engine.control.start_in_worker)
         link.forget()

@@ -40,7 +40,7 @@ class Unlinker:
         Raises:
             LLMException: LLM_NOT_YET_LINK: there is none; LLM_PROCESSING_LINK: it is only being
                 made; LLM_LINK_BUSY: transfers are in flight, and the link stays; LLM_UNLINK_FAILED:
-                this end is torn down, but the peer has not confirmed that the other is.
+                torn down on this side, but the peer has not confirmed that for the other.
         """
         link = self._transitions.links.get(cluster_id)
         if force:
@@ -56,12 +56,12 @@ class Unlinker:
         """The peer, which is idle by now, requests to end the link.
 
         Raises:
-            LLMException: LLM_LINK_BUSY: transfers of this end are in flight, and the link stays;
+            LLMException: LLM_LINK_BUSY: transfers are in flight here, and the link stays;
                 LLM_NOT_YET_LINK: there is none.
         """
         link = channel.bound
         if isinstance(link, PeerLink) and link.state is LinkState.UNLINKED:
-            return Unlinked()  # this end is finalizing, and closes the channel next
+            return Unlinked()  # this side is finalizing, and closes the channel next
         if not isinstance(link, PeerLink) or link not in self._transitions.links.values():
             raise LLMException("there is no link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         with self._no_new_operations(link):
@@ -71,7 +71,7 @@ class Unlinker:
         return Unlinked()
 
     def drop(self, cluster_id: int, reason: str) -> None:
-        """End a link at once, in any state, at this end; the peer is notified if possible."""
+        """End a link at once, in any state, on this side; the peer is notified if possible."""
         for links in (
             self._transitions.initiating,
             self._transitions.accepting,
@@ -98,8 +98,8 @@ class Unlinker:
                         link, f"cluster {self._engine.cluster_id} has unlinked"
                     )
                     raise LLMException(
-                        f"{who} has not confirmed within {timeout_s * 1000:g} ms; this end is "
-                        "torn down",
+                        f"{who} has not confirmed within {timeout_s * 1000:g} ms; this side of "
+                        "the link is torn down",
                         status_code=LLMStatusCode.LLM_UNLINK_FAILED,
                     ) from None
                 except ChannelClosed:

@@ -71,7 +71,7 @@ class LLMClusterInfo:
 
     remote_cluster_id = Checked[int](checked_by(check_uint64), "Id of the peer; None: not set.")
     remote_role_type = Checked[LLMRole | int | None](_checked_role_type, "Its role; not used.")
-    local_ip_info_list = Field[list[tuple[int, int]]]("(ip, port) of this end.")
+    local_ip_info_list = Field[list[tuple[int, int]]]("(ip, port) of this process.")
     remote_ip_info_list = Field[list[tuple[int, int]]]("(ip, port) of the peer.")
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class LLMClusterInfo:
         self._remote_ip_info_list: list[tuple[int, int]] = []
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an address of this end.
+        """Add an address of this process.
 
         Args:
             ip: IPv4, as text or as the little-endian integer of its bytes.

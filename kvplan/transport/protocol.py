@@ -176,7 +176,7 @@ class Streams(Protocol):
     """Connections of one link, authenticated by both ends. For any thread.
 
     Attributes:
-        dials: whether this end opens them; exactly one of both ends does.
+        dials: whether this side opens them; exactly one of both ends does.
         secret: 32 bytes that only the two ends of this link know, and no other link has: keys come
             from it, each of which must encrypt one connection alone.
         private: whether that secret was agreed on where nobody could listen.
@@ -275,7 +275,7 @@ class TransportLink(Protocol):
 
     @property
     def death_fd(self) -> int | None:
-        """Polls readable once the peer has died, or has let go of it; None: nothing tells it.
+        """Polls readable once the peer has died, or has let go of it; None: nothing shows it.
 
         It is the link's: stop polling it before `close`.
         """
@@ -292,7 +292,7 @@ class Renewable(Protocol):
     """The connection behind a link that reaches only memory which was registered before it.
 
     For what came later both ends make another, at once, which has a number of its own: a
-    generation; that of `connect` is 0. Each end tells the other how far it is, by whatever means
+    generation; that of `connect` is 0. Each side notifies the other of it, by whatever means
     its user gives it, and takes the new one into use when both have it. Transfers in flight stay
     with the one before, which goes when neither end uses it any more.
 
@@ -300,7 +300,7 @@ class Renewable(Protocol):
         request_renewal: set by the user of the link; called, by any thread that transfers, where
             the connection does not reach something. Returns once another is in use here, else
             raises LLMException.
-        notify_unused: set likewise; called when this end uses a generation no more. Must not block.
+        notify_unused: set likewise; called when a generation is unused here. Must not block.
     """
 
     request_renewal: Callable[[], None] | None

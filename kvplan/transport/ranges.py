@@ -27,7 +27,7 @@ class Range:
     Attributes:
         address, nbytes: of the memory, in that process.
         slot, generation: of the registration, by which its owner, or a word of the owner's
-            generation table, tells whether it is still registered.
+            generation table, says whether it is still registered.
         writable: whether peers may write to it.
     """
 

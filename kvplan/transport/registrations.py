@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.protocol import kind_of
 from kvplan.transport.ranges import Range
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvnative._host import Pin
     from kvplan.transport import protocol
@@ -22,6 +25,8 @@ PATIENCE_S: Final = 1.0
 """For a peer that writes and does not get on, before what it writes to is kept."""
 
 _LOOK_S: Final = 0.05  # between two looks whether it does
+
+_LOG = Log("kvplan")
 
 _Range_co = TypeVar("_Range_co", bound=Range, covariant=True)
 
@@ -258,3 +263,74 @@ class Quarantine:
 
 
 QUARANTINE: Final = Quarantine()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What peers may reach of a cache, over all transports of this process.
+
+    Attributes:
+        metadata: what a peer needs to reach it, by the name of the transport; empty where that
+            does not reach such memory.
+        registrations: each with its transport.
+    """
+
+    metadata: Mapping[str, bytes]
+    registrations: tuple[tuple[protocol.Transport, protocol.Registration], ...]
+
+    def deregister(self) -> None:
+        """End the registrations. A second time is fine, and waits for what the first waits for."""
+        with ExitStack() as all_of_them:
+            for transport, it in self.registrations:
+                all_of_them.callback(transport.deregister, it)
+
+
+def offer(
+    transports: Sequence[protocol.Transport],
+    ranges: Sequence[protocol.Registrable],
+    writable: bool,
+    keep: object = None,
+) -> Offer:
+    """Let peers reach `ranges`, and keep `keep` until none can write to them any more.
+
+    No ranges: nothing is offered, and nobody needs anything. Peers that use a transport which does
+    not reach such memory learn of the cache, with empty metadata.
+
+    Raises:
+        LLMException: the transport's, that cannot offer them.
+    """
+    metadata = {}
+    made: list[tuple[protocol.Transport, protocol.Registration]] = []
+    with ExitStack() as undo:
+        for transport in transports if ranges else ():
+            metadata[transport.name] = b""
+            if kind_of(ranges[0]) not in transport.reaches:
+                continue
+            try:
+                offered = _offer_by(transport, ranges, writable, keep)
+            except LLMException as error:
+                if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
+                    raise
+                _LOG.info("peers do not reach a cache over transport %s: %s", transport.name, error)
+            else:
+                undo.callback(offered.deregister)
+                metadata |= offered.metadata
+                made += offered.registrations
+        undo.pop_all()
+    return Offer(MappingProxyType(metadata), tuple(made))
+
+
+def _offer_by(
+    transport: protocol.Transport,
+    ranges: Sequence[protocol.Registrable],
+    writable: bool,
+    keep: object,
+) -> Offer:
+    registrations = []
+    with ExitStack() as unless_all:
+        for memory_range in ranges:
+            registrations.append(transport.register(memory_range, writable=writable, keep=keep))
+            unless_all.callback(transport.deregister, registrations[-1])
+        metadata = transport.metadata(registrations)
+        unless_all.pop_all()
+    return Offer({transport.name: metadata}, tuple((transport, it) for it in registrations))

@@ -52,7 +52,7 @@ def test_a_wrong_key_is_refused_at_once(
 
 def test_no_key_is_refused_and_named(loop: ControlLoop, endpoint: Endpoint, far: Recorder) -> None:
     assert refusal(loop, endpoint, None) == (
-        f"{endpoint}: handshake: it uses a cluster key; this end does not"
+        f"{endpoint}: handshake: it uses a cluster key; this side does not"
     )
     assert far.heard.empty()
 
@@ -60,7 +60,7 @@ def test_no_key_is_refused_and_named(loop: ControlLoop, endpoint: Endpoint, far:
 def test_a_server_without_a_key_is_not_talked_to(loop: ControlLoop, far_loop: ControlLoop) -> None:
     endpoint = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), Keys())).endpoint
     assert refusal(loop, endpoint, KEY) == (
-        f"{endpoint}: authenticate: it uses no cluster key; this end does; "
+        f"{endpoint}: authenticate: it uses no cluster key; this side does; "
         "give both ends the same kvplan.cluster_key_file"
     )
 

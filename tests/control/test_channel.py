@@ -303,7 +303,7 @@ def test_the_error_for_another_version_names_both(conversation: Conversation, ve
     conversation.far_channel()
     conversation.loop.run(conversation.channel.connection.send(frame))
     refusal = (
-        f"the peer speaks version {version} of the control protocol; this end speaks version 1"
+        f"the peer speaks version {version} of the control protocol; this side speaks version 1"
     )
     assert conversation.far.next() == ("lost", refusal)
     assert conversation.near.next() == ("lost", f"the peer refuses: {refusal}")

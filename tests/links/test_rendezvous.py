@@ -246,7 +246,10 @@ class TestBadArguments:
             (("n", {1: 1, 2: 0}), "its ranks must not decrease"),
             (("n", {2: 0, 3: 1}), "lacks cluster 1"),
             (("n", {1: 0, 2: 1}, "{"), "rank_table='{': Input data was truncated"),
-            (("n", {1: 0, 2: 1}, '{"version": "2.0", "server_list": []}'), "version '2.0' is none"),
+            (
+                ("n", {1: 0, 2: 1}, '{"version": "2.0", "server_list": []}'),
+                "version '2.0' is not one",
+            ),
             (("n", {1: 0, 2: 1}, '{"version": "1.0", "server_list": []}'), "rank 0 is not in it"),
         ],
     )

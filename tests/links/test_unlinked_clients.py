@@ -206,7 +206,7 @@ def test_another_user_of_the_host_is_kept_out(
     address = end.address.replace("0.0.0.0", "127.0.0.1")
     (error,) = nobody.run(LINK.format(1, address))
     assert "authenticate: the peer has disconnected; has it another key" in error
-    assert f"this end uses the key of user {NOBODY} (" in error
+    assert f"this side uses the key of user {NOBODY} (" in error
     assert "as no kvplan.cluster_key_file is given" in error
     assert peer.run(LINK.format(1, address)) == ["None"]
     theirs = nobody.run(
@@ -214,7 +214,7 @@ def test_another_user_of_the_host_is_kept_out(
         "end.links.listen(Endpoint.parse('127.0.0.1:0')); result = str(end.links.endpoint)"
     )
     (result,) = end.links.link([ClusterInfo(3, theirs)], 5000)
-    assert "this end uses the key of user 0 (" in str(result.error)
+    assert "this side uses the key of user 0 (" in str(result.error)
     assert end.links.live() == 1
 
 

@@ -36,7 +36,7 @@ int kvn_acl_library_devices(const kvn_acl_library *library, uint32_t *count, kvn
 const char *kvn_acl_library_soc(const kvn_acl_library *library);
 /* Version of the interface: three numbers. False where the library does not say. */
 bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3]);
-/* Number of the device on its server. False where the library cannot tell. */
+/* Number of the device on its server. False where the library does not know. */
 bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, int32_t *physical);
 /* KVN_UNSUPPORTED where this version does not know it. */
 int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, int attribute,

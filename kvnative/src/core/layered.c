@@ -99,7 +99,7 @@ static void settle_if_over(kvn_layered *layered)
     layered->settled = true;
 }
 
-/* The first failure is the outcome's; what was given up is none. */
+/* The first failure is the outcome's; what was given up is not a failure. */
 static void note_failure(kvn_layered *layered, uint64_t layer, const kvn_report *report)
 {
     kvn_report *outcome = &layered->outcome;

@@ -55,7 +55,7 @@ void kvn_communicator_cancel(kvn_communicator *self, const char *message);
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
 /* Whether an operation failed in HCCL or was stopped. */
 bool kvn_communicator_is_disturbed(const kvn_communicator *self);
-/* HCCL's own opinion: its result, 0 when all is well or nobody can tell; `text` as in messages. */
+/* HCCL's own opinion: its result, 0 when all is well or that is unknown; `text` as in messages. */
 kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room);
 
 /* ---- for transfers, on the channel's thread ---- */

@@ -53,7 +53,7 @@ int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descr
                          uint32_t count, kvn_stream stream, kvn_failure *failure);
 bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes);
 
-/* Of several steps that are all tried the first failure is reported; a status of KVN_OK is none. */
+/* Of several steps that are all tried the first failure is reported; KVN_OK is not a failure. */
 static inline void kvn_keep_first(kvn_failure *first, const kvn_failure *later)
 {
     if (first->status == KVN_OK)

@@ -1,4 +1,4 @@
-/* The HCCL library of this process: found beside ACL's, opened, its calls looked up, its errors in
+/* The HCCL library of this process: found next to ACL's, opened, its calls looked up, its errors in
  * words. It is never closed: its threads outlive whoever used it last. */
 #ifndef KVN_HCCL_LIBRARY_H
 #define KVN_HCCL_LIBRARY_H

@@ -19,7 +19,7 @@ int kvn_generations_create(uint64_t num_slots, kvn_generations *out, kvn_failure
     *out = (kvn_generations){.memory.fd = -1, .num_slots = num_slots};
     if (num_slots < 1 || num_slots > KVN_GENERATIONS_MAX_SLOTS)
         return bad_num_slots(num_slots, failure);
-    return kvn_arena_create("kvplan-board", num_slots * sizeof(uint64_t), 1, &out->memory, failure);
+    return kvn_arena_create("kvplan-generations", num_slots * sizeof(uint64_t), 1, &out->memory, failure);
 }
 
 int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,

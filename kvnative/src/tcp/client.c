@@ -695,7 +695,7 @@ void kvn_tcp_client_give_up(kvn_request *it, int why)
 
 void kvn_tcp_client_let_go(kvn_request *it)
 {
-    /* Who has finished it may be about to tell those who wait. */
+    /* Who has finished it may be about to wake those who wait. */
     lock_soon(it->client);
     pthread_mutex_unlock(&it->client->mutex);
     pthread_cond_destroy(&it->changed);

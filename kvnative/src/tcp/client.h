@@ -54,7 +54,7 @@ typedef struct kvn_tcp_asked {
 
 struct kvn_tcp_client {
     kvn_tcp_watched watched;
-    /* Told once that the connection is of no use any more, with the mutex held. */
+    /* Called once, when the connection is of no use any more, with the mutex held. */
     void (*on_failed)(void *context, int code, const char *why);
     void *context;
     pthread_mutex_t mutex;

@@ -1,4 +1,4 @@
-/* A link to a peer: some pairs of connections, at one of each pair this end asks, at the other it answers.
+/* A link to a peer: some pairs of connections, over one of each pair this side asks, over the other it answers.
  * One that fails ends all of them. */
 #ifndef KVN_TCP_LINK_H
 #define KVN_TCP_LINK_H
@@ -11,7 +11,7 @@
 typedef struct kvn_tcp_link kvn_tcp_link;
 
 /* Takes over the sockets, `count` of each kind, connected and non-blocking; also when it fails. With a
- * `secret` all is encrypted; `dials`: this end has opened the sockets. */
+ * `secret` all is encrypted; `dials`: this side has opened the sockets. */
 int kvn_tcp_link_create(kvn_tcp_service *service, const int *clients, const int *servers,
                         unsigned count, const uint8_t *secret, bool dials, kvn_tcp_link **out,
                         kvn_failure *failure);

@@ -1,5 +1,5 @@
 /* The end of a connection that answers: reads a request, checks it against the table, moves its bytes
- * between the socket and registered memory, and tells what came of it. One request at a time: those that
+ * between the socket and registered memory, and sends the outcome. One request at a time: those that
  * a peer sends ahead wait in the socket, and a peer that reads no answers stops only itself. */
 #ifndef KVN_TCP_SERVER_H
 #define KVN_TCP_SERVER_H
@@ -16,7 +16,7 @@ typedef enum kvn_tcp_state {
 typedef struct kvn_tcp_server {
     kvn_tcp_watched watched;
     kvn_tcp_table *table;
-    /* Told once that the connection is of no use any more; then on_ready does nothing. */
+    /* Called once, when the connection is of no use any more; then on_ready does nothing. */
     void (*on_failed)(void *context, int code, const char *why);
     void *context;
     bool has_failed;

@@ -78,11 +78,11 @@ ssize_t kvn_tcp_send(kvn_tcp_stream *self, kvn_tcp_parts *parts);
 ssize_t kvn_tcp_receive(kvn_tcp_stream *self, kvn_tcp_parts *parts);
 /* Why the latest -EREMOTEIO. */
 const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self);
-/* Whether bytes have come that the socket does not know of any more: no event tells of them. */
+/* Whether bytes have come that the socket does not know of any more: no event reports them. */
 bool kvn_tcp_has_received(const kvn_tcp_stream *self);
 /* What -errno of these means. */
 const char *kvn_tcp_explain(int error);
-/* Drops what was not sent and tells the peer so (RST), without giving the descriptor back. */
+/* Drops what was not sent and notifies the peer (RST), without giving the descriptor back. */
 void kvn_tcp_reset(kvn_tcp_stream *self);
 
 #endif

@@ -192,7 +192,7 @@ def _places_of_acl() -> list[_Place]:
 
 
 def _places_of_hccl(acl: Path) -> list[_Place]:
-    """Where HCCL is looked for: first beside ACL."""
+    """Where HCCL is looked for: first in ACL's folder."""
     return [
         _place(acl.parent, "beside the ACL library", _HCCL_NAMES),
         *_of_homes(_HCCL_NAMES),

@@ -77,7 +77,7 @@ def _environment() -> dict[str, str]:
 
 
 def _modules(library: str) -> list[str]:
-    """What lies beside the library: "ib" (verbs), "cma"; shared memory is in it."""
+    """What lies in the library's folder: "ib" (verbs), "cma"; shared memory is in it."""
     files = Path(library).resolve().parent.glob("ucx/libuct_*.so")
     return sorted(it.stem.removeprefix("libuct_") for it in files)
 

@@ -109,7 +109,7 @@ def _over_hccl(
         note = "by HCCL; staged where local memory is not registered"
         return "direct", note + _over_hccs(local, remote, product)
     if options.staging_nbytes:
-        return "staged", "by HCCL, through device memory at this end, pipelined"
+        return "staged", "by HCCL, through device memory on this side, pipelined"
     return "refused", "HCCL does not take it as it is, and there is no staging memory"
 
 

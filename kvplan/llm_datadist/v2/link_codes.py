@@ -40,7 +40,7 @@ def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
 
 
 class OwnLinks(set[int]):
-    """Clusters that this end has linked with, where the original has a link for each direction.
+    """Clusters that this process has linked with, where the original has a link for each direction.
 
     So it is with llm.TransferBackend: both ends link, and both unlink. Here a pair has one link: it
     is there when the first has linked, and gone when the first has unlinked.
@@ -69,10 +69,10 @@ def link(
     """Link with those that can be; the others are LLM_PARAM_INVALID.
 
     Args:
-        engine: of this end.
+        engine: of this process.
         clusters: to link with, and their addresses.
         timeout: milliseconds.
-        own: links of this end, where both ends link; None: one end links.
+        own: links of this process, where both sides link; None: one side links.
     """
     codes: dict[int, LLMStatusCode] = {}
     linkable: dict[int, ClusterInfo] = {}

@@ -41,7 +41,7 @@ BlockConfig = tuple[int, Sequence[int], Sequence[int]]
 """Bytes of a block there, blocks here, blocks there."""
 
 Cluster = tuple[int, int, Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
-"""Id, role, (ip, port) of this end, (ip, port) of the peer."""
+"""Id, role, (ip, port) of this process, (ip, port) of the peer."""
 
 NO_CACHE: Final[Cache] = (-1, [])
 

@@ -212,7 +212,9 @@ class Registrations:
             # First: from here on no transfer of a peer succeeds, whatever still moves.
             self._hccl.generations.release(it.range.slot)
         except LLMException as error:
-            _LOG.warning("event=board_lost device=%d reason=%s", self._hccl.device.id, error)
+            _LOG.warning(
+                "event=generation_table_lost device=%d reason=%s", self._hccl.device.id, error
+            )
         self._release(it.regions)
 
     def _release(self, regions: tuple[HeldRegion, ...]) -> None:

@@ -55,7 +55,7 @@ _ARENA = {"fd": _INT31, "inode": UINT64, "address": ADDRESS, "nbytes": SIZE}
 class GenerationTableRef:
     """Where a process's generation table is found: its descriptor and inode, and its address.
 
-    The address is always mapped there, so it tells whether this process's memory can be reached.
+    The address is always mapped there, so it shows whether this process's memory can be reached.
     """
 
     fd: int

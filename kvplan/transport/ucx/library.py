@@ -21,7 +21,7 @@ OVERRIDE: Final = "KVPLAN_UCX_LIBRARY"
 folder, or the folder of an installation. Empty: there is none."""
 
 NAME: Final = "libucp.so.0"
-"""The others (libucs, libuct, libucm) lie beside it and are found by it."""
+"""The others (libucs, libuct, libucm) lie in its folder and are found by it."""
 
 _WHEEL: Final = "libucx"
 """The package that libucx-cu12 installs, as do its like for other versions of CUDA, which kvplan
