@@ -49,7 +49,7 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     known = [it for it in names if it in fit]
     # Not with QUICK=1: what has run on the host, and devices over TCP where both have run alone.
     repeated = () if MACHINES else ("ascend_tcp",) if mark else ("ascend",)
-    marks = {it: pytest.mark.slow for it in repeated}
+    marks = dict.fromkeys(repeated, pytest.mark.slow)
     metafunc.parametrize(
         fixture, [pytest.param(it, marks=marks.get(it, ())) for it in known], indirect=True
     )
