@@ -47,10 +47,9 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp]
     names = MACHINES or (*usual, *(over_tcp if mark else []))
     known = [it for it in names if it in fit]
-    # What is not marked runs on devices as it does on the host, in the end: not with QUICK=1.
-    repeated = () if mark or "host" not in known else pytest.mark.slow
+    # Not with QUICK=1: what has run on the host, and devices over TCP where both have run alone.
+    repeated = () if MACHINES else ("ascend_tcp",) if mark else ("ascend",)
+    marks = dict.fromkeys(repeated, pytest.mark.slow)
     metafunc.parametrize(
-        fixture,
-        [pytest.param(it, marks=repeated if it == "ascend" else ()) for it in known],
-        indirect=True,
+        fixture, [pytest.param(it, marks=marks.get(it, ())) for it in known], indirect=True
     )
