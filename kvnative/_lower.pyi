@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -30,4 +31,5 @@ def lower(
     src_bases: NDArray[np.uint64],
     dst_bases: NDArray[np.uint64],
     out: Descriptors | None = None,
+    repeats: Sequence[tuple[NDArray[np.uint64], int, int]] = (),
 ) -> Descriptors: ...

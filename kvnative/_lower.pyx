@@ -21,6 +21,9 @@ cdef enum:
     DST_BASES = KVN_ARG_DST_BASES
     NUM_ARGUMENTS = KVN_NUM_ARGUMENTS
 
+    MAX_REPEATS = KVN_MAX_REPEATS
+    COUNTS = KVN_ARG_COUNTS
+
 cdef tuple LOWER_NAMES = ("nbytes", "src_offsets", "dst_offsets", "src_bases", "dst_bases")
 cdef tuple COLUMN_NAMES = ("nbytes", "src", "dst", "src_bases", "dst_bases")
 
@@ -33,18 +36,27 @@ cdef int same_length(Py_buffer *columns, int first, int other, tuple names) exce
 
 
 cdef int refuse(const kvn_refusal *refusal, tuple names) except -1:
-    cdef str item = f"{names[<int>refusal.argument]}[{refusal.index}] = {refusal.value}"
+    cdef str item
+    if <int>refusal.argument >= COUNTS:
+        item = f"repeats[{<int>refusal.argument - COUNTS}].counts[{refusal.index}] = {refusal.value}"
+        if refusal.value == 0:
+            raise ValueError(f"{item}: expected at least 1")
+        raise OverflowError(f"{item}: the runs, or the end of them, pass 2**64 - 1")
+    item = f"{names[<int>refusal.argument]}[{refusal.index}] = {refusal.value}"
     if refusal.argument == KVN_ARG_NBYTES and refusal.value == 0:
         raise ValueError(f"{item}: expected at least 1 byte")
     what = "the total of bytes" if refusal.argument == KVN_ARG_NBYTES else "the end of a range"
     raise OverflowError(f"{item}: expected at most {refusal.most}, or {what} passes 2**64 - 1")
 
 
-cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out):
+cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out, repeats=()):
     """`sources` by kvn_argument."""
-    cdef Py_buffer columns[NUM_ARGUMENTS]
+    cdef Py_buffer columns[NUM_ARGUMENTS + MAX_REPEATS]
     cdef kvn_recipe recipe
     cdef int held = 0
+    cdef int level
+    if len(repeats) > MAX_REPEATS:
+        raise ValueError(f"repeats: expected at most {MAX_REPEATS} levels, got {len(repeats)}")
     try:
         while held < NUM_ARGUMENTS:
             acquire_uint64(&columns[held], sources[held], names[held])
@@ -52,6 +64,17 @@ cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out):
         same_length(columns, NBYTES, SRC_OFFSETS, names)
         same_length(columns, NBYTES, DST_OFFSETS, names)
         same_length(columns, SRC_BASES, DST_BASES, names)
+        for level in range(len(repeats)):
+            counts, src_stride, dst_stride = repeats[level]
+            acquire_uint64(&columns[held], counts, f"repeats[{level}].counts")
+            held += 1
+            if columns[held - 1].shape[0] != columns[NBYTES].shape[0]:
+                raise ValueError(f"repeats[{level}].counts: expected {columns[NBYTES].shape[0]} items,"
+                                 f" as in {names[NBYTES]}, got {columns[held - 1].shape[0]}")
+            recipe.repeats[level].counts = <const uint64_t *>columns[held - 1].buf
+            recipe.repeats[level].src_stride = src_stride
+            recipe.repeats[level].dst_stride = dst_stride
+        recipe.num_repeats = len(repeats)
         recipe.nbytes = <const uint64_t *>columns[NBYTES].buf
         recipe.src_offsets = <const uint64_t *>columns[SRC_OFFSETS].buf
         recipe.dst_offsets = <const uint64_t *>columns[DST_OFFSETS].buf
@@ -66,14 +89,18 @@ cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out):
             PyBuffer_Release(&columns[held])
 
 
-cdef Descriptors lower_recipe(const kvn_recipe *recipe, tuple names, Descriptors out):
+cdef Descriptors lower_recipe(kvn_recipe *recipe, tuple names, Descriptors out):
     cdef kvn_refusal refusal
     cdef uint64_t total_nbytes = 0
     cdef size_t array_nbytes = 0
     cdef int refused
-    if kvn_lower_nbytes(recipe.num_pairs, recipe.num_segments, &array_nbytes) != 0:
-        raise OverflowError(f"{recipe.num_pairs} tensor pairs x {recipe.num_segments} segments:"
-                            f" their array passes 2**63 - 1 bytes")
+    with nogil:
+        refused = kvn_lower_count(recipe, &array_nbytes, &refusal)
+    if refused:
+        if refusal.argument == KVN_ARG_NBYTES:
+            raise OverflowError(f"{recipe.num_pairs} tensor pairs x {recipe.num_runs} segments:"
+                                f" their array passes 2**63 - 1 bytes")
+        refuse(&refusal, names)
     with nogil:
         refused = kvn_lower_check(recipe, &total_nbytes, &refusal)
     if refused:
@@ -84,7 +111,7 @@ cdef Descriptors lower_recipe(const kvn_recipe *recipe, tuple names, Descriptors
         raise BufferError(f"out: {out!r} is in use by {out.users()}")
     try:
         out.reserve(array_nbytes)
-        out.num_descriptors = recipe.num_pairs * recipe.num_segments
+        out.num_descriptors = recipe.num_pairs * recipe.num_runs
         out.num_bytes = total_nbytes
         with nogil:
             kvn_lower(recipe, <uint64_t *>out.buffer)
@@ -93,29 +120,34 @@ cdef Descriptors lower_recipe(const kvn_recipe *recipe, tuple names, Descriptors
     return out
 
 
-def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, Descriptors out=None):
+def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, Descriptors out=None, repeats=()):
     """Write the descriptors of every segment of every tensor pair, pair by pair.
 
     Descriptor ``pair * n + segment`` moves ``nbytes[segment]`` bytes from ``src_bases[pair] +
-    src_offsets[segment]`` to ``dst_bases[pair] + dst_offsets[segment]``.
+    src_offsets[segment]`` to ``dst_bases[pair] + dst_offsets[segment]``. A segment that repeats has
+    a descriptor for each repetition.
 
     Args:
         src_offsets, dst_offsets, nbytes: contiguous uint64 columns of n segments, in bytes;
             every nbytes is at least 1.
         src_bases, dst_bases: contiguous uint64 columns of P addresses, one per tensor pair.
         out: descriptors to write into; their buffer is reused, and grows at least twofold.
+        repeats: at most two levels, outermost first: (counts, src_stride, dst_stride), a contiguous
+            uint64 column of n counts, each at least 1, and the bytes from one to the next.
 
     Returns:
-        ``out``, or new descriptors: P * n of them.
+        ``out``, or new descriptors: P * n of them, repeats counted.
 
     Raises:
         TypeError: a column is not uint64 in native byte order.
-        ValueError: a column is not contiguous, two lengths differ, or an nbytes is 0.
+        ValueError: a column is not contiguous, two lengths differ, an nbytes or a count is 0, or
+            there are more than two levels of repeats.
         OverflowError: the end of a range, the total of bytes or the size of the array.
         BufferError: ``out`` is in use, by a NumPy view or by a task in flight.
         MemoryError: no memory for the array; ``out`` keeps what it had.
     """
-    return lower_sources((nbytes, src_offsets, dst_offsets, src_bases, dst_bases), LOWER_NAMES, out)
+    return lower_sources((nbytes, src_offsets, dst_offsets, src_bases, dst_bases), LOWER_NAMES, out,
+                         repeats)
 
 
 @cython.final

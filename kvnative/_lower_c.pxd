@@ -15,11 +15,20 @@ cdef extern from "kvnative/descriptor.h" nogil:
         uint32_t caller
 
 cdef extern from "core/lower.h" nogil:
+    enum:
+        KVN_MAX_REPEATS
+    ctypedef struct kvn_repeat:
+        const uint64_t *counts
+        uint64_t src_stride
+        uint64_t dst_stride
     ctypedef struct kvn_recipe:
         const uint64_t *src_offsets
         const uint64_t *dst_offsets
         const uint64_t *nbytes
         size_t num_segments
+        kvn_repeat repeats[2]
+        size_t num_repeats
+        size_t num_runs
         const uint64_t *src_bases
         const uint64_t *dst_bases
         size_t num_pairs
@@ -30,13 +39,14 @@ cdef extern from "core/lower.h" nogil:
         KVN_ARG_SRC_BASES
         KVN_ARG_DST_BASES
         KVN_NUM_ARGUMENTS
+        KVN_ARG_COUNTS
     ctypedef struct kvn_refusal:
         kvn_argument argument
         size_t index
         uint64_t value
         uint64_t most
     size_t kvn_column_stride(size_t count)
-    int kvn_lower_nbytes(size_t num_pairs, size_t num_segments, size_t *nbytes)
+    int kvn_lower_count(kvn_recipe *recipe, size_t *nbytes, kvn_refusal *refusal)
     int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal)
     void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
     void *kvn_descriptors_alloc(size_t nbytes)

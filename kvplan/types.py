@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kvplan.layout import CacheLayout, Shard, layout_of
 from kvplan.status import invalid
 from kvplan.validation import (
     INT64_MAX,
@@ -133,15 +134,22 @@ class CacheDesc:
     """The shape of a cache: `num_tensors` tensors of equal `shape` and `data_type`.
 
     `shape[batch_dim_index]` counts slots (contiguous cache) or blocks (paged cache); what follows
-    is one row. Dimensions before it must be 1: a row is then contiguous.
+    is one row. Where no layout says otherwise, dimensions before it must be 1: a row is then
+    contiguous.
+
+    Args:
+        kv_tensor_format: what the dimensions mean, outermost first, as `CacheLayout` takes it
+            ("block head token dim", or "HND"); it then says which dimension counts rows and which
+            tokens. Any other text is compared with the other side's, and not read.
+        shard: which part of the model's cache it holds; None: all of it, or not known.
 
     Raises:
         TypeError: a field of another type.
         ValueError: num_tensors outside uint32, or a dimension outside int64.
         LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
             below 1, a format that is not a text of at most 256 characters, an index outside the
-            shape,
-            a row that is not contiguous or not whole bytes, or tensors too large to address.
+            shape, a row that is not contiguous or not whole bytes, tensors too large to address,
+            or a shard that the shape does not fit, or whose heads no layout shows.
     """
 
     num_tensors: int
@@ -151,6 +159,7 @@ class CacheDesc:
     batch_dim_index: int = 0
     seq_len_dim_index: int = -1
     kv_tensor_format: str | None = None
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         if check_width("num_tensors", self.num_tensors, 0, UINT32_MAX) == 0:
@@ -170,11 +179,13 @@ class CacheDesc:
         if not 1 <= dims <= MAX_DIMS:
             raise invalid(f"shape={self.shape} has {dims} dimensions; allowed are [1, {MAX_DIMS}]")
         check_index("batch_dim_index", self.batch_dim_index, dims)
+        if (layout := self.layout) is not None:
+            self._take_layout(layout)
         if not -1 <= check_type("seq_len_dim_index", self.seq_len_dim_index, int) < dims:
             raise invalid(
                 f"seq_len_dim_index={self.seq_len_dim_index} must be -1 or in range [0, {dims})"
             )
-        if any(length != 1 for length in self.shape[: self.batch_dim_index]):
+        if layout is None and any(length != 1 for length in self.shape[: self.batch_dim_index]):
             raise invalid(
                 f"batch_dim_index={self.batch_dim_index} of shape={self.shape}: a row would not be "
                 "contiguous; every dimension before it must be 1"
@@ -189,6 +200,62 @@ class CacheDesc:
                 f"shape={self.shape} of {self.data_type.name}: {self.tensor_nbytes} bytes a tensor "
                 f"is out of range [1, {INT64_MAX}]"
             )
+        if self.shard is not None:
+            self._check_shard(check_type("shard", self.shard, Shard), layout)
+
+    def _take_layout(self, layout: CacheLayout) -> None:
+        """Take the dimensions of rows and tokens from a text of axes; refuse others."""
+        tokens = layout.axes.index("token") if "token" in layout.axes else -1
+        for name, given, unset, said in (
+            ("batch_dim_index", self.batch_dim_index, 0, layout.row_axis),
+            ("seq_len_dim_index", self.seq_len_dim_index, -1, tokens),
+        ):
+            if given not in (unset, said):
+                raise invalid(
+                    f"{name}={given} and kv_tensor_format={shown(self.kv_tensor_format)} differ: "
+                    f"that is dimension {said} of {layout}"
+                )
+            object.__setattr__(self, name, said)
+        if "kv" in layout.axes and self.shape[layout.axes.index("kv")] not in (1, 2):
+            raise invalid(
+                f"shape={self.shape} of {layout}: kv must be 2 (keys and values) or 1, not "
+                f"{self.shape[layout.axes.index('kv')]}"
+            )
+
+    def _check_shard(self, shard: Shard, layout: CacheLayout | None) -> None:
+        if shard.heads is not None:
+            if layout is None or "head" not in layout.axes:
+                raise invalid(
+                    f"shard has heads {shard.heads}, and "
+                    f"kv_tensor_format={shown(self.kv_tensor_format)} names no axis head"
+                )
+            heads = self.shape[layout.axes.index("head")]
+            if len(shard.heads) != heads:
+                raise invalid(
+                    f"shard has {len(shard.heads)} heads {shard.heads}, and the axis head of "
+                    f"shape={self.shape} has {heads}"
+                )
+        if shard.layers is not None:
+            inside = 1
+            if layout is not None and "layer" in layout.axes:
+                inside = self.shape[layout.axes.index("layer")]
+            if self.num_tensors * inside % len(shard.layers):
+                raise invalid(
+                    f"shard has {len(shard.layers)} layers {shard.layers}, which do not divide "
+                    f"num_tensors={self.num_tensors}"
+                    + (f" of {inside} layers each" if inside > 1 else "")
+                )
+
+    @property
+    def layout(self) -> CacheLayout | None:
+        """What the dimensions mean; None: the format does not say, rows are opaque."""
+        layout = layout_of(self.kv_tensor_format, len(self.shape))
+        if layout is None or self.kv_tensor_format == str(layout):
+            return layout
+        # A name, as the reference's callers write it, is only a label if the indices say otherwise.
+        tokens = (-1, layout.axes.index("token"))
+        agrees = self.batch_dim_index == layout.row_axis and self.seq_len_dim_index in tokens
+        return layout if agrees else None
 
     @property
     def batch_size(self) -> int:
@@ -202,13 +269,13 @@ class CacheDesc:
 
     @property
     def stride(self) -> int:
-        """Bytes of one slot or block, and the distance from one to the next."""
+        """Bytes from one slot or block to the next; all bytes of it, if no dimension is before."""
         return self.row_bits // 8
 
     @property
     def tensor_nbytes(self) -> int:
         """Bytes of one tensor."""
-        return self.batch_size * self.stride
+        return math.prod(self.shape) * self.data_type.bits // 8
 
     @property
     def nbytes(self) -> int:
@@ -313,11 +380,14 @@ for all."""
 
 @dataclass(frozen=True, slots=True)
 class KvCacheExtParam:
-    """Which layers go where. A layer is `tensor_num_per_layer` consecutive tensors (K, V)."""
+    """Which layers go where. A layer is `tensor_num_per_layer` consecutive tensors (K, V).
+
+    None: as many as the layout of the caches says, or 2, as in the reference, where they have none.
+    """
 
     src_layer_range: LayerRange = None
     dst_layer_range: LayerRange = None
-    tensor_num_per_layer: int = DEFAULT_TENSORS_PER_LAYER
+    tensor_num_per_layer: int | None = None
 
 
 def _check_format(text: str) -> None:

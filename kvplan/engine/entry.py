@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
 from kvplan.links.published_table import MAX_PUBLISHED_NBYTES, published_nbytes
-from kvplan.planning.layout import Side, side
+from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, invalid
 from kvplan.transport.registrations import Offer, offer
 from kvplan.types import BlocksCacheKey, Cache

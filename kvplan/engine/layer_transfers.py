@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.engine.transfers import has_blocks
-from kvplan.planning.layout import source_tensors
+from kvplan.planning.side import source_tensors
 from kvplan.planning.planner import ALL_LAYERS, plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.status import invalid
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvplan.execution import LayerTask
     from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
-    from kvplan.planning.layout import Side
+    from kvplan.planning.side import Side
     from kvplan.types import Cache, KvCacheExtParam
 
 

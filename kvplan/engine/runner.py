@@ -15,7 +15,7 @@ from weakref import ref
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import log_operation, logger, status_of
 from kvplan.inspection.units import plural
-from kvplan.planning.layout import Side, side
+from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import NO_ID, BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import mismatch, shown

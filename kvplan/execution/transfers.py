@@ -291,7 +291,7 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
             raise invalid(
                 f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
             )
-        needed = side.count * side.stride
+        needed = side.tensor_nbytes
         if (short := first_below(memory.nbytes, needed)) >= 0:
             raise invalid(
                 f"{name} tensor {short} has {int(memory.nbytes[short])} bytes; the plan needs "
@@ -301,17 +301,43 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
         raise invalid("dst is read-only")
     src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
     dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
+    read, written = src_bases, dst_bases
+    if plan.split:  # views lie next to one another in a tensor
+        src_tensors, src_starts = plan.src.locate(
+            plan.src_tensors, plan.split, plan.tensors_per_layer
+        )
+        dst_tensors, dst_starts = plan.dst.locate(
+            plan.dst_tensors, plan.split, plan.tensors_per_layer
+        )
+        src_bases, dst_bases = src.addresses[src_tensors], dst.addresses[dst_tensors]
+        # As many views of a tensor come one after the other as it has.
+        read, written = _without_repeats(src_bases), _without_repeats(dst_bases)
+        src_bases, dst_bases = src_bases + src_starts, dst_bases + dst_starts
     segments = plan.segments
     descriptors = lower(
-        segments.src_offsets, segments.dst_offsets, segments.nbytes, src_bases, dst_bases
+        segments.src_offsets,
+        segments.dst_offsets,
+        segments.nbytes,
+        src_bases,
+        dst_bases,
+        None,
+        segments.repeats,
     )
     # Whether whole tensors overlap: cheap, and almost always the end of it.
-    read = src_bases if one_space else _NONE
     if extents_clash(
-        dst_bases, plan.dst.count * plan.dst.stride, read, plan.src.count * plan.src.stride
+        written,
+        plan.dst.tensor_nbytes,
+        read if one_space else _NONE,
+        plan.src.tensor_nbytes,
     ):
         _check_order_free(plan, descriptors, one_space)
     return descriptors
+
+
+def _without_repeats(addresses: Addresses) -> Addresses:
+    """The addresses, each once."""
+    ordered = np.sort(addresses)
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 
 def _check_order_free(plan: Plan, descriptors: Descriptors, one_space: bool) -> None:

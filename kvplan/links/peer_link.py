@@ -20,7 +20,7 @@ from kvplan.links.peer_table import (
     not_reached,
 )
 from kvplan.links.values import LinkStatus, link_failed
-from kvplan.planning.layout import Side
+from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
 from kvplan.validation import shown

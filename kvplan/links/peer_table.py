@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvplan.control.messages import Table, TableEntry
-from kvplan.planning.layout import Side, side
+from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc, Placement
 

@@ -1,6 +1,6 @@
 """From descriptions of caches to a `Plan`: pure Python and NumPy, no addresses, no transfer."""
 
-from kvplan.planning.layout import Side
+from kvplan.planning.side import Side
 from kvplan.planning.plan import LayerPair, Origin, Plan
 from kvplan.planning.planner import (
     plan_copy_blocks,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.planning.layout import Side
+from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
 
 Blocks = Sequence[int] | NDArray[np.integer]

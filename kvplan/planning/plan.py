@@ -14,19 +14,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from kvplan.inspection.cost import cost_of
 from kvplan.inspection.diff import diff
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
 from kvplan.inspection.units import span
-from kvplan.planning.layout import Side
+from kvplan.planning.side import Side
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.status import invalid
 from kvplan.validation import check_index, check_type
 
 if TYPE_CHECKING:
+    from kvplan.planning.axes import BlockTables
     from kvplan.inspection.cost import Estimate, TransportCost
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Operation = Literal[
     "pull_cache",
@@ -85,6 +88,11 @@ class Plan:
         segments: (src offset, dst offset, nbytes) in bytes, shared by all tensor pairs.
         num_slices: slices of one tensor before coalescing.
         coalesce: how slices became segments.
+        split: the axes inside of the tensors ("layer", "kv") along which a tensor is paired in
+            parts; `src_tensors` and `dst_tensors` then count those parts, see `Side.locate`.
+        reinterpret: whether rows that mean different things are copied as bytes, as the caller
+            asked for.
+        tables: the rows of the request in its order, for texts; not compared.
     """
 
     operation: Operation
@@ -97,6 +105,9 @@ class Plan:
     segments: Segments
     num_slices: int
     coalesce: Coalesce
+    split: tuple[str, ...] = ()
+    reinterpret: bool = False
+    tables: BlockTables | None = None
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:
@@ -112,13 +123,13 @@ class Plan:
     @property
     def num_descriptors(self) -> int:
         """Descriptors that lowering will make."""
-        return self.num_tensor_pairs * len(self.segments)
+        return self.num_tensor_pairs * self.segments.num_runs
 
     # These two the planner knows and has set; they are computed for a plan that was read, or cut.
     @cached_property
     def nbytes_per_tensor(self) -> int:
         """Bytes copied from one tensor to its pair."""
-        return int(self.segments.nbytes.sum())
+        return self.segments.total_nbytes
 
     @cached_property
     def nbytes(self) -> int:
@@ -171,8 +182,8 @@ class Plan:
             LLMException: LLM_PARAM_INVALID if there is no such descriptor.
         """
         check_index("descriptor", descriptor, self.num_descriptors)
-        pair, row = divmod(descriptor, len(self.segments))
-        src_rows, dst_rows = self.rows(row)
+        pair, run = divmod(descriptor, self.segments.num_runs)
+        src_rows, dst_rows = self.rows(self.segment_of(run))
         return Origin(
             self.src_layers[pair // self.tensors_per_layer],
             self.dst_layers[pair // self.tensors_per_layer],
@@ -187,10 +198,13 @@ class Plan:
     def rows(self, segment: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """First and last row of a segment, on the src and on the dst side."""
         src, dst, nbytes = (int(getattr(self.segments, c)[segment]) for c in Segments.columns())
-        return (
-            (src // self.src.stride, (src + nbytes - 1) // self.src.stride),
-            (dst // self.dst.stride, (dst + nbytes - 1) // self.dst.stride),
-        )
+        return self.src.rows(src, nbytes), self.dst.rows(dst, nbytes)
+
+    def segment_of(self, run: int) -> int:
+        """Which segment the run at this position of a tensor pair belongs to."""
+        if not self.segments.repeats:
+            return run
+        return int(np.searchsorted(np.cumsum(self.segments.runs()), run, side="right"))
 
     def explain(
         self,
@@ -247,9 +261,9 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of schema version, options and segments; equal for equal plans."""
-        digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, *self._scalars()]).encode())
-        for name in Segments.columns():
-            digest.update(getattr(self.segments, name).astype("<u8", copy=False))
+        digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, *self._scalars()], default=str).encode())
+        for column in self.segments.parts():
+            digest.update(column.astype("<u8", copy=False))
         return digest.hexdigest()
 
     def _scalars(self) -> Iterator[Any]:
@@ -257,8 +271,10 @@ class Plan:
         yield from (self.operation, self.kind, self.coalesce, self.num_slices)
         yield from (self.tensors_per_layer, self.num_tensor_pairs)
         yield from (self.src_tensors.start, self.dst_tensors.start)
+        yield from (self.split, self.reinterpret)
         for s in (self.src, self.dst):
             yield from (s.num_tensors, s.count, s.stride, s.paged, s.placement)
+            yield from (s.data_type, s.shape, s.layout, s.label, s.shard)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):

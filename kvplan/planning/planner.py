@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 
 from kvplan.inspection.units import plural
+from kvplan.planning.axes import BlockTables, cut, rows_are_alike
 from kvplan.planning.blocks import (
     Blocks,
     Indices,
@@ -21,19 +22,19 @@ from kvplan.planning.blocks import (
     check_indices,
     sorted_pairs,
 )
-from kvplan.planning.layout import (
+from kvplan.planning.side import (
     Described,
     Side,
     is_same_cache,
+    pair_views,
     side,
     slot_index,
-    tensor_ranges,
 )
 from kvplan.planning.plan import Kind, Operation, Plan
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.status import LLMException, invalid
 from kvplan.types import KvCacheExtParam, Placement
-from kvplan.validation import check_index, check_mapping, check_type, shown
+from kvplan.validation import INT64_MAX, check_index, check_mapping, check_type, check_width, shown
 
 ALL_LAYERS = KvCacheExtParam()
 
@@ -49,8 +50,10 @@ def plan_pull_cache(
     size: int = -1,
     src_offset: int = 0,
     dst_offset: int = 0,
+    num_tokens: int | None = None,
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    reinterpret: bool = False,
 ) -> Plan:
     """Plan a pull of a slot of a remote cache into a slot of a local one (C2C).
 
@@ -66,7 +69,7 @@ def plan_pull_cache(
     """
     return _slot_to_slot(
         "pull_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
-        ext_param, coalesce,
+        num_tokens, ext_param, coalesce, reinterpret,
     )  # fmt: skip
 
 
@@ -79,8 +82,10 @@ def plan_push_cache(
     size: int = -1,
     src_offset: int = 0,
     dst_offset: int = 0,
+    num_tokens: int | None = None,
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    reinterpret: bool = False,
 ) -> Plan:
     """Plan a push of a slot of a local cache into a slot of a remote one (C2C).
 
@@ -89,7 +94,7 @@ def plan_push_cache(
     """
     return _slot_to_slot(
         "push_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
-        ext_param, coalesce,
+        num_tokens, ext_param, coalesce, reinterpret,
     )  # fmt: skip
 
 
@@ -102,6 +107,7 @@ def plan_copy_cache(
     offset: int = 0,
     size: int = -1,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    reinterpret: bool = False,
 ) -> Plan:
     """Plan a copy of a slot into another, both in this process (C2C).
 
@@ -115,7 +121,7 @@ def plan_copy_cache(
     """
     return _slot_to_slot(
         "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
-        ALL_LAYERS, coalesce,
+        None, ALL_LAYERS, coalesce, reinterpret,
     )  # fmt: skip
 
 
@@ -126,8 +132,12 @@ def plan_pull_blocks(
     dst_blocks: Blocks,
     *,
     src_batch_index: int | None = None,
+    num_tokens: int | None = None,
+    src_token: int = 0,
+    dst_token: int = 0,
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    reinterpret: bool = False,
 ) -> Plan:
     """Plan a pull into blocks of a local paged cache, from blocks (B2B) or from a slot (C2B).
 
@@ -144,8 +154,9 @@ def plan_pull_blocks(
             length, a destination block named twice, or blocks of unequal size.
     """
     return _to_blocks(
-        "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, ext_param, coalesce
-    )
+        "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
+        dst_token, ext_param, coalesce, reinterpret,
+    )  # fmt: skip
 
 
 def plan_push_blocks(
@@ -155,16 +166,21 @@ def plan_push_blocks(
     dst_blocks: Blocks,
     *,
     src_batch_index: int | None = None,
+    num_tokens: int | None = None,
+    src_token: int = 0,
+    dst_token: int = 0,
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    reinterpret: bool = False,
 ) -> Plan:
     """Plan a push into blocks of a remote paged cache, from blocks (B2B) or from a slot (C2B).
 
     Arguments and errors as for `plan_pull_blocks`.
     """
     return _to_blocks(
-        "push_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, ext_param, coalesce
-    )
+        "push_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
+        dst_token, ext_param, coalesce, reinterpret,
+    )  # fmt: skip
 
 
 def plan_copy_blocks(
@@ -173,6 +189,7 @@ def plan_copy_blocks(
     dst: Described | None = None,
     *,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    reinterpret: bool = False,
 ) -> Plan:
     """Plan copies of blocks, each to any number of others, in this process (B2B).
 
@@ -190,8 +207,6 @@ def plan_copy_blocks(
     source = side("src", src, paged=True)
     within = dst is None or is_same_cache(src, dst)
     target = source if dst is None else side("dst", dst, paged=True)
-    if source.stride != target.stride:
-        raise _unequal_blocks(source, target)
     odd = {kind for kind in set(map(type, blocks.values())) if not issubclass(kind, _BLOCK_LISTS)}
     if odd:
         block, to = next((block, to) for block, to in blocks.items() if type(to) in odd)
@@ -210,8 +225,9 @@ def plan_copy_blocks(
                 "the result would depend on the order: copy in two steps"
             )
     return _block_to_block(
-        "copy_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
-    )
+        "copy_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS, coalesce,
+        reinterpret,
+    )  # fmt: skip
 
 
 def plan_swap_blocks(
@@ -220,6 +236,7 @@ def plan_swap_blocks(
     src_to_dst: Mapping[int, int],
     *,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    reinterpret: bool = False,
 ) -> Plan:
     """Plan a swap in (host to device) or out (device to host) of blocks, in this process (B2B).
 
@@ -239,14 +256,13 @@ def plan_swap_blocks(
             f"src placement={source.placement.name} and dst placement={target.placement.name}: a "
             "swap needs one HOST and one DEVICE"
         )
-    if source.stride != target.stride:
-        raise _unequal_blocks(source, target)
     src_table = block_indices("src_to_dst (source)", list(src_to_dst), source)
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
     return _block_to_block(
-        "swap_blocks", source, target, src_table, dst_table, ALL_LAYERS, coalesce
-    )
+        "swap_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS, coalesce,
+        reinterpret,
+    )  # fmt: skip
 
 
 # The kinds of transfer: each checks what it is given, lays out the slices, and makes the Plan.
@@ -261,16 +277,32 @@ def _slot_to_slot(
     size: int,
     src_offset: int,
     dst_offset: int,
+    num_tokens: int | None,
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
+    reinterpret: bool,
 ) -> Plan:
-    """Plan C2C: `size` bytes of a slot, from an offset into each row on."""
+    """Plan C2C: `size` bytes of a slot, from an offset into each row on, or tokens of it."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
+    how = how if type(how) is Coalesce else _coalesce(how)
     src_slot = slot_index("src_batch_index", src_batch_index, src, source)
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
+    if num_tokens is not None or not rows_are_alike(
+        source, target, chunked=True, reinterpret=reinterpret
+    ):
+        for name, value, whole in (
+            ("size", size, -1), (src_name, src_offset, 0), (dst_name, dst_offset, 0)
+        ):  # fmt: skip
+            if value != whole:
+                raise invalid(
+                    f"{name}={value} must be {whole}: bytes do not say what is moved between rows "
+                    "that lie differently, or of num_tokens; give num_tokens alone"
+                )
+        tables = _slot_tables(source, target, src_slot, np.array([dst_slot]), num_tokens)
+        return _by_axes(operation, "C2C", source, target, tables, ext_param, how)
     for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
         if type(offset) is not int or not 0 <= offset < row.stride:
             check_index(name, offset, row.stride)
@@ -289,8 +321,9 @@ def _slot_to_slot(
     segments = Segments.single(
         src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
     )
-    how = how if type(how) is Coalesce else _coalesce(how)
-    return _plan(operation, "C2C", source, target, segments, 1, nbytes, ext_param, how)
+    return _plan(
+        operation, "C2C", source, target, segments, 1, nbytes, ext_param, how, reinterpret
+    )
 
 
 def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
@@ -300,6 +333,15 @@ def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Si
     )
 
 
+def _slot_tables(
+    source: Side, target: Side, slot: int, dst_rows: Indices, num_tokens: int | None
+) -> BlockTables:
+    """A slot as a table of one row; without `num_tokens`, as many as it and `dst_rows` hold."""
+    if num_tokens is None:
+        num_tokens = min(source.extent("token"), len(dst_rows) * target.extent("token"))
+    return BlockTables(np.array([slot]), dst_rows, num_tokens=num_tokens)
+
+
 def _to_blocks(
     operation: Operation,
     src: Described,
@@ -307,8 +349,12 @@ def _to_blocks(
     src_blocks: Blocks | None,
     dst_blocks: Blocks,
     src_batch_index: int | None,
+    num_tokens: int | None,
+    src_token: int,
+    dst_token: int,
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
+    reinterpret: bool,
 ) -> Plan:
     """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block."""
     target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
@@ -317,27 +363,31 @@ def _to_blocks(
     given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
     paged = given.size > 0
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
+    how = how if type(how) is Coalesce else _coalesce(how)
+    by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
+    if by_tokens:
+        for name, value in (("src_token", src_token), ("dst_token", dst_token)):
+            check_width(name, value, 0, INT64_MAX)
+        if num_tokens is not None:
+            check_width("num_tokens", num_tokens, 0, INT64_MAX)
     if paged:
         if src_batch_index is not None:  # only 0 will do
             slot_index("src_batch_index", src_batch_index, src, source)
-        if source.stride != target.stride:
-            raise _unequal_blocks(source, target)
         src_table = check_indices("src_blocks", given, source)
-        if len(src_table) != len(dst_table):
-            raise invalid(
-                f"src_blocks has {plural(len(src_table), 'block')} and dst_blocks "
-                f"{len(dst_table)}; they must be of equal length"
-            )
-        return _block_to_block(operation, source, target, src_table, dst_table, ext_param, how)
+        tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
+        return _block_to_block(operation, source, target, tables, ext_param, how, reinterpret)
 
     slot = slot_index("src_batch_index", src_batch_index, src, source)
+    if by_tokens or not rows_are_alike(source, target, chunked=True, reinterpret=reinterpret):
+        tables = _slot_tables(source, target, slot, dst_table, num_tokens)
+        tables = tables._replace(src_token=src_token, dst_token=dst_token)
+        return _by_axes(operation, "C2B", source, target, tables, ext_param, how)
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if int(starts[-1]) >= source.stride:
         raise invalid(
             f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
             f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
         )
-    how = _coalesce(how)
     segments = Segments.adopt(
         (starts + slot * source.stride).view(np.uint64),
         (dst_table * target.stride).view(np.uint64),
@@ -345,21 +395,44 @@ def _to_blocks(
         merged=how is not Coalesce.NONE,
     )
     nbytes = min(source.stride, len(dst_table) * target.stride)
-    return _plan(operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how)
+    tables = BlockTables(np.array([slot]), dst_table)
+    return _plan(
+        operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how,
+        reinterpret, tables,
+    )  # fmt: skip
 
 
 def _block_to_block(
     operation: Operation,
     source: Side,
     target: Side,
-    src_table: Indices,
-    dst_table: Indices,
+    tables: BlockTables,
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
+    reinterpret: bool,
 ) -> Plan:
-    """Plan B2B between checked tables: block `src_table[i]` to block `dst_table[i]`."""
+    """Plan B2B between checked tables: block `tables.src[i]` to block `tables.dst[i]`."""
     if type(how) is not Coalesce:
         how = _coalesce(how)
+    if (
+        tables.num_tokens is not None
+        or tables.src_token
+        or tables.dst_token
+        or not rows_are_alike(source, target, chunked=False, reinterpret=reinterpret)
+        or (source.extent("layer") > 1 and _cuts_layers(source, target, ext_param))
+    ):
+        return _by_axes(operation, "B2B", source, target, tables, ext_param, how)
+    if source.stride != target.stride:
+        raise invalid(
+            f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be "
+            "equal"
+        )
+    src_table, dst_table = tables.src, tables.dst
+    if len(src_table) != len(dst_table):
+        raise invalid(
+            f"src_blocks has {plural(len(src_table), 'block')} and dst_blocks "
+            f"{len(dst_table)}; they must be of equal length"
+        )
     num_blocks, stride = len(src_table), target.stride
     if num_blocks == 1:
         segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
@@ -373,7 +446,32 @@ def _block_to_block(
             merged=how is not Coalesce.NONE,
         )
     nbytes = num_blocks * stride
-    return _plan(operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how)
+    return _plan(
+        operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how,
+        reinterpret, tables,
+    )  # fmt: skip
+
+
+def _cuts_layers(source: Side, target: Side, ext_param: KvCacheExtParam) -> bool:
+    """Whether a transfer takes some of the layers that lie inside of each block."""
+    return ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
+
+
+def _by_axes(
+    operation: Operation,
+    kind: Kind,
+    source: Side,
+    target: Side,
+    tables: BlockTables,
+    ext_param: KvCacheExtParam,
+    how: Coalesce,
+) -> Plan:
+    """Plan what both sides have, axis by axis."""
+    segments, split, num_slices = cut(source, target, tables, how)
+    return _plan(
+        operation, kind, source, target, segments, num_slices, segments.total_nbytes, ext_param,
+        how, False, tables, split,
+    )  # fmt: skip
 
 
 def _plan(
@@ -386,8 +484,11 @@ def _plan(
     nbytes_per_tensor: int,
     ext_param: KvCacheExtParam,
     how: Coalesce,
+    reinterpret: bool,
+    tables: BlockTables | None = None,
+    split: tuple[str, ...] = (),
 ) -> Plan:
-    src_tensors, dst_tensors = tensor_ranges(source, target, ext_param)
+    views = pair_views(source, target, ext_param, split)
     plan = Plan.__new__(Plan)
     # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
     vars(plan).update(
@@ -395,15 +496,19 @@ def _plan(
         kind=kind,
         src=source,
         dst=target,
-        src_tensors=src_tensors,
-        dst_tensors=dst_tensors,
-        tensors_per_layer=ext_param.tensor_num_per_layer,
+        src_tensors=views.src,
+        dst_tensors=views.dst,
+        tensors_per_layer=views.per_layer,
         segments=segments,
         num_slices=num_slices,
         coalesce=how,
+        split=split,
+        # Said only of a plan that could not be made otherwise.
+        reinterpret=reinterpret and source.meaning != target.meaning,
+        tables=tables,
         # What a plan made otherwise has to sum.
         nbytes_per_tensor=nbytes_per_tensor,
-        nbytes=len(src_tensors) * nbytes_per_tensor,
+        nbytes=len(views.src) * nbytes_per_tensor,
     )
     return plan
 
@@ -412,10 +517,3 @@ def _coalesce(how: Coalesce | bool) -> Coalesce:
     if isinstance(how, bool):
         return DEFAULT_COALESCE if how else Coalesce.NONE
     return check_type("coalesce", how, Coalesce)
-
-
-def _unequal_blocks(source: Side, target: Side) -> LLMException:
-    """The refusal of blocks of which one cannot hold what the other does."""
-    return invalid(
-        f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be equal"
-    )

@@ -23,14 +23,24 @@ def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
     """
     src_bytes = _as_bytes("src", src, plan.src.num_tensors, plan.src.tensor_nbytes)
     dst_bytes = _as_bytes("dst", dst, plan.dst.num_tensors, plan.dst.tensor_nbytes)
-    for tensor in plan.dst_tensors:
+    pairs = [*zip(*(_located(plan, it) for it in ("src", "dst")), strict=True)]
+    for _, (tensor, _) in pairs:
         if not dst_bytes[tensor].flags.writeable:
             raise invalid(f"dst[{tensor}] is read-only")
-    for src_tensor, dst_tensor in zip(plan.src_tensors, plan.dst_tensors, strict=True):
-        for src_offset, dst_offset, nbytes in plan.segments:
-            dst_bytes[dst_tensor][dst_offset : dst_offset + nbytes] = src_bytes[src_tensor][
-                src_offset : src_offset + nbytes
-            ]
+    runs = [*plan.segments.expanded()]
+    for (src_tensor, src_start), (dst_tensor, dst_start) in pairs:
+        source, target = src_bytes[src_tensor][src_start:], dst_bytes[dst_tensor][dst_start:]
+        for src_offset, dst_offset, nbytes in runs:
+            target[dst_offset : dst_offset + nbytes] = source[src_offset : src_offset + nbytes]
+
+
+def _located(plan: Plan, name: str) -> list[tuple[int, int]]:
+    """The tensor of each view of a side, and the byte of it where the view begins."""
+    side, views = getattr(plan, name), getattr(plan, f"{name}_tensors")
+    if not plan.split:
+        return [(tensor, 0) for tensor in views]
+    tensors, starts = side.locate(views, plan.split, plan.tensors_per_layer)
+    return [*zip(tensors.tolist(), starts.tolist(), strict=True)]
 
 
 def _as_bytes(

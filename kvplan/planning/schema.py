@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from kvplan.planning.layout import Side
+from kvplan.planning.side import Side
 from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
 from kvplan.planning.segments import Coalesce, Column, Segments, first_overlap
 from kvplan.status import invalid

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvplan.validation import UINT64_MAX, shown
+from kvplan.validation import UINT64_MAX, check_width, shown
 
 Column = NDArray[np.uint64]
 
@@ -32,42 +32,81 @@ DEFAULT_COALESCE = Coalesce.SORTED
 """Chosen by measurement: docs/adr/0001-coalescing-order.md."""
 
 
+class Repeat(NamedTuple):
+    """How segments repeat: segment i `counts[i]` times, each so many bytes after the one before."""
+
+    counts: Column
+    src_stride: int
+    dst_stride: int
+
+
+MAX_REPEATS = 2
+"""Levels of repeats: those of the tokens and heads of a block, where they lie apart."""
+
+
 class Segments:
     """A frozen table of (src offset, dst offset, nbytes), shared by every tensor pair of a plan.
 
     Each column is a read-only, contiguous uint64 array of shape (n,), in bytes relative to the
     address of the tensor. Columns, not rows: that is what lowering adds a base address to.
 
+    A segment is one run of bytes, or, where there are `repeats` (outermost first), as many runs as
+    their counts multiply to.
+
     Raises:
         TypeError: a column that does not hold integers.
-        ValueError: an entry outside uint64, or columns that are not flat and of one length.
+        ValueError: an entry outside uint64, columns that are not flat and of one length, more than
+            two levels of repeats, or one that is no three of counts and strides.
     """
 
-    __slots__ = ("dst_offsets", "nbytes", "src_offsets")
+    __slots__ = ("_num_runs", "dst_offsets", "nbytes", "repeats", "src_offsets")
 
     src_offsets: Column
     dst_offsets: Column
     nbytes: Column
+    repeats: tuple[Repeat, ...]
+    _num_runs: int
 
-    def __init__(self, src_offsets: ArrayLike, dst_offsets: ArrayLike, nbytes: ArrayLike) -> None:
+    def __init__(
+        self,
+        src_offsets: ArrayLike,
+        dst_offsets: ArrayLike,
+        nbytes: ArrayLike,
+        repeats: Sequence[tuple[ArrayLike, int, int]] = (),
+    ) -> None:
         columns = [
             _column(name, values)
             for name, values in zip(self.columns(), (src_offsets, dst_offsets, nbytes), strict=True)
         ]
-        if len(lengths := {len(column) for column in columns}) > 1:
+        if len(repeats) > MAX_REPEATS:
+            raise ValueError(f"repeats has {len(repeats)} levels; at most {MAX_REPEATS} are allowed")
+        levels = []
+        for level, (counts, *strides) in enumerate(repeats):
+            src, dst = (check_width(f"repeats[{level}]", it, 0, UINT64_MAX) for it in strides)
+            levels.append(Repeat(_column(f"repeats[{level}]", counts), src, dst))
+        if len(lengths := {len(column) for column in (*columns, *(it.counts for it in levels))}) > 1:
             raise ValueError(f"columns of {sorted(lengths)} entries must be of one length")
         for name, column in zip(self.columns(), columns, strict=True):
             _assign(self, name, column)
-
+        _assign(self, "repeats", tuple(levels))
+        _assign(self, "_num_runs", -1 if levels else len(columns[0]))
     @classmethod
-    def adopt(cls, src: Column, dst: Column, nbytes: Column, *, merged: bool = False) -> Segments:
+    def adopt(
+        cls,
+        src: Column,
+        dst: Column,
+        nbytes: Column,
+        repeats: tuple[Repeat, ...] = (),
+        *,
+        merged: bool = False,
+    ) -> Segments:
         """Take over columns that have no other holder, without copying them.
 
         Args:
             merged: whether neighbours that are adjacent on both sides become one; the bytes copied
-                stay the same.
+                stay the same. Those that repeat stay apart.
         """
-        if merged and len(src) > 1:
+        if merged and not repeats and len(src) > 1:
             src_ends = src + nbytes
             # The law of merging: a segment continues where both sides continue.
             adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
@@ -81,6 +120,10 @@ class Segments:
         for name, column in (("src_offsets", src), ("dst_offsets", dst), ("nbytes", nbytes)):
             column.setflags(write=False)
             _assign(segments, name, column)
+        for repeat in repeats:
+            repeat.counts.setflags(write=False)
+        _assign(segments, "repeats", repeats)
+        _assign(segments, "_num_runs", -1 if repeats else len(nbytes))
         return segments
 
     @classmethod
@@ -105,21 +148,79 @@ class Segments:
             self.src_offsets.tolist(), self.dst_offsets.tolist(), self.nbytes.tolist(), strict=True
         )
 
+    @property
+    def num_runs(self) -> int:
+        """Runs of bytes that the segments are, repeats counted: descriptors of a tensor pair."""
+        if self._num_runs < 0:
+            _assign(self, "_num_runs", int(self.runs().sum()))
+        return self._num_runs
+
+    def runs(self) -> Column:
+        """How many runs each segment is: uint64 (n,)."""
+        runs = np.ones(len(self), np.uint64)
+        for repeat in self.repeats:
+            runs = runs * repeat.counts
+        return runs
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all runs."""
+        return int((self.nbytes * self.runs()).sum() if self.repeats else self.nbytes.sum())
+
+    def ends(self) -> tuple[Column, Column]:
+        """One past the last byte of each segment, at src and at dst."""
+        src, dst = self.src_offsets + self.nbytes, self.dst_offsets + self.nbytes
+        one = np.uint64(1)
+        for counts, src_stride, dst_stride in self.repeats:
+            src = src + (counts - one) * np.uint64(src_stride)
+            dst = dst + (counts - one) * np.uint64(dst_stride)
+        return src, dst
+
+    def expanded(self) -> Segments:
+        """The same runs as a table without repeats, in the order of their descriptors."""
+        if not self.repeats:
+            return self
+        src, dst, nbytes = self.src_offsets, self.dst_offsets, self.nbytes
+        counts = [it.counts for it in self.repeats]
+        for level, repeat in enumerate(self.repeats):
+            times = counts[level].astype(np.int64)
+            step = np.arange(int(times.sum())) - np.repeat(np.cumsum(times) - times, times)
+            step = step.astype(np.uint64)
+            src = np.repeat(src, times) + step * np.uint64(repeat.src_stride)
+            dst = np.repeat(dst, times) + step * np.uint64(repeat.dst_stride)
+            nbytes = np.repeat(nbytes, times)
+            counts = [np.repeat(it, times) for it in counts]
+        return Segments.adopt(src, dst, nbytes)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Segments):
             return NotImplemented
-        return all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.columns()
+        return (
+            all(np.array_equal(getattr(self, it), getattr(other, it)) for it in self.columns())
+            and len(self.repeats) == len(other.repeats)
+            and all(
+                a[1:] == b[1:] and np.array_equal(a.counts, b.counts)
+                for a, b in zip(self.repeats, other.repeats, strict=True)
+            )
         )
 
     def __hash__(self) -> int:
-        return hash(tuple(getattr(self, name).tobytes() for name in self.columns()))
+        return hash(tuple(part.tobytes() for part in self.parts()))
+
+    def parts(self) -> Iterator[Column]:
+        """Everything in it, column by column, for digests."""
+        for name in self.columns():
+            yield getattr(self, name)
+        for counts, *strides in self.repeats:
+            yield counts
+            yield np.array(strides, np.uint64)
 
     def __repr__(self) -> str:
-        return f"<Segments {len(self)}: {int(self.nbytes.sum())} bytes>"
+        runs = f" of {self.num_runs} runs" if self.repeats else ""
+        return f"<Segments {len(self)}{runs}: {self.total_nbytes} bytes>"
 
-    def __reduce__(self) -> tuple[type[Segments], tuple[Column, Column, Column]]:
-        return Segments, (self.src_offsets, self.dst_offsets, self.nbytes)
+    def __reduce__(self) -> tuple[type[Segments], tuple[object, ...]]:
+        return Segments, (self.src_offsets, self.dst_offsets, self.nbytes, self.repeats)
 
 
 def _column(name: str, values: ArrayLike) -> Column:

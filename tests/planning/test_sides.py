@@ -3,7 +3,7 @@
 import pytest
 
 from kvplan import Cache, CacheDesc, DataType, LLMException, plan_pull_blocks, plan_pull_cache
-from kvplan.planning.layout import side
+from kvplan.planning.side import side
 
 DESC = CacheDesc(4, (8, 16), DataType.DT_INT8)
 

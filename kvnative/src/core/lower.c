@@ -18,17 +18,6 @@ size_t kvn_column_stride(size_t count)
     return round_up(count * sizeof(uint64_t), CACHE_LINE);
 }
 
-int kvn_lower_nbytes(size_t num_pairs, size_t num_segments, size_t *nbytes)
-{
-    size_t count, total;
-    if (__builtin_mul_overflow(num_pairs, num_segments, &count) ||
-        __builtin_mul_overflow(count, NUM_COLUMNS * sizeof(uint64_t), &total) ||
-        total > PTRDIFF_MAX - NUM_COLUMNS * CACHE_LINE)
-        return -1;
-    *nbytes = NUM_COLUMNS * kvn_column_stride(count);
-    return 0;
-}
-
 /* The checks: a pass that only says whether all is well, then a search where it is not. */
 
 static int refuse(kvn_refusal *refusal, kvn_argument argument, size_t index, uint64_t value,
@@ -38,6 +27,46 @@ static int refuse(kvn_refusal *refusal, kvn_argument argument, size_t index, uin
     return -1;
 }
 
+int kvn_lower_count(kvn_recipe *recipe, size_t *nbytes, kvn_refusal *refusal)
+{
+    size_t runs = recipe->num_segments, count, total;
+    if (recipe->num_repeats > 0) {
+        runs = 0;
+        for (size_t i = 0; i < recipe->num_segments; i++) {
+            size_t times = 1;
+            for (size_t level = 0; level < recipe->num_repeats; level++) {
+                const uint64_t repeats = recipe->repeats[level].counts[i];
+                const kvn_argument argument = (kvn_argument)(KVN_ARG_COUNTS + level);
+                if (repeats == 0 || __builtin_mul_overflow(times, repeats, &times))
+                    return refuse(refusal, argument, i, repeats, PTRDIFF_MAX);
+            }
+            if (__builtin_add_overflow(runs, times, &runs))
+                return refuse(refusal, KVN_ARG_COUNTS, i, recipe->repeats[0].counts[i], PTRDIFF_MAX);
+        }
+    }
+    recipe->num_runs = runs;
+    if (__builtin_mul_overflow(recipe->num_pairs, runs, &count) ||
+        __builtin_mul_overflow(count, NUM_COLUMNS * sizeof(uint64_t), &total) ||
+        total > PTRDIFF_MAX - NUM_COLUMNS * CACHE_LINE)
+        return refuse(refusal, KVN_ARG_NBYTES, recipe->num_segments, runs, PTRDIFF_MAX);
+    *nbytes = NUM_COLUMNS * kvn_column_stride(count);
+    return 0;
+}
+
+/* Bytes from the first of a segment to one past its last, at src or dst; 0 where that is too many. */
+static uint64_t span(const kvn_recipe *recipe, size_t segment, int is_src)
+{
+    uint64_t nbytes = recipe->nbytes[segment], more;
+    for (size_t level = 0; level < recipe->num_repeats; level++) {
+        const kvn_repeat *repeat = &recipe->repeats[level];
+        const uint64_t stride = is_src ? repeat->src_stride : repeat->dst_stride;
+        if (__builtin_mul_overflow(repeat->counts[segment] - 1, stride, &more) ||
+            __builtin_add_overflow(nbytes, more, &nbytes))
+            return 0;
+    }
+    return nbytes;
+}
+
 static int check_src_or_dst(const kvn_recipe *recipe, kvn_argument offsets_argument,
                             kvn_argument bases_argument, kvn_refusal *refusal)
 {
@@ -45,20 +74,32 @@ static int check_src_or_dst(const kvn_recipe *recipe, kvn_argument offsets_argum
     const uint64_t *offsets = is_src ? recipe->src_offsets : recipe->dst_offsets;
     const uint64_t *bases = is_src ? recipe->src_bases : recipe->dst_bases;
     uint64_t end = 0, top = 0, wrapped = 0;
-    for (size_t i = 0; i < recipe->num_segments; i++) {
-        const uint64_t sum = offsets[i] + recipe->nbytes[i];
-        wrapped |= sum < offsets[i];
-        end = sum > end ? sum : end;
+    if (recipe->num_repeats == 0) {
+        for (size_t i = 0; i < recipe->num_segments; i++) {
+            const uint64_t sum = offsets[i] + recipe->nbytes[i];
+            wrapped |= sum < offsets[i];
+            end = sum > end ? sum : end;
+        }
+    } else {
+        for (size_t i = 0; i < recipe->num_segments; i++) {
+            const uint64_t nbytes = span(recipe, i, is_src);
+            const uint64_t sum = offsets[i] + nbytes;
+            wrapped |= nbytes == 0 || sum < offsets[i];
+            end = sum > end ? sum : end;
+        }
     }
     for (size_t i = 0; i < recipe->num_pairs; i++)
         top = bases[i] > top ? bases[i] : top;
     if (!wrapped && top <= UINT64_MAX - end)
         return 0;
 
-    for (size_t i = 0; i < recipe->num_segments; i++)
-        if (offsets[i] > UINT64_MAX - recipe->nbytes[i])
-            return refuse(refusal, offsets_argument, i, offsets[i],
-                          UINT64_MAX - recipe->nbytes[i]);
+    for (size_t i = 0; i < recipe->num_segments; i++) {
+        const uint64_t nbytes = span(recipe, i, is_src);
+        if (nbytes == 0)
+            return refuse(refusal, KVN_ARG_COUNTS, i, recipe->repeats[0].counts[i], 0);
+        if (offsets[i] > UINT64_MAX - nbytes)
+            return refuse(refusal, offsets_argument, i, offsets[i], UINT64_MAX - nbytes);
+    }
     size_t i = 0;
     while (bases[i] <= UINT64_MAX - end)
         i++;
@@ -71,9 +112,12 @@ static int check_nbytes(const kvn_recipe *recipe, uint64_t *total, kvn_refusal *
     const uint64_t most = recipe->num_pairs ? UINT64_MAX / recipe->num_pairs : UINT64_MAX;
     uint64_t sum = 0;
     for (size_t i = 0; i < recipe->num_segments; i++) {
-        const uint64_t nbytes = recipe->nbytes[i];
+        uint64_t nbytes = recipe->nbytes[i];
+        for (size_t level = 0; level < recipe->num_repeats; level++)
+            if (__builtin_mul_overflow(nbytes, recipe->repeats[level].counts[i], &nbytes))
+                return refuse(refusal, KVN_ARG_NBYTES, i, recipe->nbytes[i], most - sum);
         if (nbytes == 0 || nbytes > most - sum)
-            return refuse(refusal, KVN_ARG_NBYTES, i, nbytes, most - sum);
+            return refuse(refusal, KVN_ARG_NBYTES, i, recipe->nbytes[i], most - sum);
         sum += nbytes;
     }
     *total = sum * recipe->num_pairs;
@@ -96,17 +140,60 @@ static void add_base(uint64_t *restrict to, uint64_t base, const uint64_t *restr
         to[i] = base + column[i];
 }
 
+/* The runs of one pair at addresses 0: each segment as often as it repeats. */
+static void expand(const kvn_recipe *recipe, uint64_t *dst, uint64_t *src, uint64_t *nbytes)
+{
+    const kvn_repeat none = {NULL, 0, 0};
+    const kvn_repeat *inner = &recipe->repeats[recipe->num_repeats - 1];
+    const kvn_repeat *outer = recipe->num_repeats == 2 ? &recipe->repeats[0] : &none;
+    for (size_t i = 0; i < recipe->num_segments; i++) {
+        const uint64_t outer_times = outer->counts ? outer->counts[i] : 1;
+        const uint64_t inner_times = inner->counts[i];
+        uint64_t from = recipe->src_offsets[i], to = recipe->dst_offsets[i];
+        for (uint64_t o = 0; o < outer_times; o++) {
+            for (uint64_t n = 0; n < inner_times; n++) {
+                dst[n] = to + n * inner->dst_stride;
+                src[n] = from + n * inner->src_stride;
+                nbytes[n] = recipe->nbytes[i];
+            }
+            dst += inner_times;
+            src += inner_times;
+            nbytes += inner_times;
+            from += outer->src_stride;
+            to += outer->dst_stride;
+        }
+    }
+}
+
 /* Plain stores on purpose: non-temporal ones took 1.05 to 1.3 times as long for a million descriptors
  * (which the executor is about to read), and the compiler vectorises these. */
 void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
 {
-    const size_t n = recipe->num_segments;
+    const size_t n = recipe->num_runs;
     const size_t stride = kvn_column_stride(recipe->num_pairs * n) / sizeof *out;
-    for (size_t pair = 0; pair < recipe->num_pairs; pair++) {
+    const uint64_t *dst = recipe->dst_offsets, *src = recipe->src_offsets, *nbytes = recipe->nbytes;
+    size_t pairs = recipe->num_pairs;
+    if (recipe->num_repeats > 0 && pairs > 0) {
+        /* The last pair's place first holds the offsets that all pairs are made of. */
+        uint64_t *last = out + (pairs - 1) * n;
+        expand(recipe, last, last + stride, last + 2 * stride);
+        dst = last;
+        src = last + stride;
+        nbytes = last + 2 * stride;
+        pairs--;
+    }
+    for (size_t pair = 0; pair < pairs; pair++) {
         uint64_t *to = out + pair * n;
-        add_base(to, recipe->dst_bases[pair], recipe->dst_offsets, n);
-        add_base(to + stride, recipe->src_bases[pair], recipe->src_offsets, n);
-        add_base(to + 2 * stride, 0, recipe->nbytes, n);
+        add_base(to, recipe->dst_bases[pair], dst, n);
+        add_base(to + stride, recipe->src_bases[pair], src, n);
+        add_base(to + 2 * stride, 0, nbytes, n);
+    }
+    if (pairs < recipe->num_pairs) {
+        uint64_t *last = out + pairs * n;
+        for (size_t i = 0; i < n; i++) {
+            last[i] += recipe->dst_bases[pairs];
+            last[stride + i] += recipe->src_bases[pairs];
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 /* Lowering: a plan's segments and the base addresses of its tensor pairs become the descriptor
- * array that a consumer takes. Descriptor `pair * num_segments + segment` moves nbytes[segment]
- * bytes from src_bases[pair] + src_offsets[segment] to dst_bases[pair] + dst_offsets[segment]. */
+ * array that a consumer takes, pair by pair, segment by segment. Each moves nbytes[segment] bytes
+ * from src_bases[pair] + src_offsets[segment] to dst_bases[pair] + dst_offsets[segment]; where
+ * segments repeat there is one for each repetition, the outer level's first, a stride further each
+ * time. */
 #ifndef KVN_LOWER_H
 #define KVN_LOWER_H
 
@@ -9,11 +11,22 @@
 
 #include "kvnative/descriptor.h"
 
+#define KVN_MAX_REPEATS 2
+
+typedef struct kvn_repeat {
+    const uint64_t *counts; /* num_segments, each at least 1 */
+    uint64_t src_stride;    /* bytes */
+    uint64_t dst_stride;
+} kvn_repeat;
+
 typedef struct kvn_recipe {
     const uint64_t *src_offsets; /* num_segments each, bytes */
     const uint64_t *dst_offsets;
     const uint64_t *nbytes;
     size_t num_segments;
+    kvn_repeat repeats[KVN_MAX_REPEATS]; /* outermost first */
+    size_t num_repeats;
+    size_t num_runs; /* descriptors of a pair: set by kvn_lower_count */
     const uint64_t *src_bases; /* num_pairs each, addresses */
     const uint64_t *dst_bases;
     size_t num_pairs;
@@ -22,20 +35,18 @@ typedef struct kvn_recipe {
 /* Bytes from one column to the next: columns start on cache lines. */
 size_t kvn_column_stride(size_t count);
 
-/* Size of the three columns; -1 where it passes PTRDIFF_MAX. */
-int kvn_lower_nbytes(size_t num_pairs, size_t num_segments, size_t *nbytes);
-
 typedef enum kvn_argument {
     KVN_ARG_NBYTES,
     KVN_ARG_SRC_OFFSETS,
     KVN_ARG_DST_OFFSETS,
     KVN_ARG_SRC_BASES,
     KVN_ARG_DST_BASES,
-    KVN_NUM_ARGUMENTS
+    KVN_NUM_ARGUMENTS,
+    KVN_ARG_COUNTS = KVN_NUM_ARGUMENTS, /* + the level */
 } kvn_argument;
 
-/* What is wrong with a recipe: argument[index] is `value` and may be at most `most` (an nbytes is
- * also at least 1). */
+/* What is wrong with a recipe: argument[index] is `value` and may be at most `most` (an nbytes or a
+ * count is also at least 1). */
 typedef struct kvn_refusal {
     kvn_argument argument;
     size_t index;
@@ -43,7 +54,11 @@ typedef struct kvn_refusal {
     uint64_t most;
 } kvn_refusal;
 
-/* 0 and the bytes that the recipe moves, or -1 and the first refusal: no nbytes is 0, and neither
+/* Sets recipe->num_runs, and the size of the three columns; -1 and the first refusal where a count is
+ * 0, or the columns pass PTRDIFF_MAX (the refusal's index is num_segments then). */
+int kvn_lower_count(kvn_recipe *recipe, size_t *nbytes, kvn_refusal *refusal);
+
+/* 0 and the bytes that the counted recipe moves, or -1 and the first refusal: no nbytes is 0, and neither
  * the end of a range nor the total passes UINT64_MAX. Each value is looked at once, because with
  * every base meeting every segment the largest of both decide. */
 int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal);

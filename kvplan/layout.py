@@ -1,0 +1,157 @@
+"""What the axes of a cache's tensors mean, and which part of the model's cache they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvplan.status import invalid
+from kvplan.validation import UINT32_MAX, check_type, check_width, shown
+
+AXES = {
+    "block": "blocks of a paged cache",
+    "slot": "batch slots of a contiguous cache",
+    "token": "tokens of a block or slot",
+    "layer": "layers of the model",
+    "kv": "keys and values",
+    "head": "KV heads",
+    "dim": "elements of a head, or of a latent (MLA)",
+    "group": "quantization groups of a scale",
+    "state": "state of a request that has no tokens (Mamba)",
+}
+"""Names of axes. `block` or `slot`, and `token`, address; the others are the model's."""
+
+ROW_AXES = ("block", "slot")
+
+_NAMED = {"NHD": "block token head dim", "HND": "block head token dim"}
+# vLLM's letters: L layer, B block, H head, N token, C channels, of which keys are the first half.
+_LETTERS = {"L": "layer", "B": "block", "H": "head", "N": "token", "C": "kv dim"}
+_VLLM = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The axes of one tensor as they lie in memory, outermost first.
+
+    Written with spaces between the names, as in `CacheLayout("block token head dim")`, or by a
+    known name: NHD, HND, and vLLM's letters (LBHNC and the like, where a tensor holds one layer if
+    L comes first).
+
+    Raises:
+        TypeError: axes that are not text.
+        LLMException: LLM_PARAM_INVALID: an unknown axis, an axis named twice, or not exactly one of
+            `block` and `slot`, or neither `token` nor `state`.
+    """
+
+    axes: tuple[str, ...]
+
+    def __init__(self, axes: str) -> None:
+        text = check_type("axes", axes, str)
+        if text in _NAMED:
+            text = _NAMED[text]
+        elif text in _VLLM:
+            text = " ".join(_LETTERS[letter] for letter in text.removeprefix("L"))
+        names = tuple(text.split())
+        for name in names:
+            if name not in AXES:
+                raise invalid(
+                    f"axes={shown(axes)}: {shown(name)} is not an axis; known are {', '.join(AXES)}"
+                )
+        if len(set(names)) < len(names):
+            raise invalid(f"axes={shown(axes)} names an axis twice")
+        if sum(name in ROW_AXES for name in names) != 1:
+            raise invalid(f"axes={shown(axes)} must name exactly one of block and slot")
+        if ("token" in names) is ("state" in names):
+            raise invalid(f"axes={shown(axes)} must name either token or state")
+        object.__setattr__(self, "axes", names)
+
+    @property
+    def row_axis(self) -> int:
+        """Index of `block` or `slot`."""
+        return next(i for i, name in enumerate(self.axes) if name in ROW_AXES)
+
+    def __str__(self) -> str:
+        return " ".join(self.axes)
+
+    def __repr__(self) -> str:
+        return f"CacheLayout({str(self)!r})"
+
+
+@lru_cache(maxsize=256)
+def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
+    """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
+
+    None: it is no text of axes, nor a known name for as many dimensions; rows are opaque then. A
+    text of axes is one that says `block` or `slot`.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a text of axes that is wrong, or has another number.
+    """
+    if kv_tensor_format is None:
+        return None
+    if kv_tensor_format in _NAMED or kv_tensor_format in _VLLM:
+        layout = CacheLayout(kv_tensor_format)
+        if kv_tensor_format in _VLLM and len(layout.axes) + 1 == rank:
+            layout = CacheLayout(f"layer {layout}")
+        return layout if len(layout.axes) == rank else None
+    if not any(axis in kv_tensor_format.split() for axis in ROW_AXES):
+        return None
+    layout = CacheLayout(kv_tensor_format)
+    if len(layout.axes) != rank:
+        raise invalid(
+            f"kv_tensor_format={shown(kv_tensor_format)} names {len(layout.axes)} axes; the shape "
+            f"has {rank}"
+        )
+    return layout
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of the model's cache a cache holds: layers (pipeline) and KV heads (tensor).
+
+    Args:
+        layers: layers of the model, a range of step 1; None: all of `num_layers`.
+        heads: KV heads of the model, a range of step 1; None: all of `num_heads`.
+        num_layers: of the model; None: not known, where `layers` is None.
+        num_heads: KV heads of the model; None: not known, where `heads` is None.
+
+    Raises:
+        TypeError: a field of another type.
+        LLMException: LLM_PARAM_INVALID: an empty range, a step other than 1, a range outside of
+            the model, or a range without the model's number.
+    """
+
+    layers: range | None = None
+    heads: range | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, total_name in (("layers", "num_layers"), ("heads", "num_heads")):
+            part, total = getattr(self, name), getattr(self, total_name)
+            if total is not None:
+                check_width(total_name, total, 0, UINT32_MAX)
+                if total == 0:
+                    raise invalid(f"{total_name}=0 is out of range [1, 2**32)")
+            if part is None:
+                if total is not None:
+                    object.__setattr__(self, name, range(total))
+                continue
+            check_type(name, part, range)
+            if total is None:
+                raise invalid(f"{name}={part} needs {total_name}, how many the model has")
+            if part.step != 1 or not part or part.start < 0 or part.stop > total:
+                raise invalid(
+                    f"{name}={part} must be a non-empty range of step 1 in [0, {total})"
+                )
+
+    def __str__(self) -> str:
+        words = [
+            f"{name} {part.start}..{part.stop - 1} of {total}"
+            for name, part, total in (
+                ("layers", self.layers, self.num_layers),
+                ("heads", self.heads, self.num_heads),
+            )
+            if part is not None
+        ]
+        return ", ".join(words) or "whole"

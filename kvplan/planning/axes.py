@@ -1,0 +1,309 @@
+"""Rows of two sides compared, and cut: as bytes where they are alike, otherwise axis by axis.
+
+Two caches of one model may differ in what lies where: tokens before heads or after, blocks of other
+sizes, keys and values in one tensor or two, other heads. What both hold is the intersection of their
+axes in the model's coordinates; what is contiguous on both sides is one run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from kvplan.planning.blocks import Indices
+from kvplan.planning.segments import MAX_REPEATS, Coalesce, Repeat, Segments
+from kvplan.planning.side import Side
+from kvplan.status import invalid
+
+_MODEL_AXES = ("kv", "head", "dim", "group", "state")
+
+
+class BlockTables(NamedTuple):
+    """The rows of a request on both sides, in its order, and which of their tokens are moved.
+
+    Attributes:
+        src, dst: block indices (slots: one).
+        src_token, dst_token: the first token that is moved, counted from the first row on.
+        num_tokens: how many are; None: rows are moved whole.
+    """
+
+    src: Indices
+    dst: Indices
+    src_token: int = 0
+    dst_token: int = 0
+    num_tokens: int | None = None
+
+
+class Cut(NamedTuple):
+    """What two sides have in common.
+
+    Attributes:
+        segments: of each pair of views.
+        split: the axes that views split, for `Side.locate`.
+        num_slices: runs before adjacent ones were merged.
+    """
+
+    segments: Segments
+    split: tuple[str, ...]
+    num_slices: int
+
+
+class _Level(NamedTuple):
+    """An axis that both sides step along: how often, and by how many bytes."""
+
+    count: int
+    src_stride: int
+    dst_stride: int
+
+
+def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bool) -> bool:
+    """Whether a row of one side has byte for byte what one of the other has; False: by axes.
+
+    Args:
+        chunked: rows may have other numbers of tokens, if tokens are the outermost axis.
+        reinterpret: copy bytes, whatever they mean.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: they differ, and no layout says how one becomes the other.
+    """
+    a, b = source.meaning, target.meaning
+    if not a or not b or reinterpret:
+        return True
+    if a == b and source.rows_are_whole:
+        return True
+    if source.data_type is not target.data_type:
+        refuse_unlike("data type", source, target)
+    if source.layout is not None and target.layout is not None:
+        return (
+            source.rows_are_whole
+            and target.rows_are_whole
+            and source.shard == target.shard
+            and _row_signature(source, chunked) == _row_signature(target, chunked)
+        )
+    if source.label is not None and target.label is not None and source.label != target.label:
+        refuse_unlike("layout", source, target)
+    if _row_signature(source, chunked, named=False) != _row_signature(target, chunked, named=False):
+        refuse_unlike("shape of a row", source, target)
+    if source.shard is not None and target.shard is not None and source.shard != target.shard:
+        refuse_unlike("shard", source, target)
+    return True
+
+
+def _row_signature(side: Side, chunked: bool, *, named: bool = True) -> tuple[object, ...]:
+    shape: tuple[object, ...] = side.row_shape
+    layout = side.layout
+    names: tuple[str, ...] = ()
+    if layout is not None and named:
+        names = layout.axes[: layout.row_axis] + layout.axes[layout.row_axis + 1 :]
+        if chunked and names[:1] == ("token",):
+            shape = shape[1:]
+    elif chunked:
+        shape = shape[1:]
+    return (*names, *shape)
+
+
+def refuse_unlike(what: str, source: Side, target: Side) -> NoReturn:
+    """Refuse two sides, shown side by side."""
+    raise invalid(
+        f"src and dst differ in {what}: src is {source}; dst is {target}. "
+        "reinterpret=True copies the bytes as they are"
+    )
+
+
+def cut(source: Side, target: Side, tables: BlockTables, how: Coalesce) -> Cut:
+    """Return what both sides have of the tokens in `tables`, as runs of bytes.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: an axis that cannot match (named, with both sides), no
+            heads in common, other numbers of tokens, or tokens beyond a table.
+    """
+    for it, name in ((source, "src"), (target, "dst")):
+        if it.layout is None:
+            raise invalid(
+                f"{name} has no layout, which tokens and unlike rows need: it is {it}; give its "
+                "CacheDesc a kv_tensor_format such as 'block token head dim'"
+            )
+    src_start = dst_start = 0
+    levels: list[_Level] = []
+    split = []
+    for axis in _MODEL_AXES:
+        count, src_count, dst_count = 0, source.extent(axis), target.extent(axis)
+        if axis == "head":
+            count, src_first, dst_first = _heads_in_common(source, target)
+            src_start += src_first * source.stride_of(axis)
+            dst_start += dst_first * target.stride_of(axis)
+        elif axis == "kv" and (src_count == 1) is not (dst_count == 1):
+            split.append(axis)  # one side has tensors of their own for keys and values
+            continue
+        elif src_count != dst_count:
+            refuse_unlike(f"axis {axis}", source, target)
+        else:
+            count = src_count
+        levels.append(_Level(count, source.stride_of(axis), target.stride_of(axis)))
+    if source.extent("layer") > 1 or target.extent("layer") > 1:
+        split.append("layer")
+
+    src_offsets, dst_offsets, tokens = _token_runs(source, target, tables)
+    src_offsets += src_start
+    dst_offsets += dst_start
+    token_strides = source.stride_of("token"), target.stride_of("token")
+    tables_of = []
+    # Whole blocks first, then pieces with fewer tokens, which may have other runs.
+    sizes = np.flatnonzero(np.bincount(tokens))[::-1] if isinstance(tokens, np.ndarray) else [tokens]
+    for size in map(int, sizes):
+        here = tokens == size if isinstance(tokens, np.ndarray) else slice(None)
+        run, left = _fuse(source, target, [*levels, _Level(size, *token_strides)])
+        kv = None if tables_of else _kv_level(left, source, target)
+        if kv is not None and len(left) > MAX_REPEATS:
+            # Pairs of views are cheaper than rows of the table.
+            levels.remove(kv)
+            left.remove(kv)
+            split.append("kv")
+        tables_of.append(_table(src_offsets[here], dst_offsets[here], run, left))
+    segments = _joined(tables_of, how)
+    num_slices = sum(it.num_runs for it in tables_of)
+    return Cut(segments, tuple(split), num_slices)
+
+
+def _table(src: Indices, dst: Indices, run: int, levels: list[_Level]) -> Segments:
+    """A segment at each pair of offsets; levels beyond those that repeats have become segments."""
+    while len(levels) > MAX_REPEATS:
+        level = levels.pop(0)
+        steps = np.arange(level.count, dtype=np.int64)
+        src = (src[:, None] + steps * level.src_stride).ravel()
+        dst = (dst[:, None] + steps * level.dst_stride).ravel()
+    repeats = tuple(
+        Repeat(np.full(len(src), it.count, np.uint64), it.src_stride, it.dst_stride)
+        for it in levels
+    )
+    nbytes = np.full(len(src), run, np.uint64)
+    return Segments.adopt(src.view(np.uint64), dst.view(np.uint64), nbytes, repeats)
+
+
+def _joined(parts: list[Segments], how: Coalesce) -> Segments:
+    """One table of several: where the repeats of two are not alike, the smaller's are spelled out."""
+    largest = max(parts, key=len)
+    strides = [it[1:] for it in largest.repeats]
+    parts = [it if [r[1:] for r in it.repeats] == strides else it.expanded() for it in parts]
+    src, dst, nbytes = (
+        np.concatenate([getattr(it, name) for it in parts]) for name in Segments.columns()
+    )
+    repeats = []
+    for level, repeat in enumerate(largest.repeats):
+        counts = [
+            it.repeats[level].counts if it.repeats else np.ones(len(it), np.uint64) for it in parts
+        ]
+        repeats.append(repeat._replace(counts=np.concatenate(counts)))
+    if not repeats and how is Coalesce.SORTED and bool(np.any(src[1:] < src[:-1])):
+        order = np.lexsort((dst, src))
+        src, dst, nbytes = src[order], dst[order], nbytes[order]
+    return Segments.adopt(src, dst, nbytes, tuple(repeats), merged=how is not Coalesce.NONE)
+
+
+def _heads_in_common(source: Side, target: Side) -> tuple[int, int, int]:
+    """How many heads both sides have, and the first of them at each, counted from its own first."""
+    parts = []
+    for it in (source, target):
+        own = it.extent("head")
+        heads = it.shard.heads if it.shard is not None else None
+        total = it.shard.num_heads if it.shard is not None and heads is not None else own
+        parts.append((range(own) if heads is None else heads, total))
+    (src_heads, src_total), (dst_heads, dst_total) = parts
+    if src_total != dst_total:
+        refuse_unlike(f"axis head ({src_total} and {dst_total} KV heads in the model)", source, target)
+    first = max(src_heads.start, dst_heads.start)
+    last = min(src_heads.stop, dst_heads.stop)
+    if first >= last:
+        refuse_unlike("axis head, of which they have none in common", source, target)
+    return last - first, first - src_heads.start, first - dst_heads.start
+
+
+def _token_runs(
+    source: Side, target: Side, tables: BlockTables
+) -> tuple[Indices, Indices, int | Indices]:
+    """Byte offsets of each run of tokens that lies in one row on both sides, and its tokens."""
+    src_stride, dst_stride = (it.stride_of(it.layout.axes[it.layout.row_axis]) for it in (source, target))
+    src_size, dst_size = source.extent("token"), target.extent("token")
+    by_state = "state" in source.layout.axes
+    if by_state is not ("state" in target.layout.axes):
+        refuse_unlike("axis state", source, target)
+    src_has = len(tables.src) * src_size - tables.src_token
+    dst_has = len(tables.dst) * dst_size - tables.dst_token
+    num_tokens = tables.num_tokens
+    if by_state and (num_tokens is not None or tables.src_token or tables.dst_token):
+        raise invalid(f"num_tokens={num_tokens} and token offsets need an axis token; src is {source}")
+    if num_tokens is None:
+        if src_has != dst_has:
+            raise invalid(
+                f"src_blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and dst_blocks "
+                f"{dst_has} ({len(tables.dst)} of {dst_size}); num_tokens must say how many are moved"
+            )
+        num_tokens = src_has
+    for name, has in (("src", src_has), ("dst", dst_has)):
+        if not 1 <= num_tokens <= has:
+            raise invalid(
+                f"num_tokens={num_tokens} is out of range [1, {max(has, 0)}], what the {name} rows "
+                f"hold from {name}_token={getattr(tables, f'{name}_token')} on"
+            )
+    starts = np.arange(0, num_tokens, src_size, dtype=np.int64)
+    if src_size == dst_size and not (tables.src_token % src_size or tables.dst_token % dst_size):
+        tokens: int | Indices = src_size
+        if num_tokens % src_size:
+            tokens = np.full(len(starts), src_size, np.int64)
+            tokens[-1] = num_tokens % src_size
+    else:
+        edges = np.concatenate(
+            [
+                [0],
+                np.arange(-tables.src_token % src_size, num_tokens, src_size),
+                np.arange(-tables.dst_token % dst_size, num_tokens, dst_size),
+                [num_tokens],
+            ]
+        )
+        edges.sort()  # not np.unique, whose first call imports numpy.ma: 8 ms
+        edges = edges[np.concatenate(([True], edges[1:] != edges[:-1]))]
+        starts, sizes = edges[:-1], np.diff(edges)
+        tokens = int(sizes[0]) if bool(np.all(sizes == sizes[0])) else sizes
+    src_row, src_token = np.divmod(starts + tables.src_token, src_size)
+    dst_row, dst_token = np.divmod(starts + tables.dst_token, dst_size)
+    return (
+        tables.src[src_row] * src_stride + src_token * source.stride_of("token"),
+        tables.dst[dst_row] * dst_stride + dst_token * target.stride_of("token"),
+        tokens,
+    )
+
+
+def _fuse(source: Side, target: Side, levels: list[_Level]) -> tuple[int, list[_Level]]:
+    """The bytes that are contiguous on both sides, and the levels that are left, outermost first."""
+    assert source.data_type is not None  # a layout comes with one
+    bits = source.data_type.bits
+    run = bits // 8
+    levels = [it for it in levels if it.count > 1]
+    if bits % 8:
+        # Elements are packed: the innermost axis, whole, is the least that has an address.
+        (axis, length), other = _innermost(source), _innermost(target)
+        if (axis, length) != other or axis in ("token", "layer", "head") or length * bits % 8:
+            refuse_unlike(f"the innermost axis of packed {source.data_type.name}", source, target)
+        run = length * bits // 8
+        levels = [it for it in levels if it.src_stride or it.dst_stride]
+    while fused := [it for it in levels if it.src_stride == it.dst_stride == run]:
+        run *= fused[0].count
+        levels.remove(fused[0])
+    left: list[_Level] = []
+    for inner in sorted(levels, key=lambda it: it.dst_stride, reverse=True):
+        outer = left[-1] if left else _Level(0, 0, 0)
+        if outer[1:] == (inner.count * inner.src_stride, inner.count * inner.dst_stride):
+            left[-1] = inner._replace(count=outer.count * inner.count)
+        else:
+            left.append(inner)
+    return run, left
+
+
+def _innermost(side: Side) -> tuple[str, int]:
+    return (side.layout.axes[-1] if side.layout is not None else ""), side.shape[-1]
+
+
+def _kv_level(levels: list[_Level], source: Side, target: Side) -> _Level | None:
+    kv = _Level(2, source.stride_of("kv"), target.stride_of("kv"))
+    return kv if kv in levels else None

@@ -1,0 +1,53 @@
+"""Pulls between caches of one model that lie differently: every byte is where its meaning says."""
+
+import numpy as np
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvplan import execute, plan_pull_blocks, reference
+from tests.planning.unlike import caches, expected, models
+
+
+@st.composite
+def transfers(draw):
+    model = draw(models)
+    src, dst = draw(caches(model)), draw(caches(model))
+    assume(set(src.layers) & set(dst.layers) and set(src.heads) & set(dst.heads))
+    src_blocks = draw(
+        st.lists(st.integers(0, src.rows - 1), min_size=1, max_size=src.rows, unique=True)
+    )
+    dst_blocks = draw(
+        st.lists(st.integers(0, dst.rows - 1), min_size=1, max_size=dst.rows, unique=True)
+    )
+    src_has, dst_has = len(src_blocks) * src.tokens, len(dst_blocks) * dst.tokens
+    src_token = draw(st.integers(0, src_has - 1))
+    dst_token = draw(st.integers(0, dst_has - 1))
+    num_tokens = draw(st.integers(1, min(src_has - src_token, dst_has - dst_token)))
+    return src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
+
+
+@given(transfers(), st.booleans())
+def test_every_element_arrives_where_its_axes_say(transfer, coalesce):
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
+    source, target = src.tensors(1), dst.tensors(2)
+    plan = plan_pull_blocks(
+        src.desc,
+        dst.desc,
+        src_blocks,
+        dst_blocks,
+        num_tokens=num_tokens,
+        src_token=src_token,
+        dst_token=dst_token,
+        coalesce=coalesce,
+    )
+    wanted = expected(
+        src, dst, source, target, src_blocks, dst_blocks, src_token, dst_token, num_tokens
+    )
+    by_reference = [it.copy() for it in target]
+    reference.execute(plan, source, by_reference)
+    by_native = [it.copy() for it in target]
+    execute(plan, source, by_native)
+    for a, b, c in zip(wanted, by_reference, by_native, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+    assert plan.nbytes == plan.num_tensor_pairs * plan.segments.expanded().nbytes.sum()

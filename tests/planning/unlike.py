@@ -1,0 +1,165 @@
+"""Caches of one model that lie differently in memory, and what a transfer between them must do.
+
+The oracle knows axis names only: a view of each layer's keys or values is transposed into (row,
+token, head, dim) and indexed by NumPy. It shares no arithmetic with planning.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvplan import CacheDesc, DataType
+from kvplan.layout import Shard
+
+DTYPES = {
+    DataType.DT_INT8: np.uint8,
+    DataType.DT_FLOAT16: np.uint16,
+    DataType.DT_BF16: np.uint16,
+    DataType.DT_FLOAT: np.uint32,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int
+    kv: int
+    heads: int
+    dim: int
+    data_type: DataType
+
+
+@dataclass(frozen=True)
+class Cache:
+    """How one process keeps its part of a model's cache."""
+
+    model: Model
+    axes: tuple[str, ...]
+    rows: int
+    tokens: int
+    layers: range
+    heads: range
+
+    @property
+    def desc(self) -> CacheDesc:
+        lengths = {
+            "block": self.rows,
+            "token": self.tokens,
+            "layer": len(self.layers),
+            "kv": self.model.kv,
+            "head": len(self.heads),
+            "dim": self.model.dim,
+        }
+        apart = [lengths[axis] for axis in ("layer", "kv") if axis not in self.axes]
+        return CacheDesc(
+            int(np.prod(apart)),
+            tuple(lengths[axis] for axis in self.axes),
+            self.model.data_type,
+            kv_tensor_format=" ".join(self.axes),
+            shard=Shard(
+                self.layers,
+                self.heads if "head" in self.axes else None,
+                self.model.layers,
+                self.model.heads if "head" in self.axes else None,
+            ),
+        )
+
+    def tensors(self, seed: int) -> list[np.ndarray]:
+        desc = self.desc
+        dtype = DTYPES[desc.data_type]
+        random = np.random.default_rng(seed)
+        return [
+            random.integers(0, np.iinfo(dtype).max, desc.shape, dtype, endpoint=True)
+            for _ in range(desc.num_tensors)
+        ]
+
+    def named(self, tensors: list[np.ndarray], layer: int, kv: int) -> np.ndarray:
+        """A writable view (row, token, head, dim) of a layer of the model."""
+        apart = [axis for axis in ("layer", "kv") if axis not in self.axes]
+        at = {"layer": layer - self.layers.start, "kv": kv}
+        counts = {"layer": len(self.layers), "kv": self.model.kv}
+        index = 0
+        for axis in apart:
+            index = index * counts[axis] + at[axis]
+        view = tensors[index]
+        names = [*self.axes]
+        for axis in ("layer", "kv"):
+            if axis in names:
+                view = np.take_along_axis(view, np.full((1,) * view.ndim, 0), 0) if False else (
+                    np.moveaxis(view, names.index(axis), 0)[at[axis]]
+                )
+                names.remove(axis)
+        if "head" not in names:
+            view = view[..., None]
+            names.append("head")
+        return view.transpose([names.index(axis) for axis in ("block", "token", "head", "dim")])
+
+
+def expected(
+    src: Cache,
+    dst: Cache,
+    src_tensors: list[np.ndarray],
+    dst_tensors: list[np.ndarray],
+    src_blocks: list[int],
+    dst_blocks: list[int],
+    src_token: int,
+    dst_token: int,
+    num_tokens: int,
+) -> list[np.ndarray]:
+    """What the destination holds after the transfer."""
+    result = [it.copy() for it in dst_tensors]
+    positions = np.arange(num_tokens)
+    read_rows = np.repeat(src_blocks, src.tokens)[positions + src_token]
+    read_tokens = np.tile(np.arange(src.tokens), len(src_blocks))[positions + src_token]
+    write_rows = np.repeat(dst_blocks, dst.tokens)[positions + dst_token]
+    write_tokens = np.tile(np.arange(dst.tokens), len(dst_blocks))[positions + dst_token]
+    for layer, kv in itertools.product(
+        [it for it in src.layers if it in dst.layers], range(src.model.kv)
+    ):
+        source, target = src.named(src_tensors, layer, kv), dst.named(result, layer, kv)
+        for head in (it for it in src.heads if it in dst.heads):
+            target[write_rows, write_tokens, head - dst.heads.start] = source[
+                read_rows, read_tokens, head - src.heads.start
+            ]
+    return result
+
+
+def parts(total: int) -> st.SearchStrategy[range]:
+    """A non-empty range of [0, total)."""
+    return st.tuples(st.integers(0, total - 1), st.integers(1, total)).map(
+        lambda it: range(it[0], min(total, it[0] + it[1]))
+    )
+
+
+@st.composite
+def caches(draw: st.DrawFn, model: Model) -> Cache:
+    inside = ["block", "token", "dim"]
+    if model.heads > 1 or draw(st.booleans()):
+        inside.append("head")
+    if draw(st.booleans()):
+        inside.append("kv")
+    if draw(st.booleans()):
+        inside.append("layer")
+    axes = draw(st.permutations(inside))
+    whole = draw(st.booleans())
+    return Cache(
+        model,
+        tuple(axes),
+        draw(st.integers(1, 7)),
+        draw(st.integers(1, 6)),
+        range(model.layers) if whole else draw(parts(model.layers)),
+        range(model.heads) if whole else draw(parts(model.heads)),
+    )
+
+
+models = st.builds(
+    Model,
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3, 8]),
+    st.sampled_from([*DTYPES]),
+)
