@@ -186,7 +186,7 @@ class TransferTask:
         lines = []
         first = 0
         for layer in self.plan.layers:
-            last = first + len(layer.tensors) * len(self.plan.segments)
+            last = first + len(layer.tensors) * self.plan.segments.num_runs
             spans = error.unconfirmed if error else ()
             missing = sum(max(0, min(last, b) - max(first, a)) for a, b in spans)
             size = nbytes_text(len(layer.tensors) * self.plan.nbytes_per_tensor)

@@ -128,7 +128,7 @@ class Transfers:
             on_last: as for `LayerTask`; not called if this raises.
         """
         backend, descriptors, memories = self._prepare(plan, src, dst)
-        layer_size = plan.tensors_per_layer * len(plan.segments)
+        layer_size = plan.tensors_per_layer * plan.segments.num_runs
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvplan.inspection.contents import heads_of, spans_text, tokens_of
 from kvplan.inspection.units import nbytes_text, place, plural
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ LIMIT = 16
 
 def diff(old: Plan, new: Plan) -> str:
     """Return what changed from `old` to `new`; names of caches are not compared."""
-    lines = [f"  option   {text}" for text in _options(old, new)]
+    lines = [f"  cache    {text}" for text in _meanings(old, new)]
+    lines += [f"  option   {text}" for text in _options(old, new)]
     descriptors = _change(f"{old.num_descriptors}", f"{new.num_descriptors}")
     nbytes = _change(nbytes_text(old.nbytes), nbytes_text(new.nbytes))
     lines.append(f"  desc     {descriptors}      bytes {nbytes}")
@@ -47,6 +49,7 @@ def _options(old: Plan, new: Plan) -> Iterator[str]:
         "tensors_per_layer",
         "src_tensors",
         "dst_tensors",
+        "split",
     ):
         a, b = getattr(old, name), getattr(new, name)
         if a != b:
@@ -58,29 +61,64 @@ def _options(old: Plan, new: Plan) -> Iterator[str]:
                 yield f"{name}.{field}: {a} -> {b}"
 
 
+def _meanings(old: Plan, new: Plan) -> Iterator[str]:
+    """What the caches themselves are said to be, where that differs."""
+    for name in ("src", "dst"):
+        for field in ("data_type", "shape", "layout", "label", "shard"):
+            a, b = getattr(getattr(old, name), field), getattr(getattr(new, name), field)
+            if a != b:
+                a, b = (it.name if hasattr(it, "name") else it for it in (a, b))
+                yield f"{name}.{field}: {a} -> {b}"
+    if old.reinterpret != new.reinterpret:
+        yield f"reinterpret: {old.reinterpret} -> {new.reinterpret}"
+
+
 def _segments(old: Plan, new: Plan) -> Iterator[str]:
     """The segments that only one plan has, in the order of the destination."""
-    before, after = (dict(zip(p.segments, range(len(p.segments)), strict=True)) for p in (old, new))
+    before, after = (dict(_keyed(plan)) for plan in (old, new))
     odd = [(key[1], 0, key, "-", old) for key in before.keys() - after.keys()]
     odd += [(key[1], 1, key, "+", new) for key in after.keys() - before.keys()]
     for _, _, key, sign, plan in sorted(odd, key=lambda row: row[:3]):
-        src_rows, dst_rows = plan.rows((before if plan is old else after)[key])
-        src, dst, nbytes = key
+        segment = (before if plan is old else after)[key]
+        src_rows, dst_rows = plan.rows(segment)
+        src, dst, nbytes, *repeats = key
         places = f"{place(src_rows, src, plan.src.stride)}>{place(dst_rows, dst, plan.dst.stride)}"
-        yield f"{sign}   {places:<12}  {nbytes}"
+        last = int(plan.segments.ends()[1][segment]) - 1
+        times = "".join(f"{count} x " for count, *_ in repeats)
+        held = " ".join(
+            filter(
+                None,
+                (
+                    spans_text("token", tokens_of(plan, dst, last)),
+                    spans_text("head", [heads] if repeats and (heads := heads_of(plan, dst, last)) else []),
+                ),
+            )
+        )
+        yield f"{sign}   {places:<12}  {times}{nbytes}{'  ' + held if held else ''}"
+
+
+def _keyed(plan: Plan) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Each segment as a value, and its position."""
+    repeats = [(it.counts.tolist(), *it[1:]) for it in plan.segments.repeats]
+    for index, segment in enumerate(plan.segments):
+        yield (*segment, *((counts[index], *strides) for counts, *strides in repeats)), index
 
 
 def _verdict(old: Plan, new: Plan) -> str:
     if old == new:
         return "identical"
+    if meanings := [*_meanings(old, new)]:
+        return f"different caches - {meanings[0]}"
     if (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
-        return "different bytes - other tensors"
+        return f"different bytes - {_other_layers(old, new)}"
     if any(
         (getattr(old, s).num_tensors, getattr(old, s).tensor_nbytes)
         != (getattr(new, s).num_tensors, getattr(new, s).tensor_nbytes)
         for s in ("src", "dst")
     ):
         return "different caches - their sizes are not the same"
+    if old.split != new.split:
+        return "different bytes - other parts of the tensors are paired"
     other_source, only_old, only_new = _compare_bytes(old, new)
     if not (other_source or only_old or only_new):
         what = "options" if old.segments == new.segments else "segmentation"
@@ -94,7 +132,51 @@ def _verdict(old: Plan, new: Plan) -> str:
         )
         if count
     ]
-    return "different bytes - " + ", ".join(facts)
+    cause = _table_change(old, new)
+    return "different bytes - " + ", ".join(facts) + (f": {cause}" if cause else "")
+
+
+def _other_layers(old: Plan, new: Plan) -> str:
+    """Whether the same layers are written from others, by one number further."""
+    shifts = {b - a for a, b in zip(old.src_layers, new.src_layers, strict=False)}
+    if (
+        old.dst_tensors == new.dst_tensors
+        and old.tensors_per_layer == new.tensors_per_layer
+        and len(shifts) == 1
+        and (shift := shifts.pop())
+    ):
+        return (
+            f"layers shifted by {shift:+d}: layer {old.dst_layers[0]} at dst came from layer "
+            f"{old.src_layers[0]}, and comes from {new.src_layers[0]}"
+        )
+    return "other tensors"
+
+
+def _table_change(old: Plan, new: Plan) -> str:
+    """What was done to a block table, if it is one of the usual mistakes."""
+    if old.tables is None or new.tables is None:
+        return ""
+    for name in ("src", "dst"):
+        other = "dst" if name == "src" else "src"
+        a, b = getattr(old.tables, name), getattr(new.tables, name)
+        if len(a) != len(b) or not np.array_equal(
+            getattr(old.tables, other), getattr(new.tables, other)
+        ):
+            continue
+        odd = np.flatnonzero(a != b)
+        if len(odd) == 2 and a[odd[0]] == b[odd[1]] and a[odd[1]] == b[odd[0]]:
+            first, second = odd.tolist()
+            return (
+                f"{name}_blocks[{first}] and {name}_blocks[{second}] are swapped "
+                f"({int(a[first])} and {int(a[second])})"
+            )
+        if len(a) > 2 and np.array_equal(a[1:], b[:-1]):
+            return f"{name}_blocks are shifted by one: what was {name}_blocks[1] is first"
+        if len(a) > 2 and np.array_equal(a[:-1], b[1:]):
+            return f"{name}_blocks are shifted by one: what was {name}_blocks[0] is second"
+        if np.array_equal(a, b + 1) or np.array_equal(a, b - 1):
+            return f"every one of {name}_blocks is {int(b[0] - a[0]):+d}"
+    return ""
 
 
 def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
@@ -107,11 +189,8 @@ def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
         np.concatenate(
             [
                 part
-                for plan in (old, new)
-                for part in (
-                    plan.segments.dst_offsets,
-                    plan.segments.dst_offsets + plan.segments.nbytes,
-                )
+                for runs in (old.segments.expanded(), new.segments.expanded())
+                for part in (runs.dst_offsets, runs.dst_offsets + runs.nbytes)
             ]
         )
     )
@@ -129,7 +208,7 @@ def _sources(
     plan: Plan, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Source offset of each destination offset in `starts`; -1 where the plan does not write."""
-    segments = plan.segments
+    segments = plan.segments.expanded()
     order = np.argsort(segments.dst_offsets)
     dst = segments.dst_offsets[order].astype(np.int64)
     src = segments.src_offsets[order].astype(np.int64)

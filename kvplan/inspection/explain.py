@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from kvplan.inspection.contents import kv_of, spans_text, tokens_of
 from kvplan.inspection.units import nbytes_text, place, plural, span
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
@@ -27,6 +28,8 @@ class _Row(NamedTuple):
     nbytes: int
     slices: int
     why_alone: str
+    runs: int
+    tokens: str
 
 
 def one_line(plan: Plan) -> str:
@@ -34,7 +37,7 @@ def one_line(plan: Plan) -> str:
     src, dst = _ends(plan.src_layers), _ends(plan.dst_layers)
     layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
     return (
-        f"<Plan {plan.operation} {plan.kind} {layers} x {plural(plan.num_slices, plan.dst.row)}: "
+        f"<Plan {plan.operation} {plan.kind} {layers} x {plural(_num_rows(plan), plan.dst.row)}: "
         f"{plan.num_descriptors} desc, {nbytes_text(plan.nbytes)}>"
     )
 
@@ -64,6 +67,11 @@ def explain(
     raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
 
 
+def _num_rows(plan: Plan) -> int:
+    """How many rows are written, as far as the plan knows."""
+    return plan.num_slices if plan.tables is None else len(plan.tables.dst)
+
+
 def _ends(layers: range) -> tuple[int, int]:
     return layers[0], layers[-1]
 
@@ -79,17 +87,54 @@ def _header(plan: Plan) -> list[str]:
     merged = slices - plan.num_descriptors
     return [
         f"{plan.operation}  {plan.kind}   {ends}   plan {plan.fingerprint[:6]}",
-        f"  layers {src} -> {dst} | tensors/layer {plan.tensors_per_layer} | "
-        f"{plural(plan.num_slices, plan.dst.row)} x {nbytes_text(plan.dst.stride)}",
+        f"  {_meaning(plan)}",
+        f"  layers {src} -> {dst} | tensors/layer {plan.tensors_per_layer} | {_rows_moved(plan)}",
         f"  {plural(slices, 'slice')} -> {plural(plan.num_descriptors, 'descriptor')} "
         f"({merged:,} merged) | {nbytes_text(plan.nbytes)}",
+        *([f"  {transposed}"] if (transposed := _transposed(plan)) else []),
         *(f"  over {way}" for way in (plan.src.way, plan.dst.way) if way),
     ]
+
+
+def _meaning(plan: Plan) -> str:
+    """Data type, layout and shard of both sides."""
+    src, dst = str(plan.src), str(plan.dst)
+    if src == dst:
+        return f"{src}, both sides"
+    return f"{src} -> {dst}{', REINTERPRETED: bytes as they are' if plan.reinterpret else ''}"
+
+
+def _rows_moved(plan: Plan) -> str:
+    """`3 blocks x 32 KiB`, or, where tokens are cut, `40 tokens, 3 blocks -> 2 blocks`."""
+    tables = plan.tables
+    if tables is None or tables.num_tokens is None:
+        if tables is None or len(tables.src) == len(tables.dst) or plan.kind == "C2B":
+            return f"{plural(_num_rows(plan), plan.dst.row)} x {nbytes_text(plan.dst.stride)}"
+    tokens = "" if tables.num_tokens is None else f"{plural(tables.num_tokens, 'token')}, "
+    return (
+        f"{tokens}{plural(len(tables.src), plan.src.row)} -> "
+        f"{plural(len(tables.dst), plan.dst.row)}"
+    )
+
+
+def _transposed(plan: Plan) -> str:
+    """What it costs that rows lie differently: how many runs make up a row."""
+    segments = plan.segments
+    if not segments.repeats:
+        return ""
+    runs = int(segments.runs().max())
+    index = int(segments.runs().argmax())
+    nbytes = int(segments.nbytes[index])
+    same = plan.src.layout == plan.dst.layout
+    word = "cut by head or token" if same else "transposing"
+    return f"{word}: {plural(runs, 'run')} of {nbytes_text(nbytes)} a {plan.dst.row}"
 
 
 def _rows(plan: Plan, limit: int | None) -> list[_Row]:
     rows: list[_Row] = []
     before: tuple[int, int] | None = None
+    runs = plan.segments.runs()
+    _, dst_ends = plan.segments.ends()
     for index, (src, dst, nbytes) in enumerate(islice(plan.segments, limit)):
         src_rows, dst_rows = plan.rows(index)
         slices = -(-nbytes // min(plan.src.stride, plan.dst.stride))
@@ -103,7 +148,7 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
                 )
                 if end + 1 != start
             ]
-            if before
+            if before and not plan.segments.repeats
             else []
         )
         why = f"not adjacent ({', '.join(breaks)})" if breaks else ""
@@ -114,52 +159,69 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
                 nbytes,
                 slices,
                 why,
+                int(runs[index]),
+                spans_text("token", tokens_of(plan, dst, int(dst_ends[index]) - 1)),
             )
         )
         before = src + nbytes, dst + nbytes
     return rows
 
 
-def _tree(plan: Plan, limit: int | None) -> list[str]:
+def _segment_lines(plan: Plan, limit: int | None) -> list[str]:
+    """A line for each segment: rows, size, tokens, and why it is not part of the one before."""
     rows = _rows(plan, limit)
     src_width, dst_width = max(len(row.src) for row in rows), max(len(row.dst) for row in rows)
-    segments = []
+    lines = []
     for row in rows:
         note = f"merged {row.slices}" if row.slices > 1 else ""
         if row.why_alone:
             note = f"{note or 'alone'}: {row.why_alone}"
         size = nbytes_text(row.nbytes)
-        segments.append(
-            f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<8} {note}".rstrip()
-        )
+        if row.runs > 1:
+            size = f"{row.runs} x {size}"
+        tokens = f"  {row.tokens}" if row.tokens else ""
+        text = f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<8} {note}"
+        lines.append(text.rstrip() + tokens)
     if hidden := len(plan.segments) - len(rows):
-        segments.append(f"... {plural(hidden, 'more segment')}")
+        lines.append(f"... {plural(hidden, 'more segment')}")
+    return lines
 
-    lines: list[str] = []
-    num_layers, position = len(plan.src_layers), 0
-    for number in range(num_layers if limit is None else min(limit, num_layers)):
-        layer = plan.layer(number)
-        branch, trunk = ("`--", "    ") if number == num_layers - 1 else ("|--", "|   ")
-        descriptors = len(layer.tensors) * len(plan.segments)
-        lines.append(
-            f"{branch} layer {layer.src_layer} -> {layer.dst_layer}   "
-            f"desc [{position}:{position + descriptors})   "
-            f"{nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)}"
+
+def _tree(plan: Plan, limit: int | None) -> list[str]:
+    """The first layer in full, and one line for the others, which are like it."""
+    segments = _segment_lines(plan, limit)
+    num_layers, per_layer = len(plan.src_layers), plan.segments.num_runs
+    layer = plan.layer(0)
+    descriptors = len(layer.tensors) * per_layer
+    branch, trunk = ("`--", "    ") if num_layers == 1 else ("|--", "|   ")
+    lines = [
+        f"{branch} layer {layer.src_layer} -> {layer.dst_layer}   desc [0:{descriptors})   "
+        f"{nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)}"
+    ]
+    for index, (src, dst) in enumerate(layer.tensors[:limit]):
+        last = index == len(layer.tensors) - 1
+        kv = kv_of(plan, dst, 0, 0) if "kv" in plan.split or plan.tensors_per_layer == 2 else ""
+        name = f"{'`--' if last else '|--'} tensor {src} -> {dst}{' ' + kv if kv else ''}"
+        if index:
+            lines.append(f"{trunk}{name}   same {plan.dst.row}s")
+            continue
+        lines.append(f"{trunk}{name}   {segments[0]}")
+        under = (" " if last else "|").ljust(len(name))
+        lines.extend(f"{trunk}{under}   {text}" for text in segments[1:])
+    if limit is not None and (hidden := len(layer.tensors) - limit) > 0:
+        lines.append(f"{trunk}`-- ... {plural(hidden, 'more tensor')}, same {plan.dst.row}s")
+    if num_layers > 1:
+        src_layers, dst_layers = plan.src_layers[1:], plan.dst_layers[1:]
+        word = "layer" if num_layers == 2 else "layers"
+        names = " -> ".join(
+            f"{it[0]}" if num_layers == 2 else f"{it[0]}..{it[-1]}"
+            for it in (src_layers, dst_layers)
         )
-        position += descriptors
-        for index, (src, dst) in enumerate(layer.tensors[:limit]):
-            last = index == len(layer.tensors) - 1
-            name = f"{'`--' if last else '|--'} tensor {src} -> {dst}"
-            if number or index:
-                lines.append(f"{trunk}{name}   same {plan.dst.row}s")
-                continue
-            lines.append(f"{trunk}{name}   {segments[0]}")
-            under = (" " if last else "|").ljust(len(name))
-            lines.extend(f"{trunk}{under}   {text}" for text in segments[1:])
-        if limit is not None and (hidden := len(layer.tensors) - limit) > 0:
-            lines.append(f"{trunk}`-- ... {plural(hidden, 'more tensor')}, same {plan.dst.row}s")
-    if limit is not None and (hidden := num_layers - limit) > 0:
-        lines.append(f"`-- ... {plural(hidden, 'more layer')}, same {plan.dst.row}s")
+        rest = (plan.num_tensor_pairs - len(layer.tensors)) * plan.nbytes_per_tensor
+        lines.append(
+            f"`-- {word} {names}   desc [{descriptors}:{plan.num_descriptors})   "
+            f"{nbytes_text(rest)}   same {plan.dst.row}s"
+        )
     return lines
 
 
@@ -168,24 +230,26 @@ def _table(plan: Plan, limit: int | None) -> list[str]:
     heads = sides if plan.local == "both" else ("local", "remote")
     table = [("#", "layer", "tensor", f"{plan.dst.row}s", *heads, "nbytes")]
     shown = plan.num_descriptors if limit is None else min(limit, plan.num_descriptors)
-    rows = _rows(plan, min(shown, len(plan.segments)))
     for index in range(shown):
         origin = plan.origin(index)
-        segment = index % len(plan.segments)
-        row = rows[segment]
+        src, dst, nbytes = plan.run(index % plan.segments.num_runs)
+        rows = (
+            place(origin.src_rows, src, plan.src.stride),
+            place(origin.dst_rows, dst, plan.dst.stride),
+        )
         places = {
-            "src": f"t{origin.src_tensor}+{int(plan.segments.src_offsets[segment]):#x}",
-            "dst": f"t{origin.dst_tensor}+{int(plan.segments.dst_offsets[segment]):#x}",
+            "src": f"t{origin.src_tensor}+{src:#x}",
+            "dst": f"t{origin.dst_tensor}+{dst:#x}",
         }
         table.append(
             (
                 str(index),
                 f"{origin.src_layer}>{origin.dst_layer}",
                 f"{origin.src_tensor}>{origin.dst_tensor}",
-                f"{row.src}>{row.dst}",
+                ">".join(rows),
                 places[sides[0]],
                 places[sides[1]],
-                str(row.nbytes),
+                str(nbytes),
             )
         )
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]

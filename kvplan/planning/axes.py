@@ -305,5 +305,5 @@ def _innermost(side: Side) -> tuple[str, int]:
 
 
 def _kv_level(levels: list[_Level], source: Side, target: Side) -> _Level | None:
-    kv = _Level(2, source.stride_of("kv"), target.stride_of("kv"))
-    return kv if kv in levels else None
+    kv = _Level(source.extent("kv"), source.stride_of("kv"), target.stride_of("kv"))
+    return kv if kv.count > 1 and kv in levels else None

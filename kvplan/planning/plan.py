@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from kvplan.inspection.contents import heads_of, kv_of, spans_text, tokens_of
 from kvplan.inspection.cost import cost_of
 from kvplan.inspection.diff import diff
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
@@ -52,7 +53,13 @@ class LayerPair(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a descriptor came from: layers, tensors, and first and last row on each side."""
+    """Where a descriptor came from: layers, tensors, and first and last row on each side.
+
+    Attributes:
+        kv: "K", "V" or "K+V"; empty where the layout does not say.
+        heads: first and last KV head of the model; None where there is no such axis.
+        tokens: tokens of the request, as (first, last) each; empty where the plan does not know.
+    """
 
     src_layer: int
     dst_layer: int
@@ -62,13 +69,24 @@ class Origin(NamedTuple):
     dst_rows: tuple[int, int]
     src_row: str
     dst_row: str
+    kv: str = ""
+    heads: tuple[int, int] | None = None
+    tokens: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         src, dst = (span(rows) for rows in (self.src_rows, self.dst_rows))
         words = self.src_row if self.src_row == self.dst_row else f"{self.src_row}>{self.dst_row}"
-        return (
-            f"layer {self.src_layer}>{self.dst_layer} tensor {self.src_tensor}>{self.dst_tensor} "
-            f"{words} {src}>{dst}"
+        held = [
+            self.kv,
+            spans_text("head", [self.heads] if self.heads else []),
+            spans_text("token", [*self.tokens]),
+        ]
+        return " ".join(
+            [
+                f"layer {self.src_layer}>{self.dst_layer} tensor {self.src_tensor}>"
+                f"{self.dst_tensor} {words} {src}>{dst}",
+                *filter(None, held),
+            ]
         )
 
 
@@ -183,28 +201,41 @@ class Plan:
         """
         check_index("descriptor", descriptor, self.num_descriptors)
         pair, run = divmod(descriptor, self.segments.num_runs)
-        src_rows, dst_rows = self.rows(self.segment_of(run))
+        src, dst, nbytes = self.run(run)
+        last = dst + nbytes - 1
+        view = self.dst_tensors[pair]
         return Origin(
             self.src_layers[pair // self.tensors_per_layer],
             self.dst_layers[pair // self.tensors_per_layer],
             self.src_tensors[pair],
-            self.dst_tensors[pair],
-            src_rows,
-            dst_rows,
+            view,
+            self.src.rows(src, nbytes),
+            self.dst.rows(dst, nbytes),
             self.src.row,
             self.dst.row,
+            kv_of(self, view, dst, last),
+            heads_of(self, dst, last),
+            tuple(tokens_of(self, dst, last)),
         )
+
+    def run(self, index: int) -> tuple[int, int, int]:
+        """The run at this position of a tensor pair: src offset, dst offset, nbytes."""
+        segments = self.segments
+        segment, inside = index, 0
+        if segments.repeats:
+            before = np.cumsum(segments.runs())
+            segment = int(np.searchsorted(before, index, side="right"))
+            inside = index - (int(before[segment - 1]) if segment else 0)
+        src, dst, nbytes = (int(getattr(segments, name)[segment]) for name in Segments.columns())
+        for counts, src_stride, dst_stride in reversed(segments.repeats):
+            inside, step = divmod(inside, int(counts[segment]))
+            src, dst = src + step * src_stride, dst + step * dst_stride
+        return src, dst, nbytes
 
     def rows(self, segment: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """First and last row of a segment, on the src and on the dst side."""
         src, dst, nbytes = (int(getattr(self.segments, c)[segment]) for c in Segments.columns())
         return self.src.rows(src, nbytes), self.dst.rows(dst, nbytes)
-
-    def segment_of(self, run: int) -> int:
-        """Which segment the run at this position of a tensor pair belongs to."""
-        if not self.segments.repeats:
-            return run
-        return int(np.searchsorted(np.cumsum(self.segments.runs()), run, side="right"))
 
     def explain(
         self,

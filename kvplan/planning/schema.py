@@ -5,16 +5,19 @@ Contract 1: every byte in bounds on both sides, no destination byte written twic
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any, cast, get_args
 
 import numpy as np
 
-from kvplan.planning.side import Side
+from kvplan.layout import CacheLayout, Shard
+from kvplan.planning.axes import BlockTables
 from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
-from kvplan.planning.segments import Coalesce, Column, Segments, first_overlap
+from kvplan.planning.segments import Coalesce, Segments, first_overlap
+from kvplan.planning.side import Side
 from kvplan.status import invalid
-from kvplan.types import Placement
+from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import INT64_MAX, UINT32_MAX, check_type, check_width, shown
 
 KINDS: dict[Operation, tuple[Kind, ...]] = {
@@ -28,8 +31,13 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
 }
 
 
+MAX_RUNS = 2**26
+"""Runs of a tensor that a document may have: they are compared with one another."""
+
+
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return `plan` as values that `json.dumps` takes."""
+    tables = plan.tables
     return {
         "schema_version": SCHEMA_VERSION,
         "operation": plan.operation,
@@ -39,9 +47,17 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "src_tensors": [plan.src_tensors.start, plan.src_tensors.stop],
         "dst_tensors": [plan.dst_tensors.start, plan.dst_tensors.stop],
         "tensors_per_layer": plan.tensors_per_layer,
-        "segments": {name: getattr(plan.segments, name).tolist() for name in Segments.columns()},
+        "segments": {
+            **{name: getattr(plan.segments, name).tolist() for name in Segments.columns()},
+            "repeats": [[it.counts.tolist(), *it[1:]] for it in plan.segments.repeats],
+        },
         "num_slices": plan.num_slices,
         "coalesce": plan.coalesce.value,
+        "split": [*plan.split],
+        "reinterpret": plan.reinterpret,
+        "tables": None
+        if tables is None
+        else {**tables._asdict(), "src": tables.src.tolist(), "dst": tables.dst.tolist()},
     }
 
 
@@ -58,10 +74,16 @@ def from_dict(document: dict[str, Any]) -> Plan:
 def _parse(document: Any) -> Plan:
     # The version first: another one may have other fields.
     version = check_type("document", document, dict).get("schema_version")
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version={shown(version)} must be {SCHEMA_VERSION}")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        raise ValueError(f"schema_version={shown(version)} must be 1 or {SCHEMA_VERSION}")
+    if version == 1:
+        document = _from_version_1(document)
     _check_fields("document", document, {"schema_version", *(f.name for f in fields(Plan))})
-    columns = _check_fields("segments", document["segments"], set(Segments.columns()))
+    columns = _check_fields("segments", document["segments"], {*Segments.columns(), "repeats"})
+    repeats = check_type("repeats", columns["repeats"], list)
+    for level, it in enumerate(repeats):
+        if len(check_type(f"repeats[{level}]", it, list)) != 3:
+            raise ValueError(f"repeats[{level}]={shown(it)} must be [counts, src_stride, dst_stride]")
     return Plan(
         operation=_one_of("operation", document["operation"], get_args(Operation)),
         kind=_one_of("kind", document["kind"], get_args(Kind)),
@@ -70,23 +92,63 @@ def _parse(document: Any) -> Plan:
         src_tensors=_range("src_tensors", document["src_tensors"]),
         dst_tensors=_range("dst_tensors", document["dst_tensors"]),
         tensors_per_layer=_positive("tensors_per_layer", document["tensors_per_layer"]),
-        segments=Segments(*(_integers(name, columns[name]) for name in Segments.columns())),
+        segments=Segments(
+            *(_integers(name, columns[name]) for name in Segments.columns()),
+            [(_integers(f"repeats[{i}]", it[0]), *it[1:]) for i, it in enumerate(repeats)],
+        ),
         num_slices=_positive("num_slices", document["num_slices"]),
         coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
+        split=tuple(
+            _one_of("split", it, ("layer", "kv"))
+            for it in check_type("split", document["split"], list)
+        ),
+        reinterpret=check_type("reinterpret", document["reinterpret"], bool),
+        tables=_tables(document["tables"]),
     )
 
 
+def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
+    """What version 1 did not know: rows were opaque, of tensors that lie in one piece."""
+    document = {"split": [], "reinterpret": False, "tables": None} | document
+    for name, more in (
+        ("segments", {"repeats": []}),
+        *((side, dict.fromkeys(_MEANING) | {"shape": []}) for side in ("src", "dst")),
+    ):
+        if isinstance(document.get(name), dict):
+            if unknown := document[name].keys() & more:
+                raise ValueError(f"{name}: schema_version=1 has no fields {sorted(unknown)}")
+            document[name] = document[name] | more
+    return document
+
+
+_MEANING = ("data_type", "shape", "layout", "label", "shard")
 _SIDE_FIELDS = {it.name for it in fields(Side)} - {"way"}
 
 
 def _side_to_dict(side: Side) -> dict[str, Any]:
     values = {name: getattr(side, name) for name in _SIDE_FIELDS}
-    return values | {"placement": side.placement.name}
+    shard = side.shard
+    return values | {
+        "placement": side.placement.name,
+        "data_type": None if side.data_type is None else side.data_type.name,
+        "shape": [*side.shape],
+        "layout": None if side.layout is None else str(side.layout),
+        "shard": None
+        if shard is None
+        else {
+            "layers": None if shard.layers is None else [shard.layers.start, shard.layers.stop],
+            "heads": None if shard.heads is None else [shard.heads.start, shard.heads.stop],
+            "num_layers": shard.num_layers,
+            "num_heads": shard.num_heads,
+        },
+    }
 
 
 def _side_from_dict(name: str, document: Any) -> Side:
     _check_fields(name, document, _SIDE_FIELDS)
-    return Side(
+    data_type, layout, label = (document[it] for it in ("data_type", "layout", "label"))
+    shape = tuple(_integers(f"{name}.shape", document["shape"]))
+    side = Side(
         num_tensors=_positive(f"{name}.num_tensors", document["num_tensors"]),
         count=_positive(f"{name}.count", document["count"]),
         stride=_positive(f"{name}.stride", document["stride"]),
@@ -94,7 +156,70 @@ def _side_from_dict(name: str, document: Any) -> Side:
         placement=Placement[
             _one_of(f"{name}.placement", document["placement"], tuple(Placement.__members__))
         ],
+        data_type=None
+        if data_type is None
+        else DataType[_one_of(f"{name}.data_type", data_type, tuple(DataType.__members__))],
+        shape=shape,
+        layout=None if layout is None else CacheLayout(check_type(f"{name}.layout", layout, str)),
+        label=None if label is None else check_type(f"{name}.label", label, str),
+        shard=_shard(f"{name}.shard", document["shard"]),
         name=check_type(f"{name}.name", document["name"], str),
+    )
+    _check_side(name, side)
+    return side
+
+
+def _check_side(name: str, side: Side) -> None:
+    """Refuse a side that no CacheDesc describes."""
+    if side.data_type is None:
+        if side.shape or side.layout or side.label is not None or side.shard:
+            raise ValueError(f"{name}: data_type=None, and so shape must be [], the others None")
+        return
+    at = 0
+    if side.layout is None and side.count in side.shape:
+        at = side.shape.index(side.count)
+    desc = CacheDesc(
+        side.num_tensors,
+        side.shape,
+        side.data_type,
+        side.placement,
+        at,
+        kv_tensor_format=side.label if side.layout is None else str(side.layout),
+        shard=side.shard,
+    )
+    if (desc.batch_size, desc.stride, desc.layout) != (side.count, side.stride, side.layout):
+        raise ValueError(
+            f"{name}: count={side.count} and stride={side.stride} must be {desc.batch_size} and "
+            f"{desc.stride}, those of shape={side.shape}"
+        )
+
+
+def _shard(name: str, document: Any) -> Shard | None:
+    if document is None:
+        return None
+    _check_fields(name, document, {it.name for it in fields(Shard)})
+    return Shard(
+        *(
+            None if document[it] is None else _range(f"{name}.{it}", document[it])
+            for it in ("layers", "heads")
+        ),
+        document["num_layers"],
+        document["num_heads"],
+    )
+
+
+def _tables(document: Any) -> BlockTables | None:
+    if document is None:
+        return None
+    _check_fields("tables", document, {*BlockTables._fields})
+    src, dst = (np.array(_integers(f"tables.{it}", document[it]), np.int64) for it in ("src", "dst"))
+    src_token, dst_token, num_tokens = (document[it] for it in BlockTables._fields[2:])
+    return BlockTables(
+        src,
+        dst,
+        check_width("tables.src_token", src_token, 0, INT64_MAX),
+        check_width("tables.dst_token", dst_token, 0, INT64_MAX),
+        None if num_tokens is None else _positive("tables.num_tokens", num_tokens),
     )
 
 
@@ -134,54 +259,98 @@ def check_invariants(plan: Plan) -> None:
     segments, t = plan.segments, plan.tensors_per_layer
     if len(segments) == 0 or not segments.nbytes.all():
         raise invalid("segments: a plan has at least one, and none of 0 bytes")
-    least = len(segments)
-    if plan.num_slices < least or (plan.coalesce is Coalesce.NONE and plan.num_slices != least):
-        raise invalid(
-            f"num_slices={plan.num_slices} of {least} segments, coalesce={plan.coalesce}: slices "
-            "are merged, never cut"
-        )
     letters = "2".join("B" if side.paged else "C" for side in (plan.src, plan.dst))
     if plan.kind != letters or plan.kind not in KINDS[plan.operation]:
         raise invalid(
             f"kind={plan.kind} of operation={plan.operation} between {plan.src.row}s and "
             f"{plan.dst.row}s must be {letters} and one of {KINDS[plan.operation]}"
         )
-    for name, side, offsets, tensors in (
-        ("src", plan.src, segments.src_offsets, plan.src_tensors),
-        ("dst", plan.dst, segments.dst_offsets, plan.dst_tensors),
+    for name, side, tensors in (
+        ("src", plan.src, plan.src_tensors),
+        ("dst", plan.dst, plan.dst_tensors),
     ):
         if not 1 <= side.tensor_nbytes <= INT64_MAX or not 1 <= side.num_tensors <= UINT32_MAX:
             raise invalid(
                 f"{name}: {side.num_tensors} tensors of {side.tensor_nbytes} bytes are out of "
                 f"range [1, {UINT32_MAX}] and [1, {INT64_MAX}]"
             )
-        _check_bounds(name, side, offsets, segments.nbytes)
-        if not tensors or tensors.step != 1 or tensors.start < 0 or tensors.stop > side.num_tensors:
+        _check_bounds(name, side, plan)
+        views = side.num_views(plan.split)
+        if not tensors or tensors.step != 1 or tensors.start < 0 or tensors.stop > views:
             raise invalid(
-                f"{name}_tensors={tensors} must be a non-empty range of step 1 in "
-                f"[0, {side.num_tensors})"
+                f"{name}_tensors={tensors} must be a non-empty range of step 1 in [0, {views})"
             )
-        if tensors.start % t or (tensors.stop % t and tensors.stop != side.num_tensors):
+        if tensors.start % t or (tensors.stop % t and tensors.stop != views):
             raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
+        if plan.split and (views % t or t % (side.extent("kv") if "kv" in plan.split else 1)):
+            raise invalid(
+                f"tensors_per_layer={t} of {views} views, split={plan.split}: they are not layers"
+            )
     if len(plan.src_tensors) != len(plan.dst_tensors):
         raise invalid(
             f"src_tensors={plan.src_tensors} and dst_tensors={plan.dst_tensors} must be of equal "
             "length"
         )
-    if (overlap := first_overlap(segments.dst_offsets, segments.nbytes)) is not None:
+    least = segments.num_runs
+    if plan.num_slices < least or (plan.coalesce is Coalesce.NONE and plan.num_slices != least):
         raise invalid(
-            f"segments {overlap[0]} and {overlap[1]} write the same destination bytes, from "
-            f"dst offset {int(segments.dst_offsets[overlap[1]])}"
+            f"num_slices={plan.num_slices} of {least} runs, coalesce={plan.coalesce}: slices "
+            "are merged, never cut"
         )
+    _check_written_once(plan)
 
 
-def _check_bounds(name: str, side: Side, offsets: Column, nbytes: Column) -> None:
-    limit = np.uint64(side.tensor_nbytes)
+def _check_bounds(name: str, side: Side, plan: Plan) -> None:
+    """Refuse a run that ends outside of a tensor, and more runs than can be compared."""
+    segments, limit = plan.segments, np.uint64(side.tensor_nbytes)
+    last_view = np.uint64(
+        sum((side.extent(it) - 1) * side.stride_of(it) for it in plan.split)
+    )
+    ends = getattr(segments, f"{name}_offsets").copy()
+    outside = ends > limit
     # Written so that no sum can wrap around.
-    outside = np.flatnonzero((nbytes > limit) | (offsets > limit - np.minimum(nbytes, limit)))
-    if len(outside):
-        i = int(outside[0])
+    spans = [last_view + np.zeros_like(ends), segments.nbytes]
+    for level, (counts, *strides) in enumerate(segments.repeats):
+        stride = np.uint64(strides[name == "dst"])
+        if not counts.all():
+            raise invalid(f"repeats[{level}]: every count must be at least 1")
+        steps = counts - np.uint64(1)
+        too_far = (steps > limit // stride) if stride else np.zeros_like(outside)
+        outside |= too_far
+        spans.append(np.where(too_far, 0, steps) * stride)
+    for span in spans:
+        outside |= (span > limit) | (ends > limit - np.minimum(span, limit))
+        ends = np.minimum(ends, limit) + np.minimum(span, limit)
+    if bool(outside.any()):
+        i = int(np.flatnonzero(outside)[0])
+        offset, nbytes = (int(getattr(segments, it)[i]) for it in (f"{name}_offsets", "nbytes"))
         raise invalid(
-            f"segment {i}: {name} bytes [{int(offsets[i])}, {int(offsets[i]) + int(nbytes[i])}) "
-            f"are outside the tensor's [0, {side.tensor_nbytes})"
+            f"segment {i}: {name} bytes [{offset}, {offset + nbytes})"
+            f"{', repeated or of another view,' if segments.repeats or plan.split else ''} are "
+            f"outside the tensor's [0, {side.tensor_nbytes})"
+        )
+    runs = 0
+    for counts in zip(*(it.counts.tolist() for it in segments.repeats), strict=True):
+        runs += math.prod(counts)
+    if runs > MAX_RUNS:
+        raise invalid(f"repeats: {runs} runs are more than the {MAX_RUNS} that a document may have")
+
+
+def _check_written_once(plan: Plan) -> None:
+    """Refuse two runs that write one byte, of one view or of two views of a tensor."""
+    runs = plan.segments.expanded()
+    starts = runs.dst_offsets
+    nbytes = runs.nbytes
+    within = math.prod(plan.dst.extent(axis) for axis in plan.split)
+    if within > 1:
+        if len(starts) * within > MAX_RUNS:
+            raise invalid(f"segments: {len(starts) * within} runs of a tensor are too many")
+        starts = (plan.dst.view_starts(plan.split)[:, None] + starts).ravel()
+        nbytes = np.tile(nbytes, within)
+    if (overlap := first_overlap(starts, nbytes)) is not None:
+        first, second = (it % len(runs) for it in overlap)
+        word = "segments" if len(runs) == len(plan.segments) else "runs"
+        raise invalid(
+            f"{word} {first} and {second} write the same destination bytes, from dst offset "
+            f"{int(runs.dst_offsets[second])}"
         )
