@@ -10,11 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, TransportCost
+from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import (
     Coalesce,
     Plan,
     plan_copy_blocks,
     plan_copy_cache,
+    plan_gather,
     plan_pull_blocks,
     plan_pull_cache,
     plan_push_blocks,
@@ -73,6 +75,7 @@ __all__ = [
     "CacheIndex",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "CacheLayout",
     "ClusterInfo",
     "Coalesce",
     "CostLine",
@@ -100,12 +103,14 @@ __all__ = [
     "PoolConfig",
     "RegisterMemStatus",
     "RemoteCache",
+    "Shard",
     "TransferTask",
     "Transfers",
     "TransportCost",
     "execute",
     "plan_copy_blocks",
     "plan_copy_cache",
+    "plan_gather",
     "plan_pull_blocks",
     "plan_pull_cache",
     "plan_push_blocks",

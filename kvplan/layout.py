@@ -141,9 +141,7 @@ class Shard:
             if total is None:
                 raise invalid(f"{name}={part} needs {total_name}, how many the model has")
             if part.step != 1 or not part or part.start < 0 or part.stop > total:
-                raise invalid(
-                    f"{name}={part} must be a non-empty range of step 1 in [0, {total})"
-                )
+                raise invalid(f"{name}={part} must be a non-empty range of step 1 in [0, {total})")
 
     def __str__(self) -> str:
         words = [

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -97,6 +97,13 @@ class Unlinked(_Body, frozen=True):
     """Reply to Unlink: the link is torn down on this side."""
 
 
+class ShardEntry(_Message, frozen=True):
+    """Which part of the model's cache a cache is: [first, one past the last), and of how many."""
+
+    layers: tuple[Uint32, Uint32, Uint32] | None
+    heads: tuple[Uint32, Uint32, Uint32] | None
+
+
 class TableEntry(_Message, frozen=True):
     """A cache that a peer may reach; `metadata` is the link's transport's, for its memory."""
 
@@ -108,6 +115,7 @@ class TableEntry(_Message, frozen=True):
     batch_dim_index: Annotated[int, Meta(ge=0, lt=32)]
     seq_len_dim_index: Annotated[int, Meta(ge=-1, lt=32)]
     kv_tensor_format: Name | None
+    shard: ShardEntry | None
     paged: bool
     model_id_of_blocks_key: Natural | None
     addresses: Annotated[tuple[Natural, ...], Meta(max_length=65536)]

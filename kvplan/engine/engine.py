@@ -20,6 +20,7 @@ from kvplan.engine.completion import CompletionThread
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
+from kvplan.engine.telemetry import logger
 from kvplan.execution import default_transfers
 from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
@@ -30,8 +31,10 @@ from kvplan.validation import UINT64_MAX, check_width, shown
 if TYPE_CHECKING:
     from kvplan.engine.entry import CacheEntry
     from kvplan.engine.options import Options
+    from kvplan.engine.runner import Operation
     from kvplan.engine.telemetry import Metrics
     from kvplan.execution import Transfers
+    from kvplan.planning import Plan
     from kvplan.types import LlmRole
 
 _STOPPED_S = 1.0  # by then a transfer that was cancelled has stopped
@@ -59,6 +62,9 @@ class Engine:
         self.transfers = (transfers or default_transfers()).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
+        # Whether caches that say different things are copied as bytes, with a warning.
+        self.reinterpret = options.unlike_caches == "warn"
+        self._reinterpreted: set[tuple[object, ...]] = set()
         self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
         self._listen_at = ""
         self.in_flight = InFlight()
@@ -140,6 +146,20 @@ class Engine:
         else:
             self.links.stop_listening()
         self._listen_at = address
+
+    def warn_reinterpret(self, operation: Operation, plan: Plan) -> None:
+        """Log that bytes are copied between caches that differ; once for each pair."""
+        pair = (operation.cache_id, operation.cluster_id, plan.src.meaning, plan.dst.meaning)
+        if pair in self._reinterpreted:
+            return
+        self._reinterpreted.add(pair)
+        logger.warning(
+            "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "
+            "(kvplan.unlike_caches=refuse would refuse it); this pair is not mentioned again",
+            operation.name,
+            plan.src,
+            plan.dst,
+        )
 
     def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
         """See `remap_registered_memory`."""

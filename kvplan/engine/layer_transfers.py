@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.engine.transfers import has_blocks
-from kvplan.planning.side import source_tensors
 from kvplan.planning.planner import ALL_LAYERS, plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.planning.side import source_tensors
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex
 from kvplan.validation import shown
@@ -35,6 +35,7 @@ class LayerOperations(OperationRunner):
         dst_blocks: Blocks | None = None,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> LayerTask:
         """Begin a push of which nothing moves until a layer of its task is made ready.
 
@@ -51,6 +52,7 @@ class LayerOperations(OperationRunner):
             dst_blocks: remote blocks.
             ext_param: the layers.
             coalesce: how slices become segments.
+            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
 
         Returns:
             The task: `ready(layer)` submits a source layer, `wait()` ends when all have arrived.
@@ -67,7 +69,15 @@ class LayerOperations(OperationRunner):
         """
         with Operation(self._running(), "push_layers") as operation:
             prepared = _push_layers(
-                operation, src, dst, src_batch_index, src_blocks, dst_blocks, ext_param, coalesce
+                operation,
+                src,
+                dst,
+                src_batch_index,
+                src_blocks,
+                dst_blocks,
+                ext_param,
+                coalesce,
+                reinterpret,
             )
             return self._layer(operation, prepared)
 
@@ -81,11 +91,20 @@ class LayerOperations(OperationRunner):
         dst_blocks: Blocks | None = None,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> Plan:
         """Plan `push_layers` with the peer's own description; nothing moves."""
         operation = Operation(self._running(), "push_layers")
         return _push_layers(
-            operation, src, dst, src_batch_index, src_blocks, dst_blocks, ext_param, coalesce
+            operation,
+            src,
+            dst,
+            src_batch_index,
+            src_blocks,
+            dst_blocks,
+            ext_param,
+            coalesce,
+            reinterpret,
         )[0]
 
 
@@ -98,12 +117,22 @@ def _push_layers(
     dst_blocks: Blocks | None,
     ext_param: KvCacheExtParam,
     coalesce: Coalesce | bool,
+    reinterpret: bool,
 ) -> Prepared:
     """A local slot into a remote one or into remote blocks, or local blocks into remote ones."""
     from_blocks, to_blocks = has_blocks(src_blocks), dst_blocks is not None
     if from_blocks and not to_blocks:
         raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
     source, ours = operation.own("src", src, paged=from_blocks, table="src_blocks")
+    if (
+        ext_param.tensor_num_per_layer is None
+        and source.said_tensors_per_layer("src", None) is None
+    ):
+        raise invalid(
+            f"tensor_num_per_layer=None of a cache without a layout, {source}: layers become ready "
+            "one by one, so how many tensors are one must be said (2: K and V), here or by the "
+            "layout or the shard of the cache"
+        )
     slot: int | None = None
     target: Side
     if isinstance(dst, PeerTensors):
@@ -122,6 +151,8 @@ def _push_layers(
             dst_batch_index=slot,
             ext_param=ext_param,
             coalesce=coalesce,
+            reinterpret=reinterpret or operation.engine.reinterpret,
+            by_layer=True,
         )
     else:
         plan = plan_push_blocks(
@@ -132,6 +163,8 @@ def _push_layers(
             src_batch_index=src_batch_index,
             ext_param=ext_param,
             coalesce=coalesce,
+            reinterpret=reinterpret or operation.engine.reinterpret,
+            by_layer=True,
         )
     return plan, ours, theirs
 

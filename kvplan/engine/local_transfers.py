@@ -42,6 +42,7 @@ class LocalOperations(OperationRunner):
         *,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> None:
         """Copy a slot into another, of one cache or two, wherever they are placed.
 
@@ -52,11 +53,20 @@ class LocalOperations(OperationRunner):
             size: bytes to copy; -1: the rest of the source row.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
+            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
         """
         with Operation(self._running(), "copy_cache") as operation:
             while not operation.done:
                 prepared = _copy_cache(
-                    operation, src, dst, src_batch_index, dst_batch_index, offset, size, coalesce
+                    operation,
+                    src,
+                    dst,
+                    src_batch_index,
+                    dst_batch_index,
+                    offset,
+                    size,
+                    coalesce,
+                    reinterpret,
                 )
                 self._execute(operation, prepared, timeout_ms)
 
@@ -70,11 +80,20 @@ class LocalOperations(OperationRunner):
         size: int = -1,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> Plan:
         """Plan `copy_cache`; nothing moves."""
         operation = Operation(self._running(), "copy_cache")
         return _copy_cache(
-            operation, src, dst, src_batch_index, dst_batch_index, offset, size, coalesce
+            operation,
+            src,
+            dst,
+            src_batch_index,
+            dst_batch_index,
+            offset,
+            size,
+            coalesce,
+            reinterpret,
         )[0]
 
     def submit_copy_cache(
@@ -87,11 +106,20 @@ class LocalOperations(OperationRunner):
         size: int = -1,
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> TransferTask:
         """Begin `copy_cache` and return its task."""
         with Operation(self._running(), "copy_cache") as operation:
             prepared = _copy_cache(
-                operation, src, dst, src_batch_index, dst_batch_index, offset, size, coalesce
+                operation,
+                src,
+                dst,
+                src_batch_index,
+                dst_batch_index,
+                offset,
+                size,
+                coalesce,
+                reinterpret,
             )
             return self._submit(operation, prepared)
 
@@ -151,6 +179,7 @@ class LocalOperations(OperationRunner):
         *,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> None:
         """Copy blocks from a host cache to a device cache (in), or the other way round (out).
 
@@ -159,10 +188,11 @@ class LocalOperations(OperationRunner):
             src_to_dst: source block -> destination block.
             timeout_ms: milliseconds that it may take; None: as long as it takes.
             coalesce: how slices become segments.
+            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
         """
         with Operation(self._running(), "swap_blocks") as operation:
             while not operation.done:
-                prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce)
+                prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)
                 self._execute(operation, prepared, timeout_ms)
 
     def plan_swap_blocks(
@@ -172,10 +202,11 @@ class LocalOperations(OperationRunner):
         src_to_dst: Mapping[int, int],
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> Plan:
         """Plan `swap_blocks`; nothing moves."""
         operation = Operation(self._running(), "swap_blocks")
-        return _swap_blocks(operation, src, dst, src_to_dst, coalesce)[0]
+        return _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)[0]
 
     def submit_swap_blocks(
         self,
@@ -184,10 +215,11 @@ class LocalOperations(OperationRunner):
         src_to_dst: Mapping[int, int],
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> TransferTask:
         """Begin `swap_blocks` and return its task."""
         with Operation(self._running(), "swap_blocks") as operation:
-            prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce)
+            prepared = _swap_blocks(operation, src, dst, src_to_dst, coalesce, reinterpret)
             return self._submit(operation, prepared)
 
 
@@ -200,6 +232,7 @@ def _copy_cache(
     offset: int,
     size: int,
     coalesce: Coalesce | bool,
+    reinterpret: bool,
 ) -> Prepared:
     """A local slot into another."""
     source, src_memory = operation.own("src", src, paged=False)
@@ -212,6 +245,7 @@ def _copy_cache(
         offset=offset,
         size=size,
         coalesce=coalesce,
+        reinterpret=reinterpret or operation.engine.reinterpret,
     )
     return plan, src_memory, dst_memory
 
@@ -234,9 +268,16 @@ def _swap_blocks(
     dst: Cache,
     src_to_dst: Mapping[int, int],
     coalesce: Coalesce | bool,
+    reinterpret: bool,
 ) -> Prepared:
     """Local blocks of a host cache to a device cache, or the other way round."""
     source, src_memory = operation.own("src", src, paged=True)
     target, dst_memory = operation.own("dst", dst, paged=True)
-    plan = plan_swap_blocks(source, target, src_to_dst, coalesce=coalesce)
+    plan = plan_swap_blocks(
+        source,
+        target,
+        src_to_dst,
+        coalesce=coalesce,
+        reinterpret=reinterpret or operation.engine.reinterpret,
+    )
     return plan, src_memory, dst_memory

@@ -174,6 +174,11 @@ def _check_accelerator(name: str, value: object) -> None:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(ACCELERATORS)}")
 
 
+def _check_unlike(name: str, value: object) -> None:
+    if check_type(name, value, str) not in ("refuse", "warn"):
+        raise invalid(f'{name}={shown(value)} must be "refuse" or "warn"')
+
+
 def _check_congestion(name: str, value: object) -> None:
     """Refuse what is surely no name; which there are is the kernel's to say."""
     if not re.fullmatch("[a-z0-9_-]{0,15}", check_type(name, value, str)):
@@ -240,6 +245,7 @@ ROWS: Final = (
     _number("max_tensors", "kvplan.max_tensors", low=1, high=UINT32_MAX),
     _number("comm_port", "kvplan.comm_port", low=0, high=_PORT_MAX),
     _string("comm_dir", "kvplan.comm_dir", optional=True),
+    Row("unlike_caches", ("kvplan.unlike_caches",), _text, _check_unlike),
 )
 """All options that have a field."""
 

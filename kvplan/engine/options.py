@@ -73,6 +73,9 @@ class Options:
         max_tensors: addresses that a registered cache may have.
         comm_port: of the rendezvous of `link`, across hosts.
         comm_dir: of the rendezvous of `link`, on one host; None: the user's runtime directory.
+        unlike_caches: what is done about a transfer between caches whose data types, shapes or
+            layouts cannot match: "refuse" it, or copy the bytes and "warn", once for each pair, as
+            the official surface does.
         other: options of the reference without meaning here, by key, kept as given.
 
     Raises:
@@ -116,6 +119,7 @@ class Options:
     max_tensors: int = 240
     comm_port: int = 26900
     comm_dir: str | None = None
+    unlike_caches: str = "refuse"
     other: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -396,7 +396,7 @@ class OperationRunner:
         """Move what was prepared: it is done then, or `operation` is to be prepared again."""
         plan, src, dst = prepared
         operation.plan = plan
-        if self._hooks:
+        if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         if timeout_ms is None and operation.link is not None:
             timeout_ms = operation.engine.wait_ms
@@ -416,7 +416,7 @@ class OperationRunner:
         """Begin to move what was prepared; `operation` ends with the task."""
         plan, src, dst = prepared
         operation.plan = plan
-        if self._hooks:
+        if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
         task = engine.transfers.submit(plan, src, dst, operation.end)
@@ -428,7 +428,7 @@ class OperationRunner:
         """As `_submit`, and each layer moves when `LayerTask.ready` is called for it."""
         plan, src, dst = prepared
         operation.plan = plan
-        if self._hooks:
+        if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
         task = engine.transfers.layered(plan, src, dst, operation.end, engine.completion.track)
@@ -437,7 +437,9 @@ class OperationRunner:
         return task
 
     def _show(self, operation: Operation, plan: Plan) -> None:
-        """Let the hooks see the plan that is about to be executed."""
+        """Let the hooks see the plan that is about to be executed; warn if it reinterprets."""
+        if plan.reinterpret and operation.engine.reinterpret:
+            operation.engine.warn_reinterpret(operation, plan)
         event = PlanEvent(plan, operation.name, operation.cache_id, operation.cluster_id)
         for hook in tuple(self._hooks.values()):
             hook(event)

@@ -48,10 +48,12 @@ class RemoteOperations(OperationRunner):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
         src_offset: int = 0,
         dst_offset: int = 0,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> None:
         """Pull a slot of a remote cache into a slot of a local one.
 
@@ -65,8 +67,10 @@ class RemoteOperations(OperationRunner):
             size: bytes of a row to pull; -1: all of the local row, from its offset on.
             ext_param: the layers.
             src_offset, dst_offset: bytes into the row at which to begin.
+            num_tokens: tokens of the row that are moved, instead of bytes; None: as `size` says.
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
+            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
         """
         with Operation(self._running(), "pull_cache") as operation:
             while not operation.done:
@@ -79,7 +83,9 @@ class RemoteOperations(OperationRunner):
                     ext_param,
                     src_offset,
                     dst_offset,
+                    num_tokens,
                     coalesce,
+                    reinterpret,
                 )
                 self._execute(operation, prepared, timeout_ms)
 
@@ -91,14 +97,26 @@ class RemoteOperations(OperationRunner):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
         src_offset: int = 0,
         dst_offset: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> Plan:
         """Plan `pull_cache` with the peer's own description; nothing moves, no key is claimed."""
         operation = Operation(self._running(), "pull_cache")
         return _pull_cache(
-            operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset, coalesce
+            operation,
+            src,
+            dst,
+            batch_index,
+            size,
+            ext_param,
+            src_offset,
+            dst_offset,
+            num_tokens,
+            coalesce,
+            reinterpret,
         )[0]
 
     def submit_pull_cache(
@@ -109,14 +127,26 @@ class RemoteOperations(OperationRunner):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
         src_offset: int = 0,
         dst_offset: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
         with Operation(self._running(), "pull_cache") as operation:
             prepared = _pull_cache(
-                operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset, coalesce
+                operation,
+                src,
+                dst,
+                batch_index,
+                size,
+                ext_param,
+                src_offset,
+                dst_offset,
+                num_tokens,
+                coalesce,
+                reinterpret,
             )
             return self._submit(operation, prepared)
 
@@ -128,8 +158,12 @@ class RemoteOperations(OperationRunner):
         dst_blocks: Blocks,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> None:
         """Pull into blocks of a local paged cache, from blocks of a remote one or from a slot.
 
@@ -140,13 +174,27 @@ class RemoteOperations(OperationRunner):
                 cut into chunks of one block; chunk i goes to `dst_blocks[i]`.
             dst_blocks: local blocks.
             ext_param: the layers.
+            num_tokens: tokens of the request that are moved; None: whole blocks. It needs a layout
+                on both sides (`kv_tensor_format`), as does anything that lies differently there.
+            src_token, dst_token: tokens of the block tables to skip, on each side.
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
+            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
         """
         with Operation(self._running(), "pull_blocks", speculative=True) as operation:
             while not operation.done:
                 prepared = _pull_blocks(
-                    operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+                    operation,
+                    src,
+                    dst,
+                    src_blocks,
+                    dst_blocks,
+                    num_tokens,
+                    src_token,
+                    dst_token,
+                    ext_param,
+                    coalesce,
+                    reinterpret,
                 )
                 self._execute(operation, prepared, timeout_ms)
 
@@ -158,11 +206,27 @@ class RemoteOperations(OperationRunner):
         dst_blocks: Blocks,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> Plan:
         """Plan `pull_blocks` with the peer's own description; nothing moves, no key is claimed."""
         operation = Operation(self._running(), "pull_blocks")
-        return _pull_blocks(operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce)[0]
+        return _pull_blocks(
+            operation,
+            src,
+            dst,
+            src_blocks,
+            dst_blocks,
+            num_tokens,
+            src_token,
+            dst_token,
+            ext_param,
+            coalesce,
+            reinterpret,
+        )[0]
 
     def submit_pull_blocks(
         self,
@@ -172,12 +236,26 @@ class RemoteOperations(OperationRunner):
         dst_blocks: Blocks,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> TransferTask:
         """Begin `pull_blocks` and return its task; the key is claimed until the outcome."""
         with Operation(self._running(), "pull_blocks") as operation:
             prepared = _pull_blocks(
-                operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+                operation,
+                src,
+                dst,
+                src_blocks,
+                dst_blocks,
+                num_tokens,
+                src_token,
+                dst_token,
+                ext_param,
+                coalesce,
+                reinterpret,
             )
             return self._submit(operation, prepared)
 
@@ -189,8 +267,10 @@ class RemoteOperations(OperationRunner):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> None:
         """Push a slot of a local cache into a slot of a remote one.
 
@@ -200,13 +280,23 @@ class RemoteOperations(OperationRunner):
             src_batch_index: the local slot.
             size: -1: the whole row; nothing else, as in the reference.
             ext_param: the layers.
+            num_tokens: tokens of the row that are moved, instead of bytes; None: as `size` says.
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
+            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
         """
         with Operation(self._running(), "push_cache") as operation:
             while not operation.done:
                 prepared = _push_cache(
-                    operation, src, dst, src_batch_index, size, ext_param, coalesce
+                    operation,
+                    src,
+                    dst,
+                    src_batch_index,
+                    size,
+                    num_tokens,
+                    ext_param,
+                    coalesce,
+                    reinterpret,
                 )
                 self._execute(operation, prepared, timeout_ms)
 
@@ -218,11 +308,15 @@ class RemoteOperations(OperationRunner):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> Plan:
         """Plan `push_cache` with the peer's own description; nothing moves."""
         operation = Operation(self._running(), "push_cache")
-        return _push_cache(operation, src, dst, src_batch_index, size, ext_param, coalesce)[0]
+        return _push_cache(
+            operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce, reinterpret
+        )[0]
 
     def submit_push_cache(
         self,
@@ -232,11 +326,23 @@ class RemoteOperations(OperationRunner):
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> TransferTask:
         """Begin `push_cache` and return its task."""
         with Operation(self._running(), "push_cache") as operation:
-            prepared = _push_cache(operation, src, dst, src_batch_index, size, ext_param, coalesce)
+            prepared = _push_cache(
+                operation,
+                src,
+                dst,
+                src_batch_index,
+                size,
+                num_tokens,
+                ext_param,
+                coalesce,
+                reinterpret,
+            )
             return self._submit(operation, prepared)
 
     def push_blocks(
@@ -247,8 +353,12 @@ class RemoteOperations(OperationRunner):
         dst_blocks: Blocks,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> None:
         """Push blocks of a local paged cache into blocks of a remote one.
 
@@ -258,13 +368,27 @@ class RemoteOperations(OperationRunner):
             src_blocks: local blocks.
             dst_blocks: remote blocks, one for each of `src_blocks`.
             ext_param: the layers.
+            num_tokens: tokens of the request that are moved; None: whole blocks. It needs a layout
+                on both sides (`kv_tensor_format`), as does anything that lies differently there.
+            src_token, dst_token: tokens of the block tables to skip, on each side.
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
+            reinterpret: copy bytes as they are, whatever the two caches say that they mean.
         """
         with Operation(self._running(), "push_blocks", speculative=True) as operation:
             while not operation.done:
                 prepared = _push_blocks(
-                    operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+                    operation,
+                    src,
+                    dst,
+                    src_blocks,
+                    dst_blocks,
+                    num_tokens,
+                    src_token,
+                    dst_token,
+                    ext_param,
+                    coalesce,
+                    reinterpret,
                 )
                 self._execute(operation, prepared, timeout_ms)
 
@@ -276,11 +400,27 @@ class RemoteOperations(OperationRunner):
         dst_blocks: Blocks,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> Plan:
         """Plan `push_blocks` with the peer's own description; nothing moves."""
         operation = Operation(self._running(), "push_blocks")
-        return _push_blocks(operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce)[0]
+        return _push_blocks(
+            operation,
+            src,
+            dst,
+            src_blocks,
+            dst_blocks,
+            num_tokens,
+            src_token,
+            dst_token,
+            ext_param,
+            coalesce,
+            reinterpret,
+        )[0]
 
     def submit_push_blocks(
         self,
@@ -290,12 +430,26 @@ class RemoteOperations(OperationRunner):
         dst_blocks: Blocks,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        reinterpret: bool = False,
     ) -> TransferTask:
         """Begin `push_blocks` and return its task."""
         with Operation(self._running(), "push_blocks") as operation:
             prepared = _push_blocks(
-                operation, src, dst, src_blocks, dst_blocks, ext_param, coalesce
+                operation,
+                src,
+                dst,
+                src_blocks,
+                dst_blocks,
+                num_tokens,
+                src_token,
+                dst_token,
+                ext_param,
+                coalesce,
+                reinterpret,
             )
             return self._submit(operation, prepared)
 
@@ -309,7 +463,9 @@ def _pull_cache(
     ext_param: KvCacheExtParam,
     src_offset: int,
     dst_offset: int,
+    num_tokens: int | None,
     coalesce: Coalesce | bool,
+    reinterpret: bool,
 ) -> Prepared:
     """A remote slot into a local one."""
     target, ours = operation.own("dst", dst, paged=False)
@@ -324,8 +480,10 @@ def _pull_cache(
         size=size,
         src_offset=src_offset,
         dst_offset=dst_offset,
+        num_tokens=num_tokens,
         ext_param=ext_param,
         coalesce=coalesce,
+        reinterpret=reinterpret or operation.engine.reinterpret,
     )
     return plan, theirs, ours
 
@@ -336,8 +494,12 @@ def _pull_blocks(
     dst: Cache,
     src_blocks: Blocks | None,
     dst_blocks: Blocks,
+    num_tokens: int | None,
+    src_token: int,
+    dst_token: int,
     ext_param: KvCacheExtParam,
     coalesce: Coalesce | bool,
+    reinterpret: bool,
 ) -> Prepared:
     """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
     target, ours = operation.own("dst", dst, paged=True)
@@ -351,8 +513,12 @@ def _pull_blocks(
         src_blocks,
         dst_blocks,
         src_batch_index=None if source.paged else slot,
+        num_tokens=num_tokens,
+        src_token=src_token,
+        dst_token=dst_token,
         ext_param=ext_param,
         coalesce=coalesce,
+        reinterpret=reinterpret or operation.engine.reinterpret,
     )
     return plan, theirs, ours
 
@@ -363,8 +529,10 @@ def _push_cache(
     dst: CacheIndex,
     src_batch_index: int,
     size: int,
+    num_tokens: int | None,
     ext_param: KvCacheExtParam,
     coalesce: Coalesce | bool,
+    reinterpret: bool,
 ) -> Prepared:
     """A local slot into a remote one."""
     if type(size) is not int or size != -1:
@@ -377,8 +545,10 @@ def _push_cache(
         target,
         src_batch_index=src_batch_index,
         dst_batch_index=slot,
+        num_tokens=num_tokens,
         ext_param=ext_param,
         coalesce=coalesce,
+        reinterpret=reinterpret or operation.engine.reinterpret,
     )
     return plan, ours, theirs
 
@@ -389,8 +559,12 @@ def _push_blocks(
     dst: CacheIndex | BlocksCacheKey,
     src_blocks: Blocks,
     dst_blocks: Blocks,
+    num_tokens: int | None,
+    src_token: int,
+    dst_token: int,
     ext_param: KvCacheExtParam,
     coalesce: Coalesce | bool,
+    reinterpret: bool,
 ) -> Prepared:
     """Local blocks into remote ones."""
     if not has_blocks(src_blocks):
@@ -404,8 +578,12 @@ def _push_blocks(
         target,
         src_blocks,
         dst_blocks,
+        num_tokens=num_tokens,
+        src_token=src_token,
+        dst_token=dst_token,
         ext_param=ext_param,
         coalesce=coalesce,
+        reinterpret=reinterpret or operation.engine.reinterpret,
     )
     return plan, ours, theirs
 

@@ -90,7 +90,9 @@ def _segments(old: Plan, new: Plan) -> Iterator[str]:
                 None,
                 (
                     spans_text("token", tokens_of(plan, dst, last)),
-                    spans_text("head", [heads] if repeats and (heads := heads_of(plan, dst, last)) else []),
+                    spans_text(
+                        "head", [heads] if repeats and (heads := heads_of(plan, dst, last)) else []
+                    ),
                 ),
             )
         )

@@ -107,9 +107,10 @@ def _meaning(plan: Plan) -> str:
 def _rows_moved(plan: Plan) -> str:
     """`3 blocks x 32 KiB`, or, where tokens are cut, `40 tokens, 3 blocks -> 2 blocks`."""
     tables = plan.tables
-    if tables is None or tables.num_tokens is None:
-        if tables is None or len(tables.src) == len(tables.dst) or plan.kind == "C2B":
-            return f"{plural(_num_rows(plan), plan.dst.row)} x {nbytes_text(plan.dst.stride)}"
+    if tables is None or (
+        tables.num_tokens is None and (len(tables.src) == len(tables.dst) or plan.kind == "C2B")
+    ):
+        return f"{plural(_num_rows(plan), plan.dst.row)} x {nbytes_text(plan.dst.stride)}"
     tokens = "" if tables.num_tokens is None else f"{plural(tables.num_tokens, 'token')}, "
     return (
         f"{tokens}{plural(len(tables.src), plan.src.row)} -> "

@@ -206,7 +206,7 @@ class PeerLink(LinkLifecycle):
             stride,
             paged,
             cache.desc.placement,
-            name,
+            name=name,
             way=self._described_way,
         )
         memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)

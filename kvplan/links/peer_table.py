@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvplan.control.messages import Table, TableEntry
+from kvplan.control.messages import ShardEntry, Table, TableEntry
+from kvplan.layout import Shard
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc, Placement
@@ -76,6 +77,7 @@ class PeerCache:
                 entry.batch_dim_index,
                 entry.seq_len_dim_index,
                 entry.kv_tensor_format,
+                _shard(entry.shard),
             )
         except (LLMException, ValueError) as error:
             raise invalid(f"cache {entry.cache_id} of the peer's table: {error}") from error
@@ -94,6 +96,16 @@ class PeerCache:
             entry.writable,
             entry.model_id_of_blocks_key,
         )
+
+
+def _shard(entry: ShardEntry | None) -> Shard | None:
+    if entry is None:
+        return None
+    (layers, num_layers), (heads, num_heads) = (
+        (None, None) if it is None else (range(it[0], it[1]), it[2])
+        for it in (entry.layers, entry.heads)
+    )
+    return Shard(layers, heads, num_layers, num_heads)
 
 
 class PeerTable:

@@ -8,13 +8,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvplan.control.channel import ChannelClosed
-from kvplan.control.messages import MAX_NBYTES, Sync, Synced, Table, TableEntry
+from kvplan.control.messages import MAX_NBYTES, ShardEntry, Sync, Synced, Table, TableEntry
 from kvplan.logs import Log
 from kvplan.status import LLMException
 from kvplan.types import Cache
 
 if TYPE_CHECKING:
     from kvplan.control.channel import Channel
+    from kvplan.layout import Shard
     from kvplan.links.local_engine import OfferedCache, OfferedCaches
 
 _LOG = Log("kvplan")
@@ -81,6 +82,7 @@ class PublishedTable:
             batch_dim_index=desc.batch_dim_index,
             seq_len_dim_index=desc.seq_len_dim_index,
             kv_tensor_format=desc.kv_tensor_format,
+            shard=_shard_entry(desc.shard),
             paged=bool(entry.paged),
             model_id_of_blocks_key=None if entry.blocks_key is None else entry.blocks_key.model_id,
             addresses=cache.tensor_addrs,
@@ -91,6 +93,18 @@ class PublishedTable:
     def _message(self, entries: list[TableEntry], removed: list[int]) -> Table:
         self._version += 1
         return Table(self._version, self._version == 1, tuple(entries), tuple(removed))
+
+
+def _shard_entry(shard: Shard | None) -> ShardEntry | None:
+    if shard is None:
+        return None
+    parts = ((shard.layers, shard.num_layers), (shard.heads, shard.num_heads))
+    return ShardEntry(
+        *(
+            None if part is None or total is None else (part.start, part.stop, total)
+            for part, total in parts
+        )
+    )
 
 
 class Publisher:

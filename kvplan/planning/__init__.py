@@ -1,6 +1,6 @@
 """From descriptions of caches to a `Plan`: pure Python and NumPy, no addresses, no transfer."""
 
-from kvplan.planning.side import Side
+from kvplan.planning.gather import plan_gather
 from kvplan.planning.plan import LayerPair, Origin, Plan
 from kvplan.planning.planner import (
     plan_copy_blocks,
@@ -11,17 +11,20 @@ from kvplan.planning.planner import (
     plan_push_cache,
     plan_swap_blocks,
 )
-from kvplan.planning.segments import Coalesce, Segments
+from kvplan.planning.segments import Coalesce, Repeat, Segments
+from kvplan.planning.side import Side
 
 __all__ = [
     "Coalesce",
     "LayerPair",
     "Origin",
     "Plan",
+    "Repeat",
     "Segments",
     "Side",
     "plan_copy_blocks",
     "plan_copy_cache",
+    "plan_gather",
     "plan_pull_blocks",
     "plan_pull_cache",
     "plan_push_blocks",

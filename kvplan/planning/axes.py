@@ -1,8 +1,8 @@
 """Rows of two sides compared, and cut: as bytes where they are alike, otherwise axis by axis.
 
 Two caches of one model may differ in what lies where: tokens before heads or after, blocks of other
-sizes, keys and values in one tensor or two, other heads. What both hold is the intersection of their
-axes in the model's coordinates; what is contiguous on both sides is one run.
+sizes, keys and values in one tensor or two, other heads. What both hold is the intersection of
+their axes in the model's coordinates; what is contiguous on both sides is one run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cut(NamedTuple):
 class _Level(NamedTuple):
     """An axis that both sides step along: how often, and by how many bytes."""
 
-    count: int
+    times: int
     src_stride: int
     dst_stride: int
 
@@ -68,8 +68,10 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
         LLMException: LLM_PARAM_INVALID: they differ, and no layout says how one becomes the other.
     """
     a, b = source.meaning, target.meaning
-    if not a or not b or reinterpret:
+    if not a or not b:
         return True
+    if reinterpret:
+        return source.rows_are_whole and target.rows_are_whole
     if a == b and source.rows_are_whole:
         return True
     if source.data_type is not target.data_type:
@@ -111,8 +113,17 @@ def refuse_unlike(what: str, source: Side, target: Side) -> NoReturn:
     )
 
 
-def cut(source: Side, target: Side, tables: BlockTables, how: Coalesce) -> Cut:
+def cut(
+    source: Side,
+    target: Side,
+    tables: BlockTables,
+    how: Coalesce,
+    heads: range | None = None,
+) -> Cut:
     """Return what both sides have of the tokens in `tables`, as runs of bytes.
+
+    Args:
+        heads: KV heads of the model to take; None: all that both have.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: an axis that cannot match (named, with both sides), no
@@ -130,7 +141,7 @@ def cut(source: Side, target: Side, tables: BlockTables, how: Coalesce) -> Cut:
     for axis in _MODEL_AXES:
         count, src_count, dst_count = 0, source.extent(axis), target.extent(axis)
         if axis == "head":
-            count, src_first, dst_first = _heads_in_common(source, target)
+            count, src_first, dst_first = _heads_in_common(source, target, heads)
             src_start += src_first * source.stride_of(axis)
             dst_start += dst_first * target.stride_of(axis)
         elif axis == "kv" and (src_count == 1) is not (dst_count == 1):
@@ -148,9 +159,11 @@ def cut(source: Side, target: Side, tables: BlockTables, how: Coalesce) -> Cut:
     src_offsets += src_start
     dst_offsets += dst_start
     token_strides = source.stride_of("token"), target.stride_of("token")
-    tables_of = []
+    tables_of: list[Segments] = []
     # Whole blocks first, then pieces with fewer tokens, which may have other runs.
-    sizes = np.flatnonzero(np.bincount(tokens))[::-1] if isinstance(tokens, np.ndarray) else [tokens]
+    sizes = (
+        np.flatnonzero(np.bincount(tokens))[::-1] if isinstance(tokens, np.ndarray) else [tokens]
+    )
     for size in map(int, sizes):
         here = tokens == size if isinstance(tokens, np.ndarray) else slice(None)
         run, left = _fuse(source, target, [*levels, _Level(size, *token_strides)])
@@ -170,11 +183,11 @@ def _table(src: Indices, dst: Indices, run: int, levels: list[_Level]) -> Segmen
     """A segment at each pair of offsets; levels beyond those that repeats have become segments."""
     while len(levels) > MAX_REPEATS:
         level = levels.pop(0)
-        steps = np.arange(level.count, dtype=np.int64)
+        steps = np.arange(level.times, dtype=np.int64)
         src = (src[:, None] + steps * level.src_stride).ravel()
         dst = (dst[:, None] + steps * level.dst_stride).ravel()
     repeats = tuple(
-        Repeat(np.full(len(src), it.count, np.uint64), it.src_stride, it.dst_stride)
+        Repeat(np.full(len(src), it.times, np.uint64), it.src_stride, it.dst_stride)
         for it in levels
     )
     nbytes = np.full(len(src), run, np.uint64)
@@ -182,7 +195,7 @@ def _table(src: Indices, dst: Indices, run: int, levels: list[_Level]) -> Segmen
 
 
 def _joined(parts: list[Segments], how: Coalesce) -> Segments:
-    """One table of several: where the repeats of two are not alike, the smaller's are spelled out."""
+    """One table of several; repeats that are not those of the largest are spelled out."""
     largest = max(parts, key=len)
     strides = [it[1:] for it in largest.repeats]
     parts = [it if [r[1:] for r in it.repeats] == strides else it.expanded() for it in parts]
@@ -201,19 +214,26 @@ def _joined(parts: list[Segments], how: Coalesce) -> Segments:
     return Segments.adopt(src, dst, nbytes, tuple(repeats), merged=how is not Coalesce.NONE)
 
 
-def _heads_in_common(source: Side, target: Side) -> tuple[int, int, int]:
+def heads_of(side: Side) -> tuple[range, int]:
+    """The KV heads of the model that a side has, and how many the model has."""
+    shard = side.shard
+    if shard is None or shard.heads is None or shard.num_heads is None:
+        own = side.extent("head")
+        return range(own), own
+    return shard.heads, shard.num_heads
+
+
+def _heads_in_common(source: Side, target: Side, wanted: range | None) -> tuple[int, int, int]:
     """How many heads both sides have, and the first of them at each, counted from its own first."""
-    parts = []
-    for it in (source, target):
-        own = it.extent("head")
-        heads = it.shard.heads if it.shard is not None else None
-        total = it.shard.num_heads if it.shard is not None and heads is not None else own
-        parts.append((range(own) if heads is None else heads, total))
-    (src_heads, src_total), (dst_heads, dst_total) = parts
+    (src_heads, src_total), (dst_heads, dst_total) = heads_of(source), heads_of(target)
     if src_total != dst_total:
-        refuse_unlike(f"axis head ({src_total} and {dst_total} KV heads in the model)", source, target)
-    first = max(src_heads.start, dst_heads.start)
-    last = min(src_heads.stop, dst_heads.stop)
+        refuse_unlike(
+            f"axis head ({src_total} and {dst_total} KV heads in the model)", source, target
+        )
+    if wanted is None:
+        wanted = range(src_total)
+    first = max(src_heads.start, dst_heads.start, wanted.start)
+    last = min(src_heads.stop, dst_heads.stop, wanted.stop)
     if first >= last:
         refuse_unlike("axis head, of which they have none in common", source, target)
     return last - first, first - src_heads.start, first - dst_heads.start
@@ -223,21 +243,28 @@ def _token_runs(
     source: Side, target: Side, tables: BlockTables
 ) -> tuple[Indices, Indices, int | Indices]:
     """Byte offsets of each run of tokens that lies in one row on both sides, and its tokens."""
-    src_stride, dst_stride = (it.stride_of(it.layout.axes[it.layout.row_axis]) for it in (source, target))
+    src_layout, dst_layout = source.layout, target.layout
+    assert src_layout is not None
+    assert dst_layout is not None
+    src_stride = source.stride_of(src_layout.axes[src_layout.row_axis])
+    dst_stride = target.stride_of(dst_layout.axes[dst_layout.row_axis])
     src_size, dst_size = source.extent("token"), target.extent("token")
-    by_state = "state" in source.layout.axes
-    if by_state is not ("state" in target.layout.axes):
+    by_state = "state" in src_layout.axes
+    if by_state is not ("state" in dst_layout.axes):
         refuse_unlike("axis state", source, target)
     src_has = len(tables.src) * src_size - tables.src_token
     dst_has = len(tables.dst) * dst_size - tables.dst_token
     num_tokens = tables.num_tokens
     if by_state and (num_tokens is not None or tables.src_token or tables.dst_token):
-        raise invalid(f"num_tokens={num_tokens} and token offsets need an axis token; src is {source}")
+        raise invalid(
+            f"num_tokens={num_tokens} and token offsets need an axis token; src is {source}"
+        )
     if num_tokens is None:
         if src_has != dst_has:
             raise invalid(
-                f"src_blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and dst_blocks "
-                f"{dst_has} ({len(tables.dst)} of {dst_size}); num_tokens must say how many are moved"
+                f"src_blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and "
+                f"dst_blocks {dst_has} ({len(tables.dst)} of {dst_size}); num_tokens must say how "
+                "many are moved"
             )
         num_tokens = src_has
     for name, has in (("src", src_has), ("dst", dst_has)):
@@ -275,11 +302,11 @@ def _token_runs(
 
 
 def _fuse(source: Side, target: Side, levels: list[_Level]) -> tuple[int, list[_Level]]:
-    """The bytes that are contiguous on both sides, and the levels that are left, outermost first."""
+    """The bytes that are contiguous on both sides, and the levels left, outermost first."""
     assert source.data_type is not None  # a layout comes with one
     bits = source.data_type.bits
     run = bits // 8
-    levels = [it for it in levels if it.count > 1]
+    levels = [it for it in levels if it.times > 1]
     if bits % 8:
         # Elements are packed: the innermost axis, whole, is the least that has an address.
         (axis, length), other = _innermost(source), _innermost(target)
@@ -288,13 +315,13 @@ def _fuse(source: Side, target: Side, levels: list[_Level]) -> tuple[int, list[_
         run = length * bits // 8
         levels = [it for it in levels if it.src_stride or it.dst_stride]
     while fused := [it for it in levels if it.src_stride == it.dst_stride == run]:
-        run *= fused[0].count
+        run *= fused[0].times
         levels.remove(fused[0])
     left: list[_Level] = []
     for inner in sorted(levels, key=lambda it: it.dst_stride, reverse=True):
         outer = left[-1] if left else _Level(0, 0, 0)
-        if outer[1:] == (inner.count * inner.src_stride, inner.count * inner.dst_stride):
-            left[-1] = inner._replace(count=outer.count * inner.count)
+        if outer[1:] == (inner.times * inner.src_stride, inner.times * inner.dst_stride):
+            left[-1] = inner._replace(times=outer.times * inner.times)
         else:
             left.append(inner)
     return run, left
@@ -306,4 +333,4 @@ def _innermost(side: Side) -> tuple[str, int]:
 
 def _kv_level(levels: list[_Level], source: Side, target: Side) -> _Level | None:
     kv = _Level(source.extent("kv"), source.stride_of("kv"), target.stride_of("kv"))
-    return kv if kv.count > 1 and kv in levels else None
+    return kv if kv.times > 1 and kv in levels else None

@@ -21,14 +21,14 @@ from kvplan.inspection.cost import cost_of
 from kvplan.inspection.diff import diff
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
 from kvplan.inspection.units import span
-from kvplan.planning.side import Side
 from kvplan.planning.segments import Coalesce, Segments
+from kvplan.planning.side import Side
 from kvplan.status import invalid
 from kvplan.validation import check_index, check_type
 
 if TYPE_CHECKING:
-    from kvplan.planning.axes import BlockTables
     from kvplan.inspection.cost import Estimate, TransportCost
+    from kvplan.planning.axes import BlockTables
 
 SCHEMA_VERSION = 2
 
@@ -292,9 +292,11 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of schema version, options and segments; equal for equal plans."""
-        digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, *self._scalars()], default=str).encode())
+        digest = hashlib.sha256(
+            json.dumps([SCHEMA_VERSION, *self._scalars()], default=str).encode()
+        )
         for column in self.segments.parts():
-            digest.update(column.astype("<u8", copy=False))
+            digest.update(column.astype("<u8", copy=False).data)
         return digest.hexdigest()
 
     def _scalars(self) -> Iterator[Any]:

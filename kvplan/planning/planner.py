@@ -22,6 +22,8 @@ from kvplan.planning.blocks import (
     check_indices,
     sorted_pairs,
 )
+from kvplan.planning.plan import Kind, Operation, Plan
+from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import (
     Described,
     Side,
@@ -30,8 +32,6 @@ from kvplan.planning.side import (
     side,
     slot_index,
 )
-from kvplan.planning.plan import Kind, Operation, Plan
-from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.status import LLMException, invalid
 from kvplan.types import KvCacheExtParam, Placement
 from kvplan.validation import INT64_MAX, check_index, check_mapping, check_type, check_width, shown
@@ -62,14 +62,18 @@ def plan_pull_cache(
             names, otherwise 0.
         size: bytes of a row to copy; -1 for all of the local (destination) row from its offset on.
         src_offset, dst_offset: bytes into the row at which to begin.
+        num_tokens: tokens to copy, from the first on, instead of bytes; rows that lie differently
+            are copied as far as both reach.
+        reinterpret: copy bytes as they are, whatever the descriptions say that they mean.
 
     Raises:
         TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID for a slot, size, offset or layer out of range.
+        LLMException: LLM_PARAM_INVALID for a slot, size, offset, number of tokens or layer out of
+            range, or caches that cannot match: other data types, heads or dimensions.
     """
     return _slot_to_slot(
         "pull_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
-        num_tokens, ext_param, coalesce, reinterpret,
+        num_tokens, ext_param, coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -86,15 +90,19 @@ def plan_push_cache(
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
     reinterpret: bool = False,
+    by_layer: bool = False,
 ) -> Plan:
     """Plan a push of a slot of a local cache into a slot of a remote one (C2C).
 
     Arguments and errors as for `plan_pull_cache`; the local row is the source. (The reference
     pushes whole rows only; sizes and offsets are kvplan's own.)
+
+    Args:
+        by_layer: whether each layer is to move by itself, also where a row holds several.
     """
     return _slot_to_slot(
         "push_cache", src, dst, src_batch_index, dst_batch_index, size, src_offset, dst_offset,
-        num_tokens, ext_param, coalesce, reinterpret,
+        num_tokens, ext_param, coalesce, reinterpret, by_layer,
     )  # fmt: skip
 
 
@@ -121,7 +129,7 @@ def plan_copy_cache(
     """
     return _slot_to_slot(
         "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
-        None, ALL_LAYERS, coalesce, reinterpret,
+        None, ALL_LAYERS, coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -147,15 +155,21 @@ def plan_pull_blocks(
             block stride, and chunk i goes to `dst_blocks[i]`; a last chunk that the row does not
             fill is copied as far as the row reaches.
         src_batch_index: the slot; None: the one that the key of a `RemoteCache` names, otherwise 0.
+        num_tokens: how many tokens are moved, where the last block is not full or the blocks are of
+            unequal size; None: whole blocks, which must hold as many on both sides. It needs a
+            layout on both sides, as do blocks that lie differently, or of other heads.
+        src_token, dst_token: tokens of `src_blocks` and `dst_blocks` to skip.
+        reinterpret: copy bytes as they are, whatever the descriptions say that they mean.
 
     Raises:
         TypeError: an argument of another type, or block tables that do not hold integers.
-        LLMException: LLM_PARAM_INVALID for a block, slot or layer out of range, tables of unequal
-            length, a destination block named twice, or blocks of unequal size.
+        LLMException: LLM_PARAM_INVALID for a block, slot, token or layer out of range, tables of
+            unequal length, a destination block named twice, blocks of unequal size, or caches that
+            cannot match: other data types, heads or dimensions.
     """
-    return _to_blocks(
+    return plan_to_blocks(
         "pull_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
-        dst_token, ext_param, coalesce, reinterpret,
+        dst_token, ext_param, coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -172,14 +186,18 @@ def plan_push_blocks(
     ext_param: KvCacheExtParam = ALL_LAYERS,
     coalesce: Coalesce | bool = DEFAULT_COALESCE,
     reinterpret: bool = False,
+    by_layer: bool = False,
 ) -> Plan:
     """Plan a push into blocks of a remote paged cache, from blocks (B2B) or from a slot (C2B).
 
     Arguments and errors as for `plan_pull_blocks`.
+
+    Args:
+        by_layer: whether each layer is to move by itself, also where a block holds several.
     """
-    return _to_blocks(
+    return plan_to_blocks(
         "push_blocks", src, dst, src_blocks, dst_blocks, src_batch_index, num_tokens, src_token,
-        dst_token, ext_param, coalesce, reinterpret,
+        dst_token, ext_param, coalesce, reinterpret, by_layer,
     )  # fmt: skip
 
 
@@ -226,7 +244,7 @@ def plan_copy_blocks(
             )
     return _block_to_block(
         "copy_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS, coalesce,
-        reinterpret,
+        reinterpret, False,
     )  # fmt: skip
 
 
@@ -261,7 +279,7 @@ def plan_swap_blocks(
     check_distinct("src_to_dst (destination)", dst_table, target)
     return _block_to_block(
         "swap_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS, coalesce,
-        reinterpret,
+        reinterpret, False,
     )  # fmt: skip
 
 
@@ -281,6 +299,7 @@ def _slot_to_slot(
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
     reinterpret: bool,
+    by_layer: bool,
 ) -> Plan:
     """Plan C2C: `size` bytes of a slot, from an offset into each row on, or tokens of it."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
@@ -290,8 +309,10 @@ def _slot_to_slot(
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
-    if num_tokens is not None or not rows_are_alike(
-        source, target, chunked=True, reinterpret=reinterpret
+    if (
+        num_tokens is not None
+        or not rows_are_alike(source, target, chunked=True, reinterpret=reinterpret)
+        or _cuts_rows(source, ext_param, by_layer)
     ):
         for name, value, whole in (
             ("size", size, -1), (src_name, src_offset, 0), (dst_name, dst_offset, 0)
@@ -321,9 +342,7 @@ def _slot_to_slot(
     segments = Segments.single(
         src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
     )
-    return _plan(
-        operation, "C2C", source, target, segments, 1, nbytes, ext_param, how, reinterpret
-    )
+    return _plan(operation, "C2C", source, target, segments, 1, nbytes, ext_param, how, reinterpret)
 
 
 def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
@@ -342,7 +361,7 @@ def _slot_tables(
     return BlockTables(np.array([slot]), dst_rows, num_tokens=num_tokens)
 
 
-def _to_blocks(
+def plan_to_blocks(
     operation: Operation,
     src: Described,
     dst: Described,
@@ -355,8 +374,13 @@ def _to_blocks(
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
     reinterpret: bool,
+    by_layer: bool,
+    heads: range | None = None,
 ) -> Plan:
-    """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block."""
+    """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block.
+
+    Of the KV heads `heads` alone, where those are given.
+    """
     target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
     dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
     check_distinct("dst_blocks", dst_table, target)
@@ -375,13 +399,22 @@ def _to_blocks(
             slot_index("src_batch_index", src_batch_index, src, source)
         src_table = check_indices("src_blocks", given, source)
         tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
-        return _block_to_block(operation, source, target, tables, ext_param, how, reinterpret)
+        if heads is not None:
+            return _by_axes(operation, "B2B", source, target, tables, ext_param, how, heads)
+        return _block_to_block(
+            operation, source, target, tables, ext_param, how, reinterpret, by_layer
+        )
 
     slot = slot_index("src_batch_index", src_batch_index, src, source)
-    if by_tokens or not rows_are_alike(source, target, chunked=True, reinterpret=reinterpret):
+    if (
+        by_tokens
+        or heads is not None
+        or not rows_are_alike(source, target, chunked=True, reinterpret=reinterpret)
+        or _cuts_rows(source, ext_param, by_layer)
+    ):
         tables = _slot_tables(source, target, slot, dst_table, num_tokens)
         tables = tables._replace(src_token=src_token, dst_token=dst_token)
-        return _by_axes(operation, "C2B", source, target, tables, ext_param, how)
+        return _by_axes(operation, "C2B", source, target, tables, ext_param, how, heads)
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if int(starts[-1]) >= source.stride:
         raise invalid(
@@ -410,6 +443,7 @@ def _block_to_block(
     ext_param: KvCacheExtParam,
     how: Coalesce | bool,
     reinterpret: bool,
+    by_layer: bool,
 ) -> Plan:
     """Plan B2B between checked tables: block `tables.src[i]` to block `tables.dst[i]`."""
     if type(how) is not Coalesce:
@@ -419,7 +453,7 @@ def _block_to_block(
         or tables.src_token
         or tables.dst_token
         or not rows_are_alike(source, target, chunked=False, reinterpret=reinterpret)
-        or (source.extent("layer") > 1 and _cuts_layers(source, target, ext_param))
+        or _cuts_rows(source, ext_param, by_layer)
     ):
         return _by_axes(operation, "B2B", source, target, tables, ext_param, how)
     if source.stride != target.stride:
@@ -452,9 +486,11 @@ def _block_to_block(
     )  # fmt: skip
 
 
-def _cuts_layers(source: Side, target: Side, ext_param: KvCacheExtParam) -> bool:
-    """Whether a transfer takes some of the layers that lie inside of each block."""
-    return ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
+def _cuts_rows(source: Side, ext_param: KvCacheExtParam, by_layer: bool) -> bool:
+    """Whether rows hold several layers, of which a transfer takes some, or one after the other."""
+    return source.extent("layer") > 1 and (
+        by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
+    )
 
 
 def _by_axes(
@@ -465,9 +501,10 @@ def _by_axes(
     tables: BlockTables,
     ext_param: KvCacheExtParam,
     how: Coalesce,
+    heads: range | None = None,
 ) -> Plan:
     """Plan what both sides have, axis by axis."""
-    segments, split, num_slices = cut(source, target, tables, how)
+    segments, split, num_slices = cut(source, target, tables, how, heads)
     return _plan(
         operation, kind, source, target, segments, num_slices, segments.total_nbytes, ext_param,
         how, False, tables, split,
@@ -488,7 +525,7 @@ def _plan(
     tables: BlockTables | None = None,
     split: tuple[str, ...] = (),
 ) -> Plan:
-    views = pair_views(source, target, ext_param, split)
+    views = pair_views(source, target, ext_param, split, as_bytes=reinterpret)
     plan = Plan.__new__(Plan)
     # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
     vars(plan).update(

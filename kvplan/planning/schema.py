@@ -83,7 +83,9 @@ def _parse(document: Any) -> Plan:
     repeats = check_type("repeats", columns["repeats"], list)
     for level, it in enumerate(repeats):
         if len(check_type(f"repeats[{level}]", it, list)) != 3:
-            raise ValueError(f"repeats[{level}]={shown(it)} must be [counts, src_stride, dst_stride]")
+            raise ValueError(
+                f"repeats[{level}]={shown(it)} must be [counts, src_stride, dst_stride]"
+            )
     return Plan(
         operation=_one_of("operation", document["operation"], get_args(Operation)),
         kind=_one_of("kind", document["kind"], get_args(Kind)),
@@ -93,8 +95,10 @@ def _parse(document: Any) -> Plan:
         dst_tensors=_range("dst_tensors", document["dst_tensors"]),
         tensors_per_layer=_positive("tensors_per_layer", document["tensors_per_layer"]),
         segments=Segments(
-            *(_integers(name, columns[name]) for name in Segments.columns()),
-            [(_integers(f"repeats[{i}]", it[0]), *it[1:]) for i, it in enumerate(repeats)],
+            _integers("src_offsets", columns["src_offsets"]),
+            _integers("dst_offsets", columns["dst_offsets"]),
+            _integers("nbytes", columns["nbytes"]),
+            [(_integers(f"repeats[{i}]", it[0]), it[1], it[2]) for i, it in enumerate(repeats)],
         ),
         num_slices=_positive("num_slices", document["num_slices"]),
         coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
@@ -109,11 +113,11 @@ def _parse(document: Any) -> Plan:
 
 def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
     """What version 1 did not know: rows were opaque, of tensors that lie in one piece."""
-    document = {"split": [], "reinterpret": False, "tables": None} | document
-    for name, more in (
-        ("segments", {"repeats": []}),
-        *((side, dict.fromkeys(_MEANING) | {"shape": []}) for side in ("src", "dst")),
-    ):
+    more: dict[str, Any] = {"split": [], "reinterpret": False, "tables": None}
+    document = more | document
+    of_side: dict[str, Any] = dict.fromkeys(_MEANING) | {"shape": []}
+    of_segments: dict[str, Any] = {"repeats": []}
+    for name, more in (("segments", of_segments), ("src", of_side), ("dst", of_side)):
         if isinstance(document.get(name), dict):
             if unknown := document[name].keys() & more:
                 raise ValueError(f"{name}: schema_version=1 has no fields {sorted(unknown)}")
@@ -198,21 +202,20 @@ def _shard(name: str, document: Any) -> Shard | None:
     if document is None:
         return None
     _check_fields(name, document, {it.name for it in fields(Shard)})
-    return Shard(
-        *(
-            None if document[it] is None else _range(f"{name}.{it}", document[it])
-            for it in ("layers", "heads")
-        ),
-        document["num_layers"],
-        document["num_heads"],
+    layers, heads = (
+        None if document[it] is None else _range(f"{name}.{it}", document[it])
+        for it in ("layers", "heads")
     )
+    return Shard(layers, heads, document["num_layers"], document["num_heads"])
 
 
 def _tables(document: Any) -> BlockTables | None:
     if document is None:
         return None
     _check_fields("tables", document, {*BlockTables._fields})
-    src, dst = (np.array(_integers(f"tables.{it}", document[it]), np.int64) for it in ("src", "dst"))
+    src, dst = (
+        np.array(_integers(f"tables.{it}", document[it]), np.int64) for it in ("src", "dst")
+    )
     src_token, dst_token, num_tokens = (document[it] for it in BlockTables._fields[2:])
     return BlockTables(
         src,
@@ -303,9 +306,7 @@ def check_invariants(plan: Plan) -> None:
 def _check_bounds(name: str, side: Side, plan: Plan) -> None:
     """Refuse a run that ends outside of a tensor, and more runs than can be compared."""
     segments, limit = plan.segments, np.uint64(side.tensor_nbytes)
-    last_view = np.uint64(
-        sum((side.extent(it) - 1) * side.stride_of(it) for it in plan.split)
-    )
+    last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in plan.split))
     ends = getattr(segments, f"{name}_offsets").copy()
     outside = ends > limit
     # Written so that no sum can wrap around.
@@ -330,8 +331,8 @@ def _check_bounds(name: str, side: Side, plan: Plan) -> None:
             f"outside the tensor's [0, {side.tensor_nbytes})"
         )
     runs = 0
-    for counts in zip(*(it.counts.tolist() for it in segments.repeats), strict=True):
-        runs += math.prod(counts)
+    for times in zip(*(it.counts.tolist() for it in segments.repeats), strict=True):
+        runs += math.prod(times)
     if runs > MAX_RUNS:
         raise invalid(f"repeats: {runs} runs are more than the {MAX_RUNS} that a document may have")
 

@@ -79,17 +79,23 @@ class Segments:
             for name, values in zip(self.columns(), (src_offsets, dst_offsets, nbytes), strict=True)
         ]
         if len(repeats) > MAX_REPEATS:
-            raise ValueError(f"repeats has {len(repeats)} levels; at most {MAX_REPEATS} are allowed")
+            raise ValueError(
+                f"repeats has {len(repeats)} levels; at most {MAX_REPEATS} are allowed"
+            )
         levels = []
         for level, (counts, *strides) in enumerate(repeats):
             src, dst = (check_width(f"repeats[{level}]", it, 0, UINT64_MAX) for it in strides)
             levels.append(Repeat(_column(f"repeats[{level}]", counts), src, dst))
-        if len(lengths := {len(column) for column in (*columns, *(it.counts for it in levels))}) > 1:
+        if (
+            len(lengths := {len(column) for column in (*columns, *(it.counts for it in levels))})
+            > 1
+        ):
             raise ValueError(f"columns of {sorted(lengths)} entries must be of one length")
         for name, column in zip(self.columns(), columns, strict=True):
             _assign(self, name, column)
         _assign(self, "repeats", tuple(levels))
         _assign(self, "_num_runs", -1 if levels else len(columns[0]))
+
     @classmethod
     def adopt(
         cls,

@@ -266,7 +266,12 @@ class Views(NamedTuple):
 
 
 def pair_views(
-    src: Side, dst: Side, ext_param: KvCacheExtParam, split: tuple[str, ...] = ()
+    src: Side,
+    dst: Side,
+    ext_param: KvCacheExtParam,
+    split: tuple[str, ...] = (),
+    *,
+    as_bytes: bool = False,
 ) -> Views:
     """Return the views of a transfer: two ranges of one length. See `Side.locate` for `split`.
 
@@ -274,6 +279,10 @@ def pair_views(
     `tensor_num_per_layer`, or 2. With no range, all layers that both sides have are taken: by their
     number in the model where there are shards, otherwise both must have as many. A range on one
     side goes with all layers of the other, if their numbers agree.
+
+    Args:
+        as_bytes: whether tensors are paired whatever layouts and shards say; with no range,
+            tensor_num_per_layer only groups them then, and the last layer may be short.
 
     Raises:
         TypeError: ext_param, a range or tensor_num_per_layer of another type.
@@ -290,10 +299,11 @@ def pair_views(
     src_given, dst_given = ext_param.src_layer_range, ext_param.dst_layer_range
     src_layers = None if src_given is None else _layers("src_layer_range", src_given)
     dst_layers = None if dst_given is None else _layers("dst_layer_range", dst_given)
-    per_layer = _views_per_layer(src, dst, given, split)
+    ranged = src_layers is not None or dst_layers is not None
+    per_layer = _views_per_layer(src, dst, given, split, as_bytes, ranged)
     num_src, num_dst = (it.num_views(split) if split else it.num_tensors for it in (src, dst))
-    sharded = src.shard is not dst.shard and (_has_layers(src) or _has_layers(dst))
-    if src_layers is None and dst_layers is None and not sharded:
+    sharded = src.shard is not dst.shard and not as_bytes and (_has_layers(src) or _has_layers(dst))
+    if not ranged and not sharded:
         if num_src != num_dst:
             raise invalid(
                 f"src num_tensors={src.num_tensors} and dst num_tensors={dst.num_tensors} must be "
@@ -317,10 +327,17 @@ def _has_layers(side: Side) -> bool:
     return side.shard is not None and side.shard.layers is not None
 
 
-def _views_per_layer(src: Side, dst: Side, given: int | None, split: tuple[str, ...]) -> int:
+def _views_per_layer(
+    src: Side,
+    dst: Side,
+    given: int | None,
+    split: tuple[str, ...],
+    as_bytes: bool,
+    ranged: bool,
+) -> int:
     """How many views are one layer, on both sides."""
     said = {}
-    for name, it in (("src", src), ("dst", dst)):
+    for name, it in () if as_bytes else (("src", src), ("dst", dst)):
         kv = it.extent("kv") if "kv" in split else 1
         tensors = it.said_tensors_per_layer(name, None if given is None or kv > 1 else given)
         if tensors is not None:
@@ -343,7 +360,7 @@ def _views_per_layer(src: Side, dst: Side, given: int | None, split: tuple[str, 
                 f"tensor_num_per_layer={per_layer} is out of range "
                 f"[1, {min(most, MAX_TENSORS_PER_LAYER)}] of the {name} cache"
             )
-        if most % per_layer:
+        if most % per_layer and (ranged or not as_bytes):
             raise invalid(
                 f"tensor_num_per_layer={per_layer}{'' if given else ' (the default)'} must divide "
                 f"the {most} tensors of the {name} cache; give it, or a layout that says it"

@@ -88,8 +88,10 @@ class Cache:
         names = [*self.axes]
         for axis in ("layer", "kv"):
             if axis in names:
-                view = np.take_along_axis(view, np.full((1,) * view.ndim, 0), 0) if False else (
-                    np.moveaxis(view, names.index(axis), 0)[at[axis]]
+                view = (
+                    np.take_along_axis(view, np.full((1,) * view.ndim, 0), 0)
+                    if False
+                    else (np.moveaxis(view, names.index(axis), 0)[at[axis]])
                 )
                 names.remove(axis)
         if "head" not in names:

@@ -73,7 +73,7 @@ def engine_options(options: dict[str, str]) -> Options:
         TypeError: a key or value that is not a text.
         LLMException: LLM_PARAM_INVALID: an impossible value, or a misspelled LISTEN.
     """
-    known = {}
+    known = {"kvplan.unlike_caches": "warn"}  # what runs on the original runs
     for key, text in options.items():
         check_isinstance("options key", key, str, allow_none=False)
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)

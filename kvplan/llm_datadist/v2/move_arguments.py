@@ -45,13 +45,14 @@ def pushed_layers_of(
 ) -> KvCacheExtParam:
     """As `layers_of`, where a range that is not given means the layers of the local cache."""
     layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
-    whole = range(num_tensors // layers.tensor_num_per_layer)
+    per_layer = int(tensor_num_per_layer)
+    whole = range(num_tensors // per_layer)
     src, dst = (whole if it is None else it for it in (src_layer_range, dst_layer_range))
     if len(src) != len(dst):
         raise invalid(f"src_layer_range={src} and dst_layer_range={dst} must be of equal length")
-    if src_layer_range is None and num_tensors % layers.tensor_num_per_layer:
+    if src_layer_range is None and num_tensors % per_layer:
         return layers  # no range names the tensors of the last layer
-    return KvCacheExtParam(src, dst, layers.tensor_num_per_layer)
+    return KvCacheExtParam(src, dst, per_layer)
 
 
 def layers_given(kwargs: Mapping[str, Any]) -> KvCacheExtParam:

@@ -1,0 +1,185 @@
+"""One request from several caches: each byte of the destination from exactly one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from kvplan.planning.axes import heads_of
+from kvplan.planning.blocks import Blocks
+from kvplan.planning.plan import Plan
+from kvplan.planning.planner import ALL_LAYERS, plan_to_blocks
+from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
+from kvplan.planning.side import Described, Side, side
+from kvplan.status import invalid
+from kvplan.types import KvCacheExtParam
+from kvplan.validation import INT64_MAX, check_type, check_width
+
+
+class _Part(NamedTuple):
+    """Layers and KV heads of the model."""
+
+    layers: range
+    heads: range
+
+
+def plan_gather(
+    sources: Sequence[Described],
+    dst: Described,
+    src_blocks: Sequence[Blocks],
+    dst_blocks: Blocks,
+    *,
+    num_tokens: int | None = None,
+    src_token: int = 0,
+    dst_token: int = 0,
+    rank: int | None = None,
+    coalesce: Coalesce | bool = DEFAULT_COALESCE,
+) -> list[Plan | None]:
+    """Plan pulls of one request from several caches, of which each has a part of the model's.
+
+    Together the plans write each byte of the request in `dst` exactly once: layer by layer and
+    head by head from one of the sources that have it.
+
+    Args:
+        sources: caches with a `Shard` that says which layers and heads they have; without one a
+            cache has all.
+        dst: the local paged cache.
+        src_blocks: for each source the blocks of the request there.
+        dst_blocks: the blocks of the request in `dst`.
+        num_tokens, src_token, dst_token: as of `plan_pull_blocks`.
+        rank: of the destination among those that pull the same; where several sources have a head
+            (replicas), each rank takes another. None: by the heads that `dst` has.
+
+    Returns:
+        For each source its plan; None for one from which nothing is taken, as replicas have it.
+
+    Raises:
+        TypeError: an argument of another type.
+        LLMException: LLM_PARAM_INVALID: as of `plan_pull_blocks`, a layer or head that no source
+            has (named), or sources that overlap so that none can give a whole range of both.
+    """
+    given: Any
+    for name, given in (("sources", sources), ("src_blocks", src_blocks)):
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise TypeError(f"{name} must be a sequence with one for each source")
+    if not sources or len(sources) != len(src_blocks):
+        raise invalid(
+            f"sources has {len(sources)} caches and src_blocks {len(src_blocks)} block tables; "
+            "at least one is needed, and as many of both"
+        )
+    sides = [side(f"sources[{i}]", it, paged=True) for i, it in enumerate(sources)]
+    target = side("dst", dst, paged=True)
+    wanted = _part_of("dst", target)
+    if rank is None:
+        rank = wanted.heads.start // len(wanted.heads)
+    check_width("rank", check_type("rank", rank, int), 0, INT64_MAX)
+    parts = [_part_of(f"sources[{i}]", it) for i, it in enumerate(sides)]
+    plans: list[Plan | None] = []
+    for index, share in enumerate(_shares(parts, wanted, rank)):
+        if share is None:
+            plans.append(None)
+            continue
+        source = sides[index]
+        local = KvCacheExtParam(
+            _shifted(share.layers, -parts[index].layers.start),
+            _shifted(share.layers, -wanted.layers.start),
+        )
+        whole = parts[index].layers == share.layers == wanted.layers
+        has_heads = "head" in target.layout.axes if target.layout is not None else False
+        common = _overlap(parts[index].heads, wanted.heads)
+        plans.append(
+            plan_to_blocks(
+                "pull_blocks",
+                source,
+                target,
+                src_blocks[index],
+                dst_blocks,
+                None,
+                num_tokens,
+                src_token,
+                dst_token,
+                ALL_LAYERS if whole else local,
+                coalesce,
+                False,
+                False,
+                share.heads if has_heads and share.heads != common else None,
+            )
+        )
+    return plans
+
+
+def _part_of(name: str, cache: Side) -> _Part:
+    if cache.layout is None:
+        raise invalid(
+            f"{name} has no layout, and what it has of the model is not known: {cache}; give its "
+            "CacheDesc a kv_tensor_format such as 'block token head dim'"
+        )
+    layers = cache.shard.layers if cache.shard is not None else None
+    if layers is None:
+        per_layer = cache.said_tensors_per_layer(name, None) or 2
+        layers = range(cache.num_tensors * cache.extent("layer") // per_layer)
+    return _Part(layers, heads_of(cache)[0])
+
+
+def _shares(parts: list[_Part], wanted: _Part, rank: int) -> list[_Part | None]:
+    """What is taken from each source, so that nothing of `wanted` is taken twice or missing."""
+    cells: list[set[tuple[int, int]]] = [set() for _ in parts]
+    layers = _pieces([it.layers for it in parts], wanted.layers)
+    heads = _pieces([it.heads for it in parts], wanted.heads)
+    for i, some_layers in enumerate(layers):
+        for j, some_heads in enumerate(heads):
+            having = [
+                index
+                for index, part in enumerate(parts)
+                if some_layers.start in part.layers and some_heads.start in part.heads
+            ]
+            if not having:
+                raise invalid(
+                    f"no source has layers {some_layers.start}..{some_layers.stop - 1}, heads "
+                    f"{some_heads.start}..{some_heads.stop - 1} of the model, which dst needs; the "
+                    f"sources have {', '.join(map(_text, parts))}"
+                )
+            cells[having[rank % len(having)]].add((i, j))
+    shares: list[_Part | None] = []
+    for index, own in enumerate(cells):
+        if not own:
+            shares.append(None)
+            continue
+        rows, columns = sorted({i for i, _ in own}), sorted({j for _, j in own})
+        is_range = all(b == a + 1 for it in (rows, columns) for a, b in pairwise(it))
+        if len(own) != len(rows) * len(columns) or not is_range:
+            raise invalid(
+                f"sources[{index}] overlaps others so that no one range of layers and heads can be "
+                f"taken from it; the sources have {', '.join(map(_text, parts))}: give sources "
+                "whose parts are equal or apart"
+            )
+        shares.append(
+            _Part(
+                range(layers[rows[0]].start, layers[rows[-1]].stop),
+                range(heads[columns[0]].start, heads[columns[-1]].stop),
+            )
+        )
+    return shares
+
+
+def _pieces(parts: list[range], whole: range) -> list[range]:
+    """`whole`, cut where one of `parts` begins or ends."""
+    edges = {whole.start, whole.stop}
+    edges |= {edge for part in parts for edge in (part.start, part.stop) if edge in whole}
+    return [range(*it) for it in pairwise(sorted(edges))]
+
+
+def _overlap(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _shifted(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by)
+
+
+def _text(part: _Part) -> str:
+    return (
+        f"layers {part.layers.start}..{part.layers.stop - 1} heads "
+        f"{part.heads.start}..{part.heads.stop - 1}"
+    )
