@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
+from kvplan.engine.gather import GatherOperations
 from kvplan.engine.layer_transfers import LayerOperations
 from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.options import Options
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from kvplan.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
 
 
-class LlmDataDist(RemoteOperations, LayerOperations, LocalOperations, CacheOperations):
+class LlmDataDist(
+    RemoteOperations, GatherOperations, LayerOperations, LocalOperations, CacheOperations
+):
     """Caches of this process, links to other clusters, and transfers between all of them.
 
     Any number of engines can live in a process; all methods may be called from several threads. It

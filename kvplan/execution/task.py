@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from threading import RLock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvnative._executor import (
     KVN_CANCELLED,
@@ -129,7 +129,7 @@ class TransferTask:
         return ""
 
     def __await__(self) -> Generator[Any, None, None]:
-        return _wait_in_thread(self).__await__()
+        return wait_in_thread(self).__await__()
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
@@ -257,7 +257,21 @@ def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: st
     )
 
 
-async def _wait_in_thread(task: TransferTask) -> None:
+class Waitable(Protocol):
+    """What can be waited for by a thread, and cancelled."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has an outcome."""
+
+    def wait(self) -> None:
+        """Return when it is whole."""
+
+    def cancel(self) -> None:
+        """Stop it."""
+
+
+async def wait_in_thread(task: Waitable) -> None:
     """Wait for `task` in a daemon thread of its own; cancelled, cancel the transfer.
 
     Raises:
@@ -279,7 +293,7 @@ async def _wait_in_thread(task: TransferTask) -> None:
         raise
 
 
-def _wait(task: TransferTask, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
+def _wait(task: Waitable, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
     error: BaseException | None = None
     try:
         task.wait()
