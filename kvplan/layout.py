@@ -144,12 +144,17 @@ class Shard:
                 raise invalid(f"{name}={part} must be a non-empty range of step 1 in [0, {total})")
 
     def __str__(self) -> str:
-        words = [
-            f"{name} {part.start}..{part.stop - 1} of {total}"
-            for name, part, total in (
-                ("layers", self.layers, self.num_layers),
-                ("heads", self.heads, self.num_heads),
-            )
-            if part is not None
-        ]
+        words = []
+        for name, part, total in (
+            ("layer", self.layers, self.num_layers),
+            ("head", self.heads, self.num_heads),
+        ):
+            if part is None or total is None:
+                continue
+            if len(part) == total:
+                words.append(f"all {total} {name}s")
+            elif len(part) == 1:
+                words.append(f"{name} {part.start} of {total}")
+            else:
+                words.append(f"{name}s {part.start}..{part.stop - 1} of {total}")
         return ", ".join(words) or "whole"
