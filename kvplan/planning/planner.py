@@ -309,10 +309,13 @@ def _slot_to_slot(
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
     both = operation == "copy_cache"  # which has one offset
     src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
-    if (
-        num_tokens is not None
-        or not rows_are_alike(source, target, chunked=True, reinterpret=reinterpret)
-        or _cuts_rows(source, ext_param, by_layer)
+    alike = source.meaning == target.meaning and source.is_plain
+    if num_tokens is not None or not (
+        alike
+        or (
+            rows_are_alike(source, target, chunked=True, reinterpret=reinterpret)
+            and not _cuts_rows(source, ext_param, by_layer)
+        )
     ):
         for name, value, whole in (
             ("size", size, -1), (src_name, src_offset, 0), (dst_name, dst_offset, 0)
@@ -448,12 +451,18 @@ def _block_to_block(
     """Plan B2B between checked tables: block `tables.src[i]` to block `tables.dst[i]`."""
     if type(how) is not Coalesce:
         how = _coalesce(how)
+    alike = source.meaning == target.meaning and source.is_plain
     if (
         tables.num_tokens is not None
         or tables.src_token
         or tables.dst_token
-        or not rows_are_alike(source, target, chunked=False, reinterpret=reinterpret)
-        or _cuts_rows(source, ext_param, by_layer)
+        or not (
+            alike
+            or (
+                rows_are_alike(source, target, chunked=False, reinterpret=reinterpret)
+                and not _cuts_rows(source, ext_param, by_layer)
+            )
+        )
     ):
         return _by_axes(operation, "B2B", source, target, tables, ext_param, how)
     if source.stride != target.stride:
@@ -525,7 +534,9 @@ def _plan(
     tables: BlockTables | None = None,
     split: tuple[str, ...] = (),
 ) -> Plan:
-    views = pair_views(source, target, ext_param, split, as_bytes=reinterpret)
+    src_views, dst_views, per_layer = pair_views(
+        source, target, ext_param, split, as_bytes=reinterpret
+    )
     plan = Plan.__new__(Plan)
     # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
     vars(plan).update(
@@ -533,9 +544,9 @@ def _plan(
         kind=kind,
         src=source,
         dst=target,
-        src_tensors=views.src,
-        dst_tensors=views.dst,
-        tensors_per_layer=views.per_layer,
+        src_tensors=src_views,
+        dst_tensors=dst_views,
+        tensors_per_layer=per_layer,
         segments=segments,
         num_slices=num_slices,
         coalesce=how,
@@ -545,7 +556,7 @@ def _plan(
         tables=tables,
         # What a plan made otherwise has to sum.
         nbytes_per_tensor=nbytes_per_tensor,
-        nbytes=len(views.src) * nbytes_per_tensor,
+        nbytes=len(src_views) * nbytes_per_tensor,
     )
     return plan
 

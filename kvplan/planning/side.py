@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Side:
     way: str = field(default="", compare=False)
     """For a peer's: how it is reached from here, for texts. A plan that is read back has none."""
 
-    @property
+    @cached_property
     def tensor_nbytes(self) -> int:
         """Bytes of one tensor."""
         if self.data_type is None:
@@ -131,6 +131,18 @@ class Side:
                 f"{self.num_tensors} tensors of {self}"
             )
         return said
+
+    @cached_property
+    def usual_tensors_per_layer(self) -> int | None:
+        """Tensors of one layer where nobody says how many; None: they are not layers of so many."""
+        said = self.said_tensors_per_layer("", None)
+        usual = min(DEFAULT_TENSORS_PER_LAYER, self.num_tensors) if said is None else said
+        return None if self.num_tensors % usual else usual
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether a row is one run of bytes of one layer."""
+        return self.rows_are_whole and self.extent("layer") == 1
 
     def locate(
         self, views: range, split: tuple[str, ...], per_layer: int
@@ -257,14 +269,6 @@ def is_same_cache(a: Described, b: Described) -> bool:
     return same_id or (bool(a.tensor_addrs) and a.tensor_addrs == b.tensor_addrs)
 
 
-class Views(NamedTuple):
-    """The views that a transfer pairs, in order, and how many of them are one layer."""
-
-    src: range
-    dst: range
-    per_layer: int
-
-
 def pair_views(
     src: Side,
     dst: Side,
@@ -272,8 +276,10 @@ def pair_views(
     split: tuple[str, ...] = (),
     *,
     as_bytes: bool = False,
-) -> Views:
-    """Return the views of a transfer: two ranges of one length. See `Side.locate` for `split`.
+) -> tuple[range, range, int]:
+    """Return the views of a transfer, two ranges of one length, and how many are one layer.
+
+    A view is a tensor, or a part of one; see `Side.locate`, for `split` too.
 
     Layer range i..j selects the views i*t up to (j+1)*t, t views a layer: what the layouts say,
     `tensor_num_per_layer`, or 2. With no range, all layers that both sides have are taken: by their
@@ -297,6 +303,16 @@ def pair_views(
     if given is not None and type(given) is not int:
         check_type("tensor_num_per_layer", given, int)
     src_given, dst_given = ext_param.src_layer_range, ext_param.dst_layer_range
+    if (
+        src_given is None
+        and dst_given is None
+        and given is None
+        and not split
+        and src.meaning == dst.meaning
+        and src.num_tensors == dst.num_tensors
+        and (per_layer := src.usual_tensors_per_layer) is not None
+    ):  # almost always: all layers of two caches that are alike
+        return range(src.num_tensors), range(src.num_tensors), per_layer
     src_layers = None if src_given is None else _layers("src_layer_range", src_given)
     dst_layers = None if dst_given is None else _layers("dst_layer_range", dst_given)
     ranged = src_layers is not None or dst_layers is not None
@@ -309,7 +325,7 @@ def pair_views(
                 f"src num_tensors={src.num_tensors} and dst num_tensors={dst.num_tensors} must be "
                 "equal where no layer range is given"
             )
-        return Views(range(num_src), range(num_dst), per_layer)
+        return range(num_src), range(num_dst), per_layer
     src_range = _checked("src_layer_range", src_layers, src, num_src // per_layer, per_layer)
     dst_range = _checked("dst_layer_range", dst_layers, dst, num_dst // per_layer, per_layer)
     if sharded:
@@ -320,7 +336,7 @@ def pair_views(
         raise invalid(
             f"src_layer_range={src_range} and dst_layer_range={dst_range} must be of equal length"
         )
-    return Views(_views(src_range, per_layer), _views(dst_range, per_layer), per_layer)
+    return _views(src_range, per_layer), _views(dst_range, per_layer), per_layer
 
 
 def _has_layers(side: Side) -> bool:
@@ -409,7 +425,7 @@ def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
     """Return the src tensors of a transfer, as `pair_views` does."""
     check_type("ext_param", ext_param, KvCacheExtParam)
     alike = replace(ext_param, dst_layer_range=ext_param.src_layer_range)
-    return pair_views(src, src, alike).src
+    return pair_views(src, src, alike)[0]
 
 
 def _layers(name: str, given: LayerRange) -> range | None:
