@@ -388,15 +388,14 @@ def _in_model(
     src: Side, dst: Side, src_range: range, dst_range: range, src_given: bool, dst_given: bool
 ) -> tuple[range, range]:
     """Cut local layers of both sides to those that are the same in the model."""
-    firsts = []
-    for it in (src, dst):
-        layers = it.shard.layers if it.shard is not None else None
-        firsts.append(0 if layers is None else layers.start)
-    shown_layers = [
-        range(local.start + first, local.stop + first)
-        for local, first in zip((src_range, dst_range), firsts, strict=True)
-    ]
-    of_src, of_dst = shown_layers
+    (of_src, src_total), (of_dst, dst_total) = (
+        _model_layers(it, local) for it, local in ((src, src_range), (dst, dst_range))
+    )
+    if src_total != dst_total and not (src_given or dst_given):
+        raise invalid(
+            f"src and dst are of models of other numbers of layers: src is {src}, of "
+            f"{len(src_range)} layers; dst is {dst}, of {len(dst_range)}"
+        )
     if src_given and dst_given and of_src != of_dst:
         raise invalid(
             f"src_layer_range={src_range} is {of_src} of the model, and dst_layer_range="
@@ -414,11 +413,20 @@ def _in_model(
                 f"{name}_layer_range is {part} of the model, of which the other side has only "
                 f"{both}"
             )
-    src_first, dst_first = firsts
+    src_shift, dst_shift = src_range.start - of_src.start, dst_range.start - of_dst.start
     return (
-        range(both.start - src_first, both.stop - src_first),
-        range(both.start - dst_first, both.stop - dst_first),
+        range(both.start + src_shift, both.stop + src_shift),
+        range(both.start + dst_shift, both.stop + dst_shift),
     )
+
+
+def _model_layers(side: Side, local: range) -> tuple[range, int | None]:
+    """The numbers in the model of a cache's layers `local`, and how many the model has."""
+    shard = side.shard
+    if shard is None or shard.layers is None:
+        return local, local.stop
+    first = shard.layers.start
+    return range(local.start + first, local.stop + first), shard.num_layers
 
 
 def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
