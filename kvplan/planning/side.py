@@ -77,7 +77,7 @@ class Side:
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Dimensions of a row, and before it those that are not rows."""
-        at = self.shape.index(self.count) if self.layout is None else self.layout.row_axis
+        at = 0 if self.layout is None else self.layout.row_axis
         return self.shape[:at] + self.shape[at + 1 :]
 
     @cached_property
@@ -234,7 +234,8 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         paged=paged,
         placement=desc.placement,
         data_type=desc.data_type,
-        shape=desc.shape,
+        # Without a layout, what is before the rows is 1, and says nothing.
+        shape=desc.shape if layout is not None else desc.shape[desc.batch_dim_index :],
         layout=layout,
         label=desc.kv_tensor_format if layout is None else None,
         shard=desc.shard,
