@@ -27,7 +27,8 @@ def diff(old: Plan, new: Plan) -> str:
     lines.append(f"  desc     {descriptors}      bytes {nbytes}")
     changed = [*_segments(old, new)]
     if changed:
-        lines.append(f"  tensor {old.src_tensors[0]}>{old.dst_tensors[0]}")
+        (src_tensor, _), (dst_tensor, _) = old.pair(0)
+        lines.append(f"  tensor {src_tensor}>{dst_tensor}")
         lines.extend(changed[:LIMIT])
         if (hidden := len(changed) - LIMIT) > 0:
             lines.append(f"  ... {plural(hidden, 'more line')}")

@@ -164,14 +164,6 @@ class Side:
         starts = (layer % layers) * self.stride_of("layer") + (part % kv) * self.stride_of("kv")
         return tensors, starts.astype(np.uint64)
 
-    def view_starts(self, split: tuple[str, ...]) -> NDArray[np.uint64]:
-        """The byte where each view of one tensor begins."""
-        starts = np.zeros(1, np.int64)
-        for axis in split:
-            steps = np.arange(self.extent(axis)) * self.stride_of(axis)
-            starts = (starts[:, None] + steps).ravel()
-        return starts.astype(np.uint64)
-
     def num_views(self, split: tuple[str, ...]) -> int:
         """How many views there are where the axes in `split` are split; see `locate`."""
         return self.num_tensors * math.prod(self.extent(axis) for axis in split)
