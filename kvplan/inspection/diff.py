@@ -93,13 +93,19 @@ def _segments(old: Plan, new: Plan) -> Iterator[str]:
                 None,
                 (
                     spans_text("token", tokens_of(plan, dst, last)),
-                    spans_text(
-                        "head", [heads] if repeats and (heads := heads_of(plan, dst, last)) else []
-                    ),
+                    _heads(plan, dst, last),
                 ),
             )
         )
         yield f"{sign}   {places:<12}  {times}{nbytes}{'  ' + held if held else ''}"
+
+
+def _heads(plan: Plan, first: int, last: int) -> str:
+    """The heads between dst offsets, where they are not all that dst has."""
+    heads = heads_of(plan, first, last)
+    if heads is None or heads[1] - heads[0] + 1 == plan.dst.extent("head"):
+        return ""
+    return spans_text("head", [heads])
 
 
 def _keyed(plan: Plan) -> Iterator[tuple[tuple[Any, ...], int]]:
