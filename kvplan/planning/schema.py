@@ -104,18 +104,24 @@ def _parse(document: Any) -> Plan:
         ),
         num_slices=_positive("num_slices", document["num_slices"]),
         coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
-        split=tuple(
-            _one_of("split", it, ("layer", "kv"))
-            for it in check_type("split", document["split"], list)
-        ),
+        split=_split(document["split"]),
         reinterpret=check_type("reinterpret", document["reinterpret"], bool),
         tables=_tables(document["tables"]),
     )
 
 
+def _split(axes: Any) -> tuple[str, ...]:
+    split = tuple(_one_of("split", it, ("layer", "kv")) for it in check_type("split", axes, list))
+    if len(set(split)) < len(split):
+        raise ValueError(f"split={shown(axes)} names an axis twice")
+    return split
+
+
 def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
     """What version 1 did not know: rows were opaque, of tensors that lie in one piece."""
     more: dict[str, Any] = {"split": [], "reinterpret": False, "tables": None}
+    if unknown := document.keys() & more:
+        raise ValueError(f"schema_version=1 has no fields {sorted(unknown)}")
     document = more | document
     of_side: dict[str, Any] = dict.fromkeys(_MEANING) | {"shape": []}
     of_segments: dict[str, Any] = {"repeats": []}
