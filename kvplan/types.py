@@ -177,7 +177,9 @@ class CacheDesc:
             _check_format(check_type("kv_tensor_format", self.kv_tensor_format, str))
         dims = len(self.shape)
         if not 1 <= dims <= MAX_DIMS:
-            raise invalid(f"shape={self.shape} has {dims} dimensions; allowed are [1, {MAX_DIMS}]")
+            raise invalid(
+                f"shape={shown(self.shape)} has {dims} dimensions; allowed are [1, {MAX_DIMS}]"
+            )
         check_index("batch_dim_index", self.batch_dim_index, dims)
         if (layout := self.layout) is not None:
             self._take_layout(layout)

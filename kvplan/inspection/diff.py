@@ -27,7 +27,8 @@ def diff(old: Plan, new: Plan) -> str:
     lines.append(f"  desc     {descriptors}      bytes {nbytes}")
     changed = [*_segments(old, new)]
     if changed:
-        lines.append(f"  tensor {old.src_tensors[0]}>{old.dst_tensors[0]}")
+        (src_tensor, _), (dst_tensor, _) = old.pair(0)
+        lines.append(f"  tensor {src_tensor}>{dst_tensor}")
         lines.extend(changed[:LIMIT])
         if (hidden := len(changed) - LIMIT) > 0:
             lines.append(f"  ... {plural(hidden, 'more line')}")
@@ -55,9 +56,11 @@ def _options(old: Plan, new: Plan) -> Iterator[str]:
         if a != b:
             yield f"{name}: {a} -> {b}"
     for name in ("src", "dst"):
+        sides = getattr(old, name), getattr(new, name)
+        said = "count", "stride"  # by the shapes, where these are known
         for field in ("num_tensors", "count", "stride", "paged", "placement"):
-            a, b = getattr(getattr(old, name), field), getattr(getattr(new, name), field)
-            if a != b:
+            a, b = (getattr(it, field) for it in sides)
+            if a != b and not (field in said and all(it.shape for it in sides)):
                 yield f"{name}.{field}: {a} -> {b}"
 
 
@@ -90,13 +93,19 @@ def _segments(old: Plan, new: Plan) -> Iterator[str]:
                 None,
                 (
                     spans_text("token", tokens_of(plan, dst, last)),
-                    spans_text(
-                        "head", [heads] if repeats and (heads := heads_of(plan, dst, last)) else []
-                    ),
+                    _heads(plan, dst, last),
                 ),
             )
         )
         yield f"{sign}   {places:<12}  {times}{nbytes}{'  ' + held if held else ''}"
+
+
+def _heads(plan: Plan, first: int, last: int) -> str:
+    """The heads between dst offsets, where they are not all that dst has."""
+    heads = heads_of(plan, first, last)
+    if heads is None or heads[1] - heads[0] + 1 == plan.dst.extent("head"):
+        return ""
+    return spans_text("head", [heads])
 
 
 def _keyed(plan: Plan) -> Iterator[tuple[tuple[Any, ...], int]]:

@@ -34,7 +34,7 @@ class _Row(NamedTuple):
 
 def one_line(plan: Plan) -> str:
     """`<Plan push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB>`."""
-    src, dst = _ends(plan.src_layers), _ends(plan.dst_layers)
+    src, dst = (_ends(plan, it) for it in ("src", "dst"))
     layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
     return (
         f"<Plan {plan.operation} {plan.kind} {layers} x {plural(_num_rows(plan), plan.dst.row)}: "
@@ -72,17 +72,26 @@ def _num_rows(plan: Plan) -> int:
     return plan.num_slices if plan.tables is None else len(plan.tables.dst)
 
 
-def _ends(layers: range) -> tuple[int, int]:
-    return layers[0], layers[-1]
+def _ends(plan: Plan, name: str, part: slice = slice(None)) -> tuple[int, int]:
+    """First and last layer of a side; where tensors are moved whole, each may hold several."""
+    layers = getattr(plan, f"{name}_layers")[part]
+    inside = 1 if "layer" in plan.split else getattr(plan, name).extent("layer")
+    return layers[0] * inside, layers[-1] * inside + inside - 1
+
+
+def _layers(plan: Plan, part: slice) -> str:
+    """`layer 4 -> 0`, `layers 1..3 -> 1..3`."""
+    ends = [_ends(plan, it, part) for it in ("src", "dst")]
+    if all(first == last for first, last in ends):
+        return f"layer {ends[0][0]} -> {ends[1][0]}"
+    return "layers " + " -> ".join(f"{first}..{last}" for first, last in ends)
 
 
 def _header(plan: Plan) -> list[str]:
     ends = " -> ".join(
         name or word for name, word in ((plan.src.name, "src"), (plan.dst.name, "dst"))
     )
-    src, dst = (
-        f"{first}..{last}" for first, last in map(_ends, (plan.src_layers, plan.dst_layers))
-    )
+    src, dst = ("{}..{}".format(*_ends(plan, it)) for it in ("src", "dst"))
     slices = plan.num_slices * plan.num_tensor_pairs
     merged = slices - plan.num_descriptors
     return [
@@ -110,7 +119,8 @@ def _rows_moved(plan: Plan) -> str:
     if tables is None or (
         tables.num_tokens is None and (len(tables.src) == len(tables.dst) or plan.kind == "C2B")
     ):
-        return f"{plural(_num_rows(plan), plan.dst.row)} x {nbytes_text(plan.dst.stride)}"
+        rows = plural(_num_rows(plan), plan.dst.row)
+        return f"parts of {rows}" if plan.split else f"{rows} x {nbytes_text(plan.dst.stride)}"
     tokens = "" if tables.num_tokens is None else f"{plural(tables.num_tokens, 'token')}, "
     return (
         f"{tokens}{plural(len(tables.src), plan.src.row)} -> "
@@ -149,7 +159,7 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
                 )
                 if end + 1 != start
             ]
-            if before and not plan.segments.repeats
+            if before and not (plan.segments.repeats or plan.split)  # parts of rows never meet
             else []
         )
         why = f"not adjacent ({', '.join(breaks)})" if breaks else ""
@@ -196,12 +206,13 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
     descriptors = len(layer.tensors) * per_layer
     branch, trunk = ("`--", "    ") if num_layers == 1 else ("|--", "|   ")
     lines = [
-        f"{branch} layer {layer.src_layer} -> {layer.dst_layer}   desc [0:{descriptors})   "
+        f"{branch} {_layers(plan, slice(1))}   desc [0:{descriptors})   "
         f"{nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)}"
     ]
-    for index, (src, dst) in enumerate(layer.tensors[:limit]):
+    for index, (_, view) in enumerate(layer.tensors[:limit]):
         last = index == len(layer.tensors) - 1
-        kv = kv_of(plan, dst, 0, 0) if "kv" in plan.split or plan.tensors_per_layer == 2 else ""
+        (src, _), (dst, _) = plan.pair(index)
+        kv = kv_of(plan, view, 0, 0) if "kv" in plan.split or plan.tensors_per_layer == 2 else ""
         name = f"{'`--' if last else '|--'} tensor {src} -> {dst}{' ' + kv if kv else ''}"
         if index:
             lines.append(f"{trunk}{name}   same {plan.dst.row}s")
@@ -212,15 +223,9 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
     if limit is not None and (hidden := len(layer.tensors) - limit) > 0:
         lines.append(f"{trunk}`-- ... {plural(hidden, 'more tensor')}, same {plan.dst.row}s")
     if num_layers > 1:
-        src_layers, dst_layers = plan.src_layers[1:], plan.dst_layers[1:]
-        word = "layer" if num_layers == 2 else "layers"
-        names = " -> ".join(
-            f"{it[0]}" if num_layers == 2 else f"{it[0]}..{it[-1]}"
-            for it in (src_layers, dst_layers)
-        )
         rest = (plan.num_tensor_pairs - len(layer.tensors)) * plan.nbytes_per_tensor
         lines.append(
-            f"`-- {word} {names}   desc [{descriptors}:{plan.num_descriptors})   "
+            f"`-- {_layers(plan, slice(1, None))}   desc [{descriptors}:{plan.num_descriptors})   "
             f"{nbytes_text(rest)}   same {plan.dst.row}s"
         )
     return lines
@@ -230,17 +235,19 @@ def _table(plan: Plan, limit: int | None) -> list[str]:
     sides = ("dst", "src") if plan.local == "dst" else ("src", "dst")
     heads = sides if plan.local == "both" else ("local", "remote")
     table = [("#", "layer", "tensor", f"{plan.dst.row}s", *heads, "nbytes")]
+    per_pair = plan.segments.num_runs
     shown = plan.num_descriptors if limit is None else min(limit, plan.num_descriptors)
     for index in range(shown):
         origin = plan.origin(index)
-        src, dst, nbytes = plan.run(index % plan.segments.num_runs)
+        src, dst, nbytes = plan.run(index % per_pair)
         rows = (
             place(origin.src_rows, src, plan.src.stride),
             place(origin.dst_rows, dst, plan.dst.stride),
         )
+        (src_tensor, src_start), (dst_tensor, dst_start) = plan.pair(index // per_pair)
         places = {
-            "src": f"t{origin.src_tensor}+{src:#x}",
-            "dst": f"t{origin.dst_tensor}+{dst:#x}",
+            "src": f"t{src_tensor}+{src_start + src:#x}",
+            "dst": f"t{dst_tensor}+{dst_start + dst:#x}",
         }
         table.append(
             (

@@ -203,20 +203,31 @@ class Plan:
         pair, run = divmod(descriptor, self.segments.num_runs)
         src, dst, nbytes = self.run(run)
         last = dst + nbytes - 1
-        view = self.dst_tensors[pair]
+        (src_tensor, _), (dst_tensor, _) = self.pair(pair)
         return Origin(
             self.src_layers[pair // self.tensors_per_layer],
             self.dst_layers[pair // self.tensors_per_layer],
-            self.src_tensors[pair],
-            view,
+            src_tensor,
+            dst_tensor,
             self.src.rows(src, nbytes),
             self.dst.rows(dst, nbytes),
             self.src.row,
             self.dst.row,
-            kv_of(self, view, dst, last),
+            kv_of(self, self.dst_tensors[pair], dst, last),
             heads_of(self, dst, last),
             tuple(tokens_of(self, dst, last)),
         )
+
+    def pair(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The tensor of each side of a pair, and the byte of it that offsets count from."""
+        places = []
+        for side, views in ((self.src, self.src_tensors), (self.dst, self.dst_tensors)):
+            if self.split:
+                found = side.locate(views[index : index + 1], self.split, self.tensors_per_layer)
+                places.append((int(found[0][0]), int(found[1][0])))
+            else:
+                places.append((views[index], 0))
+        return places[0], places[1]
 
     def run(self, index: int) -> tuple[int, int, int]:
         """The run at this position of a tensor pair: src offset, dst offset, nbytes."""

@@ -6,6 +6,8 @@ Contract 1: every byte in bounds on both sides, no destination byte written twic
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, cast, get_args
 
@@ -16,7 +18,7 @@ from kvplan.planning.axes import BlockTables
 from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
 from kvplan.planning.segments import Coalesce, Segments, first_overlap
 from kvplan.planning.side import Side
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import INT64_MAX, UINT32_MAX, check_type, check_width, shown
 
@@ -31,8 +33,8 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
 }
 
 
-MAX_RUNS = 2**26
-"""Runs of a tensor that a document may have: they are compared with one another."""
+MAX_RUNS = 2**22
+"""Runs of a tensor that a document may have: they are spelled out, and compared."""
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -102,18 +104,24 @@ def _parse(document: Any) -> Plan:
         ),
         num_slices=_positive("num_slices", document["num_slices"]),
         coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
-        split=tuple(
-            _one_of("split", it, ("layer", "kv"))
-            for it in check_type("split", document["split"], list)
-        ),
+        split=_split(document["split"]),
         reinterpret=check_type("reinterpret", document["reinterpret"], bool),
         tables=_tables(document["tables"]),
     )
 
 
+def _split(axes: Any) -> tuple[str, ...]:
+    split = tuple(_one_of("split", it, ("layer", "kv")) for it in check_type("split", axes, list))
+    if len(set(split)) < len(split):
+        raise ValueError(f"split={shown(axes)} names an axis twice")
+    return split
+
+
 def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
     """What version 1 did not know: rows were opaque, of tensors that lie in one piece."""
     more: dict[str, Any] = {"split": [], "reinterpret": False, "tables": None}
+    if unknown := document.keys() & more:
+        raise ValueError(f"schema_version=1 has no fields {sorted(unknown)}")
     document = more | document
     of_side: dict[str, Any] = dict.fromkeys(_MEANING) | {"shape": []}
     of_segments: dict[str, Any] = {"repeats": []}
@@ -152,6 +160,8 @@ def _side_from_dict(name: str, document: Any) -> Side:
     _check_fields(name, document, _SIDE_FIELDS)
     data_type, layout, label = (document[it] for it in ("data_type", "layout", "label"))
     shape = tuple(_integers(f"{name}.shape", document["shape"]))
+    with _named(f"{name}.layout"):
+        made = None if layout is None else CacheLayout(layout)
     side = Side(
         num_tensors=_positive(f"{name}.num_tensors", document["num_tensors"]),
         count=_positive(f"{name}.count", document["count"]),
@@ -164,7 +174,7 @@ def _side_from_dict(name: str, document: Any) -> Side:
         if data_type is None
         else DataType[_one_of(f"{name}.data_type", data_type, tuple(DataType.__members__))],
         shape=shape,
-        layout=None if layout is None else CacheLayout(check_type(f"{name}.layout", layout, str)),
+        layout=made,
         label=None if label is None else check_type(f"{name}.label", label, str),
         shard=_shard(f"{name}.shard", document["shard"]),
         name=check_type(f"{name}.name", document["name"], str),
@@ -179,23 +189,29 @@ def _check_side(name: str, side: Side) -> None:
         if side.shape or side.layout or side.label is not None or side.shard:
             raise ValueError(f"{name}: data_type=None, and so shape must be [], the others None")
         return
-    at = 0
-    if side.layout is None and side.count in side.shape:
-        at = side.shape.index(side.count)
-    desc = CacheDesc(
-        side.num_tensors,
-        side.shape,
-        side.data_type,
-        side.placement,
-        at,
-        kv_tensor_format=side.label if side.layout is None else str(side.layout),
-        shard=side.shard,
-    )
+    with _named(name):
+        desc = CacheDesc(
+            side.num_tensors,
+            side.shape,
+            side.data_type,
+            side.placement,
+            kv_tensor_format=side.label if side.layout is None else str(side.layout),
+            shard=side.shard,
+        )
     if (desc.batch_size, desc.stride, desc.layout) != (side.count, side.stride, side.layout):
         raise ValueError(
             f"{name}: count={side.count} and stride={side.stride} must be {desc.batch_size} and "
             f"{desc.stride}, those of shape={side.shape}"
         )
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say of which field a description is refused."""
+    try:
+        yield
+    except (LLMException, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error.args[0]}") from None
 
 
 def _shard(name: str, document: Any) -> Shard | None:
@@ -206,7 +222,8 @@ def _shard(name: str, document: Any) -> Shard | None:
         None if document[it] is None else _range(f"{name}.{it}", document[it])
         for it in ("layers", "heads")
     )
-    return Shard(layers, heads, document["num_layers"], document["num_heads"])
+    with _named(name):
+        return Shard(layers, heads, document["num_layers"], document["num_heads"])
 
 
 def _tables(document: Any) -> BlockTables | None:
@@ -214,7 +231,11 @@ def _tables(document: Any) -> BlockTables | None:
         return None
     _check_fields("tables", document, {*BlockTables._fields})
     src, dst = (
-        np.array(_integers(f"tables.{it}", document[it]), np.int64) for it in ("src", "dst")
+        np.array(
+            [check_width(f"tables.{it}", row, 0, INT64_MAX) for row in _rows(it, document[it])],
+            np.int64,
+        )
+        for it in ("src", "dst")
     )
     src_token, dst_token, num_tokens = (document[it] for it in BlockTables._fields[2:])
     return BlockTables(
@@ -224,6 +245,12 @@ def _tables(document: Any) -> BlockTables | None:
         check_width("tables.dst_token", dst_token, 0, INT64_MAX),
         None if num_tokens is None else _positive("tables.num_tokens", num_tokens),
     )
+
+
+def _rows(name: str, values: Any) -> list[Any]:
+    if not check_type(f"tables.{name}", values, list):
+        raise ValueError(f"tables.{name} is empty; a request has at least one row")
+    return cast(list[Any], values)
 
 
 def _check_fields(name: str, document: Any, expected: set[str]) -> dict[str, Any]:
@@ -338,18 +365,24 @@ def _check_bounds(name: str, side: Side, plan: Plan) -> None:
 
 
 def _check_written_once(plan: Plan) -> None:
-    """Refuse two runs that write one byte, of one view or of two views of a tensor."""
+    """Refuse two runs that write one byte, and one that leaves its view for another."""
     runs = plan.segments.expanded()
-    starts = runs.dst_offsets
-    nbytes = runs.nbytes
-    within = math.prod(plan.dst.extent(axis) for axis in plan.split)
-    if within > 1:
-        if len(starts) * within > MAX_RUNS:
-            raise invalid(f"segments: {len(starts) * within} runs of a tensor are too many")
-        starts = (plan.dst.view_starts(plan.split)[:, None] + starts).ravel()
-        nbytes = np.tile(nbytes, within)
-    if (overlap := first_overlap(starts, nbytes)) is not None:
-        first, second = (it % len(runs) for it in overlap)
+    for name, side in (("src", plan.src), ("dst", plan.dst)):
+        starts = getattr(runs, f"{name}_offsets")
+        for axis in plan.split:
+            if side.extent(axis) == 1:
+                continue
+            stride = np.uint64(side.stride_of(axis))
+            outside = starts % (stride * np.uint64(side.extent(axis))) + runs.nbytes > stride
+            if bool(outside.any()):
+                i = int(np.flatnonzero(outside)[0])
+                raise invalid(
+                    f"run {i}: {name} bytes [{int(starts[i])}, "
+                    f"{int(starts[i]) + int(runs.nbytes[i])}) leave the {axis} that they begin "
+                    f"in, of {int(stride)} bytes; split={plan.split} pairs each by itself"
+                )
+    if (overlap := first_overlap(runs.dst_offsets, runs.nbytes)) is not None:
+        first, second = overlap
         word = "segments" if len(runs) == len(plan.segments) else "runs"
         raise invalid(
             f"{word} {first} and {second} write the same destination bytes, from dst offset "

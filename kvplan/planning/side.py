@@ -77,7 +77,7 @@ class Side:
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Dimensions of a row, and before it those that are not rows."""
-        at = self.shape.index(self.count) if self.layout is None else self.layout.row_axis
+        at = 0 if self.layout is None else self.layout.row_axis
         return self.shape[:at] + self.shape[at + 1 :]
 
     @cached_property
@@ -164,14 +164,6 @@ class Side:
         starts = (layer % layers) * self.stride_of("layer") + (part % kv) * self.stride_of("kv")
         return tensors, starts.astype(np.uint64)
 
-    def view_starts(self, split: tuple[str, ...]) -> NDArray[np.uint64]:
-        """The byte where each view of one tensor begins."""
-        starts = np.zeros(1, np.int64)
-        for axis in split:
-            steps = np.arange(self.extent(axis)) * self.stride_of(axis)
-            starts = (starts[:, None] + steps).ravel()
-        return starts.astype(np.uint64)
-
     def num_views(self, split: tuple[str, ...]) -> int:
         """How many views there are where the axes in `split` are split; see `locate`."""
         return self.num_tensors * math.prod(self.extent(axis) for axis in split)
@@ -234,7 +226,8 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         paged=paged,
         placement=desc.placement,
         data_type=desc.data_type,
-        shape=desc.shape,
+        # Without a layout, what is before the rows is 1, and says nothing.
+        shape=desc.shape if layout is not None else desc.shape[desc.batch_dim_index :],
         layout=layout,
         label=desc.kv_tensor_format if layout is None else None,
         shard=desc.shard,

@@ -180,7 +180,9 @@ def test_the_reason_of_a_cancellation_that_came_too_late_is_not(transfers):
 
 def test_a_last_layer_that_is_short(transfers):
     desc = CacheDesc(7, (4, 64), DataType.DT_UINT8)
-    plan = kvplan.plan_push_cache(desc, desc, ext_param=KvCacheExtParam(None, None, 3))
+    plan = kvplan.plan_push_cache(
+        desc, desc, ext_param=KvCacheExtParam(None, None, 3), reinterpret=True
+    )
     src, dst, whole = filled(1, desc), filled(2, desc), filled(2, desc)
     task = transfers.layered(plan, src, dst)
     assert task.layers == range(3)

@@ -130,9 +130,9 @@ def test_a_larger_cache() -> None:
         PLAN,
         blocks([4, 5, 9], [7, 8, 2], into=MORE_BLOCKS),
         """
-  option   dst.count: 16 -> 17
+  cache    dst.shape: (16, 4) -> (17, 4)
   desc     8 = 8      bytes 48 B = 48 B
-  verdict: different caches - their sizes are not the same
+  verdict: different caches - dst.shape: (16, 4) -> (17, 4)
 """,
     )
 

@@ -65,7 +65,7 @@ def test_what_people_read() -> None:
 
 def test_a_tree_has_one_line_more_under_its_head() -> None:
     lines = PLAN.explain(transport=COST).splitlines()
-    assert lines.pop(3) == "  over wire: gathered, 3 messages | 192 KiB | about 0.156 ms"
+    assert lines.pop(4) == "  over wire: gathered, 3 messages | 192 KiB | about 0.156 ms"
     assert lines == PLAN.explain().splitlines()
 
 
@@ -83,7 +83,7 @@ def test_a_table_has_one_line_more_at_its_end() -> None:
     ],
 )
 def test_what_was_never_measured_has_no_time(name: str, line: str) -> None:
-    assert PLAN.explain(transport=name).splitlines()[3] == f"  {line}"
+    assert PLAN.explain(transport=name).splitlines()[4] == f"  {line}"
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, f"'{name}': it has run on simulated"):
         PLAN.estimate(name)
 

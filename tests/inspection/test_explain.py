@@ -27,7 +27,7 @@ from tests.support.refusals import refused
 
 INT8 = DataType.DT_INT8
 PREFILL, DECODE = (CacheDesc(n, (16, 16, 8, 1024), DataType.DT_FLOAT16) for n in (12, 4))
-SLOTS, BLOCKS = CacheDesc(3, (3, 10), INT8), CacheDesc(3, (8, 4), INT8)
+SLOTS, BLOCKS = CacheDesc(4, (3, 10), INT8), CacheDesc(4, (8, 4), INT8)
 WIDE = CacheDesc(40, (8, 4), INT8)
 
 PUSH = plan_push_blocks(
@@ -46,7 +46,7 @@ C2C = plan_pull_cache(
 )
 COPY = plan_copy_cache(SLOTS, SLOTS, dst_batch_index=2)
 COPY_BLOCKS = plan_copy_blocks(Cache(BLOCKS, 1), {0: [1, 2], 3: [6]})
-SWAP = plan_swap_blocks(CacheDesc(3, (8, 4), INT8, Placement.HOST), BLOCKS, {0: 1})
+SWAP = plan_swap_blocks(CacheDesc(4, (8, 4), INT8, Placement.HOST), BLOCKS, {0: 1})
 REVERSED = plan_pull_blocks(
     WIDE, WIDE, range(8), range(7, -1, -1), ext_param=KvCacheExtParam(tensor_num_per_layer=4)
 )
@@ -61,12 +61,12 @@ def assert_text(actual: str, expected: str) -> None:
     ("plan", "text"),
     [
         (PUSH, "<Plan push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB>"),
-        (C2B, "<Plan pull_blocks C2B L0-1 x 3 blocks: 6 desc, 30 B>"),
-        (C2B_UNMERGED, "<Plan pull_blocks C2B L0-1 x 3 blocks: 9 desc, 30 B>"),
-        (C2C, "<Plan pull_cache C2C L0-1 x 1 slot: 3 desc, 15 B>"),
-        (COPY, "<Plan copy_cache C2C L0-1 x 1 slot: 3 desc, 30 B>"),
-        (COPY_BLOCKS, "<Plan copy_blocks B2B L0-1 x 3 blocks: 9 desc, 36 B>"),
-        (SWAP, "<Plan swap_blocks B2B L0-1 x 1 block: 3 desc, 12 B>"),
+        (C2B, "<Plan pull_blocks C2B L0-1 x 3 blocks: 8 desc, 40 B>"),
+        (C2B_UNMERGED, "<Plan pull_blocks C2B L0-1 x 3 blocks: 12 desc, 40 B>"),
+        (C2C, "<Plan pull_cache C2C L0-1 x 1 slot: 4 desc, 20 B>"),
+        (COPY, "<Plan copy_cache C2C L0-1 x 1 slot: 4 desc, 40 B>"),
+        (COPY_BLOCKS, "<Plan copy_blocks B2B L0-1 x 3 blocks: 12 desc, 48 B>"),
+        (SWAP, "<Plan swap_blocks B2B L0-1 x 1 block: 4 desc, 16 B>"),
         (REVERSED, "<Plan pull_blocks B2B L0-9 x 8 blocks: 320 desc, 1.2 KiB>"),
         (ONE_LAYER, "<Plan pull_blocks B2B L0 x 1 block: 1 desc, 4 B>"),
     ],
@@ -79,16 +79,15 @@ def test_tree_of_a_push_of_layers() -> None:
     assert_text(
         PUSH.explain(),
         """
-push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 61eb6d
+push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 23dcac
+  DT_FLOAT16 (16, 16, 8, 1024), both sides
   layers 4..5 -> 0..1 | tensors/layer 2 | 3 blocks x 256 KiB
   12 slices -> 8 descriptors (4 merged) | 3.0 MiB
 |-- layer 4 -> 0   desc [0:4)   1.5 MiB
 |   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2
 |   |                   9   -> 2    256 KiB  alone: not adjacent (src 5 -> 9, dst 8 -> 2)
 |   `-- tensor 9 -> 1   same blocks
-`-- layer 5 -> 1   desc [4:8)   1.5 MiB
-    |-- tensor 10 -> 2   same blocks
-    `-- tensor 11 -> 3   same blocks
+`-- layer 5 -> 1   desc [4:8)   1.5 MiB   same blocks
 """,
     )
 
@@ -97,14 +96,15 @@ def test_tree_is_cut_at_the_limit() -> None:
     assert_text(
         PUSH.explain(limit=1),
         """
-push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 61eb6d
+push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 23dcac
+  DT_FLOAT16 (16, 16, 8, 1024), both sides
   layers 4..5 -> 0..1 | tensors/layer 2 | 3 blocks x 256 KiB
   12 slices -> 8 descriptors (4 merged) | 3.0 MiB
 |-- layer 4 -> 0   desc [0:4)   1.5 MiB
 |   |-- tensor 8 -> 0   4-5 -> 7-8  512 KiB  merged 2
 |   |                   ... 1 more segment
 |   `-- ... 1 more tensor, same blocks
-`-- ... 1 more layer, same blocks
+`-- layer 5 -> 1   desc [4:8)   1.5 MiB   same blocks
 """,
     )
 
@@ -143,15 +143,15 @@ def test_tree_of_a_slot_cut_into_blocks() -> None:
     assert_text(
         C2B.explain(),
         """
-pull_blocks  C2B   src -> dst   plan d73baa
+pull_blocks  C2B   src -> dst   plan 704aa5
+  DT_INT8 (3, 10) -> DT_INT8 (8, 4)
   layers 0..1 -> 0..1 | tensors/layer 2 | 3 blocks x 4 B
-  9 slices -> 6 descriptors (3 merged) | 30 B
+  12 slices -> 8 descriptors (4 merged) | 40 B
 |-- layer 0 -> 0   desc [0:4)   20 B
 |   |-- tensor 0 -> 0   2     -> 4-5  8 B      merged 2
 |   |                   2+0x8 -> 0    2 B      alone: not adjacent (dst 5 -> 0)
 |   `-- tensor 1 -> 1   same blocks
-`-- layer 1 -> 1   desc [4:6)   10 B
-    `-- tensor 2 -> 2   same blocks
+`-- layer 1 -> 1   desc [4:8)   20 B   same blocks
 """,
     )
 
@@ -179,6 +179,8 @@ def test_table_of_a_slot_cut_into_blocks() -> None:
 3    0>0     1>1  2+0x8>0  t1+0x0   t1+0x1c       2
 4    1>1     2>2    2>4-5  t2+0x10  t2+0x14       8
 5    1>1     2>2  2+0x8>0  t2+0x0   t2+0x1c       2
+6    1>1     3>3    2>4-5  t3+0x10  t3+0x14       8
+7    1>1     3>3  2+0x8>0  t3+0x0   t3+0x1c       2
 """,
     )
 
@@ -187,16 +189,16 @@ def test_tree_of_what_was_not_merged() -> None:
     assert_text(
         C2B_UNMERGED.explain(),
         """
-pull_blocks  C2B   src -> dst   plan a0603f
+pull_blocks  C2B   src -> dst   plan 0d5c36
+  DT_INT8 (3, 10) -> DT_INT8 (8, 4)
   layers 0..1 -> 0..1 | tensors/layer 2 | 3 blocks x 4 B
-  9 slices -> 9 descriptors (0 merged) | 30 B
+  12 slices -> 12 descriptors (0 merged) | 40 B
 |-- layer 0 -> 0   desc [0:6)   20 B
 |   |-- tensor 0 -> 0   2     -> 4  4 B
 |   |                   2+0x4 -> 5  4 B
 |   |                   2+0x8 -> 0  2 B      alone: not adjacent (dst 5 -> 0)
 |   `-- tensor 1 -> 1   same blocks
-`-- layer 1 -> 1   desc [6:9)   10 B
-    `-- tensor 2 -> 2   same blocks
+`-- layer 1 -> 1   desc [6:12)   20 B   same blocks
 """,
     )
 
@@ -205,14 +207,14 @@ def test_tree_of_a_part_of_a_slot() -> None:
     assert_text(
         C2C.explain(),
         """
-pull_cache  C2C   src -> dst   plan 84b02d
+pull_cache  C2C   src -> dst   plan 5da2e7
+  DT_INT8 (3, 10), both sides
   layers 0..1 -> 0..1 | tensors/layer 2 | 1 slot x 10 B
-  3 slices -> 3 descriptors (0 merged) | 15 B
+  4 slices -> 4 descriptors (0 merged) | 20 B
 |-- layer 0 -> 0   desc [0:2)   10 B
 |   |-- tensor 0 -> 0   1+0x3 -> 2+0x1  5 B
 |   `-- tensor 1 -> 1   same slots
-`-- layer 1 -> 1   desc [2:3)   5 B
-    `-- tensor 2 -> 2   same slots
+`-- layer 1 -> 1   desc [2:4)   10 B   same slots
 """,
     )
 
@@ -225,6 +227,7 @@ def test_table_of_a_part_of_a_slot() -> None:
 0    0>0     0>0  1+0x3>2+0x1  t0+0x15  t0+0xd       5
 1    0>0     1>1  1+0x3>2+0x1  t1+0x15  t1+0xd       5
 2    1>1     2>2  1+0x3>2+0x1  t2+0x15  t2+0xd       5
+3    1>1     3>3  1+0x3>2+0x1  t3+0x15  t3+0xd       5
 """,
     )
 
@@ -237,6 +240,7 @@ def test_table_inside_a_process_has_no_local_and_remote() -> None:
 0    0>0     0>0    0>2  t0+0x0  t0+0x14      10
 1    0>0     1>1    0>2  t1+0x0  t1+0x14      10
 2    1>1     2>2    0>2  t2+0x0  t2+0x14      10
+3    1>1     3>3    0>2  t3+0x0  t3+0x14      10
 """,
     )
 
@@ -250,7 +254,7 @@ def test_table_of_one_block_to_many() -> None:
 1    0>0     0>0     0>2  t0+0x0  t0+0x8        4
 2    0>0     0>0     3>6  t0+0xc  t0+0x18       4
 3    0>0     1>1     0>1  t1+0x0  t1+0x4        4
-... 5 more descriptors
+... 8 more descriptors
 """,
     )
 
@@ -259,14 +263,14 @@ def test_tree_of_a_swap() -> None:
     assert_text(
         SWAP.explain(),
         """
-swap_blocks  B2B   src -> dst   plan 3d6815
+swap_blocks  B2B   src -> dst   plan 4d3648
+  DT_INT8 (8, 4), both sides
   layers 0..1 -> 0..1 | tensors/layer 2 | 1 block x 4 B
-  3 slices -> 3 descriptors (0 merged) | 12 B
+  4 slices -> 4 descriptors (0 merged) | 16 B
 |-- layer 0 -> 0   desc [0:2)   8 B
 |   |-- tensor 0 -> 0   0 -> 1  4 B
 |   `-- tensor 1 -> 1   same blocks
-`-- layer 1 -> 1   desc [2:3)   4 B
-    `-- tensor 2 -> 2   same blocks
+`-- layer 1 -> 1   desc [2:4)   8 B   same blocks
 """,
     )
 
@@ -275,7 +279,8 @@ def test_every_list_of_a_tree_is_cut() -> None:
     assert_text(
         REVERSED.explain(limit=2),
         """
-pull_blocks  B2B   src -> dst   plan 97d367
+pull_blocks  B2B   src -> dst   plan 28f8f0
+  DT_INT8 (8, 4), both sides
   layers 0..9 -> 0..9 | tensors/layer 4 | 8 blocks x 4 B
   320 slices -> 320 descriptors (0 merged) | 1.2 KiB
 |-- layer 0 -> 0   desc [0:32)   128 B
@@ -284,11 +289,7 @@ pull_blocks  B2B   src -> dst   plan 97d367
 |   |                   ... 6 more segments
 |   |-- tensor 1 -> 1   same blocks
 |   `-- ... 2 more tensors, same blocks
-|-- layer 1 -> 1   desc [32:64)   128 B
-|   |-- tensor 4 -> 4   same blocks
-|   |-- tensor 5 -> 5   same blocks
-|   `-- ... 2 more tensors, same blocks
-`-- ... 8 more layers, same blocks
+`-- layers 1..9 -> 1..9   desc [32:320)   1.1 KiB   same blocks
 """,
     )
 
@@ -297,7 +298,8 @@ def test_tree_of_one_tensor() -> None:
     assert_text(
         ONE_LAYER.explain(),
         """
-pull_blocks  B2B   src -> dst   plan 21bbea
+pull_blocks  B2B   src -> dst   plan 0767a5
+  DT_INT8 (8, 4), both sides
   layers 0..0 -> 0..0 | tensors/layer 1 | 1 block x 4 B
   1 slice -> 1 descriptor (0 merged) | 4 B
 `-- layer 0 -> 0   desc [0:1)   4 B

@@ -176,7 +176,9 @@ def test_every_plan_can_be_read(transfer: Transfer, how: Coalesce) -> None:
     table = plan.explain("table", limit=None).splitlines()
     assert len(table) == 1 + plan.num_descriptors
     assert repr(plan).startswith(f"<Plan {plan.operation} {plan.kind} L")
-    for layer in plan.layers:
-        for src, dst in layer.tensors:
-            assert f"tensor {src} -> {dst} " in plan.explain(limit=None)
+    tree = plan.explain(limit=None)
+    for src, dst in plan.layer(0).tensors:
+        assert f"tensor {src} -> {dst} " in tree
+    # The other layers are like the first, and stand on one line.
+    assert ("`-- layer" in tree.splitlines()[-1]) is (len(plan.layers) > 1)
     assert plan.diff(plan).splitlines()[-1] == "  verdict: identical"

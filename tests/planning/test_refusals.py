@@ -37,7 +37,7 @@ SLOTS = CacheDesc(4, (3, 16), DataType.DT_INT8)
 BLOCKS = CacheDesc(4, (8, 4), DataType.DT_INT8)
 """4 tensors of 8 blocks of 4 bytes."""
 HOST = CacheDesc(4, (5, 4), DataType.DT_INT8, Placement.HOST)
-ONE, THREE = (CacheDesc(n, (8, 4), DataType.DT_INT8) for n in (1, 3))
+ONE, THREE, SIX = (CacheDesc(n, (8, 4), DataType.DT_INT8) for n in (1, 3, 6))
 
 HUGE = 2**70
 
@@ -105,7 +105,10 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: copy_cache(offset=-1), [" offset=-1", "[0, 16)"]),
     (lambda: copy_cache(offset=16), [" offset=16", "[0, 16)"]),
     (lambda: copy_cache(offset=10, size=7), ["size=7", " offset=10", "[1, 6]"]),
-    (lambda: plan_copy_cache(SLOTS, BLOCKS), ["size=-1", "16 bytes", "[1, 4]", "dst row"]),
+    (
+        lambda: plan_copy_cache(SLOTS, BLOCKS, reinterpret=True),
+        ["size=-1", "16 bytes", "[1, 4]", "dst row"],
+    ),
     # Block tables.
     (lambda: pull_blocks([0, 8], [1, 2]), ["src_blocks[1]=8", "[0, 8)"]),
     (lambda: pull_blocks([0, -1], [1, 2]), ["src_blocks[1]=-1", "[0, 8)"]),
@@ -118,7 +121,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: pull_blocks([0], []), ["dst_blocks is empty", "at least one"]),
     (lambda: pull_blocks([0], np.empty(0, int)), ["dst_blocks is empty"]),
     (
-        lambda: plan_pull_blocks(SLOTS, BLOCKS, [0], [1]),
+        lambda: plan_pull_blocks(SLOTS, BLOCKS, [0], [1], reinterpret=True),
         ["src block of 16 bytes", "dst block of 4 bytes", "equal"],
     ),
     # A slot of 16 bytes fills four blocks of 4 bytes.
@@ -157,7 +160,14 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
         lambda: plan_swap_blocks(HOST, ONE, {0: 0}),
         ["src num_tensors=4", "dst num_tensors=1", "equal"],
     ),
-    (lambda: plan_swap_blocks(HOST, SLOTS, {0: 0}), ["src block of 4", "dst block of 16"]),
+    (
+        lambda: plan_swap_blocks(HOST, SLOTS, {0: 0}),
+        ["shape of a row", "DT_INT8 (5, 4)", "DT_INT8 (3, 16)", "reinterpret=True"],
+    ),
+    (
+        lambda: plan_swap_blocks(HOST, SLOTS, {0: 0}, reinterpret=True),
+        ["src block of 4", "dst block of 16"],
+    ),
     # Layers. A source layer that the cache does not have crashes the reference.
     (lambda: layers(range(1, 3), range(2)), ["src_layer_range=range(1, 3)", "[0, 2)"]),
     (lambda: layers(range(2), range(1, 3)), ["dst_layer_range=range(1, 3)", "[0, 2)"]),
@@ -185,7 +195,7 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: layers(None, None, 5), ["tensor_num_per_layer=5", "[1, 4]"]),
     (lambda: layers(None, None, 3, ONE), ["tensor_num_per_layer=3", "[1, 1]"]),
     (lambda: layers(range(1), range(1), 3), ["tensor_num_per_layer=3", "divide", "4 tensors"]),
-    (lambda: layers(range(1), range(1), 2, ONE), ["tensor_num_per_layer=2", "divide", "1 tensor"]),
+    (lambda: layers(range(1), range(1), 2, ONE), ["tensor_num_per_layer=2", "[1, 1]", "src cache"]),
     (lambda: layers((0, 0), (0, 0), 2, THREE), ["tensor_num_per_layer=2", "divide", "3 tensors"]),
     (
         lambda: plan_pull_blocks(
@@ -195,7 +205,15 @@ INVALID: list[tuple[Callable[[], object], list[str]]] = [
     ),
     (
         lambda: plan_pull_blocks(BLOCKS, THREE, [0], [1]),
-        ["src num_tensors=4", "dst num_tensors=3", "equal"],
+        ["tensor_num_per_layer=2 (the default)", "divide", "3 tensors of the dst cache"],
+    ),
+    (
+        lambda: plan_pull_blocks(THREE, THREE, [0], [1]),
+        ["tensor_num_per_layer=2 (the default)", "divide", "3 tensors of the src cache"],
+    ),
+    (
+        lambda: plan_pull_blocks(BLOCKS, SIX, [0], [1]),
+        ["src num_tensors=4", "dst num_tensors=6", "equal"],
     ),
     (
         lambda: plan_pull_blocks(

@@ -45,11 +45,17 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return document
 
 
+def opaque(**changes: Any) -> dict[str, Any]:
+    """A side of DOCUMENT of which only rows are known."""
+    unknown = dict.fromkeys(("data_type", "layout", "label", "shard"))
+    return DOCUMENT["src"] | unknown | {"shape": []} | changes
+
+
 def test_the_document_itself_is_fine() -> None:
     assert json.loads(json.dumps(DOCUMENT)) == DOCUMENT
     assert Plan.from_dict(DOCUMENT).to_dict() == DOCUMENT
     assert DOCUMENT == {
-        "schema_version": 1,
+        "schema_version": 2,
         "operation": "pull_blocks",
         "kind": "B2B",
         "src": {
@@ -58,6 +64,11 @@ def test_the_document_itself_is_fine() -> None:
             "stride": 4,
             "paged": True,
             "placement": "DEVICE",
+            "data_type": "DT_INT8",
+            "shape": [8, 4],
+            "layout": None,
+            "label": None,
+            "shard": None,
             "name": "",
         },
         "dst": {
@@ -66,19 +77,40 @@ def test_the_document_itself_is_fine() -> None:
             "stride": 4,
             "paged": True,
             "placement": "DEVICE",
+            "data_type": "DT_INT8",
+            "shape": [8, 4],
+            "layout": None,
+            "label": None,
+            "shard": None,
             "name": "",
         },
         "src_tensors": [0, 4],
         "dst_tensors": [0, 4],
         "tensors_per_layer": 2,
-        "segments": {"src_offsets": [4, 16], "dst_offsets": [24, 4], "nbytes": [4, 8]},
+        "segments": {
+            "src_offsets": [4, 16],
+            "dst_offsets": [24, 4],
+            "nbytes": [4, 8],
+            "repeats": [],
+        },
         "num_slices": 3,
         "coalesce": "sorted",
+        "split": [],
+        "reinterpret": False,
+        "tables": {
+            "src": [4, 5, 1],
+            "dst": [1, 2, 6],
+            "src_token": 0,
+            "dst_token": 0,
+            "num_tokens": None,
+        },
     }
 
 
 WRONG: list[tuple[str, Any, list[str]]] = [
-    ("schema_version", 2, ["schema_version=2", "1"]),
+    ("schema_version", 0, ["schema_version=0", "1 or 2"]),
+    ("schema_version", 3, ["schema_version=3", "1 or 2"]),
+    ("schema_version", 1, ["segments", "schema_version=1", "repeats"]),
     ("schema_version", True, ["schema_version=True"]),
     ("schema_version", 1.0, ["schema_version=1.0"]),
     ("schema_version", "1", ["schema_version='1'"]),
@@ -94,19 +126,25 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("src.extra", 1, ["src", "extra"]),
     ("src.num_tensors", 0, ["src.num_tensors=0"]),
     ("src.num_tensors", 4.0, ["src.num_tensors=4.0"]),
-    ("src.num_tensors", 2**32, ["src", str(2**32), str(2**32 - 1)]),
+    ("src.num_tensors", 2**32, ["src: num_tensors", str(2**32), str(2**32 - 1)]),
     ("src.num_tensors", 10**400, ["src.num_tensors=1"]),
     ("src.num_tensors", 3, ["src_tensors=range(0, 4)", "[0, 3)"]),
     ("src.count", -8, ["src.count=-8"]),
-    ("src.count", 5, ["segment 1", "src", "[16, 24)", "[0, 20)"]),
-    ("src.count", 2**62, ["src", str(2**64), str(2**63 - 1)]),
+    ("src.count", 5, ["src", "count=5", "shape=(8, 4)"]),
+    ("src.count", 2**62, ["src", "count=4", "shape=(8, 4)"]),
+    ("src", opaque(count=5), ["segment 1", "src", "[16, 24)", "[0, 20)"]),
+    ("src", opaque(count=2**62), ["src", str(2**64), str(2**63 - 1)]),
+    ("src", opaque(stride=2**63), ["src.stride="]),
+    ("src", opaque(shape=[8, 4]), ["src", "data_type=None"]),
+    ("src", opaque(layout="block token"), ["src", "data_type=None"]),
+    ("dst", opaque(count=6), ["segment 0", "dst", "[24, 28)", "[0, 24)"]),
     ("src.stride", None, ["src.stride=None"]),
     ("src.paged", False, ["kind=B2B", "slots", "C2B"]),
     ("src.paged", 1, ["src.paged=1"]),
     ("src.placement", "NPU", ["src.placement='NPU'", "DEVICE"]),
     ("src.placement", 1, ["src.placement=1"]),
     ("src.name", 7, ["src.name=7"]),
-    ("dst.count", 6, ["segment 0", "dst", "[24, 28)", "[0, 24)"]),
+    ("dst.count", 6, ["dst", "count=6", "shape=(8, 4)"]),
     ("src_tensors", [0, 4, 1], ["src_tensors"]),
     ("src_tensors", [0, 5], ["src_tensors=range(0, 5)", "[0, 4)"]),
     ("src_tensors", [-2, 2], ["src_tensors=range(-2, 2)", "[0, 4)"]),
@@ -139,7 +177,7 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("segments.dst_offsets", [4, 4], ["segments 0 and 1", "same destination", "dst offset 4"]),
     ("segments.dst_offsets", [11, 4], ["segments 1 and 0", "same destination", "dst offset 11"]),
     ("num_slices", 0, ["num_slices=0"]),
-    ("num_slices", 1, ["num_slices=1", "2 segments"]),
+    ("num_slices", 1, ["num_slices=1", "2 runs"]),
     ("num_slices", 2**63, [f"num_slices={2**63}"]),
     ("num_slices", "3", ["num_slices='3'"]),
     ("coalesce", "none", ["num_slices=3", "coalesce=none"]),
@@ -157,7 +195,9 @@ def test_a_wrong_field_is_named(path: str, value: Any, parts: list[str]) -> None
 
 
 def test_empty_segments_are_no_plan() -> None:
-    assert "at least one" in refusal(changed("segments", {name: [] for name in Segments.columns()}))
+    assert "at least one" in refusal(
+        changed("segments", {"repeats": [], **{name: [] for name in Segments.columns()}})
+    )
 
 
 @pytest.mark.parametrize("name", DOCUMENT)

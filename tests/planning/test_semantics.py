@@ -111,9 +111,16 @@ class TestBlocks:
         plan = plan_pull_blocks(BLOCKS, BLOCKS, [6, 6, 6], [0, 5, 1])
         assert segments(plan) == [(24, 0, 4), (24, 4, 4), (24, 20, 4)]
 
-    def test_caches_of_other_block_counts_and_shapes_fit_if_blocks_are_equal(self) -> None:
-        other = CacheDesc(4, (2, 1, 2), DataType.DT_FLOAT16)
+    def test_caches_of_other_block_counts_fit(self) -> None:
+        other = CacheDesc(4, (1, 2, 4), DataType.DT_INT8, batch_dim_index=1)
         assert segments(plan_push_blocks(BLOCKS, other, [7], [1])) == [(28, 4, 4)]
+
+    def test_blocks_of_other_shape_are_copied_as_bytes_for_who_asks_for_it(self) -> None:
+        other = CacheDesc(4, (2, 1, 2), DataType.DT_FLOAT16)
+        with pytest.raises(LLMException, match="reinterpret=True"):
+            plan_push_blocks(BLOCKS, other, [7], [1])
+        plan = plan_push_blocks(BLOCKS, other, [7], [1], reinterpret=True)
+        assert segments(plan) == [(28, 4, 4)]
 
     def test_a_copy_fans_out(self) -> None:
         plan = plan_copy_blocks(BLOCKS, {0: [1, 2], 4: [6]})
@@ -171,14 +178,23 @@ class TestLayers:
         assert tensor_pairs(plan) == [(4, 0), (5, 1), (6, 2), (7, 3)]
 
     @pytest.mark.parametrize(
-        ("num_tensors", "layers"), [(1, [1]), (2, [2]), (3, [2, 1]), (5, [2, 2, 1])]
+        ("num_tensors", "layers"), [(1, [1]), (2, [2]), (4, [2, 2]), (6, [2, 2, 2])]
     )
-    def test_without_a_range_the_default_of_two_only_groups(
+    def test_without_a_range_a_layer_is_two_tensors(
         self, num_tensors: int, layers: list[int]
     ) -> None:
         plan = layered(num_tensors, KvCacheExtParam())
         assert tensor_pairs(plan) == [(i, i) for i in range(num_tensors)]
         assert [len(layer.tensors) for layer in plan.layers] == layers
+
+    @pytest.mark.parametrize("num_tensors", [3, 5])
+    def test_a_number_of_tensors_that_are_no_layers_of_two_is_refused(
+        self, num_tensors: int
+    ) -> None:
+        with pytest.raises(LLMException, match=rf"must divide the {num_tensors} tensors"):
+            layered(num_tensors, KvCacheExtParam())
+        assert len(layered(num_tensors, KvCacheExtParam(None, None, 1)).layers) == num_tensors
+        assert len(layered(num_tensors, KvCacheExtParam(None, None, num_tensors)).layers) == 1
 
     @pytest.mark.parametrize("per_layer", [1, 2, 3, 6])
     def test_layer_l_is_the_tensors_from_l_times_t(self, per_layer: int) -> None:

@@ -26,11 +26,10 @@ def transfers(draw):
     return src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
 
 
-@given(transfers(), st.booleans())
-def test_every_element_arrives_where_its_axes_say(transfer, coalesce):
+def planned(transfer, coalesce):
+    """The plan of a pull that was drawn."""
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
-    source, target = src.tensors(1), dst.tensors(2)
-    plan = plan_pull_blocks(
+    return plan_pull_blocks(
         src.desc,
         dst.desc,
         src_blocks,
@@ -40,6 +39,13 @@ def test_every_element_arrives_where_its_axes_say(transfer, coalesce):
         dst_token=dst_token,
         coalesce=coalesce,
     )
+
+
+@given(transfers(), st.booleans())
+def test_every_element_arrives_where_its_axes_say(transfer, coalesce):
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
+    source, target = src.tensors(1), dst.tensors(2)
+    plan = planned(transfer, coalesce)
     wanted = expected(
         src, dst, source, target, src_blocks, dst_blocks, src_token, dst_token, num_tokens
     )

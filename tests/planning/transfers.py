@@ -67,11 +67,31 @@ class Transfer:
     within: bool = False
     """Source and destination are one cache."""
 
+    @property
+    def reinterpret(self) -> bool:
+        """Whether it copies bytes whatever they are: of other rows, or of a layer that is short."""
+        pairs = len(self.tensor_pairs)
+        per_layer = min(2, pairs)
+        if (given := self.arguments.get("ext_param")) is not None:
+            per_layer = given.tensor_num_per_layer
+        of_rows = [
+            (it.data_type, it.shape[it.batch_dim_index + 1 :]) for it in (self.src, self.dst)
+        ]
+        return pairs % per_layer != 0 or of_rows[0] != of_rows[1]
+
     def plan(self, coalesce: Coalesce | bool = True) -> Plan:
         if self.function is plan_copy_blocks:
             dst = None if self.within else self.dst
-            return plan_copy_blocks(self.src, self.arguments["blocks"], dst, coalesce=coalesce)
-        return self.function(self.src, self.dst, coalesce=coalesce, **self.arguments)
+            return plan_copy_blocks(
+                self.src,
+                self.arguments["blocks"],
+                dst,
+                coalesce=coalesce,
+                reinterpret=self.reinterpret,
+            )
+        return self.function(
+            self.src, self.dst, coalesce=coalesce, reinterpret=self.reinterpret, **self.arguments
+        )
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,163 @@
+"""Caches that mean different things: never one plan in silence, and never equal plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplan import CacheDesc, DataType, KvCacheExtParam, Plan, plan_pull_blocks, plan_pull_cache
+from kvplan.layout import Shard
+from tests.support.refusals import refused
+
+FP16, BF16 = DataType.DT_FLOAT16, DataType.DT_BF16
+ROWS = (16, 8, 2, 16)
+
+
+def cache(shape: tuple[int, ...] = ROWS, data_type: DataType = FP16, **more: Any) -> CacheDesc:
+    return CacheDesc(4, shape, data_type, **more)
+
+
+E4M3, E5M2 = (cache(data_type=it) for it in (DataType.DT_FLOAT8_E4M3FN, DataType.DT_FLOAT8_E5M2))
+
+UNLIKE = {
+    "fp16 to bf16": (cache(), cache(data_type=BF16), "data type"),
+    "e4m3 to e5m2": (E4M3, E5M2, "data type"),
+    "int16 to fp16": (cache(data_type=DataType.DT_INT16), cache(), "data type"),
+    "tokens first to heads first": (cache(), cache((16, 2, 8, 16)), "shape of a row"),
+    "8 heads of 16 tokens to 4 of 32": (
+        cache((16, 16, 8, 16)),
+        cache((16, 32, 4, 16)),
+        "shape of a row",
+    ),
+    "a layout of its own name": (
+        cache(kv_tensor_format="ND"),
+        cache(kv_tensor_format="NZ"),
+        "layout",
+    ),
+    "NHD read as HND": (
+        cache(kv_tensor_format="NHD"),
+        cache(kv_tensor_format="HND"),
+        "heads",
+    ),
+    "another head dimension": (
+        cache((16, 8, 2, 16), kv_tensor_format="NHD"),
+        cache((16, 16, 2, 8), kv_tensor_format="NHD"),
+        "axis dim",
+    ),
+    "dtype of equal layouts": (
+        cache(kv_tensor_format="NHD"),
+        cache(data_type=BF16, kv_tensor_format="NHD"),
+        "data type",
+    ),
+}
+
+
+@pytest.mark.parametrize(("src", "dst", "word"), UNLIKE.values(), ids=UNLIKE)
+def test_unlike_blocks_are_refused_with_both_sides(
+    src: CacheDesc, dst: CacheDesc, word: str
+) -> None:
+    with refused("LLM_PARAM_INVALID") as raised:
+        plan_pull_blocks(src, dst, [3, 4], [5, 6])
+    message = str(raised.value)
+    assert word in message
+    for desc in (src, dst):
+        assert desc.data_type.name in message
+    assert message.index("src is") < message.index("dst is")
+    assert "reinterpret=True" in message
+
+
+@pytest.mark.parametrize(("src", "dst", "word"), UNLIKE.values(), ids=UNLIKE)
+def test_unlike_blocks_are_bytes_for_who_asks_and_every_text_says_so(
+    src: CacheDesc, dst: CacheDesc, word: str
+) -> None:
+    plan = plan_pull_blocks(src, dst, [3, 4], [5, 6], reinterpret=True)
+    assert list(plan.segments) == [(3 * src.stride, 5 * dst.stride, 2 * dst.stride)]
+    assert plan.reinterpret
+    assert "REINTERPRETED" in plan.explain().splitlines()[1]
+    assert Plan.from_dict(plan.to_dict()) == plan
+    for alike in (src, dst):
+        other = plan_pull_blocks(alike, alike, [3, 4], [5, 6])
+        assert list(other.segments) == list(plan.segments)
+        assert not other.reinterpret
+        assert other != plan
+        assert other.fingerprint != plan.fingerprint
+        for a, b in ((plan, other), (other, plan)):
+            assert "identical" not in a.diff(b)
+            assert "reinterpret: " in a.diff(b)
+
+
+def test_each_pair_of_equal_sizes_is_another_plan() -> None:
+    """What all have in common is the bytes: rows of 512, from the same to the same."""
+    plans = [
+        plan_pull_blocks(it, it, [3], [5])
+        for it in (
+            cache(),
+            cache(data_type=BF16),
+            cache((16, 2, 8, 16)),
+            cache(kv_tensor_format="NHD"),
+            cache(kv_tensor_format="HND"),
+            cache(kv_tensor_format="ND"),
+            cache(kv_tensor_format="NHD", shard=Shard(heads=range(2), num_heads=4)),
+            cache(kv_tensor_format="NHD", shard=Shard(heads=range(2, 4), num_heads=4)),
+            cache(kv_tensor_format="NHD", shard=Shard(layers=range(2), num_layers=4)),
+        )
+    ]
+    assert {tuple(plan.segments) for plan in plans} == {((1536, 2560, 512),)}
+    assert len({plan.fingerprint for plan in plans}) == len(plans)
+    for i, one in enumerate(plans):
+        for j, two in enumerate(plans):
+            assert (one == two) is (i == j)
+            assert one.diff(two).endswith("identical") is (i == j)
+
+
+def test_slots_are_compared_too() -> None:
+    with refused("LLM_PARAM_INVALID", "data type"):
+        plan_pull_cache(cache(), cache(data_type=BF16))
+    with refused("LLM_PARAM_INVALID", "shape of a row"):
+        plan_pull_cache(cache((3, 16, 8, 16)), cache((3, 32, 4, 16)))
+    assert plan_pull_cache(cache(), cache(data_type=BF16), reinterpret=True).reinterpret
+
+
+def test_what_is_alike_is_not_reinterpreted() -> None:
+    plan = plan_pull_blocks(cache(), cache(), [3], [5], reinterpret=True)
+    assert plan == plan_pull_blocks(cache(), cache(), [3], [5])
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "tensors", "per_layer"),
+    [
+        ("block token head dim", (8, 4, 2, 16), 6, 2),
+        ("block kv token head dim", (8, 2, 4, 2, 16), 3, 1),
+        ("kv block token head dim", (2, 8, 4, 2, 16), 3, 1),
+        ("block token dim", (8, 4, 16), 3, 1),
+        ("block state", (8, 16), 5, 1),
+        ("block token group", (8, 4, 2), 5, 1),
+        ("block layer kv token head dim", (8, 3, 2, 4, 2, 16), 1, 1),
+    ],
+)
+def test_tensors_of_a_layer_follow_from_the_layout(
+    axes: str, shape: tuple[int, ...], tensors: int, per_layer: int
+) -> None:
+    desc = CacheDesc(tensors, shape, FP16, kv_tensor_format=axes)
+    assert plan_pull_blocks(desc, desc, [1], [2]).tensors_per_layer == per_layer
+    if per_layer == 1:
+        with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=2 must be None or 1"):
+            plan_pull_blocks(
+                desc, desc, [1], [2], ext_param=KvCacheExtParam(tensor_num_per_layer=2)
+            )
+
+
+def test_tensors_of_a_layer_follow_from_the_layers_of_a_shard() -> None:
+    one = cache(kv_tensor_format="NHD", shard=Shard(layers=range(4), num_layers=4))
+    assert plan_pull_blocks(one, one, [1], [2]).tensors_per_layer == 1
+
+
+def test_without_a_layout_a_number_that_does_not_divide_is_refused() -> None:
+    desc = CacheDesc(5, ROWS, FP16)
+    with refused("LLM_PARAM_INVALID", r"tensor_num_per_layer=2 \(the default\) must divide the 5"):
+        plan_pull_blocks(desc, desc, [1], [2])
+    with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=3 must divide the 5"):
+        plan_pull_blocks(desc, desc, [1], [2], ext_param=KvCacheExtParam(tensor_num_per_layer=3))
+    one = KvCacheExtParam(tensor_num_per_layer=1)
+    assert len(plan_pull_blocks(desc, desc, [1], [2], ext_param=one).layers) == 5
