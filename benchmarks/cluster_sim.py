@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from benchmarks.control_costs import ControlCosts
-from kvplan import TRANSPORT_COSTS, CacheDesc, DataType, plan_pull_blocks
+from kvplan import TRANSPORT_COSTS, CacheDesc, DataType, Shard, plan_pull_blocks
 
 MEASURED: Final = ControlCosts(
     call_us=900,
@@ -76,7 +76,7 @@ class Cluster:
         """Of one prompt, with nothing else under way."""
         blocks = self.tokens // self.block_tokens
         shape = 2 * blocks, self.block_tokens * self.token_nbytes
-        desc = CacheDesc(self.layers, shape, DataType.DT_UINT8)
+        desc = CacheDesc(self.layers, shape, DataType.DT_UINT8, shard=Shard(num_layers=self.layers))
         table = range(0, 2 * blocks, 2)
         plan = plan_pull_blocks(desc, desc, table, table)
         return plan.estimate(transport).ms / 1e3

@@ -37,6 +37,7 @@ ENTRY = TableEntry(
     batch_dim_index=0,
     seq_len_dim_index=-1,
     kv_tensor_format=None,
+    shard=None,
     paged=False,
     model_id_of_blocks_key=None,
     addresses=tuple(range(2**46, 2**46 + TENSORS)),

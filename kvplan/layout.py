@@ -77,6 +77,12 @@ class CacheLayout:
         return f"CacheLayout({str(self)!r})"
 
 
+def is_axes(kv_tensor_format: str) -> bool:
+    """Whether a `kv_tensor_format` is a known name, or a text of axes: says `block` or `slot`."""
+    known = kv_tensor_format in _NAMED or kv_tensor_format in _VLLM
+    return known or any(axis in kv_tensor_format.split() for axis in ROW_AXES)
+
+
 @lru_cache(maxsize=256)
 def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
@@ -94,7 +100,7 @@ def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
         if kv_tensor_format in _VLLM and len(layout.axes) + 1 == rank:
             layout = CacheLayout(f"layer {layout}")
         return layout if len(layout.axes) == rank else None
-    if not any(axis in kv_tensor_format.split() for axis in ROW_AXES):
+    if not is_axes(kv_tensor_format):
         return None
     layout = CacheLayout(kv_tensor_format)
     if len(layout.axes) != rank:

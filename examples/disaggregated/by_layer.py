@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvplan import Cache, CacheIndex, LayerTask, LlmDataDist
+from kvplan import Cache, CacheIndex, KvCacheExtParam, LayerTask, LlmDataDist
 
 from .device import tensors_of
 from .generation import prefill
@@ -13,6 +13,9 @@ from .messages import DECODE_CLUSTER, MovedByLayer, PushTarget
 from .model import Llama
 from .moving import TIMEOUT_MS
 from .paged_cache import BlockTable, blocks_for
+
+KEYS_AND_VALUES = KvCacheExtParam(tensor_num_per_layer=2)
+"""The two tensors of a layer become ready together."""
 
 
 def pushed_by_layer(
@@ -46,6 +49,7 @@ def pushed_by_layer(
             there,
             src_blocks=block_table[first:last],
             dst_blocks=target.block_table[first:last],
+            ext_param=KEYS_AND_VALUES,
         )
         first = last
         tasks.append(task)

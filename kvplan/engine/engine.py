@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvplan.planning import Plan
     from kvplan.types import LlmRole
 
+_MOST_PAIRS = 4096  # of unlike caches that are remembered as mentioned
 _STOPPED_S = 1.0  # by then a transfer that was cancelled has stopped
 
 
@@ -64,7 +65,7 @@ class Engine:
         self.wait_ms: float = options.sync_kv_cache_wait_time
         # Whether caches that say different things are copied as bytes, with a warning.
         self.reinterpret = options.unlike_caches == "warn"
-        self._reinterpreted: set[tuple[object, ...]] = set()
+        self._reinterpreted: set[frozenset[object]] = set()
         self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
         self._listen_at = ""
         self.in_flight = InFlight()
@@ -149,9 +150,11 @@ class Engine:
 
     def warn_reinterpret(self, operation: Operation, plan: Plan) -> None:
         """Log that bytes are copied between caches that differ; once for each pair."""
-        pair = (operation.cache_id, operation.cluster_id, plan.src.meaning, plan.dst.meaning)
+        pair = frozenset((it.name, it.meaning) for it in (plan.src, plan.dst))
         if pair in self._reinterpreted:
             return
+        if len(self._reinterpreted) >= _MOST_PAIRS:
+            self._reinterpreted.clear()  # of caches that have gone, most likely
         self._reinterpreted.add(pair)
         logger.warning(
             "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvplan.engine.peer_tensors import PeerTensors
@@ -11,15 +12,15 @@ from kvplan.planning.planner import ALL_LAYERS, plan_push_blocks, plan_push_cach
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import source_tensors
 from kvplan.status import invalid
-from kvplan.types import BlocksCacheKey, CacheIndex
-from kvplan.validation import shown
+from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.execution import LayerTask
     from kvplan.planning import Coalesce, Plan
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.side import Side
-    from kvplan.types import Cache, KvCacheExtParam
+    from kvplan.types import Cache
 
 
 class LayerOperations(OperationRunner):
@@ -124,15 +125,17 @@ def _push_layers(
     if from_blocks and not to_blocks:
         raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
     source, ours = operation.own("src", src, paged=from_blocks, table="src_blocks")
-    if (
-        ext_param.tensor_num_per_layer is None
-        and source.said_tensors_per_layer("src", None) is None
-    ):
-        raise invalid(
-            f"tensor_num_per_layer=None of a cache without a layout, {source}: layers become ready "
-            "one by one, so how many tensors are one must be said (2: K and V), here or by the "
-            "layout or the shard of the cache"
-        )
+    as_bytes = reinterpret or operation.engine.reinterpret
+    if check_type("ext_param", ext_param, KvCacheExtParam).tensor_num_per_layer is None:
+        said = source.said_tensors_per_layer("src", None)
+        if said is None:
+            raise invalid(
+                f"tensor_num_per_layer=None of a cache of which nothing says it, {source}: layers "
+                "become ready one by one, so how many tensors are one must be said (2: K and V), "
+                "here or by the layout or the shard of the cache"
+            )
+        if as_bytes:  # else the planner finds it, on both sides
+            ext_param = replace(ext_param, tensor_num_per_layer=said)
     slot: int | None = None
     target: Side
     if isinstance(dst, PeerTensors):
@@ -151,7 +154,7 @@ def _push_layers(
             dst_batch_index=slot,
             ext_param=ext_param,
             coalesce=coalesce,
-            reinterpret=reinterpret or operation.engine.reinterpret,
+            reinterpret=as_bytes,
             by_layer=True,
         )
     else:
@@ -163,7 +166,7 @@ def _push_layers(
             src_batch_index=src_batch_index,
             ext_param=ext_param,
             coalesce=coalesce,
-            reinterpret=reinterpret or operation.engine.reinterpret,
+            reinterpret=as_bytes,
             by_layer=True,
         )
     return plan, ours, theirs

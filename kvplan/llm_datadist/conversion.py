@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import IPv4Address
 from typing import overload
 
 import kvplan
+from kvplan.layout import is_axes
 from kvplan.links import ClusterInfo, IpInfo
 from kvplan.llm_datadist.configs import LLMClusterInfo
 from kvplan.llm_datadist.utils.utils import check_isinstance
@@ -16,25 +18,39 @@ from kvplan.llm_datadist.v2.llm_types import (
     CacheKey,
     CacheKeyByIdAndIndex,
 )
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.validation import UINT32_MAX, UINT64_MAX, shown
 
 AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
-    """Return the description; refuse one without data type or placement, or that cannot be made."""
+    """Return the description; refuse one without data type or placement, or that cannot be made.
+
+    A format that would say of a row what the original does not read is left out.
+    """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
         raise TypeError(f"{cache_desc} has no data_type")
-    return kvplan.CacheDesc(
+    plain = kvplan.CacheDesc(
         int(cache_desc.num_tensors),
         tuple(int(it) for it in cache_desc.shape),
         kvplan.DataType(cache_desc.data_type.value),
         cache_desc.placement,
         seq_len_dim_index=int(cache_desc.seq_len_dim_index),
-        kv_tensor_format=cache_desc.kv_tensor_format,
     )
+    text = cache_desc.kv_tensor_format
+    if text is None:
+        return plain
+    try:
+        named = replace(plain, kv_tensor_format=text)
+    except LLMException:
+        if not is_axes(text):
+            raise
+        return plain  # a text of axes that are not those of the shape: only a label
+    layout = named.layout
+    plain_rows = layout is None or (layout.row_axis == 0 and "layer" not in layout.axes)
+    return named if plain_rows else plain
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:

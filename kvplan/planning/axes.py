@@ -14,7 +14,7 @@ import numpy as np
 from kvplan.planning.blocks import Indices
 from kvplan.planning.segments import MAX_REPEATS, Coalesce, Repeat, Segments
 from kvplan.planning.side import Side
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 
 _MODEL_AXES = ("kv", "head", "dim", "group", "state")
 
@@ -88,6 +88,18 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
     if _row_signature(source, chunked, named=False) != _row_signature(target, chunked, named=False):
         refuse_unlike("shape of a row", source, target)
     return True
+
+
+def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
+    """Whether copying the rows as bytes gives them another meaning; False where one is unknown."""
+    if source.meaning == target.meaning or not source.meaning or not target.meaning:
+        return False
+    if source.shard != target.shard:
+        return True
+    try:
+        return not rows_are_alike(source, target, chunked=chunked, reinterpret=False)
+    except LLMException:
+        return True
 
 
 def _row_signature(side: Side, chunked: bool, *, named: bool = True) -> tuple[object, ...]:

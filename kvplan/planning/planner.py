@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from kvplan.inspection.units import plural
-from kvplan.planning.axes import BlockTables, cut, rows_are_alike
+from kvplan.planning.axes import BlockTables, cut, rows_are_alike, rows_differ
 from kvplan.planning.blocks import (
     Blocks,
     Indices,
@@ -552,7 +552,7 @@ def _plan(
         coalesce=how,
         split=split,
         # Said only of a plan that could not be made otherwise.
-        reinterpret=reinterpret and source.meaning != target.meaning,
+        reinterpret=reinterpret and rows_differ(source, target, chunked=kind != "B2B"),
         tables=tables,
         # What a plan made otherwise has to sum.
         nbytes_per_tensor=nbytes_per_tensor,

@@ -311,7 +311,8 @@ def pair_views(
     ranged = src_layers is not None or dst_layers is not None
     per_layer = _views_per_layer(src, dst, given, split, as_bytes, ranged)
     num_src, num_dst = (it.num_views(split) if split else it.num_tensors for it in (src, dst))
-    sharded = src.shard is not dst.shard and not as_bytes and (_has_layers(src) or _has_layers(dst))
+    known = src.data_type is not None is not dst.data_type
+    sharded = known and not as_bytes and (_has_layers(src) or _has_layers(dst))
     if not ranged and not sharded:
         if num_src != num_dst:
             raise invalid(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Options, Placement, Shard
 from tests.ascend.simulator import Controls
 
 ROWS, ROW = 8, 96
@@ -18,7 +18,8 @@ NUM_TENSORS = 3
 
 
 def desc(placement: Placement = Placement.DEVICE, rows: int = ROWS) -> CacheDesc:
-    return CacheDesc(NUM_TENSORS, (rows, ROW), DataType.DT_UINT16, placement)
+    shard = Shard(num_layers=NUM_TENSORS)  # one tensor a layer
+    return CacheDesc(NUM_TENSORS, (rows, ROW), DataType.DT_UINT16, placement, shard=shard)
 
 
 DEVICE, HOST = desc(), desc(Placement.HOST)

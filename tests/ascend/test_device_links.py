@@ -27,7 +27,7 @@ from tests.support.refusals import refused
 ALL = list(range(ROWS))
 ONE_EACH = KvCacheExtParam(tensor_num_per_layer=1)
 THEIR_ROWS = np.arange(ROWS * 96, dtype=np.uint16).reshape(ROWS, 96)
-OF_PEER = "CacheDesc(3, (8, 96), DataType.DT_UINT16)"
+OF_PEER = "CacheDesc(3, (8, 96), DataType.DT_UINT16, shard=Shard(num_layers=3))"
 
 
 @pytest.fixture(scope="module")

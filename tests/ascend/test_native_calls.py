@@ -7,14 +7,14 @@ import os
 import numpy as np
 import pytest
 
-from kvplan import Cache, CacheDesc, CacheIndex, DataType, LlmDataDist
+from kvplan import Cache, CacheDesc, CacheIndex, DataType, LlmDataDist, Shard
 from tests.ascend.simulator import Call, Log
 from tests.datadist.peer import Peer
 
 LAYERS, BLOCKS = 61, 64  # as of a large model, and a prompt of 8,192 tokens in blocks of 128
 BATCH = 256  # what HcclBatchPut takes on A2 and A3
 NUM_BLOCKS = 160
-DESC = CacheDesc(2 * LAYERS, (NUM_BLOCKS, 8), DataType.DT_INT32)
+DESC = CacheDesc(2 * LAYERS, (NUM_BLOCKS, 8), DataType.DT_INT32, shard=Shard(num_layers=LAYERS))
 PER_LAYER = 2 * BLOCKS
 
 PUT, GET = "HcclBatchPut", "HcclBatchGet"
@@ -32,7 +32,8 @@ TABLES = {
 def there(peer: Peer) -> CacheIndex:
     peer.run(
         f"""
-        desc = CacheDesc({2 * LAYERS}, {DESC.shape}, DataType.DT_INT32)
+        shard = Shard(num_layers={LAYERS})
+        desc = CacheDesc({2 * LAYERS}, {DESC.shape}, DataType.DT_INT32, shard=shard)
         cache = datadist.allocate_blocks_cache(desc)
         """
     )

@@ -297,13 +297,13 @@ def test_a_request_that_is_served_ends_with_the_conversation(conversation: Conve
     conversation.far_loop.run(ended.wait(), timeout_ms=1000 * DEADLINE_S)
 
 
-@pytest.mark.parametrize("version", [2, 9, 255])
+@pytest.mark.parametrize("version", [1, 9, 255])
 def test_the_error_for_another_version_names_both(conversation: Conversation, version: int) -> None:
     frame = bytes((version,)) + encode(Sync())[1:]
     conversation.far_channel()
     conversation.loop.run(conversation.channel.connection.send(frame))
     refusal = (
-        f"the peer speaks version {version} of the control protocol; this side speaks version 1"
+        f"the peer speaks version {version} of the control protocol; this side speaks version 2"
     )
     assert conversation.far.next() == ("lost", refusal)
     assert conversation.near.next() == ("lost", f"the peer refuses: {refusal}")
@@ -314,7 +314,7 @@ def test_a_few_undecodable_frames_are_dropped_and_more_end_the_channel(
 ) -> None:
     async def send_noise(times: int) -> None:
         for _ in range(times):
-            await conversation.channel.connection.send(b"\1noise")
+            await conversation.channel.connection.send(b"\2noise")
 
     conversation.loop.run(send_noise(MAX_UNDECODABLE))
     assert conversation.request(Sync()) == Synced(1)

@@ -30,6 +30,7 @@ from kvplan.control.messages import (
     Released,
     Renew,
     Renewed,
+    ShardEntry,
     Sync,
     Synced,
     Table,
@@ -57,6 +58,7 @@ ENTRY = TableEntry(
     0,
     -1,
     None,
+    ShardEntry((16, 32, 64), None),
     True,
     2**64 - 1,
     (4096, 2**64 - 1),
@@ -112,7 +114,7 @@ def test_no_part_of_a_frame_is_a_frame_nor_one_with_more_behind_it(body: Body) -
 
 
 def test_another_version_is_refused_by_both_names() -> None:
-    with pytest.raises(WrongVersion, match=r"version 9 .* version 1"):
+    with pytest.raises(WrongVersion, match=r"version 9 .* version 2"):
         decode(b"\x09" + encode(Ping())[1:])
 
 

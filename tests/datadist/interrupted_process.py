@@ -18,10 +18,11 @@ from kvplan import (
     DataType,
     LlmRole,
     Options,
+    Shard,
 )
 from tests.datadist.machine import machine_of
 
-DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8)
+DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8, shard=Shard(num_layers=2))
 DEADLINE_S = 10
 
 

@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import Cache, CacheDesc, DataType, LayerTask, LlmDataDist
+from kvplan import Cache, CacheDesc, DataType, LayerTask, LlmDataDist, Shard
 from tests.datadist.peer import Peer
 
 NUM_LAYERS = 30
-SLOTS = CacheDesc(2 * NUM_LAYERS, (4, 64), DataType.DT_INT32)  # 4 slots of 256 bytes
-BLOCKS = CacheDesc(2 * NUM_LAYERS, (8, 16), DataType.DT_INT32)  # 8 blocks of 64 bytes
+ALL = Shard(num_layers=NUM_LAYERS)  # so a layer is two tensors
+SLOTS = CacheDesc(2 * NUM_LAYERS, (4, 64), DataType.DT_INT32, shard=ALL)  # 4 slots of 256 bytes
+BLOCKS = CacheDesc(2 * NUM_LAYERS, (8, 16), DataType.DT_INT32, shard=ALL)  # 8 blocks of 64 bytes
 SLOTS_THERE, BLOCKS_THERE = 1, 2  # the ids at the peer
 DEADLINE_S = 30.0
 
 OFFER = """
-slots, blocks = (CacheDesc(60, shape, DataType.DT_INT32) for shape in ((4, 64), (8, 16)))
+slots, blocks = (
+    CacheDesc(60, shape, DataType.DT_INT32, shard=Shard(num_layers=30))
+    for shape in ((4, 64), (8, 16))
+)
 cache = datadist.allocate_cache(slots)
 paged = datadist.allocate_blocks_cache(blocks, BlocksCacheKey(0, 5))
 """

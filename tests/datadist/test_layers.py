@@ -110,7 +110,10 @@ def test_a_slot_goes_into_blocks(user: LlmDataDist, peer: Peer, slots: Cache) ->
 def test_layers_that_do_not_begin_at_0(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     arrays = fill(user, slots)
     ext_param = KvCacheExtParam((10, 14), (20, 24))
-    task = user.push_layers(slots, CacheIndex(1, SLOTS_THERE), ext_param=ext_param)
+    target = CacheIndex(1, SLOTS_THERE)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "must be the same layers"):
+        user.push_layers(slots, target, ext_param=ext_param)  # both say which of the model they are
+    task = user.push_layers(slots, target, ext_param=ext_param, reinterpret=True)
     assert task.layers == range(10, 15)
     with refused(LLMStatusCode.LLM_PARAM_INVALID):
         task.ready(0)

@@ -20,13 +20,14 @@ from kvplan import (
     LlmRole,
     Placement,
     PlanEvent,
+    Shard,
 )
 from kvplan.engine.prometheus import PrometheusCollector
 from tests.datadist.conftest import link
 from tests.datadist.machine import Machine
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
-LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8)  # 3 layers
+LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8, shard=Shard(num_layers=3))
 Pair = tuple[LlmDataDist, LlmDataDist]
 
 

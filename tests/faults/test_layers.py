@@ -21,6 +21,7 @@ from kvplan import (
     LlmDataDist,
     LLMException,
     LLMStatusCode,
+    Shard,
     Transfers,
 )
 from tests.datadist.layers import ready, wait_until
@@ -35,14 +36,14 @@ from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
 
 NUM_LAYERS = 30
-DESC = CacheDesc(2 * NUM_LAYERS, (4, 64), DataType.DT_INT32)
+DESC = CacheDesc(2 * NUM_LAYERS, (4, 64), DataType.DT_INT32, shard=Shard(num_layers=NUM_LAYERS))
 SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
 MOST_S = 4.0
 FOR_EVER_MS = 600_000
 
 MAKE = """
-from kvplan import DataType
-layered = CacheDesc(60, (4, 64), DataType.DT_INT32)
+from kvplan import DataType, Shard
+layered = CacheDesc(60, (4, 64), DataType.DT_INT32, shard=Shard(num_layers=30))
 cache, arrays = make_cache(datadist, memory, None, layered)
 result = cache.cache_id
 """

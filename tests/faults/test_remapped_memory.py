@@ -14,6 +14,7 @@ from kvplan import (
     CacheIndex,
     CacheKey,
     DataType,
+    KvCacheExtParam,
     LinkState,
     LlmDataDist,
     LLMStatusCode,
@@ -111,7 +112,7 @@ def test_layers_that_come_after_it_are_not_pushed(
     user = make_engine(2)
     mine = user.allocate_cache(DESC)
     link(user, peer)
-    task = user.push_layers(mine, remote)
+    task = user.push_layers(mine, remote, ext_param=KvCacheExtParam(tensor_num_per_layer=2))
     peer.run("remap(8)")
     task.ready(0)
     with refused(NOT_EXIST):

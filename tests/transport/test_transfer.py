@@ -7,7 +7,7 @@ import pytest
 
 import kvplan
 from kvnative._executor import ThreadPool
-from kvplan import CacheDesc, DataType, LLMStatusCode
+from kvplan import CacheDesc, DataType, LLMStatusCode, Shard
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.memory import LocalPeerMemory
@@ -17,7 +17,7 @@ from tests.transport.owner_process import pattern
 
 BLOCKS, BLOCK, TENSORS = 40, 3000, 3
 TENSOR = BLOCKS * BLOCK
-DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8)
+DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))
 SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
 
 ARENA = f"""
