@@ -310,7 +310,7 @@ def check_host(form: TensorForm) -> None:
 def check_described(form: TensorForm, desc: CacheDesc) -> None:
     """Refuse a tensor of the host that says something else of itself than `desc` does.
 
-    Bytes in a row say nothing, and need only be as many.
+    Bytes in a row say nothing, and need only be as many; nor do dimensions of length 1.
 
     Raises:
         LLMException: LLM_PARAM_INVALID, with both.
@@ -325,7 +325,7 @@ def check_described(form: TensorForm, desc: CacheDesc) -> None:
         return
     check_host(form)
     shape = desc.shape if form.data_type is desc.data_type else array_form(desc)[0]
-    as_shape = len(form.shape) == len(shape) and _long(form.memory_shape) == _long(shape)
+    as_shape = _long(form.memory_shape) == _long(shape)
     if form.gap is None and as_shape and form.may_be(desc.data_type):
         return
     layout = f" ({desc.kv_tensor_format})" if desc.kv_tensor_format else ""
