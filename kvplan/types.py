@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvplan.layout import CacheLayout, Shard, layout_of
 from kvplan.status import invalid
@@ -20,6 +22,9 @@ from kvplan.validation import (
     check_width,
     shown,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NO_ID = UINT64_MAX
 """The reference's mark for "no request id" and "no prefix id"."""
@@ -204,6 +209,42 @@ class CacheDesc:
             )
         if self.shard is not None:
             self._check_shard(check_type("shard", self.shard, Shard), layout)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Sequence[Any],
+        layout: CacheLayout | str | None,
+        *,
+        data_type: DataType | None = None,
+        placement: Placement | None = None,
+        shard: Shard | None = None,
+    ) -> CacheDesc:
+        """Describe the cache that `tensors` are, as they lie in memory; nothing is copied.
+
+        A permuted view is described in the order of its strides: the description of (block, token,
+        head, dim) whose heads lie outside of tokens says `block head token dim`.
+
+        Args:
+            tensors: of one shape and type: NumPy, torch, DLPack, or the buffer protocol; of the
+                host or of a device.
+            layout: what the dimensions of each tensor are, in its own order, as `CacheLayout` takes
+                it; None: they are not known, and rows are opaque.
+            data_type: what the elements are, where the tensors do not say it, such as DT_BF16 of an
+                array of uint16; None: what they say.
+            placement: None: HOST for memory of the host, DEVICE for any other.
+            shard: which part of the model's cache they hold.
+
+        Raises:
+            TypeError: an argument of another type, or an element that is no tensor.
+            LLMException: LLM_PARAM_INVALID for no tensors, other dimensions than the layout has,
+                tensors that are not alike (named), with a gap or an overlap (with what to give
+                instead), or of a type that is no DataType; and as the constructor.
+        """
+        # Loaded here: planning itself reads no memory.
+        forms = import_module("kvplan.tensor_forms")
+        described: CacheDesc = forms.describe(tensors, layout, data_type, placement, shard)
+        return described
 
     def _take_layout(self, layout: CacheLayout) -> None:
         """Take the dimensions of rows and tokens from a text of axes; refuse others."""

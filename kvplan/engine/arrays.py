@@ -10,55 +10,12 @@ from numpy.typing import NDArray
 
 from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.types import CacheDesc, DataType
+from kvplan.tensor_forms import array_form
+from kvplan.types import CacheDesc
 
 if TYPE_CHECKING:
     from kvplan.engine.memory import CacheMemory
     from kvplan.execution import HostMemory
-
-_TWINS: dict[DataType, np.dtype[Any]] = {
-    DataType[f"DT_{name}"]: np.dtype(twin)
-    for name, twin in {
-        "FLOAT": np.float32,
-        "FLOAT16": np.float16,
-        "DOUBLE": np.float64,
-        "INT8": np.int8,
-        "INT16": np.int16,
-        "INT32": np.int32,
-        "INT64": np.int64,
-        "UINT8": np.uint8,
-        "UINT16": np.uint16,
-        "UINT32": np.uint32,
-        "UINT64": np.uint64,
-        "BOOL": np.bool_,
-        "COMPLEX64": np.complex64,
-        "COMPLEX128": np.complex128,
-        "QINT8": np.int8,
-        "QINT16": np.int16,
-        "QINT32": np.int32,
-        "QUINT8": np.uint8,
-        "QUINT16": np.uint16,
-    }.items()
-}
-
-
-def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
-    """NumPy's type for the elements; without a twin: the unsigned integer of that width.
-
-    Elements of less than a byte are packed: their type is uint8, of which a row has fewer.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: elements without a width.
-    """
-    return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
-
-
-def tensor_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """The shape and type of an array over a tensor; of packed elements a row is of whole bytes."""
-    shape = desc.shape
-    if desc.data_type.bits % 8:
-        shape = (*shape[: desc.batch_dim_index + 1], desc.stride)
-    return shape, numpy_dtype(desc.data_type)
 
 
 def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
@@ -75,7 +32,7 @@ def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
             "read_cache and write_cache copy it",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
-    shape, dtype = tensor_form(desc)
+    shape, dtype = array_form(desc)
     return [
         np.asarray(_Tensor(memory, address, shape, dtype)) for address in memory.addresses.tolist()
     ]
@@ -105,7 +62,7 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
     memory.check()
     if not isinstance(memory, DeviceMemory):
         return [it.copy() for it in tensor_arrays(desc, memory)]
-    shape, dtype = tensor_form(desc)
+    shape, dtype = array_form(desc)
     copies = [np.empty(shape, dtype) for _ in range(desc.num_tensors)]
     for address, copy in zip(memory.addresses.tolist(), copies, strict=True):
         memory.device.read(address, copy.data)
@@ -139,7 +96,7 @@ def _checked(desc: CacheDesc, arrays: Sequence[Any]) -> list[NDArray[Any]]:
         raise invalid(
             f"arrays has {len(arrays)} elements; num_tensors={desc.num_tensors} are needed"
         )
-    shape, dtype = tensor_form(desc)
+    shape, dtype = array_form(desc)
     given = [np.asarray(it) for it in arrays]
     for position, it in enumerate(given):
         if it.shape != shape or it.dtype.itemsize != dtype.itemsize or it.dtype.hasobject:

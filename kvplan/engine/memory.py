@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory
 from kvplan.status import invalid
+from kvplan.tensor_forms import check_described, read_form
 from kvplan.transport.protocol import DeviceRange
 from kvplan.types import CacheDesc, Placement
 from kvplan.validation import UINT64_MAX, check_width
@@ -77,15 +78,10 @@ def memory_of_tensors(
             f"addresses on device {device.id} are needed (data_ptr() of torch_npu); arrays are "
             "host memory, of placement=HOST (kvplan.accelerator=none: placement says nothing)"
         )
-    memory = HostMemory.from_arrays(tensors, "tensors")
-    other = np.flatnonzero(memory.nbytes != np.uint64(desc.tensor_nbytes))
-    if len(other):
-        wrong = int(other[0])
-        raise invalid(
-            f"tensors[{wrong}]{_form(tensors[wrong])} has {memory.nbytes[wrong]} bytes; a tensor "
-            f"of the cache, of shape {desc.shape} and {desc.data_type.name}, has "
-            f"{desc.tensor_nbytes}"
-        )
+    forms = [read_form(f"tensors[{position}]", it) for position, it in enumerate(tensors)]
+    for form in forms:
+        check_described(form, desc)
+    memory = HostMemory.from_forms(forms)
     if writable and not memory.writable:
         raise invalid("writable=True, but one of the tensors is a read-only array")
     if writable is False and memory.writable:
@@ -146,12 +142,6 @@ def offered_ranges(memory: CacheMemory) -> Sequence[Registrable]:
     if isinstance(memory, DeviceMemory):
         return [DeviceRange(*it) for it in merged_ranges(memory, adjacent=False)]
     return merged_ranges(memory)
-
-
-def _form(tensor: Any) -> str:
-    """The shape and type of elements, as far as `tensor` says them."""
-    shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
-    return "" if shape is None or dtype is None else f" of shape {tuple(shape)} and {dtype}"
 
 
 def _pairs(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> Iterable[tuple[int, int]]:

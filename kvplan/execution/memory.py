@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._host import check_ranges
-from kvplan.execution.dlpack import check_contiguous, from_dlpack
 from kvplan.status import LLMException, invalid
+from kvplan.tensor_forms import TensorForm, check_contiguous, read_form
 from kvplan.types import Cache, CacheDesc
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class HostMemory:
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Any], name: str = "arrays") -> HostMemory:
-        """Return the memory of `arrays`: NumPy, or anything with the buffer protocol or DLPack.
+        """Return the memory of `arrays`: NumPy, torch, DLPack, or the buffer protocol.
 
         They are held, and so live as long as this object and every transfer that uses it. An array
         over a mapped file dies with SIGBUS, here as in NumPy, if the file is cut under it.
@@ -126,12 +126,19 @@ class HostMemory:
             LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
                 host memory.
         """
-        held = [_as_array(f"{name}[{position}]", it) for position, it in enumerate(arrays)]
+        forms = [read_form(f"{name}[{position}]", it) for position, it in enumerate(arrays)]
+        for form in forms:
+            check_contiguous(form)
+        return cls.from_forms(forms)
+
+    @classmethod
+    def from_forms(cls, forms: Sequence[TensorForm]) -> HostMemory:
+        """Return the memory of tensors that were read, and checked to be of the host and dense."""
         return cls(
-            np.array([a.__array_interface__["data"][0] for a in held], dtype=np.uint64),
-            np.array([a.nbytes for a in held], dtype=np.uint64),
-            writable=all(a.flags.writeable for a in held),
-            owner=(held, tuple(arrays)),
+            np.array([it.address for it in forms], dtype=np.uint64),
+            np.array([it.nbytes for it in forms], dtype=np.uint64),
+            writable=not any(it.read_only for it in forms),
+            owner=tuple(it.owner for it in forms),
         )
 
     @classmethod
@@ -225,28 +232,3 @@ def memory_of(name: str, memory: Memory) -> HostMemory:
             f"not {type(memory).__name__}"
         )
     return HostMemory.from_arrays(memory, name)
-
-
-def _as_array(name: str, given: Any) -> NDArray[Any]:
-    if isinstance(given, np.ndarray):
-        array = given
-    elif hasattr(given, "__dlpack__"):
-        return from_dlpack(name, given)
-    else:
-        try:
-            array = np.asarray(memoryview(given))
-        except TypeError:
-            raise TypeError(
-                f"{name} must be an array (NumPy, buffer protocol or DLPack), not "
-                f"{type(given).__name__}"
-            ) from None
-    if array.dtype.hasobject:
-        raise TypeError(
-            f"{name} has dtype {array.dtype}: references to Python objects, whose "
-            "bytes cannot be copied"
-        )
-    if not array.flags.c_contiguous or array.nbytes == 0:
-        width = max(array.itemsize, 1)
-        strides = [it // width for it in array.strides]
-        check_contiguous(name, array.shape, strides, array.nbytes)
-    return array

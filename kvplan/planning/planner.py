@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from kvplan.inspection.units import plural
-from kvplan.planning.axes import BlockTables, cut, rows_are_alike, rows_differ
+from kvplan.planning.axes import BlockTables, cut, refuse_unlike, rows_are_alike, rows_differ
 from kvplan.planning.blocks import (
     Blocks,
     Indices,
@@ -326,7 +326,9 @@ def _slot_to_slot(
                     "that lie differently, or of num_tokens; give num_tokens alone"
                 )
         tables = _slot_tables(source, target, src_slot, np.array([dst_slot]), num_tokens)
-        return _by_axes(operation, "C2C", source, target, tables, ext_param, how)
+        return _by_axes(
+            operation, "C2C", source, target, tables, ext_param, how, reinterpret=reinterpret
+        )
     for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
         if type(offset) is not int or not 0 <= offset < row.stride:
             check_index(name, offset, row.stride)
@@ -403,7 +405,9 @@ def plan_to_blocks(
         src_table = check_indices("src_blocks", given, source)
         tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
         if heads is not None:
-            return _by_axes(operation, "B2B", source, target, tables, ext_param, how, heads)
+            return _by_axes(
+                operation, "B2B", source, target, tables, ext_param, how, heads, reinterpret
+            )
         return _block_to_block(
             operation, source, target, tables, ext_param, how, reinterpret, by_layer
         )
@@ -417,7 +421,9 @@ def plan_to_blocks(
     ):
         tables = _slot_tables(source, target, slot, dst_table, num_tokens)
         tables = tables._replace(src_token=src_token, dst_token=dst_token)
-        return _by_axes(operation, "C2B", source, target, tables, ext_param, how, heads)
+        return _by_axes(
+            operation, "C2B", source, target, tables, ext_param, how, heads, reinterpret
+        )
     starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
     if int(starts[-1]) >= source.stride:
         raise invalid(
@@ -464,7 +470,9 @@ def _block_to_block(
             )
         )
     ):
-        return _by_axes(operation, "B2B", source, target, tables, ext_param, how)
+        return _by_axes(
+            operation, "B2B", source, target, tables, ext_param, how, reinterpret=reinterpret
+        )
     if source.stride != target.stride:
         raise invalid(
             f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be "
@@ -511,8 +519,15 @@ def _by_axes(
     ext_param: KvCacheExtParam,
     how: Coalesce,
     heads: range | None = None,
+    reinterpret: bool = False,
 ) -> Plan:
-    """Plan what both sides have, axis by axis."""
+    """Plan what both sides have, axis by axis; elements of another type only if as wide."""
+    src_type, dst_type = source.data_type, target.data_type
+    if src_type is not dst_type and None not in (source.layout, target.layout):
+        assert src_type is not None  # a layout comes with one
+        assert dst_type is not None
+        if not reinterpret or src_type.bits != dst_type.bits:
+            refuse_unlike("data type", source, target)
     segments, split, num_slices = cut(source, target, tables, how, heads)
     return _plan(
         operation, kind, source, target, segments, num_slices, segments.total_nbytes, ext_param,

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvplan import CacheDesc, DataType, LLMException
-from kvplan.engine.arrays import numpy_dtype, tensor_arrays
+from kvplan.engine.arrays import tensor_arrays
 from kvplan.execution.memory import HostMemory
+from kvplan.tensor_forms import numpy_dtype
 
 from .caches import SLOTS, free_nbytes
 from .conftest import POOL

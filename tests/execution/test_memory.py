@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode
-from kvplan.execution import dlpack
+from kvplan import CacheDesc, DataType, HostMemory, LLMException, LLMStatusCode, dlpack
 from kvplan.transport.local import LocalTransport
 from tests.support.refusals import refused
 

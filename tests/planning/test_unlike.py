@@ -4,8 +4,9 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvplan import execute, plan_pull_blocks, reference
+from kvplan import CacheDesc, DataType, execute, plan_pull_blocks, reference
 from tests.planning.unlike import caches, expected, models
+from tests.support.refusals import refused
 
 
 @st.composite
@@ -57,3 +58,18 @@ def test_every_element_arrives_where_its_axes_say(transfer, coalesce):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_array_equal(a, c)
     assert plan.nbytes == plan.num_tensor_pairs * plan.segments.expanded().nbytes.sum()
+
+
+def test_another_data_type_is_refused_of_tokens_too():
+    """Which tokens are moved says nothing of what their elements are."""
+    half, bf16, fp8 = (
+        CacheDesc(2, (4, 4, 2, 8), DataType[f"DT_{it}"], kv_tensor_format="block token head dim")
+        for it in ("FLOAT16", "BF16", "FLOAT8_E5M2")
+    )
+    for wrong in (bf16, fp8):
+        with refused("LLM_PARAM_INVALID", "differ in data type: src is DT_FLOAT16"):
+            plan_pull_blocks(half, wrong, [0], [1], num_tokens=3)
+    again = plan_pull_blocks(half, bf16, [0], [1], num_tokens=3, reinterpret=True)
+    assert again.nbytes == 2 * 3 * 2 * 8 * 2
+    with refused("LLM_PARAM_INVALID", "differ in data type: src is DT_FLOAT16"):
+        plan_pull_blocks(half, fp8, [0], [1], num_tokens=3, reinterpret=True)

@@ -1,0 +1,149 @@
+"""DLPack: the memory of another library's tensor, without that library.
+
+NumPy reads DLPack too, but knows no bfloat16, and takes what older libraries offer (unversioned
+capsules) for read-only. What the tensor says, and its address, are all that is needed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any, NamedTuple
+
+from kvplan.status import invalid
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor of dlpack.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Versioned(ctypes.Structure):
+    """DLManagedTensorVersioned; the unversioned one begins with its DLTensor."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+class Exported(NamedTuple):
+    """A tensor as its library hands it out.
+
+    Attributes:
+        capsule: keeps the memory.
+        address: of its first element.
+        strides: in elements.
+        bits: of an element.
+        dtype: its type in NumPy's words (or those of ml_dtypes); another text where there is none.
+        device: where it is; empty: in memory that this process reaches.
+    """
+
+    capsule: object
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    bits: int
+    dtype: str
+    read_only: bool
+    device: str
+
+
+_MAX_VERSION = (1, 0)
+_READ_ONLY = 1
+_PADDED = 4
+"""Flag: elements of less than a byte are not packed."""
+
+_ADDRESSABLE = {1: "CPU", 3: "pinned for CUDA", 11: "pinned for ROCm"}
+
+# DLDataTypeCode; a number follows for those of several widths.
+_NUMBERS = {0: "int", 1: "uint", 2: "float", 5: "complex"}
+_TYPES = {
+    (4, 16): "bfloat16",
+    (6, 8): "bool",
+    (10, 8): "float8_e4m3fn",
+    (12, 8): "float8_e5m2",
+    (14, 8): "float8_e8m0fnu",
+    (15, 6): "float6_e2m3fn",
+    (16, 6): "float6_e3m2fn",
+    (17, 4): "float4_e2m1fn",
+}
+
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+
+
+def read_dlpack(name: str, given: Any) -> Exported:
+    """Return what `given`, which has `__dlpack__`, says of itself; nothing is copied.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, naming `name`: its library does not hand it out, or in a
+            form that is not DLPack 1.
+    """
+    capsule = _capsule(name, given)
+    flags = 0  # libraries without versions hand out writable memory only
+    if _is_valid(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
+        if versioned.major != _MAX_VERSION[0]:
+            raise invalid(f"{name} speaks DLPack {versioned.major}; kvplan reads version 1")
+        flags, tensor = versioned.flags, versioned.tensor
+    elif _is_valid(capsule, b"dltensor"):
+        tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    else:
+        raise invalid(f"{name}: __dlpack__ gave {capsule!r}, which is no DLPack capsule")
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tensor.strides[: tensor.ndim] if tensor.strides else _c_strides(shape)
+    bits = 8 if flags & _PADDED and tensor.bits < 8 else tensor.bits
+    return Exported(
+        capsule,
+        (tensor.data or 0) + tensor.byte_offset,
+        shape,
+        tuple(strides),
+        bits * tensor.lanes,
+        _type_name(tensor.code, tensor.bits, tensor.lanes),
+        bool(flags & _READ_ONLY),
+        "" if tensor.device_type in _ADDRESSABLE else f"DLPack device {tensor.device_type}",
+    )
+
+
+def _type_name(code: int, bits: int, lanes: int) -> str:
+    name = _TYPES.get((code, bits))
+    if name is None and code in _NUMBERS:
+        name = f"{_NUMBERS[code]}{bits}"
+    if name is None or lanes != 1:
+        return f"DLPack type {code} of {bits} bits x {lanes}"
+    return name
+
+
+def _capsule(name: str, given: Any) -> object:
+    try:
+        try:
+            return given.__dlpack__(max_version=_MAX_VERSION)
+        except TypeError:  # it does not know that argument
+            return given.__dlpack__()
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise invalid(
+            f"{name}: {type(given).__name__} does not hand out its memory: {error}"
+        ) from error
+
+
+def _c_strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

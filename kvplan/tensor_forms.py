@@ -1,0 +1,444 @@
+"""What tensors say of themselves: shape, strides, type and address, whatever library made them.
+
+Read from NumPy's interface, the buffer protocol, DLPack, or the attributes of a torch tensor; no
+library of these is imported but NumPy. From them a cache is described (`CacheDesc.from_tensors`),
+and what is registered is compared with its description.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.dlpack import read_dlpack
+from kvplan.layout import CacheLayout, Shard
+from kvplan.status import invalid
+from kvplan.types import CacheDesc, DataType, Placement
+from kvplan.validation import check_type, shown
+
+# Types with a twin in NumPy. QINT8 and the like are marks on integers.
+_TWINS: dict[DataType, np.dtype[Any]] = {
+    DataType[f"DT_{name}"]: np.dtype(twin)
+    for name, twin in {
+        "FLOAT": np.float32,
+        "FLOAT16": np.float16,
+        "DOUBLE": np.float64,
+        "INT8": np.int8,
+        "INT16": np.int16,
+        "INT32": np.int32,
+        "INT64": np.int64,
+        "UINT8": np.uint8,
+        "UINT16": np.uint16,
+        "UINT32": np.uint32,
+        "UINT64": np.uint64,
+        "BOOL": np.bool_,
+        "COMPLEX64": np.complex64,
+        "COMPLEX128": np.complex128,
+        "QINT8": np.int8,
+        "QINT16": np.int16,
+        "QINT32": np.int32,
+        "QUINT8": np.uint8,
+        "QUINT16": np.uint16,
+    }.items()
+}
+
+# Names in NumPy, ml_dtypes and torch. Those of less than a byte count where they are packed.
+_TYPES = {
+    twin.name: data_type
+    for data_type, twin in _TWINS.items()
+    if not data_type.name.startswith("DT_Q")
+} | {
+    "bfloat16": DataType.DT_BF16,
+    "complex32": DataType.DT_COMPLEX32,
+    "float8_e4m3fn": DataType.DT_FLOAT8_E4M3FN,
+    "float8_e5m2": DataType.DT_FLOAT8_E5M2,
+    "float8_e8m0fnu": DataType.DT_FLOAT8_E8M0,
+    "float6_e2m3fn": DataType.DT_FLOAT6_E2M3,
+    "float6_e3m2fn": DataType.DT_FLOAT6_E3M2,
+    "float4_e2m1fn": DataType.DT_FLOAT4_E2M1,
+    "int4": DataType.DT_INT4,
+    "int2": DataType.DT_INT2,
+    "uint2": DataType.DT_UINT2,
+    "uint1": DataType.DT_UINT1,
+}
+
+_BYTES = ("uint8", "int8")
+_PLURALS = {"kv": "keys and values", "dim": "elements"}
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """A tensor as it describes itself.
+
+    Attributes:
+        name: what messages call it.
+        strides: in elements.
+        bits: of an element.
+        dtype: of its library, or a name.
+        device: where it is; empty: in memory that this process reaches.
+        owner: keeps the memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    bits: int
+    dtype: object
+    address: int
+    read_only: bool
+    device: str
+    owner: object
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return -(-math.prod(self.shape) * self.bits // 8)
+
+    @cached_property
+    def dtype_name(self) -> str:
+        """As NumPy or ml_dtypes call it, as far as they do."""
+        if isinstance(self.dtype, np.dtype):
+            return self.dtype.name if self.dtype.isnative else str(self.dtype)
+        return str(self.dtype).removeprefix("torch.")
+
+    @cached_property
+    def data_type(self) -> DataType | None:
+        """The type of its elements; None: there is no such."""
+        found = _TYPES.get(self.dtype_name)
+        return found if found is not None and found.bits == self.bits else None
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Its dimensions as they lie in memory, outermost first."""
+        dims = range(len(self.shape))
+        # Strides of dimensions of length 1 are never used, and may be anything.
+        ordered = sorted(
+            (dim for dim in dims if self.shape[dim] != 1), key=lambda dim: -self.strides[dim]
+        )
+        if ordered == sorted(ordered):
+            return tuple(dims)
+        return tuple(sorted(dims, key=lambda dim: -self.strides[dim]))
+
+    @cached_property
+    def memory_shape(self) -> tuple[int, ...]:
+        """Its lengths in the order of memory."""
+        return tuple(self.shape[dim] for dim in self.order)
+
+    @property
+    def gap(self) -> tuple[int, int] | None:
+        """The innermost dimension whose elements do not touch, and how many elements they have."""
+        has = 1
+        for dim in reversed(self.order):
+            if self.shape[dim] == 1:
+                continue
+            if self.strides[dim] != has:
+                return dim, has
+            has *= self.shape[dim]
+        return None
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is a row of bytes, which says nothing of what they are."""
+        return len(self.shape) == 1 and (self.dtype_name in _BYTES or self._is_untyped)
+
+    def may_be(self, data_type: DataType) -> bool:
+        """Whether its elements can be of a type: they say so, or NumPy has no better one for it."""
+        if self.data_type is data_type:
+            return True
+        if data_type.bits % 8:
+            return self.dtype_name == "uint8"
+        twin = numpy_dtype(data_type)
+        return self.bits == data_type.bits and (self.dtype_name == twin.name or self._is_untyped)
+
+    @property
+    def _is_untyped(self) -> bool:
+        dtype = self.dtype  # extensions such as bfloat16 have a type of their own
+        return (
+            isinstance(dtype, np.dtype)
+            and dtype.type in (np.void, np.bytes_)
+            and dtype.fields is None
+        )
+
+    def __str__(self) -> str:
+        """`int16 of shape (3, 5)`, with strides where it is not C-contiguous."""
+        strides = ""
+        if self.gap is not None or self.order != tuple(range(len(self.shape))):
+            strides = f" and strides {self.strides} (in elements)"
+        return f"{self.dtype_name} of shape {self.shape}{strides}"
+
+
+def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
+    """NumPy's type for the elements; without a twin: the unsigned integer of that width.
+
+    Elements of less than a byte are packed: their type is uint8, of which a row has fewer.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: elements without a width.
+    """
+    return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
+
+
+def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """The shape and type of an array over a tensor; of packed elements a row is of whole bytes."""
+    shape = desc.shape
+    if desc.data_type.bits % 8:
+        shape = (*shape[: desc.batch_dim_index + 1], desc.stride)
+    return shape, numpy_dtype(desc.data_type)
+
+
+def read_form(name: str, given: Any) -> TensorForm:
+    """Return what `given` says of itself, and hold it.
+
+    Raises:
+        TypeError: it is no tensor, or one of Python objects.
+        LLMException: LLM_PARAM_INVALID: its library does not hand out its memory, or elements that
+            are no whole number of elements apart.
+    """
+    if isinstance(given, np.ndarray):
+        return _of_array(name, given)
+    if all(callable(getattr(given, it, None)) for it in ("data_ptr", "stride", "element_size")):
+        return _of_torch(name, given)
+    if hasattr(given, "__dlpack__"):
+        exported = read_dlpack(name, given)
+        return TensorForm(
+            name,
+            exported.shape,
+            exported.strides,
+            exported.bits,
+            exported.dtype,
+            exported.address,
+            exported.read_only,
+            exported.device,
+            exported.capsule,
+        )
+    try:
+        known = hasattr(given, "__array_interface__")
+        array = np.asarray(given if known else memoryview(given))
+    except TypeError:
+        raise TypeError(
+            f"{name} must be an array (NumPy, torch, DLPack or buffer protocol), not "
+            f"{type(given).__name__}"
+        ) from None
+    return _of_array(name, array)
+
+
+def _of_array(name: str, array: NDArray[Any]) -> TensorForm:
+    dtype = array.dtype
+    if dtype.hasobject:
+        raise TypeError(
+            f"{name} has dtype {dtype}: references to Python objects, whose bytes cannot be copied"
+        )
+    width = max(dtype.itemsize, 1)
+    strides = []
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride % width and length > 1:
+            raise invalid(
+                f"{name} of shape {array.shape} has strides {array.strides} in bytes, and elements "
+                f"of {width}; contiguous memory is needed, such as a copy of it"
+            )
+        strides.append(stride // width)
+    return TensorForm(
+        name,
+        array.shape,
+        tuple(strides),
+        8 * dtype.itemsize,
+        dtype,
+        array.__array_interface__["data"][0],
+        not array.flags.writeable,
+        "",
+        array,
+    )
+
+
+def _of_torch(name: str, given: Any) -> TensorForm:
+    try:
+        address, strides, width = given.data_ptr(), given.stride(), given.element_size()
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # sparse, or without memory
+        raise invalid(
+            f"{name}: {type(given).__name__} does not hand out its memory: {error}"
+        ) from error
+    device = str(getattr(given, "device", "cpu"))
+    return TensorForm(
+        name,
+        tuple(map(int, given.shape)),
+        tuple(map(int, strides)),
+        8 * width,
+        given.dtype,
+        address,
+        False,
+        "" if device.partition(":")[0] == "cpu" else f"device {device}",
+        given,
+    )
+
+
+def check_contiguous(form: TensorForm) -> None:
+    """Refuse a tensor that is not in host memory, is empty, or not C-contiguous.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, naming the permutation that would be C-contiguous.
+    """
+    check_host(form)
+    if form.gap is None and form.order == tuple(range(len(form.shape))):
+        return
+    remedy = "contiguous memory is needed, such as a copy of it"
+    if form.gap is None:
+        axes = ", ".join(map(str, form.order))
+        remedy = (
+            f"permuted by ({axes}) it is, of shape {form.memory_shape}: give that (transpose of "
+            "NumPy, permute of torch), with a cache_desc of that shape"
+        )
+    raise invalid(
+        f"{form.name} of shape {form.shape} and strides {form.strides} (in elements) is not "
+        f"C-contiguous; {remedy}"
+    )
+
+
+def check_host(form: TensorForm) -> None:
+    """Refuse a tensor that has no bytes, or none that this process reaches: LLM_PARAM_INVALID."""
+    if form.device:
+        raise invalid(f"{form.name} is on {form.device}; it must be in host memory")
+    if form.nbytes == 0:
+        raise invalid(f"{form.name} of shape {form.shape} is empty")
+
+
+def check_described(form: TensorForm, desc: CacheDesc) -> None:
+    """Refuse a tensor of the host that says something else of itself than `desc` does.
+
+    Bytes in a row say nothing, and need only be as many; nor do dimensions of length 1.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, with both.
+    """
+    if form.is_raw:
+        check_contiguous(form)
+        if form.nbytes != desc.tensor_nbytes:
+            raise invalid(
+                f"{form.name} has {form.nbytes} bytes; a tensor of the cache, of shape "
+                f"{desc.shape} and {desc.data_type.name}, has {desc.tensor_nbytes}"
+            )
+        return
+    check_host(form)
+    shape = desc.shape if form.data_type is desc.data_type else array_form(desc)[0]
+    as_shape = _long(form.memory_shape) == _long(shape)
+    if form.gap is None and as_shape and form.may_be(desc.data_type):
+        return
+    layout = f" ({desc.kv_tensor_format})" if desc.kv_tensor_format else ""
+    says = f"cache_desc says {desc.data_type.name} of shape {desc.shape}{layout}"
+    if not form.may_be(desc.data_type):
+        remedy = "; give a view of that type, or of its bytes (flat, uint8), if it holds that"
+    elif form.gap is not None:
+        remedy = f"; its bytes do not lie together: {_gap_text(form, None)}"
+    elif form.memory_shape != form.shape:
+        remedy = (
+            f"; in memory its dimensions are {form.memory_shape}, which CacheDesc.from_tensors "
+            "describes"
+        )
+    else:
+        remedy = "; give a view of that shape, or another cache_desc"
+    raise invalid(f"{form.name} is {form}; {says}{remedy}")
+
+
+def describe(
+    tensors: Sequence[Any],
+    layout: CacheLayout | str | None,
+    data_type: DataType | None,
+    placement: Placement | None,
+    shard: Shard | None,
+) -> CacheDesc:
+    """See `CacheDesc.from_tensors`."""
+    if isinstance(tensors, str | bytes | bytearray) or not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"tensors must be a list of tensors, one or more for each layer, not "
+            f"{type(tensors).__name__}"
+        )
+    if not tensors:
+        raise invalid("tensors is empty; a cache has one tensor at least")
+    forms = [read_form(f"tensors[{position}]", it) for position, it in enumerate(tensors)]
+    first = forms[0]
+    if layout is not None and not isinstance(layout, CacheLayout):
+        layout = CacheLayout(check_type("layout", layout, str))
+    if layout is not None and len(layout.axes) != len(first.shape):
+        raise invalid(
+            f"layout={shown(str(layout))} names {len(layout.axes)} axes; {first.name} is {first}, "
+            f"of {len(first.shape)} dimensions"
+        )
+    for form in forms:
+        _check_alike(form, first)
+        if form.nbytes == 0:
+            raise invalid(f"{form.name} of shape {form.shape} is empty")
+        if form.gap is not None:
+            raise invalid(f"{form.name} is {form}: {_gap_text(form, layout)}")
+    if layout is not None:
+        layout = CacheLayout(" ".join(layout.axes[dim] for dim in first.order))
+    elif first.order != tuple(range(len(first.shape))):
+        raise invalid(f"{first.name} is {first}, which needs a layout: it is not C-contiguous")
+    if data_type is None:
+        data_type = first.data_type
+        if data_type is None:
+            raise invalid(f"{first.name} is {first}, of no DataType; data_type must say which")
+    elif check_type("data_type", data_type, DataType).bits % 8 or not first.may_be(data_type):
+        raise invalid(f"data_type={data_type.name}, and {first.name} is {first}")
+    if placement is None:
+        placement = Placement.DEVICE if first.device else Placement.HOST
+    return CacheDesc(
+        len(forms),
+        first.memory_shape,
+        data_type,
+        placement,
+        kv_tensor_format=None if layout is None else str(layout),
+        shard=shard,
+    )
+
+
+def _check_alike(form: TensorForm, first: TensorForm) -> None:
+    if (form.shape, form.dtype_name) != (first.shape, first.dtype_name):
+        raise invalid(
+            f"{form.name} is {form}, and {first.name} is {first}: tensors of one cache are alike; "
+            "describe the others as another cache"
+        )
+    if _long_dims(form) != _long_dims(first):
+        raise invalid(
+            f"{form.name} is {form}, and {first.name} is {first}: they lie in memory in another "
+            "order; describe them as two caches"
+        )
+    if form.device != first.device:
+        where = [it.device or "in host memory" for it in (form, first)]
+        raise invalid(f"{form.name} is {where[0]}, and {first.name} {where[1]}")
+
+
+def _gap_text(form: TensorForm, layout: CacheLayout | None) -> str:
+    """What does not touch or overlaps in a tensor, and what to give instead."""
+    gap = form.gap
+    assert gap is not None
+    dim, has = gap
+    apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
+    axis = "" if layout is None else layout.axes[dim]
+    things = _PLURALS.get(axis, f"{axis}s") if axis else f"elements along dimension {dim}"
+    text = f"its {things} lie {apart} bytes apart and have {own}"
+    if apart < own:
+        return f"{text}: they share memory, or run backwards; give a tensor that does not"
+    between, odd = divmod(apart, own)
+    names = () if layout is None else layout.axes
+    missing = [
+        it for it in ("kv", "layer") if it not in names and (it == "layer" or between % 2 == 0)
+    ]
+    if odd or (layout is not None and not missing):
+        return f"{text}: give the tensor that it is a view of, or a dense copy"
+    return (
+        f"{text}: give the tensor that it is a view of, with an axis {' or '.join(missing)} for "
+        "what lies between, or a dense copy"
+    )
+
+
+def _long(shape: tuple[int, ...]) -> list[int]:
+    return [length for length in shape if length != 1]
+
+
+def _long_dims(form: TensorForm) -> list[int]:
+    return [dim for dim in form.order if form.shape[dim] != 1]

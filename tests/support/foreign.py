@@ -1,0 +1,89 @@
+"""Tensors of libraries that are not installed here, which say what the real ones would."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from kvplan import dlpack
+
+
+class _Name:
+    """Prints as torch's dtypes and devices do."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class TorchTensor:
+    """A stand-in for `torch.Tensor`, as far as kvplan looks at one: attributes alone.
+
+    Args:
+        array: its memory.
+        dtype: torch's name; by default NumPy's.
+    """
+
+    def __init__(self, array: np.ndarray, dtype: str | None = None, device: str = "cpu") -> None:
+        self.array = array
+        self.shape = array.shape  # torch.Size is a tuple
+        self.dtype = _Name(f"torch.{dtype or array.dtype.name}")
+        self.device = _Name(device)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(it // self.array.itemsize for it in self.array.strides)
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+    def permute(self, *dims: int) -> TorchTensor:
+        name = self.dtype.text.removeprefix("torch.")
+        return TorchTensor(self.array.transpose(dims), name, self.device.text)
+
+    def __dlpack__(self, **_: Any) -> object:
+        raise RuntimeError("Can't export tensors that require gradient, use tensor.detach()")
+
+
+class DLPackTensor:
+    """A tensor of a library that speaks DLPack 1.0, over memory of NumPy.
+
+    Args:
+        code, bits: of its type in dlpack.h; None: NumPy's.
+    """
+
+    def __init__(self, array: np.ndarray, *, code: int | None = None, device: int = 1) -> None:
+        self.array = array
+        self.code = code
+        self.device = device
+
+    def __dlpack__(self, *, max_version: tuple[int, int]) -> object:
+        capsule = self.array.__dlpack__(max_version=max_version)
+        address = dlpack._pointer(capsule, b"dltensor_versioned")
+        exported = dlpack._Versioned.from_address(address).tensor
+        if self.code is not None:
+            exported.code = self.code
+        exported.device_type = self.device
+        return capsule
+
+
+class InterfaceOnly:
+    """An object with `__array_interface__` and nothing else."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.__array_interface__ = array.__array_interface__
+
+
+def as_buffer(array: np.ndarray) -> Any:
+    """The memory of an array of float32 as ctypes has it, with its shape."""
+    kind: Any = ctypes.c_float
+    for length in reversed(array.shape):
+        kind = kind * length
+    return kind.from_buffer(array)
