@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from kvplan.engine.runner import Operation, OperationRunner
 from kvplan.execution.task import wait_in_thread
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.segments import DEFAULT_COALESCE
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheIndex
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class GatherTask:
     def __init__(self) -> None:
         self.tasks: dict[int, TransferTask] = {}
         self._names: dict[int, str] = {}
+        self._given_up = False  # all of it, not for what became of one source
 
     @property
     def done(self) -> bool:
@@ -82,8 +84,7 @@ class GatherTask:
             GatherError: LLM_TIMEOUT when the time passed; otherwise the status of a source that
                 failed. It names each that failed, and each that was stopped for that.
         """
-        if timeout_ms is not None and not timeout_ms >= 0:
-            raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
+        _check_timeout(timeout_ms)
         end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
         waiting = dict(self.tasks)
         errors: dict[int, LLMException] = {}
@@ -94,23 +95,24 @@ class GatherTask:
                 if index is None:
                     self._wait_a_turn(waiting, end)
                     continue
+                self._given_up = self._given_up or late
                 try:
                     waiting[index].wait(0 if late else None)
                 except LLMException as error:
                     errors[index] = error.with_traceback(None)
-                    if not late:
-                        self.cancel(LLMException(_STOPPED))
+                    if not self._given_up:
+                        self._stop(LLMException(_STOPPED))
                 del waiting[index]
         except BaseException:
-            self.cancel()
+            self._drop()
             raise
         if errors:
             raise self._failure(errors)
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop what is not whole yet; when this returns, no byte is touched any more."""
-        for task in tuple(self.tasks.values()):
-            task.cancel(reason)
+        self._given_up = True
+        self._stop(reason)
 
     def explain(self) -> str:
         """Return how far each source is, as text."""
@@ -122,9 +124,31 @@ class GatherTask:
     def __await__(self) -> Generator[Any, None, None]:
         return wait_in_thread(self).__await__()
 
-    def _add(self, index: int, name: str, task: TransferTask) -> None:
+    def _stop(self, reason: LLMException | None) -> None:
+        for task in tuple(self.tasks.values()):
+            task.cancel(reason)
+
+    def _drop(self) -> None:
+        """Stop what has begun, and end its operations."""
+        self.cancel()
+        for task in tuple(self.tasks.values()):
+            with suppress(LLMException):
+                task.wait()
+
+    def _begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
+        """Submit the part of a source; if it cannot be, the others are stopped."""
         self._names[index] = name
-        self.tasks[index] = task
+        try:
+            self.tasks[index] = submit()
+        except LLMException as error:
+            errors = {index: error.with_traceback(None)}
+            self._stop(LLMException(_STOPPED))
+            for other, task in self.tasks.items():
+                try:
+                    task.wait()
+                except LLMException as stopped:
+                    errors[other] = stopped.with_traceback(None)
+            raise self._failure(errors) from None
 
     def _wait_a_turn(self, waiting: dict[int, TransferTask], end: float | None) -> None:
         """Wait for the first; not long while others may fail, too."""
@@ -142,7 +166,7 @@ class GatherTask:
         if stopped:
             names = ", ".join(f"sources[{it}]" for it in sorted(stopped))
             parts.append(f"{names} stopped for that")
-        message = f"gather_blocks: {len(failed)} of {len(self.tasks)} sources failed: "
+        message = f"gather_blocks: {len(failed)} of {len(self._names)} sources failed: "
         return GatherError(message + "; ".join(parts), failed or stopped, stopped)
 
 
@@ -183,9 +207,11 @@ class GatherOperations(OperationRunner):
 
         Raises:
             TypeError: an argument of another type.
+            ValueError: as `GatherTask.wait`.
             LLMException: as `pull_blocks` and `plan_gather`, before a byte has moved.
-            GatherError: as `GatherTask.wait`.
+            GatherError: as `GatherTask.wait`; or a source was lost when others had begun.
         """
+        _check_timeout(timeout_ms)
         engine = self._running()
         task = GatherTask()
         try:
@@ -203,7 +229,7 @@ class GatherOperations(OperationRunner):
             )
             task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
         except BaseException:  # an interrupt between the two, say
-            task.cancel()
+            task._drop()
             raise
 
     def plan_gather_blocks(
@@ -265,7 +291,7 @@ class GatherOperations(OperationRunner):
                 coalesce,
             )
         except BaseException:
-            task.cancel()
+            task._drop()
             raise
         return task
 
@@ -305,7 +331,12 @@ class GatherOperations(OperationRunner):
                 if plan is not None:
                     name = f"{sources[index]} ({plan.src.shard or 'whole'})"
                     prepared = (plan, memories[index], ours)
-                    task._add(index, name, self._submit(operations[index], prepared))
+                    task._begin(index, name, partial(self._submit, operations[index], prepared))
+
+
+def _check_timeout(timeout_ms: float | None) -> None:
+    if timeout_ms is not None and not timeout_ms >= 0:
+        raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
 
 
 def _check_sources(sources: Any) -> None:
@@ -323,9 +354,16 @@ def _found(
     target, ours = operations[0].own("dst", dst, paged=True)
     for index, (operation, key) in enumerate(zip(operations, sources, strict=True)):
         operation.cache_id = operations[0].cache_id
-        theirs, _, memory = operation.peer(
-            f"sources[{index}]", key, _KINDS, paged=True, writable=False, table="src_blocks"
-        )
+        name = f"sources[{index}]"
+        try:
+            theirs, _, memory = operation.peer(
+                name, key, _KINDS, paged=True, writable=False, table="src_blocks"
+            )
+        except LLMException as error:
+            if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
+                raise
+            failed = {index: error.with_traceback(None)}
+            raise GatherError(f"gather_blocks: {name} {key}: {error}", failed, {}) from None
         sides.append(theirs)
         memories.append(memory)
     return sides, memories, target, ours
