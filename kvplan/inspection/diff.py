@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvplan.inspection.contents import heads_of, spans_text, tokens_of
+from kvplan.inspection.contents import heads_of_runs, spans_text, tokens_of
 from kvplan.inspection.units import nbytes_text, place, plural
 
 if TYPE_CHECKING:
@@ -84,15 +84,17 @@ def _segments(old: Plan, new: Plan) -> Iterator[str]:
         src, dst, nbytes, *repeats = key
         places = f"{place(src_rows, src, plan.src.stride)}>{place(dst_rows, dst, plan.dst.stride)}"
         last = int(plan.segments.ends()[1][segment]) - 1
+        steps = [(count, step) for count, _, step in repeats]
+        heads = heads_of_runs(plan, dst, nbytes, steps)
+        if heads and not repeats and heads[1] - heads[0] + 1 == plan.dst.extent("head"):
+            heads = None  # all, as everywhere
         times = "".join(f"{count} x " for count, *_ in repeats)
         held = " ".join(
             filter(
                 None,
                 (
                     spans_text("token", tokens_of(plan, dst, last)),
-                    spans_text(
-                        "head", [heads] if repeats and (heads := heads_of(plan, dst, last)) else []
-                    ),
+                    spans_text("head", [heads] if heads else []),
                 ),
             )
         )
