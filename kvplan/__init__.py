@@ -41,7 +41,7 @@ from kvplan.types import (
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.gather import GatherTask
+    from kvplan.engine.gather import GatherError, GatherTask
     from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
@@ -82,6 +82,7 @@ __all__ = [
     "CostLine",
     "DataType",
     "Estimate",
+    "GatherError",
     "GatherTask",
     "HostMemory",
     "IpInfo",
@@ -128,7 +129,7 @@ _LAZY = {
         "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
         "submit",
         "kvplan.engine.datadist": "LlmDataDist",
-        "kvplan.engine.gather": "GatherTask",
+        "kvplan.engine.gather": "GatherError GatherTask",
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",

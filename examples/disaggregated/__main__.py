@@ -1,7 +1,8 @@
 """A language model prefills in one process and goes on generating in another.
 
 The KV cache that the second one goes on from was planned and moved by kvplan. A third process runs
-the model alone: its token ids must be identical. Then one block id is made wrong on purpose.
+the model alone: its token ids must be identical. Then one block id is made wrong on purpose. At
+last prefill runs as two processes with a part of the KV heads each, in another layout.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from pathlib import Path
 from .device import DEVICES, SIMULATED, prepare
 from .hosts import TWO_HOSTS, Host, hosts
 from .messages import (
+    SHARD_CLUSTERS,
     AwaitPush,
+    Gather,
     Generated,
     Handover,
     Moved,
     MovedByLayer,
+    OfferedHeads,
+    PlantWrongHead,
     Pushed,
     PushTarget,
     Settings,
     WrongBlock,
+    WrongHead,
 )
 from .report import (
     Console,
@@ -163,7 +169,39 @@ def demonstrate(
     wrong: Moved = workers.answer(decoder)
     console.lines(wrong.difference + "\n")
     broken: Generated = workers.answer(decoder)
-    console.lines("\n" + check_changed(pulled, broken))
+    console.lines("\n" + check_changed(pulled, broken, "block"))
+
+    console.title(
+        f"Prefill as two processes, with a part of the KV heads each: HND, blocks of "
+        f"{2 * options.block_size}"
+    )
+    ranks = [
+        workers.start(
+            f"prefill {rank}", f"{__package__}.shard", here, cluster_id, rank, host=here.host
+        )
+        for rank, cluster_id in enumerate(SHARD_CLUSTERS)
+    ]
+    offers: list[OfferedHeads] = [workers.answer(it) for it in ranks]
+    console.title(
+        f"Decode gathers the request from both, into its cache: NHD, blocks of "
+        f"{options.block_size}, all heads"
+    )
+    decoder.send(Gather(offers))
+    gather: Moved = workers.answer(decoder)
+    console.lines(f"{gather.explanation}\n\n{moved_text(gather)}\n")
+    gathered: Generated = workers.answer(decoder)
+    console.lines("\n" + check_identical(gathered, alone, "gathered"))
+
+    head = offers[-1].heads[0]
+    console.title(f"One wrong head: head {head} is offered as head {head - 1}")
+    decoder.send(PlantWrongHead())
+    planted: WrongHead = workers.answer(decoder)
+    console.lines(
+        f"gather_blocks refuses it:\n  {planted.refusal}\n\n"
+        f"pull_blocks from that process alone does not:\n{planted.difference}\n"
+    )
+    broken = workers.answer(decoder)
+    console.lines("\n" + check_changed(gathered, broken, "head"))
 
 
 def main() -> int:

@@ -10,13 +10,17 @@ import numpy as np
 from kvplan import BlocksCacheKey, ClusterInfo, LlmDataDist, LlmRole
 
 from .device import described, options, tensors_of
+from .gathering import gathered, with_wrong_head
 from .generation import decode
 from .messages import (
     DECODE_CLUSTER,
     PREFILL_CLUSTER,
     AwaitPush,
+    Gather,
     Generated,
     Handover,
+    OfferedHeads,
+    PlantWrongHead,
     Pushed,
     PushTarget,
     Settings,
@@ -83,6 +87,7 @@ def run(channel: Channel, settings: Settings) -> None:
         channel.answer(moved(plan_it, pull, arguments, link_seconds))
         generate()
         right = plan_it(*arguments)
+        offers: list[OfferedHeads] = []
 
         while True:
             match channel.receive():
@@ -90,6 +95,13 @@ def run(channel: Channel, settings: Settings) -> None:
                     tensors.fill(np.nan)
                     channel.answer(PushTarget(cache.cache_id, mine.tolist()))
                 case Pushed():
+                    generate()
+                case Gather(offers):
+                    tensors.fill(np.nan)
+                    channel.answer(gathered(datadist, cache, mine, offers))
+                    generate()
+                case PlantWrongHead():
+                    channel.answer(with_wrong_head(datadist, cache, mine, offers))
                     generate()
                 case WrongBlock(position):
                     broken = list(handover.block_table)

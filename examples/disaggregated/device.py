@@ -64,6 +64,14 @@ def tensors_of(datadist: LlmDataDist, cache: Cache) -> PagedCache:
     return DeviceCache(datadist.device, cache)
 
 
+def store(datadist: LlmDataDist, cache: Cache, number: int, tensor: NDArray[np.float16]) -> None:
+    """Write one tensor of a cache as a whole, wherever it lies."""
+    if datadist.device is None:
+        datadist.arrays(cache)[number][...] = tensor
+    else:
+        datadist.device.write(cache.tensor_addrs[number], tensor)
+
+
 @dataclass(frozen=True)
 class Run:
     """Rows (tokens) of a request that lie side by side: which, and from which row of a tensor."""

@@ -13,6 +13,7 @@ from .hosts import HERE, Host
 
 PREFILL_CLUSTER = 1
 DECODE_CLUSTER = 2
+SHARD_CLUSTERS = (3, 4)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,50 @@ class WrongBlock:
     """
 
     position: int
+
+
+@dataclass(frozen=True)
+class OfferedHeads:
+    """From one of two prefill processes to decode: where its part of the KV heads lies.
+
+    Attributes:
+        cluster_id, listen_address: of its engine.
+        block_table: blocks of the prompt there, in order.
+        num_tokens: of the prompt; the last block is not full.
+        first_token: the token that follows it.
+        heads: the first of its KV heads, and the one after its last.
+    """
+
+    cluster_id: int
+    listen_address: str
+    block_table: list[int]
+    num_tokens: int
+    first_token: int
+    heads: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """From the demo to decode: empty the cache, and gather the prompt from several processes."""
+
+    offers: list[OfferedHeads]
+
+
+@dataclass(frozen=True)
+class PlantWrongHead:
+    """From the demo to decode: pull the last one's heads as if they were the ones before.
+
+    Its process offers the same bytes once more, with a shard that is off by one head: a slip that
+    no check of memory sees.
+    """
+
+
+@dataclass(frozen=True)
+class WrongHead:
+    """To the demo: what a gather with the wrong shard was refused for, and how the pulls differ."""
+
+    refusal: str
+    difference: str
 
 
 @dataclass(frozen=True)

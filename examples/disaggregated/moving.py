@@ -31,21 +31,29 @@ def moved(
     started = time.perf_counter()
     plan = plan_it(*arguments)
     plan_seconds = time.perf_counter() - started
-    times = []
-    # The first one counts. More of them say what it costs when nothing is new to the processor and
-    # its caches; the same bytes go to the same place.
-    for _ in range(1 + REPETITIONS):
-        started = time.perf_counter()
-        move_it(*arguments, timeout_ms=TIMEOUT_MS)
-        times.append(time.perf_counter() - started)
+    first, repeated = timed(lambda: move_it(*arguments, timeout_ms=TIMEOUT_MS))
     return Moved(
         explanation=plan.explain(limit=EXPLAINED_ROWS),
         nbytes=plan.nbytes,
         num_slices=plan.num_slices * plan.num_tensor_pairs,
         num_descriptors=plan.num_descriptors,
         plan_seconds=plan_seconds,
-        transfer_seconds=times[0],
-        repeated_seconds=median(times[1:]),
+        transfer_seconds=first,
+        repeated_seconds=repeated,
         link_seconds=link_seconds,
         difference="" if right is None else right.diff(plan),
     )
+
+
+def timed(move: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of the first call, which counts, and the median of more.
+
+    Those say what it costs when nothing is new to the processor and its caches; the same bytes go
+    to the same place.
+    """
+    times = []
+    for _ in range(1 + REPETITIONS):
+        started = time.perf_counter()
+        move()
+        times.append(time.perf_counter() - started)
+    return times[0], median(times[1:])

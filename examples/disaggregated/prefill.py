@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 
-from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, DataType, LlmDataDist, LlmRole
+from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, DataType, LlmDataDist, LlmRole, Shard
 
 from .by_layer import pushed_by_layer
 from .device import described, options, tensors_of
@@ -67,4 +67,10 @@ def run(channel: Channel, settings: Settings) -> None:
 def cache_desc(config: LlamaConfig, num_blocks: int, block_size: int) -> CacheDesc:
     """The paged cache of a model: keys and values of each layer, blocks of `block_size` tokens."""
     shape = (num_blocks, block_size, config.kv_heads, config.head_size)
-    return CacheDesc(2 * config.layers, shape, DataType.DT_FLOAT16)
+    return CacheDesc(
+        2 * config.layers,
+        shape,
+        DataType.DT_FLOAT16,
+        kv_tensor_format="NHD",
+        shard=Shard(num_layers=config.layers, num_heads=config.kv_heads),
+    )

@@ -113,8 +113,8 @@ def check_identical(disaggregated: Generated, monolithic: Generated, how: str) -
     )
 
 
-def check_changed(right: Generated, broken: Generated) -> str:
-    """Say where the broken cache changed the text.
+def check_changed(right: Generated, broken: Generated, what: str) -> str:
+    """Say where the broken cache changed the text; `what` was wrong, a "block" or a "head".
 
     Raises:
         DemoError: it did not.
@@ -122,8 +122,9 @@ def check_changed(right: Generated, broken: Generated) -> str:
     at = first_difference(right.ids, broken.ids)
     if at is None:
         raise DemoError(
-            f"the wrong block changed none of the {len(right.ids)} tokens: the model did not need "
-            "what it held; choose another with --break-token, or more tokens with --max-tokens"
+            f"the wrong {what} changed none of the {len(right.ids)} tokens: the model did not need "
+            "what it held; generate more with --max-tokens"
+            + (", or choose another with --break-token" if what == "block" else "")
         )
     return (
         f"CHANGED: from token {at} on the text is another, and no less fluent. Nothing failed: a\n"

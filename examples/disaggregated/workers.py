@@ -12,9 +12,10 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -96,6 +97,7 @@ class Worker:
     name: str
     process: multiprocessing.process.BaseProcess
     connection: Connection
+    answers: deque[Answer] = field(default_factory=deque)  # that came while another's was awaited
 
     def send(self, value: Any) -> None:
         # If it is gone, that and its last output are reported where its answer is awaited.
@@ -146,7 +148,7 @@ class Workers:
         Raises:
             WorkerError: one of them failed, died or, all of them, fell silent.
         """
-        while True:
+        while not worker.answers:
             connections: dict[Any, Worker] = {it.connection: it for it in self._workers}
             if worker.connection not in connections:
                 raise WorkerError(f"{worker} ended without an answer")
@@ -160,8 +162,9 @@ class Workers:
             for connection in ready:
                 other = connections[connection]
                 message = self._next_message(other)
-                if message is not None and other is worker:
-                    return message.value
+                if message is not None:
+                    other.answers.append(message)
+        return worker.answers.popleft().value
 
     def _next_message(self, worker: Worker) -> Answer | None:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from kvplan.engine.runner import Operation, OperationRunner
 from kvplan.execution.task import wait_in_thread
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.segments import DEFAULT_COALESCE
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheIndex
 
 if TYPE_CHECKING:
@@ -21,6 +22,32 @@ if TYPE_CHECKING:
     from kvplan.types import Cache
 
 _KINDS = (CacheIndex, BlocksCacheKey)
+_TURN_MS = 10.0
+"""How long a failed source may go unseen while others move."""
+_STOPPED = "stopped, as another source of the gather failed"
+
+
+class GatherError(LLMException):
+    """A gather that is not whole; its status is that of the first source that failed.
+
+    Attributes:
+        failed: what went wrong, by place in `sources`; `origin` and `unconfirmed` of each are of
+            its own plan, and those of this error are of the first.
+        stopped: sources that were stopped because of these, by place.
+    """
+
+    def __init__(
+        self, message: str, failed: dict[int, LLMException], stopped: dict[int, LLMException]
+    ) -> None:
+        first = failed[min(failed)]
+        super().__init__(
+            message,
+            status_code=first.status_code,
+            origin=first.origin,
+            unconfirmed=first.unconfirmed,
+        )
+        self.failed = failed
+        self.stopped = stopped
 
 
 class GatherTask:
@@ -33,9 +60,10 @@ class GatherTask:
         tasks: of the sources from which something is taken, by their place in `sources`.
     """
 
-    def __init__(self, tasks: dict[int, TransferTask], names: dict[int, str]) -> None:
-        self.tasks = tasks
-        self._names = names
+    def __init__(self) -> None:
+        self.tasks: dict[int, TransferTask] = {}
+        self._names: dict[int, str] = {}
+        self._given_up = False  # all of it, not for what became of one source
 
     @property
     def done(self) -> bool:
@@ -45,39 +73,46 @@ class GatherTask:
     def wait(self, timeout_ms: float | None = None) -> None:
         """Wait until every byte from every source has arrived.
 
-        When it raises nothing moves any more: what one source failed at, the others are stopped
-        for. Blocks of the destination may be written in part then.
+        When it raises nothing moves any more: as soon as one source has failed, the others are
+        stopped. Blocks of the destination may be written in part then.
 
         Args:
             timeout_ms: milliseconds for all together, >= 0; None waits for ever.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
-            LLMException: LLM_TIMEOUT when the time passed; otherwise the status of the first
-                source that failed. The message names each that is not whole.
+            GatherError: LLM_TIMEOUT when the time passed; otherwise the status of a source that
+                failed. It names each that failed, and each that was stopped for that.
         """
+        _check_timeout(timeout_ms)
         end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
-        failed: dict[int, LLMException] = {}
-        left = timeout_ms
-        for index, task in self.tasks.items():
-            try:
-                task.wait(left)
-            except LLMException as error:
-                if not failed:
-                    self.cancel()
-                failed[index] = error
-            except BaseException:
-                self.cancel()
-                raise
-            if end is not None:
-                left = max(0.0, (end - perf_counter()) * 1000)
-        if failed:
-            raise self._failure(failed)
+        waiting = dict(self.tasks)
+        errors: dict[int, LLMException] = {}
+        try:
+            while waiting:
+                late = end is not None and perf_counter() >= end
+                index = next((it for it, task in waiting.items() if task.done or late), None)
+                if index is None:
+                    self._wait_a_turn(waiting, end)
+                    continue
+                self._given_up = self._given_up or late
+                try:
+                    waiting[index].wait(0 if late else None)
+                except LLMException as error:
+                    errors[index] = error.with_traceback(None)
+                    if not self._given_up:
+                        self._stop(LLMException(_STOPPED))
+                del waiting[index]
+        except BaseException:
+            self._drop()
+            raise
+        if errors:
+            raise self._failure(errors)
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop what is not whole yet; when this returns, no byte is touched any more."""
-        for task in self.tasks.values():
-            task.cancel(reason)
+        self._given_up = True
+        self._stop(reason)
 
     def explain(self) -> str:
         """Return how far each source is, as text."""
@@ -89,17 +124,50 @@ class GatherTask:
     def __await__(self) -> Generator[Any, None, None]:
         return wait_in_thread(self).__await__()
 
-    def _failure(self, failed: dict[int, LLMException]) -> LLMException:
-        first = next(iter(failed.values()))
-        parts = "; ".join(
-            f"sources[{index}] {self._names[index]}: {error}" for index, error in failed.items()
-        )
-        return LLMException(
-            f"gather_blocks: {len(failed)} of {len(self.tasks)} sources did not arrive whole: "
-            f"{parts}",
-            status_code=first.status_code,
-            unconfirmed=first.unconfirmed,
-        )
+    def _stop(self, reason: LLMException | None) -> None:
+        for task in tuple(self.tasks.values()):
+            task.cancel(reason)
+
+    def _drop(self) -> None:
+        """Stop what has begun, and end its operations."""
+        self.cancel()
+        for task in tuple(self.tasks.values()):
+            with suppress(LLMException):
+                task.wait()
+
+    def _begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
+        """Submit the part of a source; if it cannot be, the others are stopped."""
+        self._names[index] = name
+        try:
+            self.tasks[index] = submit()
+        except LLMException as error:
+            errors = {index: error.with_traceback(None)}
+            self._stop(LLMException(_STOPPED))
+            for other, task in self.tasks.items():
+                try:
+                    task.wait()
+                except LLMException as stopped:
+                    errors[other] = stopped.with_traceback(None)
+            raise self._failure(errors) from None
+
+    def _wait_a_turn(self, waiting: dict[int, TransferTask], end: float | None) -> None:
+        """Wait for the first; not long while others may fail, too."""
+        turns = [] if len(waiting) == 1 else [_TURN_MS]
+        if end is not None:
+            turns.append(max(0.0, (end - perf_counter()) * 1000))
+        first = next(iter(waiting.values()))
+        with suppress(LLMException):  # whether it has failed is seen when it is done
+            first.wait(min(turns, default=None), stop=False)
+
+    def _failure(self, errors: dict[int, LLMException]) -> GatherError:
+        stopped = {it: error for it, error in errors.items() if _STOPPED in str(error)}
+        failed = {it: error for it, error in sorted(errors.items()) if it not in stopped}
+        parts = [f"sources[{it}] {self._names[it]}: {error}" for it, error in failed.items()]
+        if stopped:
+            names = ", ".join(f"sources[{it}]" for it in sorted(stopped))
+            parts.append(f"{names} stopped for that")
+        message = f"gather_blocks: {len(failed)} of {len(self._names)} sources failed: "
+        return GatherError(message + "; ".join(parts), failed or stopped, stopped)
 
 
 class GatherOperations(OperationRunner):
@@ -122,7 +190,8 @@ class GatherOperations(OperationRunner):
         """Pull one request into blocks of a local paged cache, from several peers at once.
 
         Each byte comes from exactly one source; which, `plan_gather` says. All of it has arrived on
-        return, or an error names the sources that failed.
+        return, or an error names the sources that failed. Metrics, logs and `on_plan` have an
+        operation for each source.
 
         Args:
             sources: remote paged caches; their shards say which layers and heads they have.
@@ -138,22 +207,30 @@ class GatherOperations(OperationRunner):
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: as `pull_blocks` and `plan_gather`, before a byte has moved; as
-                `GatherTask.wait`.
+            ValueError: as `GatherTask.wait`.
+            LLMException: as `pull_blocks` and `plan_gather`, before a byte has moved.
+            GatherError: as `GatherTask.wait`; or a source was lost when others had begun.
         """
+        _check_timeout(timeout_ms)
         engine = self._running()
-        task = self.submit_gather_blocks(
-            sources,
-            dst,
-            src_blocks,
-            dst_blocks,
-            num_tokens=num_tokens,
-            src_token=src_token,
-            dst_token=dst_token,
-            rank=rank,
-            coalesce=coalesce,
-        )
-        task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
+        task = GatherTask()
+        try:
+            self._gather(
+                task,
+                sources,
+                dst,
+                src_blocks,
+                dst_blocks,
+                num_tokens,
+                src_token,
+                dst_token,
+                rank,
+                coalesce,
+            )
+            task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
+        except BaseException:  # an interrupt between the two, say
+            task._drop()
+            raise
 
     def plan_gather_blocks(
         self,
@@ -199,11 +276,42 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> GatherTask:
         """Begin `gather_blocks` and return its task; nothing moves if one of the sources cannot."""
+        task = GatherTask()
+        try:
+            self._gather(
+                task,
+                sources,
+                dst,
+                src_blocks,
+                dst_blocks,
+                num_tokens,
+                src_token,
+                dst_token,
+                rank,
+                coalesce,
+            )
+        except BaseException:
+            task._drop()
+            raise
+        return task
+
+    def _gather(
+        self,
+        task: GatherTask,
+        sources: Sequence[CacheIndex | BlocksCacheKey],
+        dst: Cache,
+        src_blocks: Sequence[Blocks],
+        dst_blocks: Blocks,
+        num_tokens: int | None,
+        src_token: int,
+        dst_token: int,
+        rank: int | None,
+        coalesce: Coalesce | bool,
+    ) -> None:
+        """Submit the pulls of a gather; if it raises, `task` has those that have begun."""
         engine = self._running()
         _check_sources(sources)
         operations = [Operation(engine, "gather_blocks") for _ in sources]
-        tasks: dict[int, TransferTask] = {}
-        names: dict[int, str] = {}
         with ExitStack() as stack:
             for operation in operations:
                 stack.enter_context(operation)
@@ -219,17 +327,16 @@ class GatherOperations(OperationRunner):
                 rank=rank,
                 coalesce=coalesce,
             )
-            try:
-                for index, plan in enumerate(plans):
-                    if plan is not None:
-                        prepared = (plan, memories[index], ours)
-                        names[index] = f"{sources[index]} ({plan.src.shard or 'whole'})"
-                        tasks[index] = self._submit(operations[index], prepared)
-            except BaseException:
-                for task in tasks.values():
-                    task.cancel()
-                raise
-        return GatherTask(tasks, names)
+            for index, plan in enumerate(plans):
+                if plan is not None:
+                    name = f"{sources[index]} ({plan.src.shard or 'whole'})"
+                    prepared = (plan, memories[index], ours)
+                    task._begin(index, name, partial(self._submit, operations[index], prepared))
+
+
+def _check_timeout(timeout_ms: float | None) -> None:
+    if timeout_ms is not None and not timeout_ms >= 0:
+        raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
 
 
 def _check_sources(sources: Any) -> None:
@@ -247,9 +354,16 @@ def _found(
     target, ours = operations[0].own("dst", dst, paged=True)
     for index, (operation, key) in enumerate(zip(operations, sources, strict=True)):
         operation.cache_id = operations[0].cache_id
-        theirs, _, memory = operation.peer(
-            f"sources[{index}]", key, _KINDS, paged=True, writable=False, table="src_blocks"
-        )
+        name = f"sources[{index}]"
+        try:
+            theirs, _, memory = operation.peer(
+                name, key, _KINDS, paged=True, writable=False, table="src_blocks"
+            )
+        except LLMException as error:
+            if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
+                raise
+            failed = {index: error.with_traceback(None)}
+            raise GatherError(f"gather_blocks: {name} {key}: {error}", failed, {}) from None
         sides.append(theirs)
         memories.append(memory)
     return sides, memories, target, ours

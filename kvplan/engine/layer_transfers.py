@@ -34,6 +34,9 @@ class LayerOperations(OperationRunner):
         src_batch_index: int = 0,
         src_blocks: Blocks | None = None,
         dst_blocks: Blocks | None = None,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
@@ -51,6 +54,8 @@ class LayerOperations(OperationRunner):
             src_batch_index: the local slot.
             src_blocks: local blocks, one for each of `dst_blocks`.
             dst_blocks: remote blocks.
+            num_tokens: tokens that are moved; None: whole blocks, or the whole row.
+            src_token, dst_token: tokens of the block tables to skip, on each side.
             ext_param: the layers.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
@@ -76,6 +81,9 @@ class LayerOperations(OperationRunner):
                 src_batch_index,
                 src_blocks,
                 dst_blocks,
+                num_tokens,
+                src_token,
+                dst_token,
                 ext_param,
                 coalesce,
                 reinterpret,
@@ -90,6 +98,9 @@ class LayerOperations(OperationRunner):
         src_batch_index: int = 0,
         src_blocks: Blocks | None = None,
         dst_blocks: Blocks | None = None,
+        num_tokens: int | None = None,
+        src_token: int = 0,
+        dst_token: int = 0,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
@@ -103,6 +114,9 @@ class LayerOperations(OperationRunner):
             src_batch_index,
             src_blocks,
             dst_blocks,
+            num_tokens,
+            src_token,
+            dst_token,
             ext_param,
             coalesce,
             reinterpret,
@@ -116,6 +130,9 @@ def _push_layers(
     src_batch_index: int,
     src_blocks: Blocks | None,
     dst_blocks: Blocks | None,
+    num_tokens: int | None,
+    src_token: int,
+    dst_token: int,
     ext_param: KvCacheExtParam,
     coalesce: Coalesce | bool,
     reinterpret: bool,
@@ -147,11 +164,17 @@ def _push_layers(
             "dst", dst, kinds, paged=to_blocks, writable=True, table="dst_blocks"
         )
     if dst_blocks is None:
+        if src_token or dst_token:
+            raise invalid(
+                f"src_token={shown(src_token)} and dst_token={shown(dst_token)} skip tokens of "
+                "block tables; a slot begins at its first token"
+            )
         plan = plan_push_cache(
             source,
             target,
             src_batch_index=src_batch_index,
             dst_batch_index=slot,
+            num_tokens=num_tokens,
             ext_param=ext_param,
             coalesce=coalesce,
             reinterpret=as_bytes,
@@ -164,6 +187,9 @@ def _push_layers(
             src_blocks,
             dst_blocks,
             src_batch_index=src_batch_index,
+            num_tokens=num_tokens,
+            src_token=src_token,
+            dst_token=dst_token,
             ext_param=ext_param,
             coalesce=coalesce,
             reinterpret=as_bytes,

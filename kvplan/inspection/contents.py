@@ -52,6 +52,17 @@ def heads_of(plan: Plan, first: int, last: int) -> Span | None:
     return begin + low, begin + high
 
 
+def heads_of_runs(plan: Plan, first: int, nbytes: int, steps: list[Span]) -> Span | None:
+    """As `heads_of`, of the runs of a row: `nbytes` bytes from dst offset `first` on, repeated.
+
+    Args:
+        steps: of each level of repeats, how many and how many bytes apart at dst.
+    """
+    around = max(plan.dst.stride_of("head"), 1) * plan.dst.extent("head")  # to the same head again
+    last = first + nbytes - 1 + sum((count - 1) * step for count, step in steps if step % around)
+    return heads_of(plan, first, last)
+
+
 def kv_of(plan: Plan, view: int, first: int, last: int) -> str:
     """`K`, `V`, `K+V`, or nothing where the layout does not say, for a view and dst offsets."""
     dst = plan.dst

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvplan.inspection.contents import heads_of, spans_text, tokens_of
+from kvplan.inspection.contents import heads_of_runs, spans_text, tokens_of
 from kvplan.inspection.units import nbytes_text, place, plural
 
 if TYPE_CHECKING:
@@ -87,25 +87,21 @@ def _segments(old: Plan, new: Plan) -> Iterator[str]:
         src, dst, nbytes, *repeats = key
         places = f"{place(src_rows, src, plan.src.stride)}>{place(dst_rows, dst, plan.dst.stride)}"
         last = int(plan.segments.ends()[1][segment]) - 1
+        steps = [(count, step) for count, _, step in repeats]
+        heads = heads_of_runs(plan, dst, nbytes, steps)
+        if heads is not None and heads[1] - heads[0] + 1 == plan.dst.extent("head"):
+            heads = None  # all, as everywhere
         times = "".join(f"{count} x " for count, *_ in repeats)
         held = " ".join(
             filter(
                 None,
                 (
                     spans_text("token", tokens_of(plan, dst, last)),
-                    _heads(plan, dst, last),
+                    spans_text("head", [heads] if heads else []),
                 ),
             )
         )
         yield f"{sign}   {places:<12}  {times}{nbytes}{'  ' + held if held else ''}"
-
-
-def _heads(plan: Plan, first: int, last: int) -> str:
-    """The heads between dst offsets, where they are not all that dst has."""
-    heads = heads_of(plan, first, last)
-    if heads is None or heads[1] - heads[0] + 1 == plan.dst.extent("head"):
-        return ""
-    return spans_text("head", [heads])
 
 
 def _keyed(plan: Plan) -> Iterator[tuple[tuple[Any, ...], int]]:

@@ -26,9 +26,9 @@ def test_the_demo_between_two_hosts(tmp_path: Path) -> None:
     assert f"== {TWO_HOSTS} ==" in done.stdout
     assert re.search(r"prefill: listening on 10\.77\.0\.1:\d+\n", done.stdout)
     assert "decode: linked over tcp: " in done.stdout
-    for how in ("pulled", "pushed", "pushed layer by layer"):
+    for how in ("pulled", "pushed", "pushed layer by layer", "gathered"):
         assert re.search(rf"IDENTICAL: all \d+ token ids .* was {how} ", done.stdout)
-    assert "CHANGED: from token" in done.stdout
+    assert done.stdout.count("CHANGED: from token") == 2
 
 
 def test_says_why_there_are_no_two_hosts(

@@ -41,7 +41,7 @@ def test_equal_runs_are_identical_and_not_changed() -> None:
         "IDENTICAL: all 2 token"
     )
     with pytest.raises(DemoError, match="changed none of the 2 tokens"):
-        check_changed(generated(1, 2), generated(1, 2))
+        check_changed(generated(1, 2), generated(1, 2), "block")
 
 
 def test_one_token_is_enough_to_fail() -> None:
@@ -49,7 +49,9 @@ def test_one_token_is_enough_to_fail() -> None:
         check_identical(generated(1, 5), generated(1, 2), "pulled")
     with pytest.raises(DemoError, match="differ from position 2 on"):
         check_identical(generated(1, 2), generated(1, 2, 3), "pushed")
-    assert check_changed(generated(1, 2), generated(1, 3)).startswith("CHANGED: from token 1 on")
+    assert check_changed(generated(1, 2), generated(1, 3), "head").startswith(
+        "CHANGED: from token 1 on"
+    )
 
 
 def test_the_cost_of_a_transfer() -> None:

@@ -1,0 +1,316 @@
+"""A gather from two peers, of which one fails: who is named, and that nothing goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvnative._executor import Backend
+from kvplan import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    GatherError,
+    GatherTask,
+    LinkState,
+    LlmDataDist,
+    LLMStatusCode,
+    Shard,
+    Transfers,
+)
+from tests.faults.conftest import Attempt, MakeEngine, MakePeer
+from tests.faults.gate import Gate
+from tests.faults.states import link_of, wait_for_state
+from tests.faults.transfers import LONG_MS, link
+from tests.support.refusals import refused
+from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch
+
+SLOW = {"heartbeat_interval_ms": 20_000, "heartbeat_timeout_ms": 60_000}
+FOR_EVER_MS = 600_000
+PEERS = (1, 3)  # the clusters of sources 0 and 1, which have heads 0 and 1
+BLOCKS = [3, 1]
+TABLES = ([2, 0], [1, 3])
+WHOLE = CacheDesc(
+    2,
+    (4, 16, 2, 64),
+    DataType.DT_INT32,
+    kv_tensor_format="block token head dim",
+    shard=Shard(range(1), range(2), 1, 2),
+)
+OFFER = """
+part = CacheDesc(
+    2,
+    (4, 1, 16, 64),
+    DataType.DT_INT32,
+    kv_tensor_format="block head token dim",
+    shard=Shard(range(1), range(head, head + 1), 1, 2),
+)
+arrays = [np.full(part.shape, 5 + head, np.int32) for _ in range(2)]
+cache = datadist.register_blocks_cache(part, arrays)
+result = cache.cache_id
+"""
+
+Wrap = Callable[[Backend], Backend]
+
+
+class Scene:
+    """An engine of cluster 2 linked with two peers, of which each has a head of the request."""
+
+    def __init__(self, user: LlmDataDist, make_peer: MakePeer) -> None:
+        self.user, self.peers = user, [make_peer(it) for it in PEERS]
+        ids = [int(it.run(OFFER, head=head)) for head, it in enumerate(self.peers)]
+        self.sources = [CacheIndex(*it) for it in zip(PEERS, ids, strict=True)]
+        self.cache: Cache = user.allocate_blocks_cache(WHOLE)
+        self.arrays: list[NDArray[np.int32]] = user.arrays(self.cache)
+        link(user, *self.peers)
+
+    def gather(self, timeout_ms: float = LONG_MS) -> None:
+        arguments = (self.sources, self.cache, TABLES, BLOCKS)
+        self.user.gather_blocks(*arguments, timeout_ms=timeout_ms)
+
+    def submit(self) -> GatherTask:
+        return self.user.submit_gather_blocks(self.sources, self.cache, TABLES, BLOCKS)
+
+    def assert_arrived(self, *heads: int) -> None:
+        for array in self.arrays:
+            for head in heads:
+                assert (array[BLOCKS, :, head] == 5 + head).all()
+            assert not array[[0, 2]].any()
+
+    def assert_over(self) -> None:
+        """Nothing is in flight, and nothing is written any more."""
+        left = [it.copy() for it in self.arrays]
+        assert [it.in_flight for it in self.user.links()] == [0, 0]
+        assert self.user.metrics()["in_flight"] == 0
+        for peer in self.peers:
+            if not peer.dead:
+                peer.run("result = None")
+        assert all((a == b).all() for a, b in zip(self.arrays, left, strict=True))
+
+    def assert_usable(self) -> None:
+        """The links are as good as before."""
+        assert [it.state for it in self.user.links()] == [LinkState.LINKED] * 2
+        self.gather()
+        self.assert_arrived(0, 1)
+
+
+@pytest.fixture
+def make_scene(make_engine: MakeEngine, make_peer: MakePeer) -> Iterator[Callable[..., Scene]]:
+    """Makes a scene whose engine's backends are wrapped, each by a wrap of its own."""
+    made: list[Transfers] = []
+
+    def make(*wraps: Wrap, **options: Any) -> Scene:
+        left = [lambda it: it, *wraps]  # the first is of plain copies, then one for each source
+        made.append(Transfers(1, lambda it: left.pop(0)(it) if left else it))
+        return Scene(make_engine(2, transfers=made[-1], **{**SLOW, **options}), make_peer)
+
+    yield make
+    for transfers in made:
+        transfers.close(cancel=True)
+
+
+def unwrapped(backend: Backend) -> Backend:
+    return backend
+
+
+def never(backend: Backend) -> Backend:
+    return delay(backend, FOR_EVER_MS)
+
+
+def slowly(backend: Backend) -> Backend:
+    """1.6 s for the part of a source, a descriptor after the other."""
+    return limit_batch(limit_bandwidth(backend, 1e4), 1)
+
+
+def caught(call: Callable[[], object]) -> GatherError:
+    with pytest.raises(GatherError) as error:
+        call()
+    return error.value
+
+
+@pytest.mark.over_tcp
+@pytest.mark.parametrize("how", ["killed", "unregistered"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_goes_in_mid_transfer(
+    gated: MakeEngine, make_peer: MakePeer, gate: Gate, attempt: Attempt, victim: int, how: str
+) -> None:
+    scene = Scene(gated(2, **SLOW), make_peer)
+    call = attempt(scene.gather)
+    gate.wait()
+    if how == "killed":
+        scene.peers[victim].kill()
+        wait_for_state(scene.user, PEERS[victim], LinkState.BROKEN)
+        status = LLMStatusCode.LLM_LINK_FAILED
+    else:
+        scene.peers[victim].run("datadist.unregister_cache(cache.cache_id)")
+        status = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    gate.open()
+    error = call.result(30)
+    assert isinstance(error, GatherError), error
+    assert (error.status_code, [*error.failed]) == (status, [victim]), error
+    assert f"1 of 2 sources failed: sources[{victim}] " in str(error)
+    assert f"head {victim} of 2" in str(error)
+    if not error.stopped:
+        scene.assert_arrived(1 - victim)
+    scene.assert_over()
+    other = link_of(scene.user, PEERS[1 - victim])
+    assert other is not None
+    assert other.state is LinkState.LINKED
+    if how == "unregistered":
+        scene.sources[victim] = CacheIndex(
+            PEERS[victim], scene.peers[victim].run(OFFER, head=victim)
+        )
+        scene.assert_usable()
+
+
+@pytest.mark.over_tcp
+def test_a_failure_of_the_second_stops_the_first(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(never, lambda it: fail_at(it, 1))
+    error = caught(lambda: scene.gather(FOR_EVER_MS))
+    assert ([*error.failed], [*error.stopped]) == ([1], [0])
+    assert error.status_code is LLMStatusCode.LLM_FAILED
+    assert str(error).endswith("sources[0] stopped for that (LLM_FAILED)")
+    assert error.unconfirmed == error.failed[1].unconfirmed
+    assert error.origin is not None
+    scene.assert_over()
+
+
+@pytest.mark.over_tcp
+def test_the_deadline_is_one_for_all(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(never, unwrapped)
+    error = caught(lambda: scene.gather(60))
+    assert (error.status_code, [*error.failed]) == (LLMStatusCode.LLM_TIMEOUT, [0])
+    assert error.stopped == {}
+    scene.assert_arrived(1)
+    scene.assert_over()
+    scene = make_scene(never, never)
+    error = caught(lambda: scene.gather(20))
+    assert (error.status_code, [*error.failed]) == (LLMStatusCode.LLM_TIMEOUT, [0, 1])
+    scene.assert_over()
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="timeout_ms="):
+            scene.gather(wrong)
+    scene.assert_over()
+
+
+@pytest.mark.over_tcp(only=True)
+def test_one_is_stopped_until_the_deadline_passes(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    scene.gather()
+    for array in scene.arrays:
+        array[:] = 0
+    scene.peers[1].stop()
+    error = caught(lambda: scene.gather(200))
+    assert (error.status_code, [*error.failed]) == (LLMStatusCode.LLM_TIMEOUT, [1])
+    scene.assert_arrived(0)
+    scene.peers[1].resume()
+    scene.assert_over()
+    scene.assert_usable()
+
+
+def test_several_wait(make_scene: Callable[..., Scene]) -> None:
+    """Threads and a coroutine; all get the same outcome."""
+    scene = make_scene(lambda it: limit_bandwidth(it, 2e5), unwrapped)  # 80 ms
+    task = scene.submit()
+
+    async def awaited() -> None:
+        await task
+
+    with ThreadPoolExecutor(3) as threads:
+        waits = [threads.submit(task.wait, LONG_MS) for _ in range(3)]
+        asyncio.run(awaited())
+        assert [it.result(30) for it in waits] == [None] * 3
+    scene.assert_arrived(0, 1)
+    scene.assert_over()
+    scene = make_scene(never, unwrapped)
+    task = scene.submit()
+    with ThreadPoolExecutor(3) as threads:
+        waits = [threads.submit(caught, task.wait) for _ in range(3)]
+        task.cancel()
+        errors = [it.result(30) for it in waits]
+    assert {(str(it), *it.failed) for it in errors} == {(str(errors[0]), 0)}
+    assert "head 0 of 2" in task.explain()
+    scene.assert_over()
+
+
+def test_an_await_that_is_cancelled_stops_it(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(never, never)
+    task = scene.submit()
+
+    async def given_up() -> None:
+        waiting = asyncio.ensure_future(task)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(given_up())
+    assert task.done
+    assert [*caught(task.wait).failed] == [0, 1]
+    scene.assert_over()
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Let a KeyboardInterrupt strike the main thread."""
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    timer = threading.Timer(
+        seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)
+    )
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupt_stops_it(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(slowly, slowly)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
+        scene.gather(FOR_EVER_MS)
+    scene.assert_over()
+    assert not all(it[BLOCKS].all() for it in scene.arrays)
+
+
+@pytest.mark.over_tcp
+def test_finalize(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(never, never)
+    task = scene.submit()
+    scene.user.finalize()
+    assert task.done
+    assert [*caught(task.wait).failed] == [0, 1]
+    with refused("LLM_ENGINE_FINALIZED"):
+        scene.submit()
+    for peer in scene.peers:
+        peer.wait_for_state(2, "CLOSED")
+
+
+def test_what_is_counted_and_logged(
+    make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = make_scene(unwrapped, lambda it: fail_at(it, 0))
+    with caplog.at_level(logging.INFO, "kvplan"):
+        caught(scene.gather)
+    lines = [it.getMessage() for it in caplog.records if "gather_blocks" in it.getMessage()]
+    assert [it.split()[:3] for it in lines] == [
+        ["operation=gather_blocks", "cluster=2", f"peer={peer}"] for peer in PEERS
+    ]
+    assert "bytes=16384 " in lines[0]  # 2 tensors x 32 tokens x 64 elements x 4 bytes
+    assert "status=LLM_SUCCESS" in lines[0]
+    assert "status=LLM_FAILED" in lines[1]
+    counted = scene.user.metrics()["operations"]["gather_blocks"]
+    assert counted["statuses"] == {"LLM_SUCCESS": 1, "LLM_FAILED": 1}
+    assert counted["nbytes"] == 16384
+    assert [it.bytes_pulled for it in scene.user.links()] == [16384, 0]
