@@ -85,3 +85,27 @@ def lower_fresh(run: Run, name: str) -> Row:
     ours, numpys = run.medians(timed(work.lower), timed(work.broadcast_fresh), rounds=ROUNDS)
     note = "new memory each time; limit: NumPy in new memory"
     return Row(name, ns_per_descriptor(ours), "ns", ns_per_descriptor(numpys), note=note)
+
+
+@TOPIC.row("lower_repeats_ns_per_descriptor")
+def lower_repeats(run: Run, name: str) -> Row:
+    """Runs of heads and tokens of each block (NHD <-> HND), into a reused buffer."""
+    tokens, heads, blocks = 16, 8, SEGMENTS // (16 * 8)
+    rng = np.random.default_rng(0)
+    block = BLOCK_NBYTES
+    src, dst = (rng.permutation(2 * blocks)[:blocks].astype(np.uint64) * block for _ in range(2))
+    run_nbytes = block // (tokens * heads)
+    bases = rng.integers(0, 2**46, size=(2, PAIRS), dtype=np.uint64)
+    repeats = (
+        (np.full(blocks, heads, np.uint64), run_nbytes, tokens * run_nbytes),
+        (np.full(blocks, tokens, np.uint64), heads * run_nbytes, run_nbytes),
+    )
+    nbytes = np.full(blocks, run_nbytes, np.uint64)
+    out = Descriptors()
+    (ours,) = run.medians(
+        timed(lambda: lower(src, dst, nbytes, *bases, out, repeats)), rounds=ROUNDS
+    )
+    if len(out) != COUNT or int(out.dst[1] - out.dst[0]) != run_nbytes:
+        raise AssertionError("the repeats were not lowered")
+    note = f"{blocks} blocks of {heads} x {tokens} runs, reused buffer; limit: the budget"
+    return Row(name, ns_per_descriptor(ours), "ns", BUDGET_NS, note=note)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.table import Row, Run, Topic, timed
+from kvplan.layout import Shard
 from kvplan.planning import Plan, plan_pull_blocks
 from kvplan.types import CacheDesc, DataType
 
@@ -66,6 +67,42 @@ def plan_layers(run: Run, name: str) -> Row:
     """Layers cost nothing."""
     us, base = compare(run, request(4096, 610, as_numpy), request(4096, 61, as_numpy))
     return Row(name, us, "us", base, target=1.1, note="limit: the time of 61 layers")
+
+
+def unlike(src: CacheDesc, dst: CacheDesc, num_tokens: int) -> Callable[[], Plan]:
+    """A call that plans one request of `num_tokens` between two caches that lie differently."""
+    rng = np.random.default_rng(num_tokens)
+    tables = [rng.permutation(desc.shape[0])[: num_tokens // desc.shape[2]] for desc in (src, dst)]
+    return lambda: plan_pull_blocks(src, dst, *tables)
+
+
+def hnd(blocks: int, tokens: int, heads: range) -> CacheDesc:
+    """61 layers of some of 8 KV heads, heads before tokens."""
+    return CacheDesc(
+        61 * TENSORS_PER_LAYER,
+        (blocks, len(heads), tokens, 128),
+        DataType.DT_FLOAT16,
+        kv_tensor_format="HND",
+        shard=Shard(heads=heads, num_heads=8),
+    )
+
+
+@TOPIC.row("plan_reshard_us")
+def plan_reshard(run: Run, name: str) -> Row:
+    """Tensor parallelism 4 at the source, 2 at the destination: budget 400 microseconds."""
+    src, dst = hnd(2048, 16, range(4, 6)), hnd(2048, 16, range(4, 8))
+    (us,) = compare(run, unlike(src, dst, 1024 * 16))
+    note = "1,024 blocks x 61 layers, 2 of 4 heads, HND; limit: the budget"
+    return Row(name, us, "us", 400, note=note)
+
+
+@TOPIC.row("plan_block_ratio_us")
+def plan_block_ratio(run: Run, name: str) -> Row:
+    """The same request from blocks of 16 tokens into blocks of 64: budget 400 microseconds."""
+    src, dst = hnd(2048, 16, range(8)), hnd(512, 64, range(8))
+    (us,) = compare(run, unlike(src, dst, 1024 * 16))
+    note = "blocks of 16 tokens -> 64, HND; limit: the budget"
+    return Row(name, us, "us", 400, note=note)
 
 
 def import_seconds(module: str) -> float:
