@@ -1,4 +1,5 @@
-"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
+"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones,
+and `many` 20,000 of them (`make explore`).
 
 The profile `sanitized` tries the first of those of `ci`: each takes several times as long there.
 
@@ -29,6 +30,13 @@ settings.register_profile(
 )
 settings.register_profile("sanitized", settings.get_profile("ci"), max_examples=20)
 settings.register_profile("explore", deadline=None, max_examples=2000)
+settings.register_profile(
+    "many",
+    deadline=None,
+    database=None,
+    max_examples=20_000,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ["KVPLAN_ASCEND_LIBRARY"] = ""
