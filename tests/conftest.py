@@ -1,7 +1,7 @@
-"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones,
-and `many` 20,000 of them (`make explore`).
+"""Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
 
 The profile `sanitized` tries the first of those of `ci`: each takes several times as long there.
+`many` tries 20,000 new ones; `make explore` runs it.
 
 No test finds an Ascend device by itself, whether this machine has one or a test before it has
 loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
