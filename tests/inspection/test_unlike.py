@@ -238,7 +238,7 @@ pull_blocks  B2B   src -> dst   plan 7a47ef
         (RESHARD, 79, "layer 0>0 tensor 0>0 block 6>1 K head 3 token 39"),
         (RESHARD, 319, "layer 1>1 tensor 3>3 block 6>1 V head 3 token 39"),
         (LATENT, 5, "layer 2>2 tensor 2>2 block 9>2 tokens 32..39"),
-        (WHOLE_BLOCKS, 0, "layer 0>0 tensor 0>0 block 4-5>7-8 K+V heads 0..1 tokens 0..31"),
+        (WHOLE_BLOCKS, 0, "layers 0..3>0..3 tensor 0>0 block 4-5>7-8 K+V heads 0..1 tokens 0..31"),
         (TWO_LAYERS, 3, "layer 2>2 tensor 0>0 block 5>8 K+V heads 0..1 tokens 16..31"),
         (APART, 7, "layer 1>1 tensor 0>3 block 6>8 V heads 0..1 tokens 16..31"),
         (FILLED, 1, "layer 0>0 tensor 0>0 slot>block 2>9 K heads 0..1 tokens 32..47"),

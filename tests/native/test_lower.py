@@ -178,6 +178,164 @@ def test_the_array_itself_must_be_addressable() -> None:
         lower(many, many, many, many, many)
 
 
+# --- repeats ----------------------------------------------------------------------------------
+
+
+@st.composite
+def repeating(draw: st.DrawFn) -> Recipe:
+    """Recipes with one or two levels of repeats, whose counts vary by segment."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    pairs, segments = draw(st.integers(0, 4)), draw(st.integers(0, 12))
+    levels = draw(st.integers(1, 2))
+    stride = st.sampled_from([0, 1, 8, 4096, 2**40])
+
+    def column(length: int, low: int, top: int) -> Column:
+        return rng.integers(low, top, size=length, dtype=np.uint64, endpoint=True)
+
+    return {
+        "src_offsets": column(segments, 0, 2**40),
+        "dst_offsets": column(segments, 0, 2**40),
+        "nbytes": column(segments, 1, 2**20),
+        "src_bases": column(pairs, 0, 2**62),
+        "dst_bases": column(pairs, 0, 2**62),
+        "repeats": [
+            (column(segments, 1, draw(st.sampled_from([1, 5]))), draw(stride), draw(stride))
+            for _ in range(levels)
+        ],
+    }
+
+
+def expanded(recipe: Recipe, side: str, level: int) -> list[Column]:
+    """Each run of each segment: a grid of steps for each, outermost first."""
+    runs = []
+    for segment, offset in enumerate(recipe[f"{side}_offsets"].tolist()):
+        shape = tuple(int(counts[segment]) for counts, *_ in recipe["repeats"])
+        steps = np.indices(shape).reshape(len(shape), -1)
+        strides = [it[level] for it in recipe["repeats"]]
+        runs.append(u64(*(offset + sum(map(int.__mul__, at, strides)) for at in steps.T.tolist())))
+    return runs
+
+
+@given(repeating())
+def test_segments_that_repeat_are_numpys_grid(recipe: Recipe) -> None:
+    lowered = lower(**recipe)
+    src, dst = expanded(recipe, "src", 1), expanded(recipe, "dst", 2)
+    for name, runs in (("src", src), ("dst", dst)):
+        one = np.concatenate([u64(), *runs])
+        every = [one + base for base in recipe[f"{name}_bases"]]
+        np.testing.assert_array_equal(getattr(lowered, name), np.concatenate([u64(), *every]))
+    nbytes = [
+        np.full(len(runs), it, np.uint64) for runs, it in zip(src, recipe["nbytes"], strict=True)
+    ]
+    one = np.concatenate([u64(), *nbytes])
+    np.testing.assert_array_equal(lowered.nbytes, np.tile(one, len(recipe["src_bases"])))
+    assert lowered.total_nbytes == int(one.sum()) * len(recipe["src_bases"])
+    # A buffer that held others gives the same.
+    out = lower_with()
+    np.testing.assert_array_equal(lower(**recipe, out=out).dst, lowered.dst)
+
+
+def test_the_inner_level_is_the_last_one() -> None:
+    lowered = lower(
+        u64(0, 500),
+        u64(1, 600),
+        u64(4, 2),
+        u64(1000),
+        u64(9000),
+        repeats=[(u64(2, 1), 100, 10), (u64(3, 2), 7, 5)],
+    )
+    assert lowered.src.tolist() == [1000, 1007, 1014, 1100, 1107, 1114, 1500, 1507]
+    assert lowered.dst.tolist() == [9001, 9006, 9011, 9011, 9016, 9021, 9600, 9605]
+    assert lowered.nbytes.tolist() == [4] * 6 + [2] * 2
+    assert lowered.total_nbytes == 28
+
+
+def test_a_count_of_one_needs_no_stride() -> None:
+    once = [(u64(1, 1), TOP, TOP)]
+    assert lower_with(repeats=once).src.tolist() == lower_with().src.tolist()
+
+
+@pytest.mark.parametrize(
+    ("repeats", "error", "message"),
+    [
+        ([(u64(2, 0), 8, 8)], ValueError, "repeats[0].counts[1] = 0: expected at least 1"),
+        (
+            [(u64(1, 1), 8, 8), (u64(0, 1), 8, 8)],
+            ValueError,
+            "repeats[1].counts[0] = 0: expected at least 1",
+        ),
+        ([(u64(2), 8, 8)], ValueError, "repeats[0].counts: expected 2 items, as in nbytes, got 1"),
+        (
+            [(u64(1, 1), 8, 8), (u64(1, 1, 1), 8, 8)],
+            ValueError,
+            "repeats[1].counts: expected 2 items, as in nbytes, got 3",
+        ),
+        ([(u64(1, 1), 8, 8)] * 3, ValueError, "repeats: expected at most 2 levels, got 3"),
+        # The end of a run, at src and at dst.
+        (
+            [(u64(1, 2), TOP - 70, 0)],
+            OverflowError,
+            f"src_offsets[1] = 64: expected at most {TOP - (TOP - 70) - 8}, or the end of a range",
+        ),
+        ([(u64(1, 2), 0, TOP)], OverflowError, "repeats[0].counts[1] = 2: the runs, or the end"),
+        ([(u64(3, 1), 2**63, 0)], OverflowError, "repeats[0].counts[0] = 3: the runs, or the end"),
+        (
+            [(u64(1, 2), 2**63, 0), (u64(1, 2), 2**63, 0)],
+            OverflowError,
+            "repeats[0].counts[1] = 2: the runs, or the end",
+        ),
+        # The number of runs.
+        (
+            [(u64(2**32, 1), 0, 0), (u64(2**32, 1), 0, 0)],
+            OverflowError,
+            f"repeats[1].counts[0] = {2**32}: the runs, or the end",
+        ),
+        ([(u64(TOP, 1), 0, 0)], OverflowError, "repeats[0].counts[1] = 1: the runs, or the end"),
+    ],
+)
+def test_repeats_that_are_refused(
+    repeats: list[tuple[Column, int, int]], error: type[Exception], message: str
+) -> None:
+    out = lower_with()
+    before = expected_columns(RECIPE)[0].tolist()
+    with pytest.raises(error) as refusal:
+        lower_with(repeats=repeats, out=out)
+    assert str(refusal.value).startswith(message)
+    assert out.dst.tolist() == before
+
+
+def test_the_total_of_bytes_counts_every_run() -> None:
+    most = TOP // 3 // 4  # three pairs, each of four runs
+    one = {"src_offsets": u64(0), "dst_offsets": u64(0), "src_bases": u64(0, 0, 0)}
+    four = {**RECIPE, **one, "dst_bases": u64(0, 0, 0), "repeats": [(u64(4), 0, 0)]}
+    assert lower(**{**four, "nbytes": u64(most)}).total_nbytes == 12 * most
+    with pytest.raises(OverflowError, match=rf"^nbytes\[0\] = {most + 1}: .* total of bytes"):
+        lower(**{**four, "nbytes": u64(most + 1)})
+
+
+def test_more_runs_than_an_array_can_hold() -> None:
+    with pytest.raises(OverflowError, match=r"^3 tensor pairs x "):
+        lower_with(repeats=[(u64(2**60, 1), 0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("level", "error"),
+    [
+        ((u64(1, 1), -1, 0), OverflowError),
+        ((u64(1, 1), 0, 2**64), OverflowError),
+        ((u64(1, 1), 0, "8"), TypeError),
+        ((u64(1, 1), 0), ValueError),
+        (([1, 1], 0, 0), TypeError),
+        ((np.ones(2, np.int64), 0, 0), TypeError),
+        (None, TypeError),
+    ],
+)
+def test_what_is_no_level_of_repeats(level: Any, error: type[Exception]) -> None:
+    for repeats in ([level], [(u64(1, 1), 8, 8), level]):
+        with pytest.raises(error):
+            lower_with(repeats=repeats)
+
+
 # --- ownership --------------------------------------------------------------------------------
 
 

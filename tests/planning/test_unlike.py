@@ -1,25 +1,44 @@
-"""Pulls between caches of one model that lie differently: every byte is where its meaning says."""
+"""Transfers between caches of one model that lie differently: every byte is where its meaning says.
+
+`make explore` runs these with 20,000 examples of each.
+"""
 
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvplan import CacheDesc, DataType, execute, plan_pull_blocks, reference
+from kvplan import (
+    CacheDesc,
+    DataType,
+    execute,
+    plan_pull_blocks,
+    plan_pull_cache,
+    plan_push_blocks,
+    plan_push_cache,
+    reference,
+)
 from tests.planning.unlike import caches, expected, models
 from tests.support.refusals import refused
 
 
+def tables(cache):
+    rows = st.integers(0, cache.rows - 1)
+    return st.lists(rows, min_size=1, max_size=cache.rows, unique=True)
+
+
+@st.composite
+def sides(draw, src_row="block", dst_row="block"):
+    model = draw(models)
+    src, dst = draw(caches(model, src_row)), draw(caches(model, dst_row))
+    assume(set(src.layers) & set(dst.layers) and set(src.heads) & set(dst.heads))
+    return src, dst
+
+
 @st.composite
 def transfers(draw):
-    model = draw(models)
-    src, dst = draw(caches(model)), draw(caches(model))
-    assume(set(src.layers) & set(dst.layers) and set(src.heads) & set(dst.heads))
-    src_blocks = draw(
-        st.lists(st.integers(0, src.rows - 1), min_size=1, max_size=src.rows, unique=True)
-    )
-    dst_blocks = draw(
-        st.lists(st.integers(0, dst.rows - 1), min_size=1, max_size=dst.rows, unique=True)
-    )
+    src, dst = draw(sides())
+    src_blocks, dst_blocks = draw(tables(src)), draw(tables(dst))
     src_has, dst_has = len(src_blocks) * src.tokens, len(dst_blocks) * dst.tokens
     src_token = draw(st.integers(0, src_has - 1))
     dst_token = draw(st.integers(0, dst_has - 1))
@@ -27,10 +46,10 @@ def transfers(draw):
     return src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens
 
 
-def planned(transfer, coalesce):
-    """The plan of a pull that was drawn."""
+def planned(transfer, coalesce, function=plan_pull_blocks):
+    """The plan of a transfer of blocks that was drawn."""
     src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
-    return plan_pull_blocks(
+    return function(
         src.desc,
         dst.desc,
         src_blocks,
@@ -42,21 +61,15 @@ def planned(transfer, coalesce):
     )
 
 
-@given(transfers(), st.booleans())
-def test_every_element_arrives_where_its_axes_say(transfer, coalesce):
-    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
+def assert_moves(plan, src, dst, *arguments):
+    """It leaves what the oracle says, by NumPy and by native code."""
     source, target = src.tensors(1), dst.tensors(2)
-    plan = planned(transfer, coalesce)
-    wanted = expected(
-        src, dst, source, target, src_blocks, dst_blocks, src_token, dst_token, num_tokens
-    )
-    by_reference = [it.copy() for it in target]
-    reference.execute(plan, source, by_reference)
-    by_native = [it.copy() for it in target]
-    execute(plan, source, by_native)
-    for a, b, c in zip(wanted, by_reference, by_native, strict=True):
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(a, c)
+    wanted = expected(src, dst, source, target, *arguments)
+    for run in (reference.execute, execute):
+        found = [it.copy() for it in target]
+        run(plan, source, found)
+        for a, b in zip(wanted, found, strict=True):
+            np.testing.assert_array_equal(a, b)
     assert plan.nbytes == plan.num_tensor_pairs * plan.segments.expanded().nbytes.sum()
 
 
@@ -73,3 +86,110 @@ def test_another_data_type_is_refused_of_tokens_too():
     assert again.nbytes == 2 * 3 * 2 * 8 * 2
     with refused("LLM_PARAM_INVALID", "differ in data type: src is DT_FLOAT16"):
         plan_pull_blocks(half, fp8, [0], [1], num_tokens=3, reinterpret=True)
+
+
+@given(transfers(), st.booleans(), st.sampled_from([plan_pull_blocks, plan_push_blocks]))
+def test_every_element_arrives_where_its_axes_say(transfer, coalesce, function):
+    assert_moves(planned(transfer, coalesce, function), *transfer)
+
+
+@given(transfers(), st.booleans())
+def test_a_push_layer_by_layer_is_the_same_push(transfer, coalesce):
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = transfer
+    plan = plan_push_blocks(
+        src.desc,
+        dst.desc,
+        src_blocks,
+        dst_blocks,
+        num_tokens=num_tokens,
+        src_token=src_token,
+        dst_token=dst_token,
+        coalesce=coalesce,
+        by_layer=True,
+    )
+    assert len(plan.layers) == len(set(src.layers) & set(dst.layers))
+    source, target = src.tensors(1), dst.tensors(2)
+    wanted = expected(src, dst, source, target, *transfer[2:])
+    for layer in reversed(plan.src_layers):
+        reference.execute(plan.for_layers(range(layer, layer + 1)), source, target)
+    for a, b in zip(wanted, target, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(st.data(), st.sampled_from([plan_pull_blocks, plan_push_blocks]))
+def test_a_slot_is_cut_into_blocks_by_its_tokens(data, function):
+    src, dst = data.draw(sides("slot"))
+    slot = data.draw(st.integers(0, src.rows - 1))
+    dst_blocks = data.draw(tables(dst))
+    num_tokens = data.draw(st.integers(1, min(src.tokens, len(dst_blocks) * dst.tokens)))
+    plan = function(
+        src.desc, dst.desc, None, dst_blocks, src_batch_index=slot, num_tokens=num_tokens
+    )
+    assert plan.kind == "C2B"
+    assert_moves(plan, src, dst, [slot], dst_blocks, 0, 0, num_tokens)
+
+
+@given(st.data(), st.sampled_from([plan_pull_cache, plan_push_cache]))
+def test_a_slot_goes_to_a_slot_by_its_tokens(data, function):
+    src, dst = data.draw(sides("slot", "slot"))
+    slots = [data.draw(st.integers(0, it.rows - 1)) for it in (src, dst)]
+    num_tokens = data.draw(st.integers(1, min(src.tokens, dst.tokens)))
+    plan = function(
+        src.desc,
+        dst.desc,
+        src_batch_index=slots[0],
+        dst_batch_index=slots[1],
+        num_tokens=num_tokens,
+    )
+    assert plan.kind == "C2C"
+    assert_moves(plan, src, dst, [slots[0]], [slots[1]], 0, 0, num_tokens)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.permutations(range(4)))
+def test_packed_elements_move_by_whole_heads(src_tokens, dst_tokens, order):
+    """Two 4-bit elements a byte: as bytes of half the dimension, tokens first to heads first."""
+    heads, packed, rows = 3, 4, 4
+    src = CacheDesc(
+        2, (rows, src_tokens, heads, 2 * packed), DataType.DT_INT4, kv_tensor_format="NHD"
+    )
+    dst = CacheDesc(
+        2, (rows, heads, dst_tokens, 2 * packed), DataType.DT_INT4, kv_tensor_format="HND"
+    )
+    tokens = min(src_tokens, dst_tokens) * rows
+    plan = plan_pull_blocks(src, dst, range(rows), order, num_tokens=tokens)
+    rng = np.random.default_rng(0)
+    source = [
+        rng.integers(0, 256, (rows, src_tokens, heads, packed), np.uint8, endpoint=False)
+        for _ in range(2)
+    ]
+    target = [np.zeros((rows, heads, dst_tokens, packed), np.uint8) for _ in range(2)]
+    reference.execute(plan, source, target)
+    for read, written in zip(source, target, strict=True):
+        request = read.reshape(-1, heads, packed)[:tokens]
+        found = written[list(order)].transpose(0, 2, 1, 3).reshape(-1, heads, packed)
+        np.testing.assert_array_equal(found[:tokens], request)
+        assert not found[tokens:].any()
+
+
+def test_packed_elements_whose_innermost_axis_is_cut_have_no_address():
+    src, dst = (
+        CacheDesc(2, shape, DataType.DT_INT4, kv_tensor_format=axes)
+        for shape, axes in (
+            ((4, 4, 2, 8), "block token head dim"),
+            ((4, 4, 8, 2), "block token dim head"),
+        )
+    )
+    with refused("LLM_PARAM_INVALID", "innermost axis of packed DT_INT4"):
+        plan_pull_blocks(src, dst, [0], [1])
+
+
+@pytest.mark.parametrize("axes", ["block state", "block token group"])
+def test_states_and_scales_move_by_rows(axes):
+    shape = (6, 8) if axes == "block state" else (6, 2, 4)
+    desc = CacheDesc(1, shape, DataType.DT_FLOAT16, kv_tensor_format=axes)
+    plan = plan_pull_blocks(desc, desc, [5, 1], [0, 2])
+    source = [np.arange(48, dtype=np.uint16).reshape(6, 8)]
+    target = [np.zeros((6, 8), np.uint16)]
+    reference.execute(plan, source, target)
+    assert target[0][[0, 2]].tolist() == source[0][[5, 1]].tolist()
+    assert not target[0][[1, 3, 4, 5]].any()

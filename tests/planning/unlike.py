@@ -44,9 +44,14 @@ class Cache:
     heads: range
 
     @property
+    def row(self) -> str:
+        """Its axis of rows: block, or slot of a contiguous cache."""
+        return "slot" if "slot" in self.axes else "block"
+
+    @property
     def desc(self) -> CacheDesc:
         lengths = {
-            "block": self.rows,
+            self.row: self.rows,
             "token": self.tokens,
             "layer": len(self.layers),
             "kv": self.model.kv,
@@ -88,16 +93,12 @@ class Cache:
         names = [*self.axes]
         for axis in ("layer", "kv"):
             if axis in names:
-                view = (
-                    np.take_along_axis(view, np.full((1,) * view.ndim, 0), 0)
-                    if False
-                    else (np.moveaxis(view, names.index(axis), 0)[at[axis]])
-                )
+                view = np.moveaxis(view, names.index(axis), 0)[at[axis]]
                 names.remove(axis)
         if "head" not in names:
             view = view[..., None]
             names.append("head")
-        return view.transpose([names.index(axis) for axis in ("block", "token", "head", "dim")])
+        return view.transpose([names.index(axis) for axis in (self.row, "token", "head", "dim")])
 
 
 def expected(
@@ -137,8 +138,8 @@ def parts(total: int) -> st.SearchStrategy[range]:
 
 
 @st.composite
-def caches(draw: st.DrawFn, model: Model) -> Cache:
-    inside = ["block", "token", "dim"]
+def caches(draw: st.DrawFn, model: Model, row: str = "block") -> Cache:
+    inside = [row, "token", "dim"]
     if model.heads > 1 or draw(st.booleans()):
         inside.append("head")
     if draw(st.booleans()):
