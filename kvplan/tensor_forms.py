@@ -305,6 +305,8 @@ def check_host(form: TensorForm) -> None:
         raise invalid(f"{form.name} is on {form.device}; it must be in host memory")
     if form.nbytes == 0:
         raise invalid(f"{form.name} of shape {form.shape} is empty")
+    if form.address == 0:  # torch's tensors on "meta", and fake ones
+        raise invalid(f"{form.name} of shape {form.shape} has no memory")
 
 
 def check_described(form: TensorForm, desc: CacheDesc) -> None:
