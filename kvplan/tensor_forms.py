@@ -72,7 +72,7 @@ _BYTES = ("uint8", "int8")
 _PLURALS = {"kv": "keys and values", "dim": "elements"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorForm:
     """A tensor as it describes itself.
 
@@ -95,7 +95,7 @@ class TensorForm:
     device: str
     owner: object
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return -(-math.prod(self.shape) * self.bits // 8)
@@ -143,6 +143,16 @@ class TensorForm:
         return None
 
     @property
+    def is_contiguous(self) -> bool:
+        """Whether it lies in memory in the order of its dimensions, without gaps."""
+        has = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != has:
+                return False
+            has *= length
+        return True
+
+    @property
     def is_raw(self) -> bool:
         """Whether it is a row of bytes, which says nothing of what they are."""
         return len(self.shape) == 1 and (self.dtype_name in _BYTES or self._is_untyped)
@@ -168,7 +178,7 @@ class TensorForm:
     def __str__(self) -> str:
         """`int16 of shape (3, 5)`, with strides where it is not C-contiguous."""
         strides = ""
-        if self.gap is not None or self.order != tuple(range(len(self.shape))):
+        if not self.is_contiguous:
             strides = f" and strides {self.strides} (in elements)"
         return f"{self.dtype_name} of shape {self.shape}{strides}"
 
@@ -235,18 +245,17 @@ def _of_array(name: str, array: NDArray[Any]) -> TensorForm:
             f"{name} has dtype {dtype}: references to Python objects, whose bytes cannot be copied"
         )
     width = max(dtype.itemsize, 1)
-    strides = []
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if stride % width and length > 1:
-            raise invalid(
-                f"{name} of shape {array.shape} has strides {array.strides} in bytes, and elements "
-                f"of {width}; contiguous memory is needed, such as a copy of it"
-            )
-        strides.append(stride // width)
+    if not array.flags.c_contiguous:
+        for length, stride in zip(array.shape, array.strides, strict=True):
+            if stride % width and length > 1:
+                raise invalid(
+                    f"{name} of shape {array.shape} has strides {array.strides} in bytes, and "
+                    f"elements of {width}; contiguous memory is needed, such as a copy of it"
+                )
     return TensorForm(
         name,
         array.shape,
-        tuple(strides),
+        tuple([stride // width for stride in array.strides]),
         8 * dtype.itemsize,
         dtype,
         array.__array_interface__["data"][0],
@@ -284,7 +293,7 @@ def check_contiguous(form: TensorForm) -> None:
         LLMException: LLM_PARAM_INVALID, naming the permutation that would be C-contiguous.
     """
     check_host(form)
-    if form.gap is None and form.order == tuple(range(len(form.shape))):
+    if form.is_contiguous:
         return
     remedy = "contiguous memory is needed, such as a copy of it"
     if form.gap is None:
@@ -305,6 +314,8 @@ def check_host(form: TensorForm) -> None:
         raise invalid(f"{form.name} is on {form.device}; it must be in host memory")
     if form.nbytes == 0:
         raise invalid(f"{form.name} of shape {form.shape} is empty")
+    if form.address == 0:  # torch's tensors on "meta", and fake ones
+        raise invalid(f"{form.name} of shape {form.shape} has no memory")
 
 
 def check_described(form: TensorForm, desc: CacheDesc) -> None:

@@ -529,10 +529,13 @@ def _by_axes(
         if not reinterpret or src_type.bits != dst_type.bits:
             refuse_unlike("data type", source, target)
     segments, split, num_slices = cut(source, target, tables, how, heads)
-    return _plan(
+    plan = _plan(
         operation, kind, source, target, segments, num_slices, segments.total_nbytes, ext_param,
         how, False, tables, split,
     )  # fmt: skip
+    if src_type is not dst_type:
+        vars(plan).update(reinterpret=True)
+    return plan
 
 
 def _plan(

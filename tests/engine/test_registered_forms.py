@@ -76,6 +76,15 @@ def test_what_other_libraries_say_counts(registry):
         registered(registry, bf16, TorchTensor(numbers, "bfloat16", "cuda:0"))
 
 
+def test_a_tensor_without_memory_is_refused(registry):
+    class Fake(TorchTensor):
+        def data_ptr(self):
+            return 0
+
+    with refused("LLM_PARAM_INVALID", r"tensors\[0\] of shape \(5, 4, 3, 8\) has no memory"):
+        registered(registry, described(), Fake(np.zeros(SHAPE, np.float16)))
+
+
 @pytest.mark.parametrize("shape", [(5, 4, 24), (5, 4, 8, 3), (4, 5, 3, 8), (480,)])
 def test_another_shape_is_refused(registry, shape):
     with refused("LLM_PARAM_INVALID", r"is float16 of shape .* says DT_FLOAT16 of shape \(5, 4, "):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvplan import (
     CacheDesc,
     DataType,
+    Plan,
     execute,
     plan_pull_blocks,
     plan_pull_cache,
@@ -84,6 +85,8 @@ def test_another_data_type_is_refused_of_tokens_too():
             plan_pull_blocks(half, wrong, [0], [1], num_tokens=3)
     again = plan_pull_blocks(half, bf16, [0], [1], num_tokens=3, reinterpret=True)
     assert again.nbytes == 2 * 3 * 2 * 8 * 2
+    assert "REINTERPRETED" in again.explain()
+    assert Plan.from_dict(again.to_dict()) == again
     with refused("LLM_PARAM_INVALID", "differ in data type: src is DT_FLOAT16"):
         plan_pull_blocks(half, fp8, [0], [1], num_tokens=3, reinterpret=True)
 

@@ -1,0 +1,315 @@
+"""The caches of vLLM, SGLang and LMCache, registered where they lie; any two of one model plan.
+
+docs/layouts.md has the same table, with the versions that the shapes are of. The oracle indexes the
+tensors as their engine does, by NumPy; strides are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import CacheDesc, CacheLayout, DataType, Shard
+from kvplan.engine.memory import memory_of_tensors
+from tests.support.refusals import refused
+
+LAYERS, HEADS, DIM, LATENT, STATE, GROUPS = 2, 4, 8, 36, 21, 3
+TOKENS = 9
+"""Of the request: no multiple of any block."""
+
+Tensors = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How an engine keeps a cache.
+
+    Attributes:
+        make: its tensors, of zeros.
+        layout: the axes of each, as the engine indexes them.
+        seen: (row, token, head, dim) of one layer's keys (0) or values (1).
+        block: tokens of a row; 0: a row is the state of a request.
+    """
+
+    make: Callable[[], Tensors]
+    layout: str
+    seen: Callable[[Tensors, int, int], np.ndarray]
+    block: int
+    parts: int = 1
+    data_type: DataType | None = None
+
+    def described(self, tensors: Tensors) -> CacheDesc:
+        return CacheDesc.from_tensors(
+            tensors, self.layout, data_type=self.data_type, shard=Shard(num_layers=LAYERS)
+        )
+
+
+def each(*shape: int, count: int = LAYERS, dtype: Any = np.float16) -> Callable[[], Tensors]:
+    return lambda: [np.zeros(shape, dtype) for _ in range(count)]
+
+
+def turned(make: Callable[[], Tensors], *order: int) -> Callable[[], Tensors]:
+    """The tensors permuted: what vLLM does where its layout is HND."""
+    return lambda: [it.transpose(order) for it in make()]
+
+
+def reshaped(make: Callable[[], Tensors], *shape: int) -> Callable[[], Tensors]:
+    return lambda: [it.reshape(shape) for it in make()]
+
+
+GQA = {
+    "vLLM FlashInfer": Kept(
+        each(6, 2, 4, HEADS, DIM),
+        "block kv token head dim",
+        lambda t, layer, kv: t[layer][:, kv],
+        4,
+    ),
+    "vLLM FlashInfer, HND": Kept(
+        turned(each(6, 2, HEADS, 4, DIM), 0, 1, 3, 2, 4),
+        "block kv token head dim",
+        lambda t, layer, kv: t[layer][:, kv],
+        4,
+    ),
+    "vLLM FlashAttention": Kept(
+        each(2, 6, 2, HEADS, DIM),
+        "kv block token head dim",
+        lambda t, layer, kv: t[layer][kv],
+        2,
+    ),
+    "vLLM FlashAttention, HND": Kept(
+        turned(each(2, 6, HEADS, 2, DIM), 0, 1, 3, 2, 4),
+        "kv block token head dim",
+        lambda t, layer, kv: t[layer][kv],
+        2,
+    ),
+    "vLLM Ascend": Kept(
+        each(6, 4, HEADS, DIM, count=2 * LAYERS),
+        "block token head dim",
+        lambda t, layer, kv: t[2 * layer + kv],
+        4,
+    ),
+    "vLLM cross-layer blocks": Kept(
+        each(6, LAYERS, 2, 4, HEADS, DIM, count=1),
+        "block layer kv token head dim",
+        lambda t, layer, kv: t[0][:, layer, kv],
+        4,
+    ),
+    "vLLM cross-layer blocks, HND": Kept(
+        each(6, 2, HEADS, LAYERS, 4, DIM, count=1),
+        "block kv head layer token dim",
+        lambda t, layer, kv: t[0][:, kv, :, layer].swapaxes(1, 2),
+        4,
+    ),
+    "SGLang": Kept(
+        reshaped(each(16, HEADS, DIM, count=2 * LAYERS), -1, 1, HEADS, DIM),
+        "block token head dim",
+        lambda t, layer, kv: t[2 * layer + kv],
+        1,
+    ),
+    "SGLang, pages": Kept(
+        reshaped(each(16, HEADS, DIM, count=2 * LAYERS), -1, 4, HEADS, DIM),
+        "block token head dim",
+        lambda t, layer, kv: t[2 * layer + kv],
+        4,
+    ),
+    "LMCache KV_2LTD": Kept(
+        reshaped(each(3, 2, LAYERS, 8, HEADS * DIM, count=1), 3, 2, LAYERS, 8, HEADS, DIM),
+        "block kv layer token head dim",
+        lambda t, layer, kv: t[0][:, kv, layer],
+        8,
+    ),
+    "LMCache KV_T2D": Kept(
+        reshaped(each(3, 8, 2, HEADS * DIM), 3, 8, 2, HEADS, DIM),
+        "block token kv head dim",
+        lambda t, layer, kv: t[layer][:, :, kv],
+        8,
+    ),
+}
+GQA = {name: replace(kept, parts=2) for name, kept in GQA.items()}
+
+FP8 = {
+    f"{name}, fp8": replace(
+        GQA[name],
+        make=lambda make=GQA[name].make: [it.astype(np.uint8) for it in make()],
+        data_type=DataType.DT_FLOAT8_E4M3FN,
+    )
+    for name in ("vLLM FlashInfer, HND", "SGLang")
+}
+
+MLA = {
+    "vLLM MLA": Kept(
+        each(6, 4, LATENT), "block token dim", lambda t, layer, _: t[layer][:, :, None], 4
+    ),
+    "vLLM MLA, cross-layer blocks": Kept(
+        each(6, LAYERS, 4, LATENT, count=1),
+        "block layer token dim",
+        lambda t, layer, _: t[0][:, layer, :, None],
+        4,
+    ),
+    "SGLang MLA": Kept(
+        each(16, 1, LATENT), "block token dim", lambda t, layer, _: t[layer][:, :, None], 1
+    ),
+    "LMCache MLA": Kept(
+        reshaped(each(3, 1, LAYERS, 8, LATENT, count=1), 3, LAYERS, 8, LATENT),
+        "block layer token dim",
+        lambda t, layer, _: t[0][:, layer, :, None],
+        8,
+    ),
+}
+
+SCALES = {
+    "scales of heads, paged": Kept(
+        each(6, 4, HEADS, dtype=np.float32),
+        "block token head",
+        lambda t, layer, _: t[layer][..., None],
+        4,
+    ),
+    "scales of heads, by token": Kept(
+        reshaped(each(16, HEADS, 1, dtype=np.float32), -1, 1, HEADS),
+        "block token head",
+        lambda t, layer, _: t[layer][..., None],
+        1,
+    ),
+}
+
+GROUP_SCALES = {
+    f"scales of groups, blocks of {block}": Kept(
+        each(16 // block, block, GROUPS, dtype=np.float32),
+        "block token group",
+        lambda t, layer, _: t[layer][:, :, None],
+        block,
+    )
+    for block in (2, 4)
+}
+
+INDEXER = {
+    "vLLM indexer": Kept(
+        reshaped(each(6, 4, 132, dtype=np.uint8), 6, -1),
+        "block state",
+        lambda t, layer, _: t[layer][:, None, None],
+        0,
+    ),
+}
+
+MAMBA = {
+    "vLLM Mamba": Kept(
+        reshaped(each(6, 3, 7), 6, -1),
+        "block state",
+        lambda t, layer, _: t[layer][:, None, None],
+        0,
+    ),
+    "SGLang Mamba": Kept(
+        reshaped(each(LAYERS, 6, 3, 7, count=1), LAYERS, 6, -1),
+        "layer block state",
+        lambda t, layer, _: t[0][layer][:, None, None],
+        0,
+    ),
+}
+
+MODELS = [GQA, FP8, MLA, SCALES, GROUP_SCALES, INDEXER, MAMBA]
+PAIRS = [
+    pytest.param(model[src], model[dst], id=f"{src} to {dst}")
+    for model in MODELS
+    for src, dst in product(model, model)
+]
+
+
+def filled(kept: Kept, seed: int) -> Tensors:
+    tensors = kept.make()
+    random = np.random.default_rng(seed)
+    for it in tensors:
+        it[...] = random.integers(0, 127, it.shape)
+    return tensors
+
+
+def rows(kept: Kept, tensors: Tensors, seed: int) -> list[int]:
+    """Blocks of the request, in an order that no engine would choose."""
+    count = kept.seen(tensors, 0, 0).shape[0]
+    needed = -(-TOKENS // kept.block) if kept.block else 3
+    return np.random.default_rng(seed).permutation(count)[:needed].tolist()
+
+
+def places(kept: Kept, blocks: list[int]) -> tuple[Any, Any]:
+    """The row, and the token in it, of each token of the request."""
+    if not kept.block:
+        return blocks, 0
+    token = np.arange(TOKENS)
+    return [blocks[it // kept.block] for it in token], [it % kept.block for it in token]
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_any_two_of_one_model(src: Kept, dst: Kept) -> None:
+    source, target = filled(src, 1), filled(dst, 2)
+    src_blocks, dst_blocks = rows(src, source, 3), rows(dst, target, 4)
+    wanted = [it.copy(order="K") for it in target]
+    for layer, kv in product(range(LAYERS), range(src.parts)):
+        read = src.seen(source, layer, kv)[places(src, src_blocks)]
+        dst.seen(wanted, layer, kv)[places(dst, dst_blocks)] = read
+    src_desc, dst_desc = src.described(source), dst.described(target)
+    plan = kvplan.plan_pull_blocks(
+        src_desc, dst_desc, src_blocks, dst_blocks, num_tokens=TOKENS if src.block else None
+    )
+    kvplan.execute(
+        plan,
+        memory_of_tensors(src_desc, source, writable=None),
+        memory_of_tensors(dst_desc, target, writable=None),
+    )
+    for found, expected in zip(target, wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kept", [it for model in MODELS for it in model.values()])
+def test_it_is_registered_where_it_lies(kept: Kept) -> None:
+    tensors = kept.make()
+    desc = kept.described(tensors)
+    memory = memory_of_tensors(desc, tensors, writable=None)
+    assert memory.addresses.tolist() == [it.ctypes.data for it in tensors]
+    assert desc.nbytes == sum(it.nbytes for it in tensors)
+    assert {*desc.layout.axes} == {*CacheLayout(kept.layout).axes}
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "message"),
+    [
+        (GQA["vLLM FlashInfer"], FP8["SGLang, fp8"], "differ in data type: .*DT_FLOAT16 .*E4M3FN"),
+        (MLA["vLLM MLA"], GQA["SGLang"], "differ in axis (kv|head|dim)"),
+        (MAMBA["vLLM Mamba"], MLA["vLLM MLA"], "differ in axis (dim|state)"),
+        (
+            INDEXER["vLLM indexer"],
+            Kept(each(6, 8 * 132, dtype=np.uint8), "block state", lambda *_: np.zeros(0), 0),
+            "differ in axis state",
+        ),
+        (
+            MAMBA["vLLM Mamba"],
+            Kept(each(6, 10), "block state", lambda *_: np.zeros(0), 0),
+            "differ in axis state",
+        ),
+        (
+            MLA["vLLM MLA"],
+            Kept(each(6, 4, 32), "block token dim", lambda *_: np.zeros(0), 4),
+            "differ in axis dim",
+        ),
+        (
+            GROUP_SCALES["scales of groups, blocks of 4"],
+            Kept(each(6, 4, 5, dtype=np.float32), "block token group", lambda *_: np.zeros(0), 4),
+            "differ in axis group",
+        ),
+    ],
+)
+def test_what_cannot_match_is_named(src: Kept, dst: Kept, message: str) -> None:
+    source, target = src.described(src.make()), dst.described(dst.make())
+    with refused("LLM_PARAM_INVALID", message):
+        kvplan.plan_pull_blocks(source, target, [0], [0], num_tokens=1 if src.block else None)
+
+
+def test_every_one_is_in_the_cookbook() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
+    missing = {name for model in MODELS for name in model if f"| {name} |" not in text}
+    assert missing == {f"scales of groups, blocks of {it}" for it in (2, 4)}  # one row there
