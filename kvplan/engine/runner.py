@@ -248,7 +248,7 @@ class Operation:
                 if link is not None:
                     if error is not None:
                         link.forget()  # no memory of the peer is taken for granted
-                    pulls = self.name.startswith("pull")
+                    pulls = self.name.startswith(("pull", "gather"))
                     link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
         if logger.logger.isEnabledFor(logging.INFO if error is None else logging.WARNING):
             log_operation(
