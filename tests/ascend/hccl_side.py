@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, plan_pull_blocks, plan_push_blocks
+from kvplan import CacheDesc, DataType, Shard, plan_pull_blocks, plan_push_blocks
 from kvplan.device.ascend import AscendDevice
 from kvplan.device.memory import DeviceMemory
 from kvplan.transport.hccl.link import HcclLink, HcclPeerMemory
@@ -20,7 +20,7 @@ from tests.ascend.simulator import controls
 
 BLOCKS, BLOCK, TENSORS = 40, 3000, 3
 TENSOR = BLOCKS * BLOCK
-DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8)
+DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))
 SRC, DST = [7, 8, 9, 30, 2, 39], [0, 20, 21, 22, 5, 39]
 PULL = plan_pull_blocks(DESC, DESC, SRC, DST)
 PUSH = plan_push_blocks(DESC, DESC, SRC, DST)

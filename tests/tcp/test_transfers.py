@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvnative._executor import KVN_OK, Executor
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
-from kvplan import CacheDesc, DataType, plan_pull_blocks, plan_push_blocks
+from kvplan import CacheDesc, DataType, Shard, plan_pull_blocks, plan_push_blocks
 from kvplan.planning import reference
 from tests.tcp.frames import Raw, answer
 from tests.tcp.peer import (
@@ -34,7 +34,7 @@ directions = pytest.mark.parametrize("direction", DIRECTIONS)
 KIB, MIB = 1 << 10, 1 << 20
 
 BLOCKS, BLOCK, TENSORS = 40, 70_000, 3
-DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8)
+DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))
 
 SHAPES: dict[str, list[Span]] = {
     "a byte": [(5, 7, 1)],
