@@ -1,6 +1,6 @@
-"""Pulls, or pushes by layers, under a storm of KeyboardInterrupts; prints what is left, as JSON.
+"""Pulls, gathers, or pushes by layers, under a storm of KeyboardInterrupts; prints what is left, as JSON.
 
-Args: the machine; "index" or "prefix", what is pulled by, or "layers"; how many interrupts.
+Args: the machine; "index" or "prefix", what is pulled by, "layers" or "gather"; how many interrupts.
 """
 
 import json
@@ -22,6 +22,7 @@ from kvplan import (
 from tests.datadist.machine import machine_of
 
 DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8)
+PAGED = CacheDesc(2, (4, 16, 2, 64), DataType.DT_INT8, kv_tensor_format="NHD")
 DEADLINE_S = 10
 
 
@@ -51,7 +52,14 @@ def main(machine: str, kind: str, wanted: int) -> None:
     def pull() -> None:
         user.pull_cache(src, target, timeout_ms=5000)
 
-    call = push if kind == "layers" else pull
+    def gather() -> None:
+        user.gather_blocks([here], paged, [[3, 0]], [1, 2], timeout_ms=5000)
+
+    offered = [source]
+    if kind == "gather":
+        offered.append(owner.allocate_blocks_cache(PAGED))
+        here, paged = CacheIndex(1, offered[1].cache_id), user.allocate_blocks_cache(PAGED)
+    call = {"layers": push, "gather": gather}.get(kind, pull)
     chance = random.Random(1)
     interrupts = 0
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -71,7 +79,8 @@ def main(machine: str, kind: str, wanted: int) -> None:
     in_flight = user.metrics()["in_flight"], user.links()[0].in_flight
     # The owner frees a cache that was deallocated when its last claim has ended.
     owner.remove_cache_key(key)
-    owner.deallocate_cache(source)
+    for cache in offered:
+        owner.deallocate_cache(cache)
     until(lambda: not owner.caches())
     (unlinked,) = user.unlink_clusters([1], 5000)
     began = time.monotonic()
