@@ -1,6 +1,7 @@
-"""Pulls, gathers, or pushes by layers, under a storm of KeyboardInterrupts; prints what is left, as JSON.
+"""Transfers under a storm of KeyboardInterrupts; prints what is left, as JSON.
 
-Args: the machine; "index" or "prefix", what is pulled by, "layers" or "gather"; how many interrupts.
+Args: the machine; what is done: a pull by "index" or "prefix", a push by "layers", or a "gather";
+    how many interrupts.
 """
 
 import json
