@@ -69,7 +69,7 @@ def store(datadist: LlmDataDist, cache: Cache, number: int, tensor: NDArray[np.f
     if datadist.device is None:
         datadist.arrays(cache)[number][...] = tensor
     else:
-        datadist.device.write(cache.tensor_addrs[number], tensor)
+        datadist.device.write(cache.tensor_addrs[number], tensor.data)
 
 
 @dataclass(frozen=True)

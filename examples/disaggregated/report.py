@@ -126,7 +126,8 @@ def check_changed(right: Generated, broken: Generated, what: str) -> str:
             "what it held; generate more with --max-tokens"
             + (", or choose another with --break-token" if what == "block" else "")
         )
+    fluent = ", and no less fluent" if what == "block" else ""
     return (
-        f"CHANGED: from token {at} on the text is another, and no less fluent. Nothing failed: a\n"
+        f"CHANGED: from token {at} on the text is another{fluent}. Nothing failed: a\n"
         "wrong KV cache shows in the text that comes out, and in the plan, and nowhere else."
     )

@@ -64,6 +64,7 @@ def run(channel: Channel, settings: Settings, cluster_id: int, rank: int) -> Non
                 datadist, shard_desc(config, 2 * settings.block_size, len(prompt), other),
                 WRONG, kept,
             )  # fmt: skip
+        assert datadist.listen_address is not None  # as it is of an engine that does not listen
         channel.answer(
             OfferedHeads(
                 cluster_id,

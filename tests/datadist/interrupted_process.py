@@ -1,6 +1,7 @@
-"""Pulls, or pushes by layers, under a storm of KeyboardInterrupts; prints what is left, as JSON.
+"""Transfers under a storm of KeyboardInterrupts; prints what is left, as JSON.
 
-Args: the machine; "index" or "prefix", what is pulled by, or "layers"; how many interrupts.
+Args: the machine; what is done: a pull by "index" or "prefix", a push by "layers", or a "gather";
+    how many interrupts.
 """
 
 import json
@@ -23,6 +24,7 @@ from kvplan import (
 from tests.datadist.machine import machine_of
 
 DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8, shard=Shard(num_layers=2))
+PAGED = CacheDesc(2, (4, 16, 2, 64), DataType.DT_INT8, kv_tensor_format="NHD")
 DEADLINE_S = 10
 
 
@@ -52,7 +54,14 @@ def main(machine: str, kind: str, wanted: int) -> None:
     def pull() -> None:
         user.pull_cache(src, target, timeout_ms=5000)
 
-    call = push if kind == "layers" else pull
+    def gather() -> None:
+        user.gather_blocks([here], paged, [[3, 0]], [1, 2], timeout_ms=5000)
+
+    offered = [source]
+    if kind == "gather":
+        offered.append(owner.allocate_blocks_cache(PAGED))
+        here, paged = CacheIndex(1, offered[1].cache_id), user.allocate_blocks_cache(PAGED)
+    call = {"layers": push, "gather": gather}.get(kind, pull)
     chance = random.Random(1)
     interrupts = 0
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -72,7 +81,8 @@ def main(machine: str, kind: str, wanted: int) -> None:
     in_flight = user.metrics()["in_flight"], user.links()[0].in_flight
     # The owner frees a cache that was deallocated when its last claim has ended.
     owner.remove_cache_key(key)
-    owner.deallocate_cache(source)
+    for cache in offered:
+        owner.deallocate_cache(cache)
     until(lambda: not owner.caches())
     (unlinked,) = user.unlink_clusters([1], 5000)
     began = time.monotonic()

@@ -15,7 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("kind", "interrupts"), [("index", 1500), pytest.param("layers", 1500, marks=pytest.mark.slow)]
+    ("kind", "interrupts"),
+    [
+        ("index", 1500),
+        ("gather", 500),
+        pytest.param("layers", 1500, marks=pytest.mark.slow),
+    ],
 )
 def test_a_storm_of_interrupts_leaves_nothing_in_flight(
     machine: Machine, kind: str, interrupts: int

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvplan import BlocksCacheKey, CacheIndex, CacheKey, ClusterInfo, DataType, LlmDataDist
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    Shard,
+)
 from kvplan import Cache as LocalCache
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.machine import Machine, on_host_only
@@ -139,6 +148,20 @@ def assert_moves(ends: Ends, src: Cache, dst: Cache, move: Callable[..., None]) 
 @pytest.mark.parametrize("move", MOVES)
 def test_unlike_caches(ends: Ends, src: Cache, dst: Cache, move: Callable[..., None]) -> None:
     assert_moves(ends, src, dst, move)
+
+
+def test_tokens_are_skipped_in_block_tables_only(ends: Ends) -> None:
+    flat = CacheDesc(4, (1, 16, 8), DataType.DT_FLOAT16, shard=Shard(num_layers=2))
+    flat = replace(flat, kv_tensor_format="slot token dim")
+    here = ends.user.allocate_cache(flat)
+    there = CacheIndex(1, ends.peer.run("result = datadist.allocate_cache(d).cache_id", d=flat))
+    with refused("LLM_PARAM_INVALID", "src_token=3 and dst_token=0 skip tokens of block tables"):
+        ends.user.push_layers(here, there, src_token=3)
+    task = ends.user.push_layers(here, there, num_tokens=5)
+    for layer in task.layers:
+        task.ready(layer)
+    task.wait(30_000)
+    assert task.plan.nbytes == 4 * 5 * 8 * 2
 
 
 @pytest.mark.over_tcp

@@ -46,7 +46,7 @@ def test_the_demo() -> None:
     assert int(slices.replace(",", "")) == 60 * blocks
     assert blocks < int(descriptors.replace(",", "")) < 60 * blocks
     nbytes = 60 * blocks * 16 * 3 * 64 * 2
-    assert out.count("GB/s") == 4  # first and repeated, pulled and pushed
+    assert out.count("GB/s") == 6  # first and repeated; pulled, pushed and gathered
     assert "push_blocks  B2B" in out
 
     chunks = re.findall(r"chunk \d +<Plan push_blocks B2B L0-29 x (\d+) blocks", out)
@@ -55,18 +55,28 @@ def test_the_demo() -> None:
     assert out.count(f"bytes        {nbytes:,}\n") == 3
     assert re.search(r"hidden +-?\d+% of the", out)
 
-    for how in ("pulled", "pushed", "pushed layer by layer"):
+    assert "keeps all 30 layers, heads 0..1 of 3\n" in out
+    assert "keeps all 30 layers, head 2 of 3\n" in out
+    assert out.count(" transposing: ") == 2
+    assert f"bytes        {60 * prompt_tokens * 3 * 64 * 2:,}\n" in out.split("gathers")[1]
+    assert "src.shard: all 30 layers, head 2 of 3 -> all 30 layers, head 1 of 3\n" in out
+    assert "no source has layers 0..29, heads 2..2 of the model" in out
+
+    for how in ("pulled", "pushed", "pushed layer by layer", "gathered"):
         assert re.search(rf"IDENTICAL: all {TOKENS} token ids .* was {how} ", out)
     assert "verdict: different bytes" in out
-    assert "CHANGED: from token" in out
+    assert out.count("CHANGED: from token") == 2
 
     texts = re.findall(r"((?:^  \| .*\n)+)", out, re.MULTILINE)
-    pulled, alone, pushed, by_layer, broken = (text.replace("  | ", "") for text in texts)
-    assert pulled == pushed == by_layer == alone != broken
+    pulled, alone, pushed, by_layer, broken, gathered, wrong_head = (
+        text.replace("  | ", "") for text in texts
+    )
+    assert pulled == pushed == by_layer == gathered == alone
+    assert alone not in (broken, wrong_head)
     assert len(pulled.split()) > TOKENS / 2, "no words came out"
 
     pids = [int(pid) for pid in re.findall(r"process (\d+) started", out)]
-    assert len(set(pids)) == 3
+    assert len(set(pids)) == 5
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

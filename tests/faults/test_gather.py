@@ -297,6 +297,24 @@ def test_finalize(make_scene: Callable[..., Scene]) -> None:
         peer.wait_for_state(2, "CLOSED")
 
 
+def test_finalize_ends_the_call_of_another_thread(
+    make_scene: Callable[..., Scene], attempt: Attempt
+) -> None:
+    scene = make_scene(slowly, slowly)
+    call = attempt(lambda: scene.gather(FOR_EVER_MS))
+    while not scene.arrays[0].any():  # until it moves
+        assert not call.done(), call.result()
+    scene.user.finalize()
+    left = [it.copy() for it in scene.arrays]
+    error = call.result(30)
+    assert isinstance(error, GatherError), error
+    assert {*error.failed, *error.stopped} == {0, 1}
+    assert "finalized" in str(error)
+    for peer in scene.peers:
+        peer.wait_for_state(2, "CLOSED")
+    assert all((a == b).all() for a, b in zip(scene.arrays, left, strict=True))
+
+
 def test_what_is_counted_and_logged(
     make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
 ) -> None:
