@@ -388,6 +388,11 @@ def _in_model(
     src: Side, dst: Side, src_range: range, dst_range: range, src_given: bool, dst_given: bool
 ) -> tuple[range, range]:
     """Cut local layers of both sides to those that are the same in the model."""
+    totals = {it.shard.num_layers for it in (src, dst) if it.shard is not None}
+    if len(totals - {None}) > 1:
+        raise invalid(
+            f"src and dst differ in axis layer, how many the model has: src is {src}; dst is {dst}"
+        )
     firsts = []
     for it in (src, dst):
         layers = it.shard.layers if it.shard is not None else None
