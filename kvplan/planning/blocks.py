@@ -26,7 +26,8 @@ def block_indices(name: str, blocks: Blocks, cache: Side) -> Indices:
 def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
     """Return `blocks` as a flat array of integers (not of bool or float), perhaps empty."""
     if isinstance(blocks, np.ndarray):
-        table = np.asarray(blocks)  # a masked array would hide entries from the checks
+        # A copy, as the plan keeps it. A masked array would hide entries from the checks.
+        table = np.array(blocks, subok=False)
     else:
         if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
             raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
