@@ -419,6 +419,12 @@ def plan_to_blocks(
         or not rows_are_alike(source, target, chunked=True, reinterpret=reinterpret)
         or _cuts_rows(source, ext_param, by_layer)
     ):
+        row, block = source.extent("token"), target.extent("token")
+        if not by_tokens and (len(dst_table) - 1) * block >= row:
+            raise invalid(
+                f"dst_blocks has {plural(len(dst_table), 'block')} of {plural(block, 'token')}; "
+                f"the src row of {plural(row, 'token')} fills at most {-(-row // block)}"
+            )
         tables = _slot_tables(source, target, slot, dst_table, num_tokens)
         tables = tables._replace(src_token=src_token, dst_token=dst_token)
         return _by_axes(

@@ -385,10 +385,12 @@ def _in_model(
     (of_src, src_total), (of_dst, dst_total) = (
         _model_layers(it, local) for it, local in ((src, src_range), (dst, dst_range))
     )
-    if src_total != dst_total and not (src_given or dst_given):
+    # With a range, what is not said by a shard is not known.
+    said = _has_layers(src) and _has_layers(dst)
+    if src_total != dst_total and (said or not (src_given or dst_given)):
         raise invalid(
-            f"src and dst are of models of other numbers of layers: src is {src}, of "
-            f"{len(src_range)} layers; dst is {dst}, of {len(dst_range)}"
+            f"src and dst differ in axis layer, how many the model has: src is {src}, of "
+            f"{src_total}; dst is {dst}, of {dst_total}"
         )
     if src_given and dst_given and of_src != of_dst:
         raise invalid(
