@@ -37,6 +37,7 @@ from kvplan.types import KvCacheExtParam, Placement
 from kvplan.validation import INT64_MAX, check_index, check_mapping, check_type, check_width, shown
 
 ALL_LAYERS = KvCacheExtParam()
+_TENSOR_BY_TENSOR = KvCacheExtParam(tensor_num_per_layer=1)
 
 _BLOCK_LISTS = (Sequence, np.ndarray)
 
@@ -129,7 +130,7 @@ def plan_copy_cache(
     """
     return _slot_to_slot(
         "copy_cache", src, dst, src_batch_index, dst_batch_index, size, offset, offset,
-        None, ALL_LAYERS, coalesce, reinterpret, False,
+        None, _ungrouped(src), coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -243,8 +244,8 @@ def plan_copy_blocks(
                 "the result would depend on the order: copy in two steps"
             )
     return _block_to_block(
-        "copy_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS, coalesce,
-        reinterpret, False,
+        "copy_blocks", source, target, BlockTables(src_table, dst_table), _ungrouped(source),
+        coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -278,8 +279,8 @@ def plan_swap_blocks(
     dst_table = block_indices("src_to_dst (destination)", list(src_to_dst.values()), target)
     check_distinct("src_to_dst (destination)", dst_table, target)
     return _block_to_block(
-        "swap_blocks", source, target, BlockTables(src_table, dst_table), ALL_LAYERS, coalesce,
-        reinterpret, False,
+        "swap_blocks", source, target, BlockTables(src_table, dst_table), _ungrouped(source),
+        coalesce, reinterpret, False,
     )  # fmt: skip
 
 
@@ -507,6 +508,12 @@ def _block_to_block(
         operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how,
         reinterpret, tables,
     )  # fmt: skip
+
+
+def _ungrouped(cache: Described) -> KvCacheExtParam:
+    """All layers of a copy, which knows none: tensor by tensor where 2 do not make a layer."""
+    own = cache if isinstance(cache, Side) else side("src", cache, paged=False)
+    return ALL_LAYERS if own.usual_tensors_per_layer is not None else _TENSOR_BY_TENSOR
 
 
 def _cuts_rows(source: Side, ext_param: KvCacheExtParam, by_layer: bool) -> bool:

@@ -269,3 +269,16 @@ class TestSides:
         largest = CacheDesc(1, (1, 2**63 - 1), DataType.DT_INT8)
         assert plan_copy_cache(largest, largest).nbytes == 2**63 - 1
         assert np.uint64(plan_copy_cache(largest, largest, offset=2**63 - 2).nbytes) == 1
+
+
+def test_copies_know_no_layers_and_take_any_number_of_tensors():
+    host, device = (
+        CacheDesc(3, (4, 8), DataType.DT_INT8, it) for it in (Placement.HOST, Placement.DEVICE)
+    )
+    for plan in (
+        plan_copy_cache(host, host, dst_batch_index=1),
+        plan_copy_blocks(host, {0: [1]}),
+        plan_swap_blocks(host, device, {0: 1}),
+    ):
+        assert plan.nbytes == 3 * 8
+        assert plan.tensors_per_layer == 1
