@@ -13,10 +13,7 @@
 #define INLINE_NBYTES (256u << 10) /* a worker is awake later than this is copied */
 #define NON_TEMPORAL_NBYTES (24u << 20) /* batches from this size on bypass the caches */
 #define PIECE_DESCRIPTORS 8192     /* keeps an abort prompt for tiny descriptors too */
-#define AHEAD_NBYTES 2048          /* between what is copied and what is fetched meanwhile */
-#define AHEAD_MOST 16              /* descriptors, however small */
-#define AHEAD_LINES 8              /* of a descriptor that is fetched ahead */
-#define PAGE_NBYTES 4096
+#define AHEAD_LINES 8              /* of the next descriptor, fetched while one is copied */
 
 typedef struct host {
     kvn_pooled pooled;
@@ -29,8 +26,8 @@ static bool overlap(uint64_t a, uint64_t b, uint64_t nbytes)
     return a - b < nbytes || b - a < nbytes;
 }
 
-/* A hardware prefetcher stops at the end of a block. The destination is touched for its page alone,
- * where that is another one: for small blocks finding it costs as much as copying. */
+/* A hardware prefetcher stops at the end of a block. The destination is touched for its page alone:
+ * for small blocks finding the page costs as much as copying. */
 static void look_ahead(const kvn_columns *batch, uint64_t index)
 {
     const char *src = (const char *)batch->src[index];
@@ -38,17 +35,7 @@ static void look_ahead(const kvn_columns *batch, uint64_t index)
 
     for (uint64_t line = 0; line < (lines < AHEAD_LINES ? lines : AHEAD_LINES); line++)
         __builtin_prefetch(src + 64 * line);
-    if ((batch->dst[index] ^ batch->dst[index - 1]) >= PAGE_NBYTES)
-        __builtin_prefetch((const void *)batch->dst[index]);
-}
-
-/* How many descriptors to look ahead: 1, or more where they are so small that memory answers later
- * than one is copied. */
-static uint64_t descriptors_ahead(const kvn_piece *piece)
-{
-    uint64_t ahead = piece->nbytes ? AHEAD_NBYTES * (piece->last - piece->first) / piece->nbytes : 1;
-
-    return ahead < 1 ? 1 : ahead < AHEAD_MOST ? ahead : AHEAD_MOST;
+    __builtin_prefetch((const void *)batch->dst[index]);
 }
 
 static int refuse(const kvn_columns *batch, uint64_t index, uint64_t moved, kvn_fault *fault)
@@ -76,7 +63,6 @@ static int move(void *context, const kvn_columns *batch, const kvn_piece *piece,
 {
     const host *self = context;
     kvn_copy copy = choose(self, piece);
-    uint64_t ahead = descriptors_ahead(piece);
     uint64_t skip = piece->skip, left = piece->nbytes;
     kvn_announcement announced;
     int status = kvn_guard_enter(self->pooled.guard, false, batch->first + piece->first, &announced,
@@ -87,8 +73,8 @@ static int move(void *context, const kvn_columns *batch, const kvn_piece *piece,
     for (uint64_t i = piece->first; i < piece->last && status == KVN_OK; i++) {
         uint64_t dst = batch->dst[i], src = batch->src[i], nbytes = batch->nbytes[i];
         uint64_t part = nbytes - skip < left ? nbytes - skip : left;
-        if (i + ahead < piece->last)
-            look_ahead(batch, i + ahead);
+        if (i + 1 < piece->last)
+            look_ahead(batch, i + 1);
         if (dst != src && overlap(dst, src, nbytes))
             status = refuse(batch, i, piece->nbytes - left, fault);
         else if (dst != src)
