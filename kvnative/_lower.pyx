@@ -69,8 +69,10 @@ cdef Descriptors lower_sources(tuple sources, tuple names, Descriptors out, repe
             acquire_uint64(&columns[held], counts, f"repeats[{level}].counts")
             held += 1
             if columns[held - 1].shape[0] != columns[NBYTES].shape[0]:
-                raise ValueError(f"repeats[{level}].counts: expected {columns[NBYTES].shape[0]} items,"
-                                 f" as in {names[NBYTES]}, got {columns[held - 1].shape[0]}")
+                raise ValueError(
+                    f"repeats[{level}].counts: expected {columns[NBYTES].shape[0]} items, as in"
+                    f" {names[NBYTES]}, got {columns[held - 1].shape[0]}"
+                )
             recipe.repeats[level].counts = <const uint64_t *>columns[held - 1].buf
             recipe.repeats[level].src_stride = src_stride
             recipe.repeats[level].dst_stride = dst_stride
