@@ -38,7 +38,8 @@ cdef int same_length(Py_buffer *columns, int first, int other, tuple names) exce
 cdef int refuse(const kvn_refusal *refusal, tuple names) except -1:
     cdef str item
     if <int>refusal.argument >= COUNTS:
-        item = f"repeats[{<int>refusal.argument - COUNTS}].counts[{refusal.index}] = {refusal.value}"
+        level = <int>refusal.argument - COUNTS
+        item = f"repeats[{level}].counts[{refusal.index}] = {refusal.value}"
         if refusal.value == 0:
             raise ValueError(f"{item}: expected at least 1")
         raise OverflowError(f"{item}: the runs, or the end of them, pass 2**64 - 1")
