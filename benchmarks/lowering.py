@@ -95,7 +95,7 @@ def lower_repeats(run: Run, name: str) -> Row:
     block = BLOCK_NBYTES
     src, dst = (rng.permutation(2 * blocks)[:blocks].astype(np.uint64) * block for _ in range(2))
     run_nbytes = block // (tokens * heads)
-    bases = rng.integers(0, 2**46, size=(2, PAIRS), dtype=np.uint64)
+    src_bases, dst_bases = rng.integers(0, 2**46, size=(2, PAIRS), dtype=np.uint64)
     repeats = (
         (np.full(blocks, heads, np.uint64), run_nbytes, tokens * run_nbytes),
         (np.full(blocks, tokens, np.uint64), heads * run_nbytes, run_nbytes),
@@ -103,7 +103,7 @@ def lower_repeats(run: Run, name: str) -> Row:
     nbytes = np.full(blocks, run_nbytes, np.uint64)
     out = Descriptors()
     (ours,) = run.medians(
-        timed(lambda: lower(src, dst, nbytes, *bases, out, repeats)), rounds=ROUNDS
+        timed(lambda: lower(src, dst, nbytes, src_bases, dst_bases, out, repeats)), rounds=ROUNDS
     )
     if len(out) != COUNT or int(out.dst[1] - out.dst[0]) != run_nbytes:
         raise AssertionError("the repeats were not lowered")
