@@ -13,7 +13,7 @@ static struct held {
     void *user_data;
 } held[ROOM + 1]; /* the last one is the close */
 
-static unsigned num_held;
+static _Atomic unsigned num_held;
 static kvn_ucp_ep_h closing;
 static _Atomic int64_t due_ns = INT64_MAX;
 
@@ -23,6 +23,9 @@ static int64_t now_ns(void)
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
+
+/* How many transfers were begun, and are held. */
+unsigned num_begun(void) { return num_held; }
 
 /* From then on. */
 void may_close_in(int64_t ms) { due_ns = now_ns() + ms * 1000000; }
