@@ -13,10 +13,12 @@ from kvplan.inspection.cost import TRANSPORT_COSTS, CostLine, Estimate, Transpor
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning import (
     Coalesce,
+    GroupPlan,
     Plan,
     plan_copy_blocks,
     plan_copy_cache,
     plan_gather,
+    plan_groups,
     plan_pull_blocks,
     plan_pull_cache,
     plan_push_blocks,
@@ -42,6 +44,7 @@ from kvplan.types import (
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.gather import GatherError, GatherTask
+    from kvplan.engine.groups import Group
     from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
@@ -84,6 +87,8 @@ __all__ = [
     "Estimate",
     "GatherError",
     "GatherTask",
+    "Group",
+    "GroupPlan",
     "HostMemory",
     "IpInfo",
     "KvCacheExtParam",
@@ -114,6 +119,7 @@ __all__ = [
     "plan_copy_blocks",
     "plan_copy_cache",
     "plan_gather",
+    "plan_groups",
     "plan_pull_blocks",
     "plan_pull_cache",
     "plan_push_blocks",
@@ -130,6 +136,7 @@ _LAZY = {
         "submit",
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.gather": "GatherError GatherTask",
+        "kvplan.engine.groups": "Group",
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.gather import GatherOperations
+from kvplan.engine.groups import GroupOperations
 from kvplan.engine.layer_transfers import LayerOperations
 from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.options import Options
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
 
 
 class LlmDataDist(
-    RemoteOperations, GatherOperations, LayerOperations, LocalOperations, CacheOperations
+    RemoteOperations,
+    GroupOperations,
+    GatherOperations,
+    LayerOperations,
+    LocalOperations,
+    CacheOperations,
 ):
     """Caches of this process, links to other clusters, and transfers between all of them.
 

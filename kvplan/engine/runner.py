@@ -15,6 +15,8 @@ from weakref import ref
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import log_operation, logger, status_of
 from kvplan.inspection.units import plural
+from kvplan.planning.groups import GroupPlan
+from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import NO_ID, BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.execution import LayerTask, TensorMemory, TransferTask
     from kvplan.links import PeerClaim, PeerLink
-    from kvplan.planning import Plan
+    from kvplan.planning.groups import AnyPlan
     from kvplan.types import AnyCacheKey
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory]"
 """What is executed: the plan, and the memory of src and of dst."""
+AnyPrepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory]"
+"""The same, of groups too."""
 
 _OTHER_KIND = {
     f"{verb}_{kind}": f"; {verb}_{other} takes a {takes} one"
@@ -49,7 +53,7 @@ class PlanEvent(NamedTuple):
         cluster_id: of the peer; None inside one process.
     """
 
-    plan: Plan
+    plan: AnyPlan
     operation: str
     cache_id: int
     cluster_id: int | None
@@ -110,7 +114,7 @@ class Operation:
         self.started = perf_counter()
         self.done = self.retried = self.speculated = False
         self.link: PeerLink | None = None
-        self.plan: Plan | None = None
+        self.plan: AnyPlan | None = None
 
     def __enter__(self) -> Self:
         self._moves = True
@@ -235,7 +239,7 @@ class Operation:
         try:
             # First: the link stays until its peer knows whether the key is consumed.
             if self._claim is not None:
-                self._claim.release(None if moved is None else moved.src_tensors)
+                self._claim.release(moved.src_tensors if isinstance(moved, Plan) else None)
             if moved is not None:
                 nbytes = moved.nbytes
         finally:
@@ -392,7 +396,9 @@ class OperationRunner:
             engine.metrics.record(operation, status_of(failure), 0, seconds)
             log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
 
-    def _execute(self, operation: Operation, prepared: Prepared, timeout_ms: float | None) -> None:
+    def _execute(
+        self, operation: Operation, prepared: AnyPrepared, timeout_ms: float | None
+    ) -> None:
         """Move what was prepared: it is done then, or `operation` is to be prepared again."""
         plan, src, dst = prepared
         operation.plan = plan
@@ -412,7 +418,7 @@ class OperationRunner:
         else:
             operation.done = True
 
-    def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
+    def _submit(self, operation: Operation, prepared: AnyPrepared) -> TransferTask:
         """Begin to move what was prepared; `operation` ends with the task."""
         plan, src, dst = prepared
         operation.plan = plan
@@ -436,10 +442,13 @@ class OperationRunner:
         engine.completion.watch(task)
         return task
 
-    def _show(self, operation: Operation, plan: Plan) -> None:
+    def _show(self, operation: Operation, plan: AnyPlan) -> None:
         """Let the hooks see the plan that is about to be executed; warn if it reinterprets."""
         if plan.reinterpret and operation.engine.reinterpret:
-            operation.engine.warn_reinterpret(operation, plan)
+            plans = plan.groups.values() if isinstance(plan, GroupPlan) else [plan]
+            for it in plans:
+                if it.reinterpret:
+                    operation.engine.warn_reinterpret(operation, it)
         event = PlanEvent(plan, operation.name, operation.cache_id, operation.cluster_id)
         for hook in tuple(self._hooks.values()):
             hook(event)

@@ -65,6 +65,7 @@ class LayerTask(TransferTask):
         on_last: Callable[[LayerTask], None] | None = None,
     ) -> None:
         super().__init__(plan, task, memories, on_outcome)
+        self.plan: Plan = plan
         self._layers = plan.src_layers
         _ = plan.nbytes  # summed here, where nobody waits for the last layer
         self._on_last = [] if on_last is None else [on_last]  # popped by whoever calls it
@@ -104,11 +105,9 @@ class LayerTask(TransferTask):
         """End the transfer if a memory has gone since its beginning: it may be another's by now."""
         if self._layered.sealed:
             return
-        t = self.plan.tensors_per_layer
-        sides = (self.plan.src_tensors, self.plan.dst_tensors)
         try:
-            for memory, tensors in zip(self._memories, sides, strict=True):
-                memory.check_tensors(tensors[index * t : (index + 1) * t])
+            for memory, tensors in zip(self._memories, self.plan.tensors_of(index), strict=True):
+                memory.check_tensors(tensors)
         except LLMException as error:
             self._lost = error  # first: whoever finds the end says why
             self.cancel()

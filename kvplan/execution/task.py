@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +26,7 @@ from kvnative._executor import (
     NativeError,
 )
 from kvplan.inspection.units import nbytes_text
+from kvplan.planning.groups import GroupPlan
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from kvnative._executor import LayeredTask, Report, Task
     from kvplan.execution.memory import TensorMemory
+    from kvplan.planning.groups import AnyPlan
     from kvplan.planning.plan import Plan
 
 _ABANDONED = {KVN_TIMEOUT, KVN_CANCELLED}
@@ -76,7 +78,7 @@ class TransferTask:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         task: Task | LayeredTask,
         memories: tuple[TensorMemory, TensorMemory],
         on_outcome: Callable[[LLMException | None], None] | None = None,
@@ -183,16 +185,13 @@ class TransferTask:
             self._conclude()
         except LLMException as raised:
             error = raised
+        spans = error.unconfirmed if error else ()
         lines = []
-        first = 0
-        for layer in self.plan.layers:
-            last = first + len(layer.tensors) * self.plan.segments.num_runs
-            spans = error.unconfirmed if error else ()
-            missing = sum(max(0, min(last, b) - max(first, a)) for a, b in spans)
-            size = nbytes_text(len(layer.tensors) * self.plan.nbytes_per_tensor)
-            confirmed = last - first - missing
-            lines.append(f"layer {layer.src_layer}  {confirmed}/{last - first} desc  {size}")
-            first = last
+        if isinstance(self.plan, GroupPlan):
+            for part in self.plan.parts():
+                lines += [f"group {part.name}", *_by_layer(part.plan, part.descriptor, spans)]
+        else:
+            lines += _by_layer(self.plan, 0, spans)
         lines.append(str(error) if error else LLMStatusCode.LLM_SUCCESS.name)
         return "\n".join(lines)
 
@@ -200,8 +199,18 @@ class TransferTask:
         return f"<{type(self).__name__} {'done' if self.done else 'in flight'}: {self.plan!r}>"
 
 
+def _by_layer(plan: Plan, first: int, unconfirmed: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """A line for each layer: how many of its descriptors, from `first` on, are confirmed."""
+    for layer in plan.layers:
+        last = first + len(layer.tensors) * plan.segments.num_runs
+        missing = sum(max(0, min(last, b) - max(first, a)) for a, b in unconfirmed)
+        size = nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)
+        yield f"layer {layer.src_layer}  {last - first - missing}/{last - first} desc  {size}"
+        first = last
+
+
 def failure(
-    plan: Plan,
+    plan: AnyPlan,
     report: Report,
     memories: tuple[TensorMemory, TensorMemory],
     missing: str = "",
@@ -239,7 +248,9 @@ def _lost(memories: tuple[TensorMemory, TensorMemory]) -> LLMException | None:
     return None
 
 
-def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: str) -> LLMException:
+def _failure(
+    plan: AnyPlan, report: Report, cause: LLMException | None, missing: str
+) -> LLMException:
     """What a report says; `cause` is why the memory went, or why it was cancelled, if known."""
     origin = None if report.failed is None else plan.origin(report.failed)
     open_descriptors = sum(last - first for first, last in report.unconfirmed)

@@ -28,10 +28,11 @@ from kvnative._lower import Descriptors, lower
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
 from kvplan.execution.task import TransferTask, failure
+from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.planning.segments import first_overlap
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.validation import check_type
+from kvplan.validation import check_type, shown
 
 _NONE = np.empty(0, dtype=np.uint64)
 
@@ -87,7 +88,7 @@ class Transfers:
 
     def submit(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         src: Memory,
         dst: Memory,
         on_outcome: Callable[[LLMException | None], None] | None = None,
@@ -127,6 +128,7 @@ class Transfers:
         Args:
             on_last: as for `LayerTask`; not called if this raises.
         """
+        check_type("plan", plan, Plan)
         backend, descriptors, memories = self._prepare(plan, src, dst)
         layer_size = plan.tensors_per_layer * plan.segments.num_runs
         try:
@@ -152,7 +154,7 @@ class Transfers:
         return self.layered(plan, src, dst, on_outcome, on_last)
 
     def execute(
-        self, plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None
+        self, plan: AnyPlan, src: Memory, dst: Memory, timeout_ms: float | None = None
     ) -> None:
         """Submit `plan` and wait, the calling thread copying too.
 
@@ -178,11 +180,11 @@ class Transfers:
         raise failure(plan, report, memories, "", lost, reason)
 
     def _prepare(
-        self, plan: Plan, src: Memory, dst: Memory
+        self, plan: AnyPlan, src: Memory, dst: Memory
     ) -> tuple[Backend | None, Descriptors, tuple[TensorMemory, TensorMemory]]:
         """What moves the bytes (None: plain copies), which, and the memories as they were given."""
-        if type(plan) is not Plan:
-            check_type("plan", plan, Plan)
+        if type(plan) is not Plan and not isinstance(plan, Plan | GroupPlan):
+            raise TypeError(f"plan={shown(plan)} must be a Plan or a GroupPlan")
         # Not isinstance: of a protocol it takes 10 us, of a Sequence 0.3, twice a transfer.
         source = cast(TensorMemory, src) if hasattr(src, "addresses") else memory_of("src", src)
         target = cast(TensorMemory, dst) if hasattr(dst, "addresses") else memory_of("dst", dst)
@@ -266,17 +268,17 @@ def _transfers_of(_pid: int) -> Transfers:
     return Transfers()
 
 
-def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:
+def submit(plan: AnyPlan, src: Memory, dst: Memory) -> TransferTask:
     """`Transfers.submit` of the process's own transfers."""
     return default_transfers().submit(plan, src, dst)
 
 
-def execute(plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
+def execute(plan: AnyPlan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
     """`Transfers.execute` of the process's own transfers."""
     default_transfers().execute(plan, src, dst, timeout_ms)
 
 
-def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -> Descriptors:
+def bind(plan: AnyPlan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -> Descriptors:
     """Return the descriptors of `plan` between two memories.
 
     Args:
@@ -286,21 +288,37 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
         LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
             ranges of it overlap so that the result would depend on the order of the copies.
     """
-    for name, side, memory in (("src", plan.src, src), ("dst", plan.dst, dst)):
-        if len(memory.addresses) != side.num_tensors:
-            raise invalid(
-                f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
-            )
-        needed = side.tensor_nbytes
-        if (short := first_below(memory.nbytes, needed)) >= 0:
-            raise invalid(
-                f"{name} tensor {short} has {int(memory.nbytes[short])} bytes; the plan needs "
-                f"{needed}"
-            )
     if not dst.writable:
         raise invalid("dst is read-only")
-    src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
-    dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
+    if isinstance(plan, GroupPlan):
+        return _bind_groups(plan, src, dst, one_space)
+    for name, side, memory in (("src", plan.src, src), ("dst", plan.dst, dst)):
+        _check_number(name, memory, side.num_tensors)
+    return _bind(plan, src.addresses, src.nbytes, dst.addresses, dst.nbytes, one_space)
+
+
+def _check_number(name: str, memory: TensorMemory, needed: int) -> None:
+    if len(memory.addresses) != needed:
+        raise invalid(f"{name} has {len(memory.addresses)} tensors; the plan needs {needed}")
+
+
+def _bind(
+    plan: Plan,
+    src: Addresses,
+    src_nbytes: Addresses,
+    dst: Addresses,
+    dst_nbytes: Addresses,
+    one_space: bool,
+) -> Descriptors:
+    """`bind`, between the tensors at `src` and `dst`."""
+    for name, side, sizes in (("src", plan.src, src_nbytes), ("dst", plan.dst, dst_nbytes)):
+        needed = side.tensor_nbytes
+        if (short := first_below(sizes, needed)) >= 0:
+            raise invalid(
+                f"{name} tensor {short} has {int(sizes[short])} bytes; the plan needs {needed}"
+            )
+    src_bases = src[plan.src_tensors.start : plan.src_tensors.stop]
+    dst_bases = dst[plan.dst_tensors.start : plan.dst_tensors.stop]
     read, written = src_bases, dst_bases
     if plan.split:  # views lie next to one another in a tensor
         src_tensors, src_starts = plan.src.locate(
@@ -309,7 +327,7 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
         dst_tensors, dst_starts = plan.dst.locate(
             plan.dst_tensors, plan.split, plan.tensors_per_layer
         )
-        src_bases, dst_bases = src.addresses[src_tensors], dst.addresses[dst_tensors]
+        src_bases, dst_bases = src[src_tensors], dst[dst_tensors]
         # As many views of a tensor come one after the other as it has.
         read, written = _without_repeats(src_bases), _without_repeats(dst_bases)
         src_bases, dst_bases = src_bases + src_starts, dst_bases + dst_starts
@@ -334,13 +352,50 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
     return descriptors
 
 
+def _bind_groups(
+    plan: GroupPlan, src: TensorMemory, dst: TensorMemory, one_space: bool
+) -> Descriptors:
+    """`bind`, of tensors of one group after another: one array of descriptors."""
+    parts = [*plan.parts()]
+    for name, memory in (("src", src), ("dst", dst)):
+        _check_number(name, memory, sum(getattr(it.plan, name).num_tensors for it in parts))
+    columns = []
+    for name, part, _, first_src, first_dst in parts:
+        theirs = slice(first_src, first_src + part.src.num_tensors)
+        ours = slice(first_dst, first_dst + part.dst.num_tensors)
+        try:
+            bound = _bind(
+                part,
+                src.addresses[theirs],
+                src.nbytes[theirs],
+                dst.addresses[ours],
+                dst.nbytes[ours],
+                one_space,
+            )
+        except LLMException as error:
+            raise LLMException(
+                f"group {name}: {error.args[0]}", status_code=error.status_code
+            ) from None
+        columns.append((bound.dst, bound.src, bound.nbytes))
+    descriptors = Descriptors.from_columns(*map(np.concatenate, zip(*columns, strict=True)))
+    # As of one plan: whether whole tensors of two groups overlap, and only then which bytes.
+    starts = np.sort(dst.addresses)
+    ends = starts + dst.nbytes[np.argsort(dst.addresses)]
+    if (starts[1:] < ends[:-1]).any() or (
+        one_space
+        and _first_overlapped(src.addresses, src.addresses + src.nbytes, starts, ends) is not None
+    ):
+        _check_order_free(plan, descriptors, one_space)
+    return descriptors
+
+
 def _without_repeats(addresses: Addresses) -> Addresses:
     """The addresses, each once."""
     ordered = np.sort(addresses)
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 
-def _check_order_free(plan: Plan, descriptors: Descriptors, one_space: bool) -> None:
+def _check_order_free(plan: AnyPlan, descriptors: Descriptors, one_space: bool) -> None:
     """Refuse descriptors whose result would depend on their order. Expanded: rare and exact."""
     src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
     if (clash := first_overlap(dst, nbytes)) is not None:

@@ -18,7 +18,7 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.planning.plan import Plan
+    from kvplan.planning.groups import AnyPlan
 
 MIB: Final = 1 << 20
 MOST_MS: Final = 1e12
@@ -168,7 +168,7 @@ class TransportCost:
         by_count = 1 if self.call_descriptors is None else -(-descriptors // self.call_descriptors)
         return max(by_nbytes, by_count)
 
-    def estimate(self, plan: Plan) -> Estimate:
+    def estimate(self, plan: AnyPlan) -> Estimate:
         """What `plan` is expected to take.
 
         Raises:
@@ -185,7 +185,7 @@ class TransportCost:
         head = (plan.operation, self.name, self.way, self.call, calls, descriptors, nbytes)
         return Estimate(*head, *parts)
 
-    def outline(self, plan: Plan) -> str:
+    def outline(self, plan: AnyPlan) -> str:
         """How `plan` would move, in one line: way, calls, bytes, and the time where it is known."""
         if self.lines:
             return self.estimate(plan).outline()
@@ -194,7 +194,7 @@ class TransportCost:
         return f"over {self.name}: {self.way}{cut} | {nbytes_text(plan.nbytes)} | time not known"
 
     def fit(
-        self, measurements: Iterable[tuple[Plan, float]], name: str | None = None
+        self, measurements: Iterable[tuple[AnyPlan, float]], name: str | None = None
     ) -> TransportCost:
         """This transport with the costs of another machine: yours.
 
@@ -238,7 +238,7 @@ class TransportCost:
         return replace(self, name=name or self.name, lines=tuple(lines), source=source)
 
     def scale(
-        self, measurements: Iterable[tuple[Plan, float]], name: str | None = None
+        self, measurements: Iterable[tuple[AnyPlan, float]], name: str | None = None
     ) -> TransportCost:
         """These costs on a machine, or a day, on which this transport is faster or slower.
 
@@ -273,7 +273,7 @@ class TransportCost:
             source += f"; {self.source}"
         return replace(self, name=name or self.name, lines=lines, source=source)
 
-    def _row(self, plan: Plan, ms: float) -> tuple[float, float, float, float, float]:
+    def _row(self, plan: AnyPlan, ms: float) -> tuple[float, float, float, float, float]:
         """The amounts that a line has coefficients for, and the time in microseconds."""
         us = 1000.0 * _checked_ms(plan, ms)
         nbytes, descriptors = plan.nbytes, plan.num_descriptors
@@ -290,7 +290,7 @@ class TransportCost:
         )
 
 
-def _checked_ms(plan: Plan, ms: float) -> float:
+def _checked_ms(plan: AnyPlan, ms: float) -> float:
     if isinstance(ms, bool) or not isinstance(ms, int | float):
         raise TypeError(f"milliseconds of {plan!r} = {shown(ms)} must be a number")
     if not 0 < ms <= MOST_MS:

@@ -34,7 +34,7 @@ def diff(old: Plan, new: Plan) -> str:
             lines.append(f"  ... {plural(hidden, 'more line')}")
         if old.num_tensor_pairs > 1:
             lines.append(f"  (same change in {plural(old.num_tensor_pairs - 1, 'more tensor')})")
-    lines.append(f"  verdict: {_verdict(old, new)}")
+    lines.append(f"  verdict: {verdict(old, new)}")
     return "\n".join(lines)
 
 
@@ -111,7 +111,8 @@ def _keyed(plan: Plan) -> Iterator[tuple[tuple[Any, ...], int]]:
         yield (*segment, *((counts[index], *strides) for counts, *strides in repeats)), index
 
 
-def _verdict(old: Plan, new: Plan) -> str:
+def verdict(old: Plan, new: Plan) -> str:
+    """What the difference comes to, in a line."""
     if old == new:
         return "identical"
     if meanings := [*_meanings(old, new)]:

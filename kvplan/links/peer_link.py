@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Body, Claim, Find, Found, Sync, Synced
 from kvplan.links.claims import Claims, PeerClaim
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 _Reply = TypeVar("_Reply", bound=Body)
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
+
+_MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
 
 class PeerLink(LinkLifecycle):
@@ -74,6 +78,9 @@ class PeerLink(LinkLifecycle):
         self._table = PeerTable(cluster_id)
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
+        self._joined: dict[
+            tuple[tuple[int, ...], bool], tuple[tuple[PeerCache, ...], TensorMemory]
+        ] = {}
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id}"
@@ -158,6 +165,35 @@ class PeerLink(LinkLifecycle):
         # A change of the table, or the end of the link, is visible before memories are cleared.
         if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
+        return memory
+
+    def joined_memory(self, caches: Sequence[PeerCache], *, writable: bool) -> TensorMemory:
+        """The tensors of several caches, one cache after another, as one side of a transfer.
+
+        Raises:
+            LLMException: as `memory`.
+        """
+        if len(caches) == 1:
+            return self.memory(caches[0], writable=writable)
+        key = (tuple(it.cache_id for it in caches), writable)
+        held = self._joined.get(key)
+        if held is not None and all(a is b for a, b in zip(held[0], caches, strict=True)):
+            return held[1]
+        link, *_ = [self._transport_link_to(it) for it in caches]
+        memory = link.memory(
+            np.concatenate([np.array(it.addresses, dtype=np.uint64) for it in caches]),
+            np.repeat(
+                np.array([it.desc.tensor_nbytes for it in caches], dtype=np.uint64),
+                [len(it.addresses) for it in caches],
+            ),
+            writable=writable,
+            metadata=[*dict.fromkeys(it.metadata for it in caches)],
+        )
+        if len(self._joined) >= _MAX_JOINED:
+            self._joined.clear()
+        self._joined[key] = (tuple(caches), memory)
+        if any(self._table.by_id.get(it.cache_id) is not it for it in caches) or not self.is_live:
+            self._joined.pop(key, None)  # as of one cache
         return memory
 
     def side(self, cache: PeerCache) -> Side:
@@ -245,6 +281,7 @@ class PeerLink(LinkLifecycle):
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
         self._memories.clear()
+        self._joined.clear()
         self._sides.clear()
 
     def apply(self, table: Table) -> None:
@@ -254,6 +291,7 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_PARAM_INVALID: it is not possible.
         """
         changed = self._table.apply(table)
+        self._joined.clear()
         for cache_id in changed:
             self._sides.pop(cache_id, None)
             for writable in (False, True):

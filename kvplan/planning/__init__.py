@@ -1,6 +1,7 @@
 """From descriptions of caches to a `Plan`: pure Python and NumPy, no addresses, no transfer."""
 
 from kvplan.planning.gather import plan_gather
+from kvplan.planning.groups import GroupPlan, plan_groups
 from kvplan.planning.plan import LayerPair, Origin, Plan
 from kvplan.planning.planner import (
     plan_copy_blocks,
@@ -16,6 +17,7 @@ from kvplan.planning.side import Side
 
 __all__ = [
     "Coalesce",
+    "GroupPlan",
     "LayerPair",
     "Origin",
     "Plan",
@@ -25,6 +27,7 @@ __all__ = [
     "plan_copy_blocks",
     "plan_copy_cache",
     "plan_gather",
+    "plan_groups",
     "plan_pull_blocks",
     "plan_pull_cache",
     "plan_push_blocks",

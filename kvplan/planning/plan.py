@@ -61,6 +61,7 @@ class Origin(NamedTuple):
         tokens: tokens of the request, as (first, last) each; empty where the plan does not know.
         num_layers: layers from `src_layer` and `dst_layer` on, where a tensor that is moved whole
             holds several.
+        group: of a `GroupPlan`; empty: a plan of one group.
     """
 
     src_layer: int
@@ -75,6 +76,7 @@ class Origin(NamedTuple):
     heads: tuple[int, int] | None = None
     tokens: tuple[tuple[int, int], ...] = ()
     num_layers: int = 1
+    group: str = ""
 
     def __str__(self) -> str:
         layers = f"layer {self.src_layer}>{self.dst_layer}"
@@ -92,6 +94,7 @@ class Origin(NamedTuple):
         ]
         return " ".join(
             [
+                *([f"group {self.group}:"] if self.group else []),
                 f"{layers} tensor {self.src_tensor}>{self.dst_tensor} {words} {src}>{dst}",
                 *filter(None, held),
             ]
@@ -186,6 +189,19 @@ class Plan:
         part = slice(index * self.tensors_per_layer, (index + 1) * self.tensors_per_layer)
         tensors = zip(self.src_tensors[part], self.dst_tensors[part], strict=True)
         return LayerPair(self.src_layers[index], self.dst_layers[index], tuple(tensors))
+
+    def tensors_of(self, layer: int) -> tuple[range, range]:
+        """The tensors of each side that the layer at this position of `layers` lies in."""
+        part = slice(layer * self.tensors_per_layer, (layer + 1) * self.tensors_per_layer)
+        views = self.src_tensors[part], self.dst_tensors[part]
+        if not self.split:
+            return views
+        located = (
+            side.locate(it, self.split, self.tensors_per_layer)[0]
+            for side, it in zip((self.src, self.dst), views, strict=True)
+        )
+        src, dst = (range(int(it.min()), int(it.max()) + 1) for it in located)
+        return src, dst
 
     def for_layers(self, layers: range) -> Plan:
         """Return the part of this plan that copies the source layers in `layers` (step 1).

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvplan.planning.groups import AnyPlan, GroupPlan, Part
 from kvplan.planning.plan import Plan
 from kvplan.status import invalid
 from kvplan.validation import check_type
 
 
-def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
+def execute(plan: AnyPlan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
     """Copy what `plan` says from `src` to `dst`: one C-contiguous array for each tensor.
+
+    Of a `GroupPlan` the arrays of all groups, one group after another.
 
     Raises, before a byte is copied:
         TypeError: an element that is not a NumPy array.
         LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
             contiguity, writability).
     """
+    parts = [*plan.parts()] if isinstance(plan, GroupPlan) else [Part("", plan, 0, 0, 0)]
+    for name, arrays in (("src", src), ("dst", dst)):
+        needed = sum(getattr(it.plan, name).num_tensors for it in parts)
+        if len(arrays) != needed:
+            raise invalid(f"{name} has {len(arrays)} arrays; the plan needs {needed}")
+    for copy in [_copying(it.plan, src[it.src_tensor :], dst[it.dst_tensor :]) for it in parts]:
+        copy()
+
+
+def _copying(
+    plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
+) -> Callable[[], None]:
+    """Check what one plan is to be executed with; returns what copies."""
     src_bytes = _as_bytes("src", src, plan.src.num_tensors, plan.src.tensor_nbytes)
     dst_bytes = _as_bytes("dst", dst, plan.dst.num_tensors, plan.dst.tensor_nbytes)
     pairs = [*zip(*(_located(plan, it) for it in ("src", "dst")), strict=True)]
@@ -28,10 +44,14 @@ def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
         if not dst_bytes[tensor].flags.writeable:
             raise invalid(f"dst[{tensor}] is read-only")
     runs = [*plan.segments.expanded()]
-    for (src_tensor, src_start), (dst_tensor, dst_start) in pairs:
-        source, target = src_bytes[src_tensor][src_start:], dst_bytes[dst_tensor][dst_start:]
-        for src_offset, dst_offset, nbytes in runs:
-            target[dst_offset : dst_offset + nbytes] = source[src_offset : src_offset + nbytes]
+
+    def copy() -> None:
+        for (src_tensor, src_start), (dst_tensor, dst_start) in pairs:
+            source, target = src_bytes[src_tensor][src_start:], dst_bytes[dst_tensor][dst_start:]
+            for src_offset, dst_offset, nbytes in runs:
+                target[dst_offset : dst_offset + nbytes] = source[src_offset : src_offset + nbytes]
+
+    return copy
 
 
 def _located(plan: Plan, name: str) -> list[tuple[int, int]]:
@@ -46,10 +66,8 @@ def _located(plan: Plan, name: str) -> list[tuple[int, int]]:
 def _as_bytes(
     name: str, arrays: Sequence[NDArray[Any]], num_tensors: int, nbytes: int
 ) -> list[NDArray[np.uint8]]:
-    if len(arrays) != num_tensors:
-        raise invalid(f"{name} has {len(arrays)} arrays; the plan needs {num_tensors}")
     views = []
-    for position, array in enumerate(arrays):
+    for position, array in enumerate(arrays[:num_tensors]):
         check_type(f"{name}[{position}]", array, np.ndarray)
         if array.nbytes != nbytes or not array.flags.c_contiguous:
             raise invalid(

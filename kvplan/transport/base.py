@@ -168,7 +168,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         nbytes: int | Sequence[int] | Column,
         *,
         writable: bool = False,
-        metadata: bytes | None = None,
+        metadata: bytes | Sequence[bytes] | None = None,
     ) -> _Memory:
         """See `TransportLink.memory`: which registration holds each tensor is decided here alone.
 
@@ -176,7 +176,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
-        known, table = (self.metadata, self._table) if metadata is None else self._read(metadata)
+        known, table = ([self.metadata], self._table) if metadata is None else self._read(metadata)
         ranges, held_by = table.locate(starts, sizes, writable=writable)
         return self._memory(starts, sizes, ranges, held_by, known, writable=writable)
 
@@ -219,7 +219,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         sizes: Column,
         ranges: Sequence[_Range],
         held_by: NDArray[np.intp],
-        known: _Metadata,
+        known: Sequence[_Metadata],
         *,
         writable: bool,
     ) -> _Memory:
@@ -241,14 +241,19 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             )
         return LLMException(why.args[0], status_code=why.status_code)
 
-    def _read(self, metadata: bytes) -> tuple[_Metadata, RangeTable[_Range]]:
-        newer = self.metadata.from_bytes(metadata)
-        if not newer.is_of_owner(self.metadata):
-            raise invalid(
-                f"metadata is of {newer.owner}; this link is to another transport, "
-                f"{self.metadata.owner}"
-            )
-        return newer, RangeTable(self.peer, newer.ranges)
+    def _read(
+        self, metadata: bytes | Sequence[bytes]
+    ) -> tuple[list[_Metadata], RangeTable[_Range]]:
+        given = [metadata] if isinstance(metadata, bytes) else metadata
+        known = [self.metadata.from_bytes(it) for it in given]
+        for newer in known:
+            if not newer.is_of_owner(self.metadata):
+                raise invalid(
+                    f"metadata is of {newer.owner}; this link is to another transport, "
+                    f"{self.metadata.owner}"
+                )
+        ranges = dict.fromkeys(it for newer in known for it in newer.ranges)
+        return known, RangeTable(self.peer, [*ranges])
 
     def __enter__(self) -> Self:
         return self

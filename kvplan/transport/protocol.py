@@ -247,7 +247,7 @@ class TransportLink(Protocol):
         nbytes: int | Sequence[int] | NDArray[np.uint64],
         *,
         writable: bool = False,
-        metadata: bytes | None = None,
+        metadata: bytes | Sequence[bytes] | None = None,
     ) -> TensorMemory:
         """The peer's tensors, for use as the remote side of a transfer.
 
@@ -255,8 +255,8 @@ class TransportLink(Protocol):
             addresses: of each tensor, in the peer.
             nbytes: of each tensor, or one number for all.
             writable: whether the transfer writes to them.
-            metadata: the peer's, naming the registrations that hold them; None: the one that the
-                link was made with.
+            metadata: the peer's, naming the registrations that hold them, or several that do
+                so together; None: the one that the link was made with.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or

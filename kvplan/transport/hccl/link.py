@@ -157,7 +157,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         sizes: Column,
         ranges: Sequence[Range],
         held_by: NDArray[np.intp],
-        known: Metadata,
+        known: Sequence[Metadata],
         *,
         writable: bool,
     ) -> HcclPeerMemory:

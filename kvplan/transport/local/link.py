@@ -76,7 +76,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         sizes: Column,
         ranges: Sequence[Range],
         held_by: NDArray[np.intp],
-        known: Metadata,
+        known: Sequence[Metadata],
         *,
         writable: bool,
     ) -> LocalPeerMemory:

@@ -108,7 +108,7 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
         sizes: Column,
         ranges: Sequence[Range],
         held_by: NDArray[np.intp],
-        known: Metadata,
+        known: Sequence[Metadata],
         *,
         writable: bool,
     ) -> TcpPeerMemory:

@@ -34,7 +34,7 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
         addresses: Column,
         nbytes: Column,
         ranges: Sequence[Range],
-        known: Metadata,
+        known: Sequence[Metadata],
         *,
         writable: bool,
     ) -> None:
@@ -97,7 +97,12 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         return None if self._endpoint is None else self._endpoint.death_fd
 
     def backend(
-        self, direction: Direction, ranges: Sequence[Range], known: Metadata, *, on_device: bool
+        self,
+        direction: Direction,
+        ranges: Sequence[Range],
+        known: Sequence[Metadata],
+        *,
+        on_device: bool,
     ) -> Backend:
         """What moves bytes between `ranges` of the peer, as `known` names them, and this process.
 
@@ -106,7 +111,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         """
         if (endpoint := self._endpoint) is None:
             raise NativeError(f"the link to {self.peer} is closed")
-        keys = {it.number: it.key for it in known.regions}
+        keys = {it.number: it.key for metadata in known for it in metadata.regions}
         places = {number: i for i, number in enumerate({it.region for it in ranges})}
         addresses, nbytes, slots, generations = columns(
             ranges, "address", "nbytes", "slot", "generation"
@@ -129,7 +134,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         sizes: Column,
         ranges: Sequence[Range],
         held_by: NDArray[np.intp],
-        known: Metadata,
+        known: Sequence[Metadata],
         *,
         writable: bool,
     ) -> UcxPeerMemory:

@@ -1,0 +1,268 @@
+"""A request that lies in several caches of a peer: moved by one plan and one submission."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    Group,
+    GroupPlan,
+    LlmDataDist,
+    Placement,
+    PlanEvent,
+)
+from tests.datadist.conftest import MakeEngine, link
+from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.peer import Peer
+from tests.support.refusals import refused
+
+INVALID = "LLM_PARAM_INVALID"
+DESCS = {
+    "latent": CacheDesc(3, (8, 4, 24), DataType.DT_INT16, kv_tensor_format="block token dim"),
+    "indexer": CacheDesc(3, (6, 8, 20), DataType.DT_UINT8, kv_tensor_format="block token dim"),
+    "state": CacheDesc(1, (5, 32), DataType.DT_INT32, kv_tensor_format="block state"),
+}
+OFFER = """
+caches = {}
+for number, (name, desc) in enumerate(descs.items()):
+    cache = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1, number))
+    caches[name] = cache
+    dtype = {"DT_INT16": np.int16, "DT_UINT8": np.uint8, "DT_INT32": np.int32}[desc.data_type.name]
+    datadist.write_cache(cache, [
+        (np.arange(np.prod(desc.shape)) % 100 + 20 * number + layer)
+        .astype(dtype).reshape(desc.shape)
+        for layer in range(desc.num_tensors)
+    ])
+result = [it.cache_id for it in caches.values()]
+"""
+TABLES = {"latent": ([1, 5, 2], [7, 0, 3]), "indexer": ([4, 0], [5, 2]), "state": ([3], [1])}
+TOKENS = {"latent": 11, "indexer": 11, "state": None}
+
+
+@pytest.fixture
+def keys(peer: Peer) -> dict[str, CacheIndex]:
+    """The peer's caches, which hold numbers."""
+    ids = peer.run(OFFER, descs=DESCS)
+    return {name: CacheIndex(1, number) for name, number in zip(DESCS, ids, strict=True)}
+
+
+def caches_of(user: LlmDataDist) -> dict[str, Cache]:
+    return {name: user.allocate_blocks_cache(desc) for name, desc in DESCS.items()}
+
+
+def groups_of(src: dict[str, Any], dst: dict[str, Any]) -> dict[str, Group]:
+    return {
+        name: Group(src[name], dst[name], *TABLES[name], num_tokens=TOKENS[name]) for name in DESCS
+    }
+
+
+def held(name: str) -> list[np.ndarray]:
+    """What a group's cache of the side that has the request holds."""
+    desc, number = DESCS[name], [*DESCS].index(name)
+    dtype = {"DT_INT16": np.int16, "DT_UINT8": np.uint8}.get(desc.data_type.name, np.int32)
+    values = np.arange(np.prod(desc.shape)) % 100 + 20 * number
+    return [(values + it).astype(dtype).reshape(desc.shape) for it in range(desc.num_tensors)]
+
+
+def assert_arrived(name: str, arrays: list[np.ndarray]) -> None:
+    """Each token of the request, and nothing else."""
+    src_blocks, dst_blocks = TABLES[name]
+    for source, array in zip(held(name), arrays, strict=True):
+        wanted = np.zeros_like(source)
+        if name == "state":
+            wanted[dst_blocks] = source[src_blocks]
+        else:
+            size = source.shape[1]
+            for token in range(11):
+                block, inside = divmod(token, size)
+                wanted[dst_blocks[block], inside] = source[src_blocks[block], inside]
+        assert np.array_equal(array, wanted)
+
+
+@pytest.mark.over_tcp
+def test_one_pull_moves_all_groups(user: LlmDataDist, keys: dict[str, CacheIndex]) -> None:
+    mine = caches_of(user)
+    seen: list[PlanEvent] = []
+    remove = user.on_plan(seen.append)
+    user.pull_groups(groups_of(keys, mine))
+    remove()
+    for name, cache in mine.items():
+        assert_arrived(name, user.read_cache(cache))
+    (event,) = seen
+    assert event.operation == "pull_groups"
+    assert event.plan == user.plan_pull_groups(groups_of(keys, mine))
+    metrics = user.metrics()["operations"]["pull_groups"]
+    assert (metrics["statuses"], metrics["nbytes"]) == ({"LLM_SUCCESS": 1}, event.plan.nbytes)
+    assert event.plan.nbytes == 3 * 11 * 48 + 3 * 11 * 20 + 128
+    assert user.metrics()["in_flight"] == 0
+
+
+@pytest.mark.over_tcp
+def test_one_push_moves_all_groups(
+    user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex]
+) -> None:
+    mine = caches_of(user)
+    for name, cache in mine.items():
+        user.write_cache(cache, held(name))
+    peer.run(
+        """
+        for cache in caches.values():
+            empty = [np.zeros_like(it) for it in datadist.read_cache(cache)]
+            datadist.write_cache(cache, empty)
+        """
+    )
+    task = user.submit_push_groups(groups_of(mine, keys))
+    asyncio.run(waited(task))
+    assert isinstance(task.plan, GroupPlan)
+    assert "group indexer\nlayer 0  " in task.explain()
+    assert task.explain().endswith("LLM_SUCCESS")
+    there = peer.run("result = {n: datadist.read_cache(it) for n, it in caches.items()}")
+    for name in DESCS:
+        assert_arrived(name, there[name])
+
+
+async def waited(task: Any) -> None:
+    await task
+
+
+def test_engines_memory_and_the_users_own_go_together(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    """One cache of the peer is in its engine's arena, the other in an array of its own."""
+    on_host_only(machine, "HCCL reaches no memory of the host between devices of one host")
+    state = peer.run(
+        """
+        arrays = [np.full((5, 32), 7, np.int32)]
+        desc = CacheDesc(1, (5, 32), DataType.DT_INT32, Placement.HOST)
+        own = datadist.register_blocks_cache(desc, arrays)
+        arena = datadist.allocate_blocks_cache(
+            CacheDesc(1, (5, 32), DataType.DT_INT32, Placement.HOST)
+        )
+        datadist.write_cache(arena, [np.full((5, 32), 9, np.int32)])
+        result = [own.cache_id, arena.cache_id]
+        """
+    )
+    desc = CacheDesc(1, (5, 32), DataType.DT_INT32, Placement.HOST)
+    mine = [user.allocate_blocks_cache(desc) for _ in state]
+    groups = {
+        f"cache {i}": Group(CacheIndex(1, number), mine[i], [1], [2 + i])
+        for i, number in enumerate(state)
+    }
+    user.pull_groups(groups)
+    assert [it[0].max(axis=1).tolist() for it in map(user.arrays, mine)] == [
+        [0, 0, 7, 0, 0],
+        [0, 0, 0, 9, 0],
+    ]
+    user.push_groups(
+        {name: Group(it.dst, it.src, it.dst_blocks, [4]) for name, it in groups.items()}
+    )
+    peer.run("assert (arrays[0] == 7).all()")
+    assert peer.run("result = int(datadist.arrays(arena)[0][4].min())") == 9
+
+
+def test_a_cache_that_took_over_a_key_is_found(
+    user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex]
+) -> None:
+    """By key each transfer is of the cache that has it now, of each group."""
+    mine = caches_of(user)
+    by_key = {name: BlocksCacheKey(1, number) for number, name in enumerate(DESCS)}
+    user.pull_groups(groups_of(by_key, mine))
+    peer.run(
+        """
+        datadist.deallocate_cache(caches["state"])
+        cache = datadist.allocate_blocks_cache(descs["state"], BlocksCacheKey(1, 2))
+        datadist.write_cache(cache, [np.full((5, 32), 77, np.int32)])
+        """
+    )
+    user.pull_groups(groups_of(by_key, mine))
+    assert (user.read_cache(mine["state"])[0][1] == 77).all()
+    with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=|deregistered"):
+        user.pull_groups(groups_of(keys, mine))  # by id it was that one, which has gone
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_what_is_wrong_says_of_which_group(
+    user: LlmDataDist, keys: dict[str, CacheIndex], make_engine: MakeEngine
+) -> None:
+    mine = caches_of(user)
+    good = groups_of(keys, mine)
+
+    def with_state(**other: Any) -> dict[str, Group]:
+        fields = {it: getattr(good["state"], it) for it in Group.__dataclass_fields__}
+        return {**good, "state": Group(**{**fields, **other})}
+
+    for status, message, groups in (
+        (INVALID, "group state: src_blocks.* out of range", with_state(src_blocks=[9])),
+        (INVALID, "group state: src_blocks=None must name blocks", with_state(src_blocks=None)),
+        (INVALID, "group state: .*data type: src is DT_INT16", with_state(src=keys["latent"])),
+        (INVALID, r"groups\['state'\].src is of cluster 5 and groups\['latent'\].src of cluster 1",
+         with_state(src=CacheIndex(5, 1))),
+        (INVALID, r"groups\['state'\].src=.* names a slot",
+         with_state(src=CacheIndex(1, keys["state"].cache_id, 1))),
+        ("LLM_KV_CACHE_NOT_EXIST", "cache_id=99", with_state(src=CacheIndex(1, 99))),
+        ("LLM_KV_CACHE_NOT_EXIST", "99", with_state(dst=Cache(DESCS["state"], 99))),
+        (INVALID, "groups is empty", {}),
+        (INVALID, "printable", {"": good["state"]}),
+    ):  # fmt: skip
+        with refused(status, message):
+            user.pull_groups(groups)
+        with refused(status, message):
+            user.submit_pull_groups(groups)
+    for wrong in (with_state(src=mine["state"]), with_state(dst=keys["state"])):
+        with pytest.raises(TypeError, match=r"groups\['state'\]\.(src|dst)"):
+            user.pull_groups(wrong)
+    with pytest.raises(TypeError, match="must be Group"):
+        user.pull_groups({"state": "state"})  # type: ignore[dict-item]
+    for name, cache in mine.items():
+        assert not any(it.any() for it in user.read_cache(cache)), name
+    assert user.metrics()["in_flight"] == 0
+    assert [it.in_flight for it in user.links()] == [0]
+
+
+def test_two_groups_that_write_the_same_bytes_are_refused(
+    user: LlmDataDist, keys: dict[str, CacheIndex]
+) -> None:
+    """Groups may share tensors, as layers with and without a window do; not blocks."""
+    mine = user.allocate_blocks_cache(DESCS["latent"])
+    groups = {
+        "window": Group(keys["latent"], mine, [1, 2], [3, 4]),
+        "full": Group(keys["latent"], mine, [6, 7], [0, 4]),
+    }
+    with refused(INVALID, "group full: .* and group window: .* write the same bytes|window.*full"):
+        user.pull_groups(groups)
+    assert not any(it.any() for it in user.read_cache(mine))
+    groups["full"] = Group(keys["latent"], mine, [6, 7], [0, 5])
+    user.pull_groups(groups)
+    for source, array in zip(held("latent"), user.read_cache(mine), strict=True):
+        wanted = np.zeros_like(source)
+        wanted[[3, 4, 0, 5]] = source[[1, 2, 6, 7]]
+        assert np.array_equal(array, wanted)
+
+
+def test_groups_of_host_and_device_are_two_transfers(
+    make_engine: MakeEngine, machine: Machine
+) -> None:
+    owner, user = make_engine(1, listen=True), make_engine(2)
+    link(user, owner)
+    desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
+    there = owner.allocate_blocks_cache(desc)
+    mine = [
+        user.allocate_blocks_cache(CacheDesc(1, (5, 32), DataType.DT_INT32, it)) for it in Placement
+    ]
+    groups = {
+        str(i): Group(CacheIndex(1, there.cache_id), it, [1], [2]) for i, it in enumerate(mine)
+    }
+    if machine.name == "host":  # without a device all is in host memory
+        user.pull_groups(groups)
+    else:
+        with refused("LLM_FEATURE_NOT_ENABLED", "in host memory and on the device"):
+            user.pull_groups(groups)

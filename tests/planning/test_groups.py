@@ -1,0 +1,185 @@
+"""A transfer of several groups: one plan of plans, one array of descriptors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import kvplan
+from kvplan import CacheDesc, DataType, GroupPlan, plan_groups, plan_pull_blocks, reference
+from tests.planning.unlike import Cache, caches, expected, models
+from tests.support.refusals import refused
+
+INVALID = "LLM_PARAM_INVALID"
+LATENT = CacheDesc(4, (8, 16, 576), DataType.DT_BF16, kv_tensor_format="block token dim")
+INDEXER = CacheDesc(4, (8, 64, 132), DataType.DT_UINT8, kv_tensor_format="block token dim")
+STATE = CacheDesc(2, (6, 4096), DataType.DT_FLOAT, kv_tensor_format="block state")
+
+
+def deepseek(indexer: list[int]) -> GroupPlan:
+    return plan_groups(
+        {
+            "latent": plan_pull_blocks(LATENT, LATENT, [1, 2, 5], [0, 1, 2]),
+            "indexer": plan_pull_blocks(INDEXER, INDEXER, indexer, [7], num_tokens=40),
+            "state": plan_pull_blocks(STATE, STATE, [3], [5]),
+        }
+    )
+
+
+PLAN = deepseek([4])
+
+
+def test_a_plan_of_groups_counts_all_of_them() -> None:
+    latent, indexer, state = PLAN.groups.values()
+    assert (PLAN.operation, PLAN.kind, PLAN.local) == ("pull_groups", "B2B", "dst")
+    assert PLAN.num_descriptors == 8 + 4 + 2
+    assert PLAN.num_tensor_pairs == 10
+    assert PLAN.nbytes == 4 * (3 * 16 * 1152) + 4 * 40 * 132 + 2 * 16384
+    assert (latent.nbytes, indexer.nbytes, state.nbytes) == (221184, 21120, 32768)
+    assert repr(PLAN) == "<GroupPlan pull_groups B2B latent, indexer, state: 14 desc, 268.6 KiB>"
+    assert not PLAN.reinterpret
+
+
+def test_an_origin_names_its_group() -> None:
+    assert str(PLAN.origin(0)).startswith(
+        "group latent: layer 0>0 tensor 0>0 block 1-2>0-1 tokens 0..31"
+    )
+    assert str(PLAN.origin(7)).startswith("group latent: layer 3>3 tensor 3>3 block 5>2")
+    assert str(PLAN.origin(8)).startswith("group indexer: layer 0>0 tensor 0>0 block 4>7")
+    assert PLAN.origin(13).group == "state"
+    with refused(INVALID, "descriptor=14"):
+        PLAN.origin(14)
+
+
+def test_explain_says_each_group_below_its_name() -> None:
+    lines = PLAN.explain().splitlines()
+    assert lines[0] == f"pull_groups  B2B   3 groups   plan {PLAN.fingerprint[:6]}"
+    assert lines[1] == "  14 descriptors | 268.6 KiB"
+    assert [it for it in lines if not it.startswith(" ")] == [
+        lines[0], "group latent", "group indexer", "group state",
+    ]  # fmt: skip
+    latent = lines[lines.index("group latent") + 1 : lines.index("group indexer")]
+    assert "\n".join(it[2:] for it in latent) == PLAN.groups["latent"].explain()
+    assert "  over local: mapped, 1 native call | 268.6 KiB" in PLAN.explain(transport="local")
+    assert PLAN.explain("table", 1).count("... ") == 3
+
+
+def test_diff_names_the_group_that_differs() -> None:
+    other = deepseek([3])
+    text = PLAN.diff(other)
+    assert text.splitlines()[0] == "group latent: identical"
+    assert "group state: identical" in text
+    verdict = text.splitlines()[-1]
+    assert verdict.startswith("verdict: group indexer: different bytes - 21,120 destination bytes")
+    assert PLAN.diff(deepseek([4])).endswith("verdict: identical")
+    less = plan_groups({name: PLAN.groups[name] for name in ("latent", "state")})
+    assert PLAN.diff(less).endswith("verdict: group indexer only in the old plan")
+    turned = plan_groups(dict(reversed(PLAN.groups.items())))
+    assert turned != PLAN
+    assert PLAN.diff(turned).endswith("verdict: the groups are in another order")
+
+
+def test_equal_plans_are_equal_and_others_are_not() -> None:
+    same, other = deepseek([4]), deepseek([3])
+    assert same == PLAN
+    assert hash(PLAN) == hash(same)
+    assert PLAN.fingerprint == same.fingerprint != other.fingerprint
+    assert other != PLAN
+    assert PLAN.groups["latent"] != PLAN
+    renamed = plan_groups(dict(zip("abc", PLAN.groups.values(), strict=True)))
+    assert renamed != PLAN
+    assert renamed.fingerprint != PLAN.fingerprint
+    assert pickle.loads(pickle.dumps(PLAN)) == PLAN
+
+
+def test_a_plan_of_groups_goes_through_json() -> None:
+    document = json.loads(json.dumps(PLAN.to_dict()))
+    assert GroupPlan.from_dict(document) == PLAN
+    with refused(INVALID, "schema_version=7"):
+        GroupPlan.from_dict({**document, "schema_version": 7})
+    with refused(INVALID, "has schema_version and groups"):
+        GroupPlan.from_dict(PLAN.groups["latent"].to_dict())
+    del document["groups"]["latent"]["kind"]
+    with refused(INVALID, "kind"):
+        GroupPlan.from_dict(document)
+
+
+def test_a_plan_of_groups_does_not_change() -> None:
+    with pytest.raises(AttributeError):
+        PLAN.groups = {}  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        PLAN.groups["more"] = PLAN.groups["latent"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({}, "groups is empty"),
+        ({"": PLAN.groups["state"]}, "1 to 64 printable"),
+        ({"a\nb": PLAN.groups["state"]}, "1 to 64 printable"),
+        (
+            {
+                "a": PLAN.groups["state"],
+                "b": kvplan.plan_push_blocks(STATE, STATE, [1], [1]),
+            },
+            "'a' is a pull, 'b' is a push; one transfer has one direction",
+        ),
+    ],
+)
+def test_what_is_no_transfer_of_groups_is_refused(groups: dict[str, Any], message: str) -> None:
+    with refused(INVALID, message):
+        plan_groups(groups)
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"groups=.* must be a mapping"):
+        plan_groups([PLAN.groups["state"]])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"groups\['a'\].* must be Plan"):
+        plan_groups({"a": PLAN})  # type: ignore[dict-item]
+
+
+Drawn = tuple[Cache, Cache, list[int], list[int], int]
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> Drawn:
+    model = draw(models)
+    src, dst = draw(caches(model)), draw(caches(model))
+    assume(set(src.layers) & set(dst.layers) and set(src.heads) & set(dst.heads))
+    rows = [draw(st.permutations(range(it.rows))) for it in (src, dst)]
+    most = min(src.rows * src.tokens, dst.rows * dst.tokens)
+    return src, dst, *rows, draw(st.integers(1, most))
+
+
+@given(st.lists(transfers(), min_size=1, max_size=4))
+def test_groups_of_any_caches_move_what_each_would(drawn: list[Drawn]) -> None:
+    plan = plan_groups(
+        {
+            f"group {i}": plan_pull_blocks(
+                src.desc, dst.desc, src_rows, dst_rows, num_tokens=num_tokens
+            )
+            for i, (src, dst, src_rows, dst_rows, num_tokens) in enumerate(drawn)
+        }
+    )
+    sources = [it[0].tensors(i) for i, it in enumerate(drawn)]
+    targets = [it[1].tensors(100 + i) for i, it in enumerate(drawn)]
+    wanted = [
+        array
+        for (src, dst, src_rows, dst_rows, num_tokens), source, target in zip(
+            drawn, sources, targets, strict=True
+        )
+        for array in expected(src, dst, source, target, src_rows, dst_rows, 0, 0, num_tokens)
+    ]
+    flat = [[array for group in groups for array in group] for groups in (sources, targets)]
+    by_reference, by_native = ([it.copy() for it in flat[1]] for _ in range(2))
+    reference.execute(plan, flat[0], by_reference)
+    kvplan.execute(plan, flat[0], by_native)
+    for found in (by_reference, by_native):
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert GroupPlan.from_dict(plan.to_dict()) == plan
