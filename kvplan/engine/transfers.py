@@ -6,8 +6,8 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import (
-    ALL_LAYERS,
     plan_pull_blocks,
     plan_pull_cache,
     plan_push_blocks,
