@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.engine.transfers import has_blocks
-from kvplan.planning.planner import ALL_LAYERS, plan_push_blocks, plan_push_cache
+from kvplan.planning.layers import ALL_LAYERS, source_tensors
+from kvplan.planning.planner import plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
-from kvplan.planning.side import source_tensors
 from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheIndex, KvCacheExtParam
 from kvplan.validation import check_type, shown

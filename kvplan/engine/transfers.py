@@ -6,8 +6,8 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import (
-    ALL_LAYERS,
     plan_pull_blocks,
     plan_pull_cache,
     plan_push_blocks,
@@ -75,18 +75,9 @@ class RemoteOperations(OperationRunner):
         with Operation(self._running(), "pull_cache") as operation:
             while not operation.done:
                 prepared = _pull_cache(
-                    operation,
-                    src,
-                    dst,
-                    batch_index,
-                    size,
-                    ext_param,
-                    src_offset,
-                    dst_offset,
-                    num_tokens,
-                    coalesce,
-                    reinterpret,
-                )
+                    operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset,
+                    num_tokens, coalesce, reinterpret,
+                )  # fmt: skip
                 self._execute(operation, prepared, timeout_ms)
 
     def plan_pull_cache(
@@ -106,18 +97,9 @@ class RemoteOperations(OperationRunner):
         """Plan `pull_cache` with the peer's own description; nothing moves, no key is claimed."""
         operation = Operation(self._running(), "pull_cache")
         return _pull_cache(
-            operation,
-            src,
-            dst,
-            batch_index,
-            size,
-            ext_param,
-            src_offset,
-            dst_offset,
-            num_tokens,
-            coalesce,
-            reinterpret,
-        )[0]
+            operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset, num_tokens,
+            coalesce, reinterpret,
+        )[0]  # fmt: skip
 
     def submit_pull_cache(
         self,
@@ -136,18 +118,9 @@ class RemoteOperations(OperationRunner):
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
         with Operation(self._running(), "pull_cache") as operation:
             prepared = _pull_cache(
-                operation,
-                src,
-                dst,
-                batch_index,
-                size,
-                ext_param,
-                src_offset,
-                dst_offset,
-                num_tokens,
-                coalesce,
-                reinterpret,
-            )
+                operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset,
+                num_tokens, coalesce, reinterpret,
+            )  # fmt: skip
             return self._submit(operation, prepared)
 
     def pull_blocks(
@@ -184,18 +157,9 @@ class RemoteOperations(OperationRunner):
         with Operation(self._running(), "pull_blocks", speculative=True) as operation:
             while not operation.done:
                 prepared = _pull_blocks(
-                    operation,
-                    src,
-                    dst,
-                    src_blocks,
-                    dst_blocks,
-                    num_tokens,
-                    src_token,
-                    dst_token,
-                    ext_param,
-                    coalesce,
-                    reinterpret,
-                )
+                    operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
+                    ext_param, coalesce, reinterpret,
+                )  # fmt: skip
                 self._execute(operation, prepared, timeout_ms)
 
     def plan_pull_blocks(
@@ -215,18 +179,9 @@ class RemoteOperations(OperationRunner):
         """Plan `pull_blocks` with the peer's own description; nothing moves, no key is claimed."""
         operation = Operation(self._running(), "pull_blocks")
         return _pull_blocks(
-            operation,
-            src,
-            dst,
-            src_blocks,
-            dst_blocks,
-            num_tokens,
-            src_token,
-            dst_token,
-            ext_param,
-            coalesce,
-            reinterpret,
-        )[0]
+            operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
+            ext_param, coalesce, reinterpret,
+        )[0]  # fmt: skip
 
     def submit_pull_blocks(
         self,
@@ -245,18 +200,9 @@ class RemoteOperations(OperationRunner):
         """Begin `pull_blocks` and return its task; the key is claimed until the outcome."""
         with Operation(self._running(), "pull_blocks") as operation:
             prepared = _pull_blocks(
-                operation,
-                src,
-                dst,
-                src_blocks,
-                dst_blocks,
-                num_tokens,
-                src_token,
-                dst_token,
-                ext_param,
-                coalesce,
-                reinterpret,
-            )
+                operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
+                ext_param, coalesce, reinterpret,
+            )  # fmt: skip
             return self._submit(operation, prepared)
 
     def push_cache(
@@ -288,16 +234,9 @@ class RemoteOperations(OperationRunner):
         with Operation(self._running(), "push_cache") as operation:
             while not operation.done:
                 prepared = _push_cache(
-                    operation,
-                    src,
-                    dst,
-                    src_batch_index,
-                    size,
-                    num_tokens,
-                    ext_param,
-                    coalesce,
+                    operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
                     reinterpret,
-                )
+                )  # fmt: skip
                 self._execute(operation, prepared, timeout_ms)
 
     def plan_push_cache(
@@ -333,16 +272,9 @@ class RemoteOperations(OperationRunner):
         """Begin `push_cache` and return its task."""
         with Operation(self._running(), "push_cache") as operation:
             prepared = _push_cache(
-                operation,
-                src,
-                dst,
-                src_batch_index,
-                size,
-                num_tokens,
-                ext_param,
-                coalesce,
+                operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
                 reinterpret,
-            )
+            )  # fmt: skip
             return self._submit(operation, prepared)
 
     def push_blocks(
@@ -378,18 +310,9 @@ class RemoteOperations(OperationRunner):
         with Operation(self._running(), "push_blocks", speculative=True) as operation:
             while not operation.done:
                 prepared = _push_blocks(
-                    operation,
-                    src,
-                    dst,
-                    src_blocks,
-                    dst_blocks,
-                    num_tokens,
-                    src_token,
-                    dst_token,
-                    ext_param,
-                    coalesce,
-                    reinterpret,
-                )
+                    operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
+                    ext_param, coalesce, reinterpret,
+                )  # fmt: skip
                 self._execute(operation, prepared, timeout_ms)
 
     def plan_push_blocks(
@@ -409,18 +332,9 @@ class RemoteOperations(OperationRunner):
         """Plan `push_blocks` with the peer's own description; nothing moves."""
         operation = Operation(self._running(), "push_blocks")
         return _push_blocks(
-            operation,
-            src,
-            dst,
-            src_blocks,
-            dst_blocks,
-            num_tokens,
-            src_token,
-            dst_token,
-            ext_param,
-            coalesce,
-            reinterpret,
-        )[0]
+            operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
+            ext_param, coalesce, reinterpret,
+        )[0]  # fmt: skip
 
     def submit_push_blocks(
         self,
@@ -439,18 +353,9 @@ class RemoteOperations(OperationRunner):
         """Begin `push_blocks` and return its task."""
         with Operation(self._running(), "push_blocks") as operation:
             prepared = _push_blocks(
-                operation,
-                src,
-                dst,
-                src_blocks,
-                dst_blocks,
-                num_tokens,
-                src_token,
-                dst_token,
-                ext_param,
-                coalesce,
-                reinterpret,
-            )
+                operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
+                ext_param, coalesce, reinterpret,
+            )  # fmt: skip
             return self._submit(operation, prepared)
 
 

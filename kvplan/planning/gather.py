@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from kvplan.planning.axes import heads_of
 from kvplan.planning.blocks import Blocks
+from kvplan.planning.kinds import plan_to_blocks
+from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import Plan
-from kvplan.planning.planner import ALL_LAYERS, plan_to_blocks
 from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce
 from kvplan.planning.side import Described, Side, side
 from kvplan.status import invalid

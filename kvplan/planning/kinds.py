@@ -1,0 +1,342 @@
+"""The kinds of transfer (C2C, C2B, B2B): they check what is given, lay out slices, make the Plan.
+
+Rows that mean the same on both sides are copied as bytes; others are cut axis by axis.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvplan.inspection.units import plural
+from kvplan.planning.axes import BlockTables, cut, refuse_unlike, rows_are_alike, rows_differ
+from kvplan.planning.blocks import (
+    Blocks,
+    Indices,
+    block_table,
+    check_distinct,
+    check_indices,
+    sorted_pairs,
+)
+from kvplan.planning.layers import ALL_LAYERS, pair_views
+from kvplan.planning.plan import Kind, Operation, Plan
+from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
+from kvplan.planning.side import Described, Side, side, slot_index
+from kvplan.status import LLMException, invalid
+from kvplan.types import KvCacheExtParam
+from kvplan.validation import INT64_MAX, check_index, check_type, check_width
+
+
+def plan_slot_to_slot(
+    operation: Operation,
+    src: Described,
+    dst: Described,
+    src_batch_index: int | None,
+    dst_batch_index: int | None,
+    size: int,
+    src_offset: int,
+    dst_offset: int,
+    num_tokens: int | None,
+    ext_param: KvCacheExtParam,
+    how: Coalesce | bool,
+    reinterpret: bool,
+    by_layer: bool,
+) -> Plan:
+    """Plan C2C: `size` bytes of a slot, from an offset into each row on, or tokens of it."""
+    source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
+    target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
+    how = how if type(how) is Coalesce else _coalesce(how)
+    src_slot = slot_index("src_batch_index", src_batch_index, src, source)
+    dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
+    both = operation == "copy_cache"  # which has one offset
+    src_name, dst_name = ("offset", "offset") if both else ("src_offset", "dst_offset")
+    if num_tokens is not None or not _move_as_bytes(
+        source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
+    ):
+        for name, value, whole in (
+            ("size", size, -1), (src_name, src_offset, 0), (dst_name, dst_offset, 0)
+        ):  # fmt: skip
+            if value != whole:
+                raise invalid(
+                    f"{name}={value} must be {whole}: bytes do not say what is moved between rows "
+                    "that lie differently, or of num_tokens; give num_tokens alone"
+                )
+        tables = _slot_tables(source, target, src_slot, np.array([dst_slot]), num_tokens)
+        return _by_axes(
+            operation, "C2C", source, target, tables, ext_param, how, reinterpret=reinterpret
+        )
+    for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
+        if type(offset) is not int or not 0 <= offset < row.stride:
+            check_index(name, offset, row.stride)
+    if type(size) is not int:
+        check_type("size", size, int)
+    if size != -1 and size <= 0:
+        raise invalid(f"size={size} must be -1 or > 0")
+    # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
+    pulls = operation == "pull_cache"
+    rest = target.stride - dst_offset if pulls else source.stride - src_offset
+    nbytes = rest if size == -1 else size
+    if nbytes > source.stride - src_offset:
+        raise _too_long(size, nbytes, src_name, src_offset, "src", source)
+    if nbytes > target.stride - dst_offset:
+        raise _too_long(size, nbytes, dst_name, dst_offset, "dst", target)
+    segments = Segments.single(
+        src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
+    )
+    return _plan(operation, "C2C", source, target, segments, 1, nbytes, ext_param, how, reinterpret)
+
+
+def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
+    return invalid(
+        f"size={size}: {nbytes} bytes from {name}={offset} are out of range "
+        f"[1, {row.stride - offset}] of the {word} row of {row.stride} bytes"
+    )
+
+
+def _slot_tables(
+    source: Side, target: Side, slot: int, dst_rows: Indices, num_tokens: int | None
+) -> BlockTables:
+    """A slot as a table of one row; without `num_tokens`, as many as it and `dst_rows` hold."""
+    if num_tokens is None:
+        num_tokens = min(source.extent("token"), len(dst_rows) * target.extent("token"))
+    return BlockTables(np.array([slot]), dst_rows, num_tokens=num_tokens)
+
+
+def plan_to_blocks(
+    operation: Operation,
+    src: Described,
+    dst: Described,
+    src_blocks: Blocks | None,
+    dst_blocks: Blocks,
+    src_batch_index: int | None,
+    num_tokens: int | None,
+    src_token: int,
+    dst_token: int,
+    ext_param: KvCacheExtParam,
+    how: Coalesce | bool,
+    reinterpret: bool,
+    by_layer: bool,
+    heads: range | None = None,
+) -> Plan:
+    """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block.
+
+    Of the KV heads `heads` alone, where those are given.
+    """
+    target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
+    dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
+    check_distinct("dst_blocks", dst_table, target)
+    given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
+    paged = given.size > 0
+    source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
+    by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
+    if by_tokens:
+        for name, value in (("src_token", src_token), ("dst_token", dst_token)):
+            check_width(name, value, 0, INT64_MAX)
+        if num_tokens is not None:
+            check_width("num_tokens", num_tokens, 0, INT64_MAX)
+    if paged:
+        if src_batch_index is not None:  # only 0 will do
+            slot_index("src_batch_index", src_batch_index, src, source)
+        src_table = check_indices("src_blocks", given, source)
+        tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
+        return plan_block_to_block(
+            operation, source, target, tables, ext_param, how, reinterpret, by_layer, heads
+        )
+
+    how = how if type(how) is Coalesce else _coalesce(how)
+    slot = slot_index("src_batch_index", src_batch_index, src, source)
+    if (
+        by_tokens
+        or heads is not None
+        or not _move_as_bytes(
+            source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
+        )
+    ):
+        row, block = source.extent("token"), target.extent("token")
+        if not by_tokens and (len(dst_table) - 1) * block >= row:
+            raise invalid(
+                f"dst_blocks has {plural(len(dst_table), 'block')} of {plural(block, 'token')}; "
+                f"the src row of {plural(row, 'token')} fills at most {-(-row // block)}"
+            )
+        tables = _slot_tables(source, target, slot, dst_table, num_tokens)
+        tables = tables._replace(src_token=src_token, dst_token=dst_token)
+        return _by_axes(
+            operation, "C2B", source, target, tables, ext_param, how, heads, reinterpret
+        )
+    starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
+    if int(starts[-1]) >= source.stride:
+        raise invalid(
+            f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
+            f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
+        )
+    segments = Segments.adopt(
+        (starts + slot * source.stride).view(np.uint64),
+        (dst_table * target.stride).view(np.uint64),
+        np.minimum(source.stride - starts, target.stride).view(np.uint64),
+        merged=how is not Coalesce.NONE,
+    )
+    nbytes = min(source.stride, len(dst_table) * target.stride)
+    tables = BlockTables(np.array([slot]), dst_table)
+    return _plan(
+        operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how,
+        reinterpret, tables,
+    )  # fmt: skip
+
+
+def plan_block_to_block(
+    operation: Operation,
+    source: Side,
+    target: Side,
+    tables: BlockTables,
+    ext_param: KvCacheExtParam,
+    how: Coalesce | bool,
+    reinterpret: bool,
+    by_layer: bool,
+    heads: range | None = None,
+) -> Plan:
+    """Plan B2B between checked tables: block `tables.src[i]` to block `tables.dst[i]`."""
+    how = how if type(how) is Coalesce else _coalesce(how)
+    if (
+        heads is not None
+        or tables.num_tokens is not None
+        or tables.src_token
+        or tables.dst_token
+        or not _move_as_bytes(
+            source, target, ext_param, by_layer, chunked=False, reinterpret=reinterpret
+        )
+    ):
+        return _by_axes(
+            operation, "B2B", source, target, tables, ext_param, how, heads, reinterpret
+        )
+    if source.stride != target.stride:
+        raise invalid(
+            f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be "
+            "equal"
+        )
+    src_table, dst_table = tables.src, tables.dst
+    if len(src_table) != len(dst_table):
+        raise invalid(
+            f"src_blocks has {plural(len(src_table), 'block')} and dst_blocks "
+            f"{len(dst_table)}; they must be of equal length"
+        )
+    num_blocks, stride = len(src_table), target.stride
+    if num_blocks == 1:
+        segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
+    else:
+        if how is Coalesce.SORTED:
+            src_table, dst_table = sorted_pairs(src_table, dst_table)
+        segments = Segments.adopt(
+            (src_table * stride).view(np.uint64),
+            (dst_table * stride).view(np.uint64),
+            np.full(num_blocks, stride, dtype=np.uint64),
+            merged=how is not Coalesce.NONE,
+        )
+    nbytes = num_blocks * stride
+    return _plan(
+        operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how,
+        reinterpret, tables,
+    )  # fmt: skip
+
+
+def _move_as_bytes(
+    source: Side,
+    target: Side,
+    ext_param: KvCacheExtParam,
+    by_layer: bool,
+    *,
+    chunked: bool,
+    reinterpret: bool,
+) -> bool:
+    """Whether rows are copied as bytes; otherwise axis by axis."""
+    if source.meaning == target.meaning and source.is_plain:
+        return True
+    if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):
+        return False
+    # Rows of several layers, of which some are moved, or one after the other, are cut.
+    return source.extent("layer") == 1 or not (
+        by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
+    )
+
+
+def _by_axes(
+    operation: Operation,
+    kind: Kind,
+    source: Side,
+    target: Side,
+    tables: BlockTables,
+    ext_param: KvCacheExtParam,
+    how: Coalesce,
+    heads: range | None = None,
+    reinterpret: bool = False,
+) -> Plan:
+    """Plan what both sides have, axis by axis; elements of another type only if as wide."""
+    src_type, dst_type = source.data_type, target.data_type
+    if src_type is not dst_type and None not in (source.layout, target.layout):
+        assert src_type is not None  # a layout comes with one
+        assert dst_type is not None
+        if not reinterpret or src_type.bits != dst_type.bits:
+            refuse_unlike("data type", source, target)
+    segments, split, num_slices = cut(source, target, tables, how, heads)
+    plan = _plan(
+        operation, kind, source, target, segments, num_slices, segments.total_nbytes, ext_param,
+        how, False, tables, split,
+    )  # fmt: skip
+    if src_type is not dst_type:
+        vars(plan).update(reinterpret=True)
+    return plan
+
+
+def _plan(
+    operation: Operation,
+    kind: Kind,
+    source: Side,
+    target: Side,
+    segments: Segments,
+    num_slices: int,
+    nbytes_per_tensor: int,
+    ext_param: KvCacheExtParam,
+    how: Coalesce,
+    reinterpret: bool,
+    tables: BlockTables | None = None,
+    split: tuple[str, ...] = (),
+) -> Plan:
+    per_layer = source.usual_tensors_per_layer
+    if (
+        ext_param is ALL_LAYERS
+        and not split
+        and per_layer is not None
+        and source.num_tensors == target.num_tensors
+        and source.meaning == target.meaning
+    ):  # almost always: all layers of two caches that are alike
+        src_views = dst_views = range(source.num_tensors)
+    else:
+        src_views, dst_views, per_layer = pair_views(
+            source, target, ext_param, split, as_bytes=reinterpret
+        )
+    plan = Plan.__new__(Plan)
+    # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
+    vars(plan).update(
+        operation=operation,
+        kind=kind,
+        src=source,
+        dst=target,
+        src_tensors=src_views,
+        dst_tensors=dst_views,
+        tensors_per_layer=per_layer,
+        segments=segments,
+        num_slices=num_slices,
+        coalesce=how,
+        split=split,
+        # Said only of a plan that could not be made otherwise.
+        reinterpret=reinterpret and rows_differ(source, target, chunked=kind != "B2B"),
+        tables=tables,
+        # What a plan made otherwise has to sum.
+        nbytes_per_tensor=nbytes_per_tensor,
+        nbytes=len(src_views) * nbytes_per_tensor,
+    )
+    return plan
+
+
+def _coalesce(how: Coalesce | bool) -> Coalesce:
+    if isinstance(how, bool):
+        return DEFAULT_COALESCE if how else Coalesce.NONE
+    return check_type("coalesce", how, Coalesce)

@@ -1,0 +1,210 @@
+"""The layers of a transfer: which views of both sides are paired."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvplan.planning.side import Side
+from kvplan.status import invalid
+from kvplan.types import DEFAULT_TENSORS_PER_LAYER, KvCacheExtParam, LayerRange
+from kvplan.validation import check_type, shown
+
+ALL_LAYERS = KvCacheExtParam()
+
+MAX_TENSORS_PER_LAYER = 255
+"""The reference's field is a uint8."""
+
+
+def pair_views(
+    src: Side,
+    dst: Side,
+    ext_param: KvCacheExtParam,
+    split: tuple[str, ...] = (),
+    *,
+    as_bytes: bool = False,
+) -> tuple[range, range, int]:
+    """Return the views of a transfer, two ranges of one length, and how many are one layer.
+
+    A view is a tensor, or a part of one; see `Side.locate`, for `split` too.
+
+    Layer range i..j selects the views i*t up to (j+1)*t, t views a layer: what the layouts say,
+    `tensor_num_per_layer`, or 2. With no range, all layers that both sides have are taken: by their
+    number in the model where there are shards, otherwise both must have as many. A range on one
+    side goes with all layers of the other, if their numbers agree.
+
+    Args:
+        as_bytes: whether tensors are paired whatever layouts and shards say; with no range,
+            tensor_num_per_layer only groups them then, and the last layer may be short.
+
+    Raises:
+        TypeError: ext_param, a range or tensor_num_per_layer of another type.
+        LLMException: LLM_PARAM_INVALID for a step other than 1, an empty range, layers that a
+            cache does not have, ranges of unequal length or of other layers of the model,
+            tensor_num_per_layer outside [1, num_tensors], not dividing the number of tensors, or
+            not what the layout says.
+    """
+    if type(ext_param) is not KvCacheExtParam:
+        check_type("ext_param", ext_param, KvCacheExtParam)
+    given = ext_param.tensor_num_per_layer
+    if given is not None and type(given) is not int:
+        check_type("tensor_num_per_layer", given, int)
+    src_given, dst_given = ext_param.src_layer_range, ext_param.dst_layer_range
+    src_layers = None if src_given is None else _layers("src_layer_range", src_given)
+    dst_layers = None if dst_given is None else _layers("dst_layer_range", dst_given)
+    ranged = src_layers is not None or dst_layers is not None
+    per_layer = _views_per_layer(src, dst, given, split, as_bytes, ranged)
+    num_src, num_dst = (it.num_views(split) if split else it.num_tensors for it in (src, dst))
+    known = src.data_type is not None is not dst.data_type
+    sharded = known and not as_bytes and (_has_layers(src) or _has_layers(dst))
+    if not ranged and not sharded:
+        if num_src != num_dst:
+            raise invalid(
+                f"src num_tensors={src.num_tensors} and dst num_tensors={dst.num_tensors} must be "
+                "equal where no layer range is given"
+            )
+        return range(num_src), range(num_dst), per_layer
+    src_range = _checked("src_layer_range", src_layers, src, num_src // per_layer, per_layer)
+    dst_range = _checked("dst_layer_range", dst_layers, dst, num_dst // per_layer, per_layer)
+    if sharded:
+        src_range, dst_range = _in_model(
+            src, dst, src_range, dst_range, src_layers is not None, dst_layers is not None
+        )
+    if len(src_range) != len(dst_range):
+        raise invalid(
+            f"src_layer_range={src_range} and dst_layer_range={dst_range} must be of equal length"
+        )
+    return _views(src_range, per_layer), _views(dst_range, per_layer), per_layer
+
+
+def _has_layers(side: Side) -> bool:
+    return side.shard is not None and side.shard.layers is not None
+
+
+def _views_per_layer(
+    src: Side,
+    dst: Side,
+    given: int | None,
+    split: tuple[str, ...],
+    as_bytes: bool,
+    ranged: bool,
+) -> int:
+    """How many views are one layer, on both sides."""
+    said = {}
+    for name, it in () if as_bytes else (("src", src), ("dst", dst)):
+        kv = it.extent("kv") if "kv" in split else 1
+        tensors = it.said_tensors_per_layer(name, None if given is None or kv > 1 else given)
+        if tensors is not None:
+            said[name] = tensors * kv
+    if len(said) == 2 and said["src"] != said["dst"]:
+        raise invalid(
+            f"a layer is {said['src']} of K and V at src, {src}, and {said['dst']} at dst, {dst}"
+        )
+    if said:
+        per_layer = next(iter(said.values()))
+    elif given is not None:
+        per_layer = given
+    else:
+        # The default passes on a cache of one tensor: it was not asked for.
+        per_layer = min(DEFAULT_TENSORS_PER_LAYER, src.num_tensors, dst.num_tensors)
+    for name, it in (("src", src), ("dst", dst)):
+        most = it.num_views(split) if split else it.num_tensors
+        if not 1 <= per_layer <= min(most, MAX_TENSORS_PER_LAYER):
+            raise invalid(
+                f"tensor_num_per_layer={per_layer} is out of range "
+                f"[1, {min(most, MAX_TENSORS_PER_LAYER)}] of the {name} cache"
+            )
+        if most % per_layer and (ranged or not as_bytes):
+            raise invalid(
+                f"tensor_num_per_layer={per_layer}{'' if given else ' (the default)'} must divide "
+                f"the {most} tensors of the {name} cache; give it, or a layout that says it"
+            )
+    return per_layer
+
+
+def _in_model(
+    src: Side, dst: Side, src_range: range, dst_range: range, src_given: bool, dst_given: bool
+) -> tuple[range, range]:
+    """Cut local layers of both sides to those that are the same in the model."""
+    (of_src, src_total), (of_dst, dst_total) = (
+        _model_layers(it, local) for it, local in ((src, src_range), (dst, dst_range))
+    )
+    # With a range, what is not said by a shard is not known.
+    said = _has_layers(src) and _has_layers(dst)
+    if src_total != dst_total and (said or not (src_given or dst_given)):
+        raise invalid(
+            f"src and dst differ in axis layer, how many the model has: src is {src}, of "
+            f"{src_total}; dst is {dst}, of {dst_total}"
+        )
+    if src_given and dst_given and of_src != of_dst:
+        raise invalid(
+            f"src_layer_range={src_range} is {of_src} of the model, and dst_layer_range="
+            f"{dst_range} is {of_dst}; they must be the same layers"
+        )
+    both = range(max(of_src.start, of_dst.start), min(of_src.stop, of_dst.stop))
+    if not both:
+        raise invalid(
+            f"src has layers {of_src.start}..{of_src.stop - 1} of the model and dst "
+            f"{of_dst.start}..{of_dst.stop - 1}: none in common"
+        )
+    for name, given, part in (("src", src_given, of_src), ("dst", dst_given, of_dst)):
+        if given and part != both:
+            raise invalid(
+                f"{name}_layer_range is {part} of the model, of which the other side has only "
+                f"{both}"
+            )
+    src_shift, dst_shift = src_range.start - of_src.start, dst_range.start - of_dst.start
+    return (
+        range(both.start + src_shift, both.stop + src_shift),
+        range(both.start + dst_shift, both.stop + dst_shift),
+    )
+
+
+def _model_layers(side: Side, local: range) -> tuple[range, int | None]:
+    """The numbers in the model of a cache's layers `local`, and how many the model has."""
+    shard = side.shard
+    if shard is None or shard.layers is None:
+        return local, local.stop
+    first = shard.layers.start
+    return range(local.start + first, local.stop + first), shard.num_layers
+
+
+def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
+    """Return the src tensors of a transfer, as `pair_views` does."""
+    check_type("ext_param", ext_param, KvCacheExtParam)
+    alike = replace(ext_param, dst_layer_range=ext_param.src_layer_range)
+    return pair_views(src, src, alike)[0]
+
+
+def _layers(name: str, given: LayerRange) -> range | None:
+    """The half-open range that `given` means, or None for all layers."""
+    match given:
+        case range():
+            if given.step != 1:
+                raise invalid(f"{name}={given} has step {given.step}; the step must be 1")
+            return given
+        case (first, last):
+            check_type(f"{name}[0]", first, int)
+            check_type(f"{name}[1]", last, int)
+            if first == last == -1:
+                return None
+            return range(first, last + 1)
+        case _:
+            raise TypeError(f"{name}={shown(given)} must be a range, a pair (first, last) or None")
+
+
+def _checked(
+    name: str, layers: range | None, cache: Side, num_layers: int, per_layer: int
+) -> range:
+    """The local layers that are meant, of those that `cache` has."""
+    if layers is None:
+        return range(num_layers)
+    if not layers or layers.start < 0 or layers.stop > num_layers:
+        raise invalid(
+            f"{name}={layers} is {'out of range' if layers else 'empty; it must hold a layer of'} "
+            f"[0, {num_layers}): {num_layers * per_layer} tensors, {per_layer} a layer"
+        )
+    return layers
+
+
+def _views(layers: range, per_layer: int) -> range:
+    return range(layers.start * per_layer, layers.stop * per_layer)
