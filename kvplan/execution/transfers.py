@@ -309,10 +309,11 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
         dst_tensors, dst_starts = plan.dst.locate(
             plan.dst_tensors, plan.split, plan.tensors_per_layer
         )
-        src_bases, dst_bases = src.addresses[src_tensors], dst.addresses[dst_tensors]
-        # As many views of a tensor come one after the other as it has.
-        read, written = _without_repeats(src_bases), _without_repeats(dst_bases)
-        src_bases, dst_bases = src_bases + src_starts, dst_bases + dst_starts
+        # Each tensor once, however many views it has; one that is given twice is two.
+        read = src.addresses[_without_repeats(src_tensors)]
+        written = dst.addresses[_without_repeats(dst_tensors)]
+        src_bases = src.addresses[src_tensors] + src_starts
+        dst_bases = dst.addresses[dst_tensors] + dst_starts
     segments = plan.segments
     descriptors = lower(
         segments.src_offsets,
@@ -334,9 +335,9 @@ def bind(plan: Plan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -
     return descriptors
 
 
-def _without_repeats(addresses: Addresses) -> Addresses:
-    """The addresses, each once."""
-    ordered = np.sort(addresses)
+def _without_repeats(tensors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers of tensors, each once."""
+    ordered = np.sort(tensors)
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 
