@@ -11,6 +11,8 @@ import math
 from typing import Any, NamedTuple
 
 from kvplan.status import invalid
+from kvplan.types import MAX_DIMS
+from kvplan.validation import UINT64_MAX
 
 
 class _Tensor(ctypes.Structure):
@@ -109,12 +111,21 @@ def read_dlpack(name: str, given: Any) -> Exported:
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     else:
         raise invalid(f"{name}: __dlpack__ gave {capsule!r}, which is no DLPack capsule")
-    shape = tuple(tensor.shape[: tensor.ndim])
+    if not 0 <= tensor.ndim <= MAX_DIMS or (tensor.ndim and not tensor.shape):
+        raise invalid(
+            f"{name} has {tensor.ndim} dimensions{'' if tensor.shape else ' and no shape'} by "
+            f"DLPack; allowed are [0, {MAX_DIMS}]"
+        )
+    shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
     strides = tensor.strides[: tensor.ndim] if tensor.strides else _c_strides(shape)
+    if not tensor.data:
+        address = 0  # whatever the offset
+    elif (address := tensor.data + tensor.byte_offset) > UINT64_MAX:
+        raise invalid(f"{name} has byte_offset={tensor.byte_offset}, beyond all addresses")
     bits = 8 if flags & _PADDED and tensor.bits < 8 else tensor.bits
     return Exported(
         capsule,
-        (tensor.data or 0) + tensor.byte_offset,
+        address,
         shape,
         tuple(strides),
         bits * tensor.lanes,
@@ -139,7 +150,7 @@ def _capsule(name: str, given: Any) -> object:
             return given.__dlpack__(max_version=_MAX_VERSION)
         except TypeError:  # it does not know that argument
             return given.__dlpack__()
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         raise invalid(
             f"{name}: {type(given).__name__} does not hand out its memory: {error}"
         ) from error

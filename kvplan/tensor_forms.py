@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 
 from kvplan.dlpack import read_dlpack
 from kvplan.layout import CacheLayout, Shard
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import check_type, shown
+from kvplan.validation import UINT64_MAX, check_type, shown
 
 # Types with a twin in NumPy. QINT8 and the like are marks on integers.
 _TWINS: dict[DataType, np.dtype[Any]] = {
@@ -235,7 +236,13 @@ def read_form(name: str, given: Any) -> TensorForm:
             f"{name} must be an array (NumPy, torch, DLPack or buffer protocol), not "
             f"{type(given).__name__}"
         ) from None
+    except (AttributeError, BufferError, OverflowError, RuntimeError, ValueError) as error:
+        raise _withheld(name, given, error) from error
     return _of_array(name, array)
+
+
+def _withheld(name: str, given: Any, error: Exception) -> LLMException:
+    return invalid(f"{name}: {type(given).__name__} does not hand out its memory: {error}")
 
 
 def _of_array(name: str, array: NDArray[Any]) -> TensorForm:
@@ -267,18 +274,22 @@ def _of_array(name: str, array: NDArray[Any]) -> TensorForm:
 
 def _of_torch(name: str, given: Any) -> TensorForm:
     try:
-        address, strides, width = given.data_ptr(), given.stride(), given.element_size()
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # sparse, or without memory
+        address, width = index(given.data_ptr()), index(given.element_size())
+        shape, strides = tuple(map(index, given.shape)), tuple(map(index, given.stride()))
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # sparse, or a fake
+        raise _withheld(name, given, error) from error
+    if len(shape) != len(strides) or width < 0 or not 0 <= address <= UINT64_MAX:
         raise invalid(
-            f"{name}: {type(given).__name__} does not hand out its memory: {error}"
-        ) from error
+            f"{name}: {type(given).__name__} says shape {shape}, strides {strides}, elements of "
+            f"{width} bytes and address {address}, which no tensor has"
+        )
     device = str(getattr(given, "device", "cpu"))
     return TensorForm(
         name,
-        tuple(map(int, given.shape)),
-        tuple(map(int, strides)),
+        shape,
+        strides,
         8 * width,
-        given.dtype,
+        getattr(given, "dtype", None),
         address,
         False,
         "" if device.partition(":")[0] == "cpu" else f"device {device}",
@@ -431,9 +442,12 @@ def _gap_text(form: TensorForm, layout: CacheLayout | None) -> str:
     apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
     axis = "" if layout is None else layout.axes[dim]
     things = _PLURALS.get(axis, f"{axis}s") if axis else f"elements along dimension {dim}"
+    if apart <= 0:
+        way = "run backwards" if apart else "are all the same memory"
+        return f"its {things} {way}; give a tensor whose elements each have their own, in order"
     text = f"its {things} lie {apart} bytes apart and have {own}"
     if apart < own:
-        return f"{text}: they share memory, or run backwards; give a tensor that does not"
+        return f"{text}: they share memory; give a tensor that does not"
     between, odd = divmod(apart, own)
     names = () if layout is None else layout.axes
     missing = [

@@ -14,7 +14,8 @@ from kvplan.engine.runner import Operation, OperationRunner
 from kvplan.engine.transfers import has_blocks
 from kvplan.execution.memory import HostMemory
 from kvplan.planning.groups import GroupPlan, check_group_name
-from kvplan.planning.planner import ALL_LAYERS, plan_pull_blocks, plan_push_blocks
+from kvplan.planning.layers import ALL_LAYERS
+from kvplan.planning.planner import plan_pull_blocks, plan_push_blocks
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex, KvCacheExtParam

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from threading import RLock
 from types import TracebackType
-from typing import Self, cast
+from typing import NamedTuple, Protocol, Self, cast
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -278,7 +278,23 @@ def execute(plan: AnyPlan, src: Memory, dst: Memory, timeout_ms: float | None = 
     default_transfers().execute(plan, src, dst, timeout_ms)
 
 
-def bind(plan: AnyPlan, src: TensorMemory, dst: TensorMemory, *, one_space: bool) -> Descriptors:
+class Bindable(Protocol):
+    """What of a `TensorMemory` descriptors are made from."""
+
+    @property
+    def addresses(self) -> Addresses:
+        """See `TensorMemory`."""
+
+    @property
+    def nbytes(self) -> Addresses:
+        """See `TensorMemory`."""
+
+    @property
+    def writable(self) -> bool:
+        """See `TensorMemory`."""
+
+
+def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
     """Return the descriptors of `plan` between two memories.
 
     Args:
@@ -288,37 +304,23 @@ def bind(plan: AnyPlan, src: TensorMemory, dst: TensorMemory, *, one_space: bool
         LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
             ranges of it overlap so that the result would depend on the order of the copies.
     """
-    if not dst.writable:
-        raise invalid("dst is read-only")
     if isinstance(plan, GroupPlan):
         return _bind_groups(plan, src, dst, one_space)
     for name, side, memory in (("src", plan.src, src), ("dst", plan.dst, dst)):
-        _check_number(name, memory, side.num_tensors)
-    return _bind(plan, src.addresses, src.nbytes, dst.addresses, dst.nbytes, one_space)
-
-
-def _check_number(name: str, memory: TensorMemory, needed: int) -> None:
-    if len(memory.addresses) != needed:
-        raise invalid(f"{name} has {len(memory.addresses)} tensors; the plan needs {needed}")
-
-
-def _bind(
-    plan: Plan,
-    src: Addresses,
-    src_nbytes: Addresses,
-    dst: Addresses,
-    dst_nbytes: Addresses,
-    one_space: bool,
-) -> Descriptors:
-    """`bind`, between the tensors at `src` and `dst`."""
-    for name, side, sizes in (("src", plan.src, src_nbytes), ("dst", plan.dst, dst_nbytes)):
-        needed = side.tensor_nbytes
-        if (short := first_below(sizes, needed)) >= 0:
+        if len(memory.addresses) != side.num_tensors:
             raise invalid(
-                f"{name} tensor {short} has {int(sizes[short])} bytes; the plan needs {needed}"
+                f"{name} has {len(memory.addresses)} tensors; the plan needs {side.num_tensors}"
             )
-    src_bases = src[plan.src_tensors.start : plan.src_tensors.stop]
-    dst_bases = dst[plan.dst_tensors.start : plan.dst_tensors.stop]
+        needed = side.tensor_nbytes
+        if (short := first_below(memory.nbytes, needed)) >= 0:
+            raise invalid(
+                f"{name} tensor {short} has {int(memory.nbytes[short])} bytes; the plan needs "
+                f"{needed}"
+            )
+    if not dst.writable:
+        raise invalid("dst is read-only")
+    src_bases = src.addresses[plan.src_tensors.start : plan.src_tensors.stop]
+    dst_bases = dst.addresses[plan.dst_tensors.start : plan.dst_tensors.stop]
     read, written = src_bases, dst_bases
     if plan.split:  # views lie next to one another in a tensor
         src_tensors, src_starts = plan.src.locate(
@@ -327,10 +329,11 @@ def _bind(
         dst_tensors, dst_starts = plan.dst.locate(
             plan.dst_tensors, plan.split, plan.tensors_per_layer
         )
-        src_bases, dst_bases = src[src_tensors], dst[dst_tensors]
-        # As many views of a tensor come one after the other as it has.
-        read, written = _without_repeats(src_bases), _without_repeats(dst_bases)
-        src_bases, dst_bases = src_bases + src_starts, dst_bases + dst_starts
+        # Each tensor once, however many views it has; one that is given twice is two.
+        read = src.addresses[_without_repeats(src_tensors)]
+        written = dst.addresses[_without_repeats(dst_tensors)]
+        src_bases = src.addresses[src_tensors] + src_starts
+        dst_bases = dst.addresses[dst_tensors] + dst_starts
     segments = plan.segments
     descriptors = lower(
         segments.src_offsets,
@@ -352,30 +355,37 @@ def _bind(
     return descriptors
 
 
-def _bind_groups(
-    plan: GroupPlan, src: TensorMemory, dst: TensorMemory, one_space: bool
-) -> Descriptors:
+class _Tensors(NamedTuple):
+    """Some of the tensors of a memory."""
+
+    addresses: Addresses
+    nbytes: Addresses
+    writable: bool
+
+    @classmethod
+    def of(cls, memory: Bindable, first: int, count: int) -> _Tensors:
+        part = slice(first, first + count)
+        return cls(memory.addresses[part], memory.nbytes[part], memory.writable)
+
+
+def _bind_groups(plan: GroupPlan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
     """`bind`, of tensors of one group after another: one array of descriptors."""
     parts = [*plan.parts()]
     for name, memory in (("src", src), ("dst", dst)):
-        _check_number(name, memory, sum(getattr(it.plan, name).num_tensors for it in parts))
-    columns = []
-    for name, part, _, first_src, first_dst in parts:
-        theirs = slice(first_src, first_src + part.src.num_tensors)
-        ours = slice(first_dst, first_dst + part.dst.num_tensors)
-        try:
-            bound = _bind(
-                part,
-                src.addresses[theirs],
-                src.nbytes[theirs],
-                dst.addresses[ours],
-                dst.nbytes[ours],
-                one_space,
+        needed = sum(getattr(it.plan, name).num_tensors for it in parts)
+        if len(memory.addresses) != needed:
+            raise invalid(
+                f"{name} has {len(memory.addresses)} tensors; the groups of the plan need {needed}"
             )
+    columns = []
+    for name, part, _, src_tensor, dst_tensor in parts:
+        theirs = _Tensors.of(src, src_tensor, part.src.num_tensors)
+        ours = _Tensors.of(dst, dst_tensor, part.dst.num_tensors)
+        try:
+            bound = bind(part, theirs, ours, one_space=one_space)
         except LLMException as error:
-            raise LLMException(
-                f"group {name}: {error.args[0]}", status_code=error.status_code
-            ) from None
+            text = f"group {name}: {error.args[0]}"
+            raise LLMException(text, status_code=error.status_code) from None
         columns.append((bound.dst, bound.src, bound.nbytes))
     descriptors = Descriptors.from_columns(*map(np.concatenate, zip(*columns, strict=True)))
     # As of one plan: whether whole tensors of two groups overlap, and only then which bytes.
@@ -389,9 +399,9 @@ def _bind_groups(
     return descriptors
 
 
-def _without_repeats(addresses: Addresses) -> Addresses:
-    """The addresses, each once."""
-    ordered = np.sort(addresses)
+def _without_repeats(tensors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers of tensors, each once."""
+    ordered = np.sort(tensors)
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 

@@ -81,6 +81,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
             source.rows_are_whole
             and target.rows_are_whole
             and heads_of(source) == heads_of(target)
+            and _layers_inside(source) == _layers_inside(target)
             and _row_signature(source, chunked) == _row_signature(target, chunked)
         )
     if source.label is not None and target.label is not None and source.label != target.label:
@@ -100,6 +101,16 @@ def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
         return not rows_are_alike(source, target, chunked=chunked, reinterpret=False)
     except LLMException:
         return True
+
+
+def _layers_inside(side: Side) -> tuple[range, int | None] | None:
+    """The layers of the model that rows hold together; None: a row has one."""
+    shard, inside = side.shard, side.extent("layer")
+    if inside == 1:
+        return None
+    if shard is not None and shard.layers is not None:
+        return shard.layers, shard.num_layers
+    return range(side.num_tensors * inside), None
 
 
 def _row_signature(side: Side, chunked: bool, *, named: bool = True) -> tuple[object, ...]:

@@ -76,6 +76,13 @@ def plan_gather(
         rank = wanted.heads.start // len(wanted.heads)
     check_width("rank", check_type("rank", rank, int), 0, INT64_MAX)
     parts = [_part_of(f"sources[{i}]", it) for i, it in enumerate(sides)]
+    for index, (source, part) in enumerate(zip(sides, parts, strict=True)):
+        totals = [_num_layers(it, own) for it, own in ((source, part), (target, wanted))]
+        if totals[0] != totals[1]:
+            raise invalid(
+                f"sources[{index}] and dst differ in how many layers the model has, {totals[0]} "
+                f"and {totals[1]}: sources[{index}] is {source}; dst is {target}"
+            )
     plans: list[Plan | None] = []
     for index, share in enumerate(_shares(parts, wanted, rank)):
         if share is None:
@@ -118,9 +125,21 @@ def _part_of(name: str, cache: Side) -> _Part:
         )
     layers = cache.shard.layers if cache.shard is not None else None
     if layers is None:
-        per_layer = cache.said_tensors_per_layer(name, None) or 2
+        per_layer = cache.usual_tensors_per_layer
+        if per_layer is None:
+            raise invalid(
+                f"{name} has {cache.num_tensors} tensors, which are no layers of keys and values: "
+                f"{cache}; give its CacheDesc a shard, or a kv_tensor_format that says what they "
+                "are"
+            )
         layers = range(cache.num_tensors * cache.extent("layer") // per_layer)
     return _Part(layers, heads_of(cache)[0])
+
+
+def _num_layers(cache: Side, part: _Part) -> int:
+    """How many layers the model has; a cache without a shard has all."""
+    known = cache.shard.num_layers if cache.shard is not None else None
+    return len(part.layers) if known is None else known
 
 
 def _shares(parts: list[_Part], wanted: _Part, rank: int) -> list[_Part | None]:

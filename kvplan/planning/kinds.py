@@ -93,12 +93,20 @@ def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Si
 
 
 def _slot_tables(
-    source: Side, target: Side, slot: int, dst_rows: Indices, num_tokens: int | None
+    source: Side,
+    target: Side,
+    slot: int,
+    dst_rows: Indices,
+    num_tokens: int | None,
+    src_token: int = 0,
+    dst_token: int = 0,
 ) -> BlockTables:
     """A slot as a table of one row; without `num_tokens`, as many as it and `dst_rows` hold."""
-    if num_tokens is None:
-        num_tokens = min(source.extent("token"), len(dst_rows) * target.extent("token"))
-    return BlockTables(np.array([slot]), dst_rows, num_tokens=num_tokens)
+    if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
+        src_has = source.extent("token") - src_token
+        dst_has = len(dst_rows) * target.extent("token") - dst_token
+        num_tokens = max(1, min(src_has, dst_has))
+    return BlockTables(np.array([slot]), dst_rows, src_token, dst_token, num_tokens)
 
 
 def plan_to_blocks(
@@ -157,8 +165,7 @@ def plan_to_blocks(
                 f"dst_blocks has {plural(len(dst_table), 'block')} of {plural(block, 'token')}; "
                 f"the src row of {plural(row, 'token')} fills at most {-(-row // block)}"
             )
-        tables = _slot_tables(source, target, slot, dst_table, num_tokens)
-        tables = tables._replace(src_token=src_token, dst_token=dst_token)
+        tables = _slot_tables(source, target, slot, dst_table, num_tokens, src_token, dst_token)
         return _by_axes(
             operation, "C2B", source, target, tables, ext_param, how, heads, reinterpret
         )

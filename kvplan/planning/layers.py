@@ -99,6 +99,8 @@ def _views_per_layer(
         raise invalid(
             f"a layer is {said['src']} of K and V at src, {src}, and {said['dst']} at dst, {dst}"
         )
+    if len(said) == 1 and given is None:
+        _check_not_latents(src, dst)
     if said:
         per_layer = next(iter(said.values()))
     elif given is not None:
@@ -119,6 +121,20 @@ def _views_per_layer(
                 f"the {most} tensors of the {name} cache; give it, or a layout that says it"
             )
     return per_layer
+
+
+def _check_not_latents(src: Side, dst: Side) -> None:
+    """Refuse latents (MLA), a tensor a layer, with one head's keys and values, perhaps two."""
+    for it, other in ((src, dst), (dst, src)):
+        own, theirs = (() if side.layout is None else side.layout.axes for side in (it, other))
+        latents = bool(own) and "head" not in own and "kv" not in own and "state" not in own
+        apart = "head" in theirs and "kv" not in theirs
+        if latents and apart and not _has_layers(it) and not _has_layers(other):
+            raise invalid(
+                f"src and dst differ in axis head: src is {src}; dst is {dst}. Keys and values of "
+                "one head have two tensors a layer, latents one: give both caches one layout, or "
+                "tensor_num_per_layer"
+            )
 
 
 def _in_model(

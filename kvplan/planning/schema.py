@@ -312,7 +312,9 @@ def check_invariants(plan: Plan) -> None:
             )
         if tensors.start % t or (tensors.stop % t and tensors.stop != views):
             raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
-        if plan.split and (views % t or t % (side.extent("kv") if "kv" in plan.split else 1)):
+        kv = side.extent("kv") if "kv" in plan.split else 1
+        # A tensor's layers are all of it: views of one layer are those of so many whole tensors.
+        if plan.split and (side.num_tensors * kv % t or t % kv):
             raise invalid(
                 f"tensors_per_layer={t} of {views} views, split={plan.split}: they are not layers"
             )

@@ -158,6 +158,31 @@ def test_a_field_out_of_its_bounds_refuses_the_whole_frame(changed: dict[str, ob
         decode(frame)
 
 
+@pytest.mark.parametrize(
+    "shard",
+    [
+        {"layers": [0, 2**32, 4], "heads": None},
+        {"layers": [-1, 2, 4], "heads": None},
+        {"layers": [0, 2], "heads": None},
+        {"layers": [0, 2, 4, 8], "heads": None},
+        {"layers": [0, 2.5, 4], "heads": None},
+        {"layers": None, "heads": "all"},
+        {"layers": None},
+        {"layers": None, "heads": None, "dims": None},
+        [None, None],
+        0,
+    ],
+    ids=repr,
+)
+def test_a_shard_out_of_its_bounds_refuses_the_whole_frame(shard: object) -> None:
+    (table,) = (it for it in BODIES if isinstance(it, Table))
+    fields = msgspec.to_builtins(table, builtin_types=(bytes,))
+    fields["entries"][0]["shard"] = shard
+    frame = bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((0, 0, fields))
+    with pytest.raises(Undecodable, match="shard"):
+        decode(frame)
+
+
 def test_a_request_cannot_be_a_reply() -> None:
     with pytest.raises(Undecodable, match="request and a reply"):
         decode(encode(Ping(), seq=1, reply_to=1))

@@ -1,11 +1,13 @@
 """Memory that overlaps: accepted if and only if no order of the copies changes the result."""
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, LLMException
+from kvplan import CacheDesc, Coalesce, DataType, LLMException, Shard
+from tests.support.refusals import refused
 
 ROWS, ROW, TENSORS = 3, 4, 2
 DESC = CacheDesc(TENSORS, (ROWS, ROW), DataType.DT_UINT8)
@@ -68,3 +70,20 @@ def test_what_depends_on_the_order_is_refused_and_nothing_else(
         for s, d in copies:
             expected[d : d + ROW] = before[s : s + ROW]
     np.testing.assert_array_equal(heap, expected)
+
+
+@pytest.mark.parametrize("axes", ["block kv token head dim", "block layer token head dim"])
+def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
+    """Keys and values, or two layers, of one tensor go to two, which by mistake are the same."""
+    shard = Shard(range(2), None, 2) if "layer" in axes else Shard(range(1), None, 1)
+    src = CacheDesc(1, (3, 2, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format=axes, shard=shard)
+    dst = CacheDesc(2, (3, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format="NHD", shard=shard)
+    plan = kvplan.plan_pull_blocks(src, dst, [0, 2], [1, 0])
+    assert plan.split
+    source, one, two = (np.zeros(it, np.uint8) for it in (src.shape, dst.shape, dst.shape))
+    kvplan.execute(plan, [source], [one, two])
+    with refused("LLM_PARAM_INVALID", "dst tensors overlap in memory: .* write the same bytes"):
+        kvplan.execute(plan, [source], [one, one])
+    # What is only read may be given twice.
+    back = kvplan.plan_pull_blocks(dst, src, [0, 2], [1, 0])
+    kvplan.execute(back, [one, one], [source])

@@ -11,7 +11,7 @@ import pytest
 
 import kvplan
 from kvplan import BlocksCacheKey, CacheDesc, CacheIndex, CacheKey, DataType, LLMException
-from kvplan.control.messages import MAX_NBYTES, Table, TableEntry, encode
+from kvplan.control.messages import MAX_NBYTES, ShardEntry, Table, TableEntry, encode
 from kvplan.engine.entry import CacheEntry
 from kvplan.links import peer_table
 from kvplan.links.peer_link import PeerLink
@@ -245,6 +245,14 @@ class TestMessages:
             ({"shape": (2**62,)}, "cache 1 of the peer's table: "),
             ({"batch_dim_index": 3}, "cache 1 of the peer's table: batch_dim_index=3"),
             ({"data_type": DataType.DT_STRING}, "cache 1 of the peer's table: data_type"),
+            ({"shard": ShardEntry((1, 1, 4), None)}, "layers=range.1, 1. must be a non-empty"),
+            ({"shard": ShardEntry((3, 1, 4), None)}, "layers=range.3, 1. must be a non-empty"),
+            ({"shard": ShardEntry((0, 5, 4), None)}, "must be a non-empty .* in \\[0, 4\\)"),
+            ({"shard": ShardEntry((0, 0, 0), None)}, "num_layers=0 is out of range"),
+            ({"shard": ShardEntry((0, 2**32 - 1, 2**32 - 1), None)}, "which do not divide"),
+            ({"shard": ShardEntry(None, (0, 1, 8))}, "names no axis head"),
+            ({"kv_tensor_format": "block block"}, "names an axis twice"),
+            ({"kv_tensor_format": "block token head"}, "names 3 axes; the shape has"),
         ],
     )
     def test_descriptions_that_cannot_be(self, change: dict[str, object], message: str) -> None:

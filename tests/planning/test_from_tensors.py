@@ -160,17 +160,20 @@ class TestGaps:
             CacheDesc.from_tensors([np.zeros((5, 4, 3, 16), np.float32)[..., ::2]], NHD)
 
     @pytest.mark.parametrize(
-        "given",
+        ("given", "what"),
         [
-            np.broadcast_to(np.zeros((4, 3, 8), np.float32), SHAPE),
-            np.lib.stride_tricks.sliding_window_view(
-                np.zeros((8, 3, 8), np.float32), 4, 0
-            ).transpose(0, 3, 1, 2),
-            array()[::-1],
+            (np.broadcast_to(np.zeros((4, 3, 8), np.float32), SHAPE), "all the same memory; give"),
+            (
+                np.lib.stride_tricks.sliding_window_view(
+                    np.zeros((8, 3, 8), np.float32), 4, 0
+                ).transpose(0, 3, 1, 2),
+                "they share memory; give",
+            ),
+            (array()[::-1], "its blocks run backwards; give"),
         ],
     )
-    def test_what_shares_memory_or_runs_backwards(self, given):
-        with refused("LLM_PARAM_INVALID", "share memory, or run backwards; give a tensor that"):
+    def test_what_shares_memory_or_runs_backwards(self, given, what):
+        with refused("LLM_PARAM_INVALID", what):
             CacheDesc.from_tensors([given], NHD)
 
     def test_elements_inside_of_records(self):

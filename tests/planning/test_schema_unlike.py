@@ -184,6 +184,13 @@ def test_a_hostile_document_is_refused(plan: Plan, path: str, value: Any, parts:
     assert len(message) < 1000
 
 
+def test_layers_that_would_need_tensors_that_are_not_there() -> None:
+    """Three views a layer, of a tensor whose three layers are a view each."""
+    document = written(LAYERS) | {"tensors_per_layer": 3}
+    document |= {"src_tensors": [0, 3], "dst_tensors": [0, 3]}
+    assert "tensors_per_layer=3 of 3 views" in refusal(document)
+
+
 def test_more_runs_than_a_document_may_have() -> None:
     """A few bytes that say 2**62 runs, of which not one would be out of bounds."""
     side = DOCUMENT["src"] | {

@@ -1,0 +1,135 @@
+"""Objects that say what no tensor can be: refused by name, and never read beyond what they say."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from kvplan import CacheDesc, dlpack
+from tests.support.foreign import DLPackTensor, InterfaceOnly, TorchTensor
+from tests.support.refusals import refused
+
+ARRAY = np.zeros((4, 8), np.float16)
+
+
+class ChangedDLPack(DLPackTensor):
+    """A DLPack tensor with fields of its DLTensor set to something else."""
+
+    def __init__(self, **fields):
+        super().__init__(ARRAY)
+        self.fields = fields
+
+    def __dlpack__(self, *, max_version):
+        capsule = super().__dlpack__(max_version=max_version)
+        address = dlpack._pointer(capsule, b"dltensor_versioned")
+        exported = dlpack._Versioned.from_address(address).tensor
+        for name, value in self.fields.items():
+            setattr(exported, name, value)
+        return capsule
+
+
+class ChangedTorch(TorchTensor):
+    """A torch tensor whose methods say something else; what is given is called or returned."""
+
+    def __init__(self, **said):
+        super().__init__(ARRAY)
+        self.said = said
+        self.shape = said.get("shape", self.shape)
+
+    def _say(self, name, truth):
+        said = self.said.get(name, truth)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def data_ptr(self):
+        return self._say("data_ptr", super().data_ptr())
+
+    def stride(self):
+        return self._say("stride", super().stride())
+
+    def element_size(self):
+        return self._say("element_size", super().element_size())
+
+
+NO_SHAPE = ctypes.POINTER(ctypes.c_int64)()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ndim": -1}, "has -1 dimensions by DLPack"),
+        ({"ndim": 2**31 - 1}, "has 2147483647 dimensions by DLPack"),
+        ({"shape": NO_SHAPE}, "has 2 dimensions and no shape by DLPack"),
+        ({"byte_offset": 2**64 - 1}, "byte_offset=18446744073709551615, beyond"),
+        ({"lanes": 0}, "is empty"),
+        ({"bits": 255}, "of no DataType"),
+    ],
+)
+def test_a_capsule_that_cannot_be_is_refused(fields, message):
+    with refused("LLM_PARAM_INVALID", rf"tensors\[0\] .*{message}"):
+        CacheDesc.from_tensors([ChangedDLPack(**fields)], None)
+
+
+def test_a_capsule_that_another_has_taken_is_refused():
+    capsule = ARRAY.__dlpack__()
+
+    class Once:
+        def __dlpack__(self, **_):
+            return capsule
+
+    CacheDesc.from_tensors([Once()], None)
+    CacheDesc.from_tensors([Once()], None)  # its capsule is looked at, and not consumed
+    rename = ctypes.pythonapi.PyCapsule_SetName
+    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    rename(capsule, b"used_dltensor")  # as whoever consumes it does, who frees it, too
+    try:
+        with refused("LLM_PARAM_INVALID", "which is no DLPack capsule"):
+            CacheDesc.from_tensors([Once()], None)
+    finally:
+        rename(capsule, b"dltensor")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"stride": (8,)}, "which no tensor has"),
+        ({"data_ptr": -5}, "which no tensor has"),
+        ({"data_ptr": 2**64}, "which no tensor has"),
+        ({"element_size": -2}, "which no tensor has"),
+        ({"data_ptr": None}, "does not hand out its memory"),
+        ({"stride": (8.5, 1)}, "does not hand out its memory"),
+        ({"shape": ("a", 8)}, "does not hand out its memory"),
+        ({"stride": ValueError("no strides")}, "does not hand out its memory: no strides"),
+        ({"element_size": 4}, "of no DataType"),
+    ],
+)
+def test_a_torch_tensor_that_cannot_be_is_refused(said, message):
+    with refused("LLM_PARAM_INVALID", rf"tensors\[0\].*{message}"):
+        CacheDesc.from_tensors([ChangedTorch(**said)], None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (-1,)},
+        {"shape": (2**62, 8)},
+        {"data": None},
+        {"data": (0, False)},
+        {"typestr": None},
+    ],
+    ids=repr,
+)
+def test_an_interface_that_numpy_refuses_is_refused_by_name(change):
+    given = InterfaceOnly(ARRAY)
+    changed = {**given.__array_interface__, **change}
+    given.__array_interface__ = {it: value for it, value in changed.items() if value is not None}
+    with refused("LLM_PARAM_INVALID", r"tensors\[0\]: .*does not hand out its memory"):
+        CacheDesc.from_tensors([given], None)
+
+
+def test_memory_that_was_released_is_refused_by_name():
+    given = memoryview(bytearray(8))
+    given.release()
+    with refused("LLM_PARAM_INVALID", r"tensors\[0\]: .*released"):
+        CacheDesc.from_tensors([given], None)
