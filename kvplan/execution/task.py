@@ -25,6 +25,7 @@ from kvnative._executor import (
     KVN_UNSUPPORTED,
     NativeError,
 )
+from kvplan.inspection.contents import source_layers_text
 from kvplan.inspection.units import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
 
@@ -185,13 +186,14 @@ class TransferTask:
             error = raised
         lines = []
         first = 0
-        for layer in self.plan.layers:
+        for index, layer in enumerate(self.plan.layers):
             last = first + len(layer.tensors) * self.plan.segments.num_runs
             spans = error.unconfirmed if error else ()
             missing = sum(max(0, min(last, b) - max(first, a)) for a, b in spans)
             size = nbytes_text(len(layer.tensors) * self.plan.nbytes_per_tensor)
             confirmed = last - first - missing
-            lines.append(f"layer {layer.src_layer}  {confirmed}/{last - first} desc  {size}")
+            name = source_layers_text(self.plan, slice(index, index + 1))
+            lines.append(f"{name}  {confirmed}/{last - first} desc  {size}")
             first = last
         lines.append(str(error) if error else LLMStatusCode.LLM_SUCCESS.name)
         return "\n".join(lines)
