@@ -17,6 +17,7 @@ from kvnative._executor import (
     NativeError,
 )
 from kvplan.execution.task import TransferTask
+from kvplan.inspection.contents import model_note
 from kvplan.inspection.units import span
 from kvplan.status import LLMException, invalid
 from kvplan.validation import as_int
@@ -93,7 +94,7 @@ class LayerTask(TransferTask):
         if layer not in layers:
             raise invalid(
                 f"layer={layer} is not one of the plan's source layers; they are "
-                f"[{layers.start}, {layers.stop})"
+                f"[{layers.start}, {layers.stop}){model_note(self.plan)}"
             )
         index = layer - layers.start
         self._check(index)

@@ -25,6 +25,7 @@ from kvnative._executor import (
     KVN_UNSUPPORTED,
     NativeError,
 )
+from kvplan.inspection.contents import source_layers_text
 from kvplan.inspection.units import nbytes_text
 from kvplan.planning.groups import GroupPlan
 from kvplan.status import LLMException, LLMStatusCode
@@ -201,11 +202,12 @@ class TransferTask:
 
 def _by_layer(plan: Plan, first: int, unconfirmed: Sequence[tuple[int, int]]) -> Iterator[str]:
     """A line for each layer: how many of its descriptors, from `first` on, are confirmed."""
-    for layer in plan.layers:
+    for index, layer in enumerate(plan.layers):
         last = first + len(layer.tensors) * plan.segments.num_runs
         missing = sum(max(0, min(last, b) - max(first, a)) for a, b in unconfirmed)
         size = nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)
-        yield f"layer {layer.src_layer}  {last - first - missing}/{last - first} desc  {size}"
+        name = source_layers_text(plan, slice(index, index + 1))
+        yield f"{name}  {last - first - missing}/{last - first} desc  {size}"
         first = last
 
 

@@ -21,22 +21,29 @@ def tokens_of(plan: Plan, first: int, last: int) -> list[Span]:
     Empty: the plan does not know (no layout, no block tables, or a copy inside of a process).
     """
     tables, dst = plan.tables, plan.dst
-    if tables is None or plan.local == "both" or not dst.extent("token") > 1:
+    if (
+        tables is None
+        or plan.local == "both"
+        or dst.layout is None
+        or "token" not in dst.layout.axes
+    ):
         return []
     size = dst.extent("token")
-    rows = range(_row(dst, first), _row(dst, last) + 1)
-    spans: list[Span] = []
-    for row in rows:
-        found = np.flatnonzero(tables.dst == row)
-        if not len(found):
-            return []
-        begin = _index(dst, "token", first) if row == rows[0] else 0
-        end = _index(dst, "token", last) if row == rows[-1] else size - 1
-        shift = int(found[0]) * size - tables.dst_token + tables.src_token
-        if spans and spans[-1][1] + 1 == begin + shift:
-            spans[-1] = spans[-1][0], end + shift
-        else:
-            spans.append((begin + shift, end + shift))
+    low, high = _row(dst, first), _row(dst, last)
+    found = np.flatnonzero((tables.dst >= low) & (tables.dst <= high))
+    if not 0 < len(found) == high - low + 1:  # a row that is not of the request, or twice
+        return []
+    found = found[np.argsort(tables.dst[found])]
+    begin, end = _index(dst, "token", first), _index(dst, "token", last) + 1 - size
+    shift = tables.src_token - tables.dst_token
+    # A span ends where the next row is not the next of the request.
+    breaks = np.flatnonzero(np.diff(found) != 1) + 1
+    spans = [
+        (int(rows[0]) * size + shift, (int(rows[-1]) + 1) * size - 1 + shift)
+        for rows in np.split(found, breaks)
+    ]
+    spans[0] = spans[0][0] + begin, spans[0][1]
+    spans[-1] = spans[-1][0], spans[-1][1] + end
     return spans
 
 
@@ -78,10 +85,74 @@ def kv_of(plan: Plan, view: int, first: int, last: int) -> str:
     return "KV"[view % 2]
 
 
-def model_layer(side: Side, layer: int) -> int:
-    """The number that a layer of a cache has in the model."""
-    layers = side.shard.layers if side.shard is not None else None
-    return layer + (layers.start if layers is not None else 0)
+def local_layers(plan: Plan, name: str, part: slice = slice(None)) -> Span:
+    """First and last layer of a side, counted from its own first, of a part of the plan's.
+
+    Where tensors are moved whole, each may hold several.
+    """
+    layers = getattr(plan, f"{name}_layers")[part]
+    inside = 1 if "layer" in plan.split else getattr(plan, name).extent("layer")
+    return layers[0] * inside, layers[-1] * inside + inside - 1
+
+
+def model_layers(plan: Plan, src: Span, dst: Span) -> tuple[Span, Span] | None:
+    """The numbers that layers of both sides have in the model; None: no shard names layers.
+
+    They are the same on both sides, unless bytes are reinterpreted.
+    """
+    numbers = []
+    for side, (first, last) in ((plan.src, src), (plan.dst, dst)):
+        layers = side.shard.layers if side.shard is not None else None
+        if layers is not None:
+            numbers.append((first + layers.start, last + layers.start))
+    return (numbers[0], numbers[-1]) if numbers else None
+
+
+def model_text(plan: Plan, part: slice = slice(None)) -> str:
+    """`16..31`: numbers in the model; nothing where no shard names layers."""
+    numbers = model_layers(plan, local_layers(plan, "src", part), local_layers(plan, "dst", part))
+    if numbers is None:
+        return ""
+    src, dst = (to_text(*it) for it in numbers)
+    return src if src == dst else f"{src} -> {dst}"
+
+
+def layers_text(plan: Plan, part: slice) -> str:
+    """`layer 4 -> 0`, `layers 1..3 -> 1..3`, and their numbers in the model where these differ."""
+    src, dst = (local_layers(plan, it, part) for it in ("src", "dst"))
+    several = src[0] < src[1] or dst[0] < dst[1]
+    text = " -> ".join("{}..{}".format(*it) if several else f"{it[0]}" for it in (src, dst))
+    return f"layer{'s' if several else ''} {text}{model_note(plan, part)}"
+
+
+def source_layers_text(plan: Plan, part: slice) -> str:
+    """`layer 4`, or `layers 0..3 (16..19 of the model)`."""
+    first, last = local_layers(plan, "src", part)
+    return f"layer{'s' if first < last else ''} {to_text(first, last)}{model_note(plan, part)}"
+
+
+def model_note(plan: Plan, part: slice = slice(None)) -> str:
+    """` (16..31 of the model)` for layers that have another number on one of the sides."""
+    src, dst = (local_layers(plan, it, part) for it in ("src", "dst"))
+    if model_layers(plan, src, dst) in (None, (src, dst)):
+        return ""
+    return f" ({model_text(plan, part)} of the model)"
+
+
+def to_text(first: int, last: int) -> str:
+    """`5`, or `5..9`."""
+    return f"{first}" if first == last else f"{first}..{last}"
+
+
+def tokens_moved(plan: Plan) -> int | None:
+    """How many tokens of the request a plan moves, where that is not its destination's rows."""
+    tables = plan.tables
+    if tables is None or tables.num_tokens is not None:
+        return None if tables is None else tables.num_tokens
+    tokens = plan.dst.extent("token")
+    if plan.kind != "B2B" or len(tables.src) == len(tables.dst) or tokens == 1:
+        return None
+    return len(tables.dst) * tokens - tables.dst_token
 
 
 def spans_text(word: str, spans: list[Span]) -> str:

@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvplan.inspection.contents import heads_of_runs, spans_text, tokens_of
+from kvplan.inspection.contents import (
+    heads_of_runs,
+    layers_text,
+    local_layers,
+    model_note,
+    model_text,
+    spans_text,
+    tokens_of,
+)
 from kvplan.inspection.units import nbytes_text, place, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvplan.planning.plan import Plan
+    from kvplan.planning.segments import Segments
 
 LIMIT = 16
 """Changed segments shown before the rest is only counted."""
@@ -22,13 +31,18 @@ def diff(old: Plan, new: Plan) -> str:
     """Return what changed from `old` to `new`; names of caches are not compared."""
     lines = [f"  cache    {text}" for text in _meanings(old, new)]
     lines += [f"  option   {text}" for text in _options(old, new)]
+    layers = [model_text(it) for it in (old, new)]
+    if all(layers) and layers[0] != layers[1]:
+        lines.append(f"  layers   {layers[0]} of the model -> {layers[1]} of the model")
     descriptors = _change(f"{old.num_descriptors}", f"{new.num_descriptors}")
     nbytes = _change(nbytes_text(old.nbytes), nbytes_text(new.nbytes))
     lines.append(f"  desc     {descriptors}      bytes {nbytes}")
     changed = [*_segments(old, new)]
     if changed:
         (src_tensor, _), (dst_tensor, _) = old.pair(0)
-        lines.append(f"  tensor {src_tensor}>{dst_tensor}")
+        first = slice(1)
+        layer = f", {layers_text(old, first)}" if model_note(old, first) else ""
+        lines.append(f"  tensor {src_tensor}>{dst_tensor}{layer}")
         lines.extend(changed[:LIMIT])
         if (hidden := len(changed) - LIMIT) > 0:
             lines.append(f"  ... {plural(hidden, 'more line')}")
@@ -146,17 +160,19 @@ def verdict(old: Plan, new: Plan) -> str:
 
 def _other_layers(old: Plan, new: Plan) -> str:
     """Whether the same layers are written from others, by one number further."""
-    shifts = {b - a for a, b in zip(old.src_layers, new.src_layers, strict=False)}
+    (before, _), (after, _) = (local_layers(it, "src") for it in (old, new))
     if (
         old.dst_tensors == new.dst_tensors
         and old.tensors_per_layer == new.tensors_per_layer
-        and len(shifts) == 1
-        and (shift := shifts.pop())
+        and before != after
     ):
         return (
-            f"layers shifted by {shift:+d}: layer {old.dst_layers[0]} at dst came from layer "
-            f"{old.src_layers[0]}, and comes from {new.src_layers[0]}"
+            f"layers shifted by {after - before:+d}: layer {local_layers(old, 'dst')[0]} at dst "
+            f"came from layer {before}, and comes from {after}"
         )
+    layers = [model_text(it) for it in (old, new)]
+    if all(layers) and layers[0] != layers[1]:
+        return f"other layers of the model: {layers[0]} before, and {layers[1]} now"
     return "other tensors"
 
 
@@ -190,20 +206,21 @@ def _table_change(old: Plan, new: Plan) -> str:
 def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
     """Bytes of one destination tensor: from another source, only in old, only in new.
 
-    Both plans are cut at every boundary of either, so that each piece is wholly in or out of a
-    segment; then a piece is compared by the source offset that it is read from.
+    What both have is left out. The rest is cut at every boundary of either, so that each piece is
+    wholly in or out of a segment; then a piece is compared by the source that it is read from.
     """
+    odd_old, odd_new = _odd(old, new), _odd(new, old)
     edges = np.unique(
         np.concatenate(
             [
                 part
-                for runs in (old.segments.expanded(), new.segments.expanded())
+                for runs in (odd_old, odd_new)
                 for part in (runs.dst_offsets, runs.dst_offsets + runs.nbytes)
             ]
         )
     )
     starts, lengths = edges[:-1], np.diff(edges).astype(np.int64)
-    a, b = _sources(old, starts), _sources(new, starts)
+    a, b = _sources(odd_old, starts), _sources(odd_new, starts)
     in_a, in_b = a >= 0, b >= 0
     return (
         int(lengths[in_a & in_b & (a != b)].sum()),
@@ -212,11 +229,22 @@ def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
     )
 
 
+def _odd(plan: Plan, other: Plan) -> Segments:
+    """The runs of the segments that only `plan` has of the two."""
+    both = {key for key, _ in _keyed(other)}
+    odd = [index for key, index in _keyed(plan) if key not in both]
+    segments = plan.segments
+    src, dst, nbytes = (getattr(segments, name)[odd] for name in segments.columns())
+    repeats = tuple(it._replace(counts=it.counts[odd]) for it in segments.repeats)
+    return segments.adopt(src, dst, nbytes, repeats).expanded()
+
+
 def _sources(
-    plan: Plan, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    segments: Segments, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Source offset of each destination offset in `starts`; -1 where the plan does not write."""
-    segments = plan.segments.expanded()
+    """Source offset of each destination offset in `starts`; -1 where it is not written."""
+    if not len(segments):
+        return np.full(len(starts), -1)
     order = np.argsort(segments.dst_offsets)
     dst = segments.dst_offsets[order].astype(np.int64)
     src = segments.src_offsets[order].astype(np.int64)

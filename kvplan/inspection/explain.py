@@ -5,7 +5,16 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from kvplan.inspection.contents import kv_of, spans_text, tokens_of
+from kvplan.inspection.contents import (
+    kv_of,
+    layers_text,
+    local_layers,
+    model_note,
+    model_text,
+    spans_text,
+    tokens_moved,
+    tokens_of,
+)
 from kvplan.inspection.units import nbytes_text, place, plural, span
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
@@ -13,11 +22,15 @@ from kvplan.validation import check_type, shown
 if TYPE_CHECKING:
     from kvplan.inspection.cost import TransportCost
     from kvplan.planning.plan import Plan
+    from kvplan.planning.side import Side
 
 Format = Literal["tree", "table"]
 
 DEFAULT_LIMIT = 16
 """Rows shown of a list before the rest is only counted."""
+
+WIDTH = 100
+"""Columns of the lines that say what both sides are."""
 
 
 class _Row(NamedTuple):
@@ -34,10 +47,19 @@ class _Row(NamedTuple):
 
 def one_line(plan: Plan) -> str:
     """`<Plan push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB>`."""
-    src, dst = (_ends(plan, it) for it in ("src", "dst"))
+    src, dst = (local_layers(plan, it) for it in ("src", "dst"))
     layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
+    rows = plural(_num_rows(plan), plan.dst.row)
+    if (tokens := tokens_moved(plan)) is not None:
+        if (
+            plan.tables is not None
+            and plan.kind == "B2B"
+            and len(plan.tables.src) != _num_rows(plan)
+        ):
+            rows = f"{len(plan.tables.src)}>{rows}"
+        rows = f"{plural(tokens, 'token')}, {rows}"
     return (
-        f"<Plan {plan.operation} {plan.kind} {layers} x {plural(_num_rows(plan), plan.dst.row)}: "
+        f"<Plan {plan.operation} {plan.kind} {layers} x {rows}: "
         f"{plan.num_descriptors} desc, {nbytes_text(plan.nbytes)}>"
     )
 
@@ -72,32 +94,18 @@ def _num_rows(plan: Plan) -> int:
     return plan.num_slices if plan.tables is None else len(plan.tables.dst)
 
 
-def _ends(plan: Plan, name: str, part: slice = slice(None)) -> tuple[int, int]:
-    """First and last layer of a side; where tensors are moved whole, each may hold several."""
-    layers = getattr(plan, f"{name}_layers")[part]
-    inside = 1 if "layer" in plan.split else getattr(plan, name).extent("layer")
-    return layers[0] * inside, layers[-1] * inside + inside - 1
-
-
-def _layers(plan: Plan, part: slice) -> str:
-    """`layer 4 -> 0`, `layers 1..3 -> 1..3`."""
-    ends = [_ends(plan, it, part) for it in ("src", "dst")]
-    if all(first == last for first, last in ends):
-        return f"layer {ends[0][0]} -> {ends[1][0]}"
-    return "layers " + " -> ".join(f"{first}..{last}" for first, last in ends)
-
-
 def _header(plan: Plan) -> list[str]:
     ends = " -> ".join(
         name or word for name, word in ((plan.src.name, "src"), (plan.dst.name, "dst"))
     )
-    src, dst = ("{}..{}".format(*_ends(plan, it)) for it in ("src", "dst"))
+    src, dst = ("{}..{}".format(*local_layers(plan, it)) for it in ("src", "dst"))
     slices = plan.num_slices * plan.num_tensor_pairs
     merged = slices - plan.num_descriptors
     return [
         f"{plan.operation}  {plan.kind}   {ends}   plan {plan.fingerprint[:6]}",
-        f"  {_meaning(plan)}",
-        f"  layers {src} -> {dst} | tensors/layer {plan.tensors_per_layer} | {_rows_moved(plan)}",
+        *(f"  {line}" for line in _meaning(plan)),
+        f"  layers {src} -> {dst}{model_note(plan)} | tensors/layer {plan.tensors_per_layer} | "
+        f"{_rows_moved(plan)}",
         f"  {plural(slices, 'slice')} -> {plural(plan.num_descriptors, 'descriptor')} "
         f"({merged:,} merged) | {nbytes_text(plan.nbytes)}",
         *([f"  {transposed}"] if (transposed := _transposed(plan)) else []),
@@ -105,26 +113,42 @@ def _header(plan: Plan) -> list[str]:
     ]
 
 
-def _meaning(plan: Plan) -> str:
-    """Data type, layout and shard of both sides."""
-    src, dst = str(plan.src), str(plan.dst)
-    if src == dst:
-        return f"{src}, both sides"
-    return f"{src} -> {dst}{', REINTERPRETED: bytes as they are' if plan.reinterpret else ''}"
+def _meaning(plan: Plan) -> list[str]:
+    """Data type, layout and shard of both sides, on one line where they fit."""
+    src, dst = plan.src, plan.dst
+    forced = "REINTERPRETED: bytes as they are"
+    if str(src) == str(dst):
+        first, *more = _side_lines(src, "", ", both sides")
+        return [first, *more]
+    line = f"{src} -> {dst}{f', {forced}' if plan.reinterpret else ''}"
+    if len(line) + 2 <= WIDTH:
+        return [line]
+    return [
+        *_side_lines(src, "src "),
+        *_side_lines(dst, "dst "),
+        *([forced] if plan.reinterpret else []),
+    ]
+
+
+def _side_lines(side: Side, name: str, end: str = "") -> list[str]:
+    """A side in one line, or its shard below it where it is too long."""
+    line, shard = f"{name}{side}{end}", f", {side.shard}"
+    if len(line) + 2 <= WIDTH or side.shard is None:
+        return [line]
+    return [f"{name}{str(side).removesuffix(shard)},", f"{' ' * len(name)}{shard[2:]}{end}"]
 
 
 def _rows_moved(plan: Plan) -> str:
     """`3 blocks x 32 KiB`, or, where tokens are cut, `40 tokens, 3 blocks -> 2 blocks`."""
-    tables = plan.tables
+    tables, tokens = plan.tables, tokens_moved(plan)
     if tables is None or (
-        tables.num_tokens is None and (len(tables.src) == len(tables.dst) or plan.kind == "C2B")
+        tokens is None and (len(tables.src) == len(tables.dst) or plan.kind == "C2B")
     ):
         rows = plural(_num_rows(plan), plan.dst.row)
         return f"parts of {rows}" if plan.split else f"{rows} x {nbytes_text(plan.dst.stride)}"
-    tokens = "" if tables.num_tokens is None else f"{plural(tables.num_tokens, 'token')}, "
     return (
-        f"{tokens}{plural(len(tables.src), plan.src.row)} -> "
-        f"{plural(len(tables.dst), plan.dst.row)}"
+        f"{'' if tokens is None else plural(tokens, 'token') + ', '}"
+        f"{plural(len(tables.src), plan.src.row)} -> {plural(len(tables.dst), plan.dst.row)}"
     )
 
 
@@ -206,7 +230,7 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
     descriptors = len(layer.tensors) * per_layer
     branch, trunk = ("`--", "    ") if num_layers == 1 else ("|--", "|   ")
     lines = [
-        f"{branch} {_layers(plan, slice(1))}   desc [0:{descriptors})   "
+        f"{branch} {layers_text(plan, slice(1))}   desc [0:{descriptors})   "
         f"{nbytes_text(len(layer.tensors) * plan.nbytes_per_tensor)}"
     ]
     for index, (_, view) in enumerate(layer.tensors[:limit]):
@@ -225,8 +249,8 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
     if num_layers > 1:
         rest = (plan.num_tensor_pairs - len(layer.tensors)) * plan.nbytes_per_tensor
         lines.append(
-            f"`-- {_layers(plan, slice(1, None))}   desc [{descriptors}:{plan.num_descriptors})   "
-            f"{nbytes_text(rest)}   same {plan.dst.row}s"
+            f"`-- {layers_text(plan, slice(1, None))}   desc "
+            f"[{descriptors}:{plan.num_descriptors})   {nbytes_text(rest)}   same {plan.dst.row}s"
         )
     return lines
 
@@ -234,12 +258,17 @@ def _tree(plan: Plan, limit: int | None) -> list[str]:
 def _table(plan: Plan, limit: int | None) -> list[str]:
     sides = ("dst", "src") if plan.local == "dst" else ("src", "dst")
     heads = sides if plan.local == "both" else ("local", "remote")
-    table = [("#", "layer", "tensor", f"{plan.dst.row}s", *heads, "nbytes")]
+    in_model = bool(model_note(plan))  # a column more
+    of_model = ("model",) if in_model else ()
+    table = [("#", "layer", *of_model, "tensor", f"{plan.dst.row}s", *heads, "nbytes")]
     per_pair = plan.segments.num_runs
     shown = plan.num_descriptors if limit is None else min(limit, plan.num_descriptors)
     for index in range(shown):
         origin = plan.origin(index)
         src, dst, nbytes = plan.run(index % per_pair)
+        number = index // per_pair // plan.tensors_per_layer
+        layer = slice(number, number + 1)
+        src_layers, dst_layers = (local_layers(plan, it, layer) for it in ("src", "dst"))
         rows = (
             place(origin.src_rows, src, plan.src.stride),
             place(origin.dst_rows, dst, plan.dst.stride),
@@ -252,7 +281,8 @@ def _table(plan: Plan, limit: int | None) -> list[str]:
         table.append(
             (
                 str(index),
-                f"{origin.src_layer}>{origin.dst_layer}",
+                f"{span(src_layers)}>{span(dst_layers)}",
+                *((model_text(plan, layer),) if in_model else ()),
                 f"{origin.src_tensor}>{origin.dst_tensor}",
                 ">".join(rows),
                 places[sides[0]],
@@ -261,7 +291,7 @@ def _table(plan: Plan, limit: int | None) -> list[str]:
             )
         )
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-    left = (False, False, False, False, True, True, False)
+    left = (*(False for _ in table[0][:-3]), True, True, False)
     lines = [
         "  ".join(
             cell.ljust(width) if to_left else cell.rjust(width)

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from kvplan.inspection.contents import heads_of, kv_of, spans_text, tokens_of
+from kvplan.inspection.contents import (
+    heads_of,
+    kv_of,
+    local_layers,
+    model_layers,
+    model_note,
+    spans_text,
+    to_text,
+    tokens_of,
+)
 from kvplan.inspection.cost import cost_of
 from kvplan.inspection.diff import diff
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format, explain, one_line
@@ -61,6 +70,8 @@ class Origin(NamedTuple):
         tokens: tokens of the request, as (first, last) each; empty where the plan does not know.
         num_layers: layers from `src_layer` and `dst_layer` on, where a tensor that is moved whole
             holds several.
+        model_layer: the number of the first of them in the model; None: no shard names layers. The
+            other two count from the first layer of their cache.
         group: of a `GroupPlan`; empty: a plan of one group.
     """
 
@@ -76,15 +87,16 @@ class Origin(NamedTuple):
     heads: tuple[int, int] | None = None
     tokens: tuple[tuple[int, int], ...] = ()
     num_layers: int = 1
+    model_layer: int | None = None
     group: str = ""
 
     def __str__(self) -> str:
-        layers = f"layer {self.src_layer}>{self.dst_layer}"
-        if (more := self.num_layers - 1) > 0:
-            layers = (
-                f"layers {self.src_layer}..{self.src_layer + more}>"
-                f"{self.dst_layer}..{self.dst_layer + more}"
-            )
+        more = self.num_layers - 1
+        src, dst = (to_text(it, it + more) for it in (self.src_layer, self.dst_layer))
+        layers = f"layer{'s' if more else ''} {src}>{dst}"
+        number = self.model_layer
+        if number is not None and not self.src_layer == self.dst_layer == number:
+            layers += f" ({to_text(number, number + more)} of the model)"
         src, dst = (span(rows) for rows in (self.src_rows, self.dst_rows))
         words = self.src_row if self.src_row == self.dst_row else f"{self.src_row}>{self.dst_row}"
         held = [
@@ -212,7 +224,9 @@ class Plan:
         check_type("layers", layers, range)
         own = self.src_layers
         if layers.step != 1 or not layers or layers.start < own.start or layers.stop > own.stop:
-            raise invalid(f"layers={layers} must be a non-empty part, of step 1, of {own}")
+            raise invalid(
+                f"layers={layers} must be a non-empty part, of step 1, of {own}{model_note(self)}"
+            )
         t = self.tensors_per_layer
         part = slice((layers.start - own.start) * t, (layers.stop - own.start) * t)
         return replace(self, src_tensors=self.src_tensors[part], dst_tensors=self.dst_tensors[part])
@@ -229,10 +243,12 @@ class Plan:
         last = dst + nbytes - 1
         (src_tensor, _), (dst_tensor, _) = self.pair(pair)
         layer = pair // self.tensors_per_layer
-        inside = 1 if "layer" in self.split else self.dst.extent("layer")
+        part = slice(layer, layer + 1)
+        src_layers, dst_layers = (local_layers(self, it, part) for it in ("src", "dst"))
+        numbers = model_layers(self, src_layers, dst_layers)
         return Origin(
-            self.src_layers[layer] * inside,
-            self.dst_layers[layer] * inside,
+            src_layers[0],
+            dst_layers[0],
             src_tensor,
             dst_tensor,
             self.src.rows(src, nbytes),
@@ -242,7 +258,8 @@ class Plan:
             kv_of(self, self.dst_tensors[pair], dst, last),
             heads_of(self, dst, last),
             tuple(tokens_of(self, dst, last)),
-            inside,
+            dst_layers[1] - dst_layers[0] + 1,
+            None if numbers is None else numbers[0][0],
         )
 
     def pair(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1,11 +1,7 @@
-"""Plans as plain JSON values, and back, exactly; and the invariants of a plan, checked.
-
-Contract 1: every byte in bounds on both sides, no destination byte written twice.
-"""
+"""Plans as plain JSON values, and back, exactly; what is read is checked in full."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,26 +11,13 @@ import numpy as np
 
 from kvplan.layout import CacheLayout, Shard
 from kvplan.planning.axes import BlockTables
+from kvplan.planning.invariants import check_invariants
 from kvplan.planning.plan import SCHEMA_VERSION, Kind, Operation, Plan
-from kvplan.planning.segments import Coalesce, Segments, first_overlap
+from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import INT64_MAX, UINT32_MAX, check_type, check_width, shown
-
-KINDS: dict[Operation, tuple[Kind, ...]] = {
-    "pull_cache": ("C2C",),
-    "pull_blocks": ("C2B", "B2B"),
-    "push_cache": ("C2C",),
-    "push_blocks": ("C2B", "B2B"),
-    "copy_cache": ("C2C",),
-    "copy_blocks": ("B2B",),
-    "swap_blocks": ("B2B",),
-}
-
-
-MAX_RUNS = 2**22
-"""Runs of a tensor that a document may have: they are spelled out, and compared."""
+from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -282,111 +265,3 @@ def _range(name: str, ends: Any) -> range:
     if len(_integers(name, ends)) != 2:
         raise ValueError(f"{name}={shown(ends)} must be [first, one past the last]")
     return range(*ends)
-
-
-def check_invariants(plan: Plan) -> None:
-    """Check a plan that was not made by the planner (read from a file, or built by hand)."""
-    segments, t = plan.segments, plan.tensors_per_layer
-    if len(segments) == 0 or not segments.nbytes.all():
-        raise invalid("segments: a plan has at least one, and none of 0 bytes")
-    letters = "2".join("B" if side.paged else "C" for side in (plan.src, plan.dst))
-    if plan.kind != letters or plan.kind not in KINDS[plan.operation]:
-        raise invalid(
-            f"kind={plan.kind} of operation={plan.operation} between {plan.src.row}s and "
-            f"{plan.dst.row}s must be {letters} and one of {KINDS[plan.operation]}"
-        )
-    for name, side, tensors in (
-        ("src", plan.src, plan.src_tensors),
-        ("dst", plan.dst, plan.dst_tensors),
-    ):
-        if not 1 <= side.tensor_nbytes <= INT64_MAX or not 1 <= side.num_tensors <= UINT32_MAX:
-            raise invalid(
-                f"{name}: {side.num_tensors} tensors of {side.tensor_nbytes} bytes are out of "
-                f"range [1, {UINT32_MAX}] and [1, {INT64_MAX}]"
-            )
-        _check_bounds(name, side, plan)
-        views = side.num_views(plan.split)
-        if not tensors or tensors.step != 1 or tensors.start < 0 or tensors.stop > views:
-            raise invalid(
-                f"{name}_tensors={tensors} must be a non-empty range of step 1 in [0, {views})"
-            )
-        if tensors.start % t or (tensors.stop % t and tensors.stop != views):
-            raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
-        kv = side.extent("kv") if "kv" in plan.split else 1
-        # A tensor's layers are all of it: views of one layer are those of so many whole tensors.
-        if plan.split and (side.num_tensors * kv % t or t % kv):
-            raise invalid(
-                f"tensors_per_layer={t} of {views} views, split={plan.split}: they are not layers"
-            )
-    if len(plan.src_tensors) != len(plan.dst_tensors):
-        raise invalid(
-            f"src_tensors={plan.src_tensors} and dst_tensors={plan.dst_tensors} must be of equal "
-            "length"
-        )
-    least = segments.num_runs
-    if plan.num_slices < least or (plan.coalesce is Coalesce.NONE and plan.num_slices != least):
-        raise invalid(
-            f"num_slices={plan.num_slices} of {least} runs, coalesce={plan.coalesce}: slices "
-            "are merged, never cut"
-        )
-    _check_written_once(plan)
-
-
-def _check_bounds(name: str, side: Side, plan: Plan) -> None:
-    """Refuse a run that ends outside of a tensor, and more runs than can be compared."""
-    segments, limit = plan.segments, np.uint64(side.tensor_nbytes)
-    last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in plan.split))
-    ends = getattr(segments, f"{name}_offsets").copy()
-    outside = ends > limit
-    # Written so that no sum can wrap around.
-    spans = [last_view + np.zeros_like(ends), segments.nbytes]
-    for level, (counts, *strides) in enumerate(segments.repeats):
-        stride = np.uint64(strides[name == "dst"])
-        if not counts.all():
-            raise invalid(f"repeats[{level}]: every count must be at least 1")
-        steps = counts - np.uint64(1)
-        too_far = (steps > limit // stride) if stride else np.zeros_like(outside)
-        outside |= too_far
-        spans.append(np.where(too_far, 0, steps) * stride)
-    for span in spans:
-        outside |= (span > limit) | (ends > limit - np.minimum(span, limit))
-        ends = np.minimum(ends, limit) + np.minimum(span, limit)
-    if bool(outside.any()):
-        i = int(np.flatnonzero(outside)[0])
-        offset, nbytes = (int(getattr(segments, it)[i]) for it in (f"{name}_offsets", "nbytes"))
-        raise invalid(
-            f"segment {i}: {name} bytes [{offset}, {offset + nbytes})"
-            f"{', repeated or of another view,' if segments.repeats or plan.split else ''} are "
-            f"outside the tensor's [0, {side.tensor_nbytes})"
-        )
-    runs = 0
-    for times in zip(*(it.counts.tolist() for it in segments.repeats), strict=True):
-        runs += math.prod(times)
-    if runs > MAX_RUNS:
-        raise invalid(f"repeats: {runs} runs are more than the {MAX_RUNS} that a document may have")
-
-
-def _check_written_once(plan: Plan) -> None:
-    """Refuse two runs that write one byte, and one that leaves its view for another."""
-    runs = plan.segments.expanded()
-    for name, side in (("src", plan.src), ("dst", plan.dst)):
-        starts = getattr(runs, f"{name}_offsets")
-        for axis in plan.split:
-            if side.extent(axis) == 1:
-                continue
-            stride = np.uint64(side.stride_of(axis))
-            outside = starts % (stride * np.uint64(side.extent(axis))) + runs.nbytes > stride
-            if bool(outside.any()):
-                i = int(np.flatnonzero(outside)[0])
-                raise invalid(
-                    f"run {i}: {name} bytes [{int(starts[i])}, "
-                    f"{int(starts[i]) + int(runs.nbytes[i])}) leave the {axis} that they begin "
-                    f"in, of {int(stride)} bytes; split={plan.split} pairs each by itself"
-                )
-    if (overlap := first_overlap(runs.dst_offsets, runs.nbytes)) is not None:
-        first, second = overlap
-        word = "segments" if len(runs) == len(plan.segments) else "runs"
-        raise invalid(
-            f"{word} {first} and {second} write the same destination bytes, from dst offset "
-            f"{int(runs.dst_offsets[second])}"
-        )

@@ -58,11 +58,11 @@ TURNED = plan_pull_blocks(SLOTS, HND, None, [4, 5, 9], src_batch_index=2, num_to
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (RESHARD, "<Plan pull_blocks B2B L0-1 x 2 blocks: 320 desc, 80 KiB>"),
-        (LATENT, "<Plan pull_blocks B2B L0-2 x 3 blocks: 6 desc, 135 KiB>"),
+        (RESHARD, "<Plan pull_blocks B2B L0-1 x 40 tokens, 3>2 blocks: 320 desc, 80 KiB>"),
+        (LATENT, "<Plan pull_blocks B2B L0-2 x 40 tokens, 3 blocks: 6 desc, 135 KiB>"),
         (WHOLE_BLOCKS, "<Plan pull_blocks B2B L0-3 x 2 blocks: 1 desc, 64 KiB>"),
         (TWO_LAYERS, "<Plan push_blocks B2B L1-2 x 2 blocks: 4 desc, 32 KiB>"),
-        (TURNED, "<Plan pull_blocks C2B L0-1 x 3 blocks: 320 desc, 40 KiB>"),
+        (TURNED, "<Plan pull_blocks C2B L0-1 x 40 tokens, 3 blocks: 320 desc, 40 KiB>"),
     ],
 )
 def test_one_line(plan: Plan, text: str) -> None:
@@ -74,7 +74,8 @@ def test_tree_of_other_heads_blocks_and_order_of_axes() -> None:
         RESHARD.explain(),
         """
 pull_blocks  B2B   BlocksCacheKey(cluster_id=2, model_id=0) -> cache 7   plan 54f5d4
-  DT_FLOAT16 (block 64, token 16, head 2, dim 128), all 2 layers, heads 2..3 of 8 -> DT_FLOAT16 (block 32, head 4, token 32, dim 128), all 2 layers, heads 0..3 of 8
+  src DT_FLOAT16 (block 64, token 16, head 2, dim 128), all 2 layers, heads 2..3 of 8
+  dst DT_FLOAT16 (block 32, head 4, token 32, dim 128), all 2 layers, heads 0..3 of 8
   layers 0..1 -> 0..1 | tensors/layer 2 | 40 tokens, 3 blocks -> 2 blocks
   320 slices -> 320 descriptors (0 merged) | 80 KiB
   transposing: 32 runs of 256 B a block
@@ -84,7 +85,7 @@ pull_blocks  B2B   BlocksCacheKey(cluster_id=2, model_id=0) -> cache 7   plan 54
 |   |                     6 -> 1+0x4000  16 x 256 B  tokens 32..39
 |   `-- tensor 1 -> 1 V   same blocks
 `-- layer 1 -> 1   desc [160:320)   40 KiB   same blocks
-""",  # noqa: E501
+""",
     )
 
 
@@ -166,7 +167,8 @@ def test_tree_of_one_tensor_to_one_for_each_of_keys_and_values() -> None:
         APART.explain(),
         """
 pull_blocks  B2B   src -> dst   plan d604fc
-  DT_FLOAT16 (block 16, layer 4, kv 2, token 16, head 2, dim 64) -> DT_FLOAT16 (block 16, token 16, head 2, dim 64)
+  src DT_FLOAT16 (block 16, layer 4, kv 2, token 16, head 2, dim 64)
+  dst DT_FLOAT16 (block 16, token 16, head 2, dim 64)
   layers 0..3 -> 0..3 | tensors/layer 2 | parts of 2 blocks
   16 slices -> 16 descriptors (0 merged) | 64 KiB
 |-- layer 0 -> 0   desc [0:4)   16 KiB
@@ -174,7 +176,7 @@ pull_blocks  B2B   src -> dst   plan d604fc
 |   |                     6 -> 8  4 KiB  tokens 16..31
 |   `-- tensor 0 -> 1 V   same blocks
 `-- layers 1..3 -> 1..3   desc [4:16)   48 KiB   same blocks
-""",  # noqa: E501
+""",
     )
 
 
@@ -220,14 +222,16 @@ def test_tree_of_bytes_that_are_reinterpreted() -> None:
         plan_pull_blocks(NHD, bf16, [1], [2], reinterpret=True).explain(),
         """
 pull_blocks  B2B   src -> dst   plan 7a47ef
-  DT_FLOAT16 (block 16, token 16, head 2, dim 64) -> DT_BF16 (block 16, token 16, head 2, dim 64), REINTERPRETED: bytes as they are
+  src DT_FLOAT16 (block 16, token 16, head 2, dim 64)
+  dst DT_BF16 (block 16, token 16, head 2, dim 64)
+  REINTERPRETED: bytes as they are
   layers 0..1 -> 0..1 | tensors/layer 2 | 1 block x 4 KiB
   4 slices -> 4 descriptors (0 merged) | 16 KiB
 |-- layer 0 -> 0   desc [0:2)   8 KiB
 |   |-- tensor 0 -> 0 K   1 -> 2  4 KiB  tokens 0..15
 |   `-- tensor 1 -> 1 V   same blocks
 `-- layer 1 -> 1   desc [2:4)   8 KiB   same blocks
-""",  # noqa: E501
+""",
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvplan import Coalesce, Plan
 from kvplan.planning import reference
-from kvplan.planning.schema import check_invariants
+from kvplan.planning.invariants import check_invariants
 from tests.planning.transfers import Tensors, Transfer, transfers
 
 coalescings = st.sampled_from(Coalesce)

@@ -1,0 +1,215 @@
+"""The invariants of a plan, checked: every byte in bounds, no destination byte written twice.
+
+Runs are not spelled out where the order of the segments shows that they are apart, as in what the
+planner makes: a plan of a million tokens has as many runs as tokens and heads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvplan.planning.segments import Coalesce, Segments, first_overlap
+from kvplan.status import invalid
+from kvplan.validation import INT64_MAX, UINT32_MAX
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvplan.planning.plan import Kind, Operation, Plan
+    from kvplan.planning.side import Side
+
+KINDS: dict[Operation, tuple[Kind, ...]] = {
+    "pull_cache": ("C2C",),
+    "pull_blocks": ("C2B", "B2B"),
+    "push_cache": ("C2C",),
+    "push_blocks": ("C2B", "B2B"),
+    "copy_cache": ("C2C",),
+    "copy_blocks": ("B2B",),
+    "swap_blocks": ("B2B",),
+}
+
+MAX_RUNS = 2**28
+"""Runs of a tensor that a document may have: a few bytes can say any number, and whoever executes
+such a plan spells them out."""
+
+MAX_COMPARED = 2**23
+"""Runs that are spelled out to be compared: half a gigabyte, about a second."""
+
+
+def check_invariants(plan: Plan) -> None:
+    """Check a plan that was not made by the planner (read from a file, or built by hand)."""
+    segments, t = plan.segments, plan.tensors_per_layer
+    if len(segments) == 0 or not segments.nbytes.all():
+        raise invalid("segments: a plan has at least one, and none of 0 bytes")
+    letters = "2".join("B" if side.paged else "C" for side in (plan.src, plan.dst))
+    if plan.kind != letters or plan.kind not in KINDS[plan.operation]:
+        raise invalid(
+            f"kind={plan.kind} of operation={plan.operation} between {plan.src.row}s and "
+            f"{plan.dst.row}s must be {letters} and one of {KINDS[plan.operation]}"
+        )
+    for name, side, tensors in (
+        ("src", plan.src, plan.src_tensors),
+        ("dst", plan.dst, plan.dst_tensors),
+    ):
+        if not 1 <= side.tensor_nbytes <= INT64_MAX or not 1 <= side.num_tensors <= UINT32_MAX:
+            raise invalid(
+                f"{name}: {side.num_tensors} tensors of {side.tensor_nbytes} bytes are out of "
+                f"range [1, {UINT32_MAX}] and [1, {INT64_MAX}]"
+            )
+        _check_bounds(name, side, plan)
+        views = side.num_views(plan.split)
+        if not tensors or tensors.step != 1 or tensors.start < 0 or tensors.stop > views:
+            raise invalid(
+                f"{name}_tensors={tensors} must be a non-empty range of step 1 in [0, {views})"
+            )
+        if tensors.start % t or (tensors.stop % t and tensors.stop != views):
+            raise invalid(f"{name}_tensors={tensors} must hold whole layers of {t} tensors")
+        kv = side.extent("kv") if "kv" in plan.split else 1
+        # A tensor's layers are all of it: views of one layer are those of so many whole tensors.
+        if plan.split and (side.num_tensors * kv % t or t % kv):
+            raise invalid(
+                f"tensors_per_layer={t} of {views} views, split={plan.split}: they are not layers"
+            )
+    if len(plan.src_tensors) != len(plan.dst_tensors):
+        raise invalid(
+            f"src_tensors={plan.src_tensors} and dst_tensors={plan.dst_tensors} must be of equal "
+            "length"
+        )
+    least = segments.num_runs
+    if plan.num_slices < least or (plan.coalesce is Coalesce.NONE and plan.num_slices != least):
+        raise invalid(
+            f"num_slices={plan.num_slices} of {least} runs, coalesce={plan.coalesce}: slices "
+            "are merged, never cut"
+        )
+    _check_views(plan)
+    _check_written_once(plan)
+
+
+def _check_bounds(name: str, side: Side, plan: Plan) -> None:
+    """Refuse a run that ends outside of a tensor, and more runs than can be compared."""
+    segments, limit = plan.segments, np.uint64(side.tensor_nbytes)
+    last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in plan.split))
+    ends = getattr(segments, f"{name}_offsets").copy()
+    outside = ends > limit
+    # Written so that no sum can wrap around.
+    spans = [last_view + np.zeros_like(ends), segments.nbytes]
+    for level, (counts, *strides) in enumerate(segments.repeats):
+        stride = np.uint64(strides[name == "dst"])
+        if not counts.all():
+            raise invalid(f"repeats[{level}]: every count must be at least 1")
+        steps = counts - np.uint64(1)
+        too_far = (steps > limit // stride) if stride else np.zeros_like(outside)
+        outside |= too_far
+        spans.append(np.where(too_far, 0, steps) * stride)
+    for span in spans:
+        outside |= (span > limit) | (ends > limit - np.minimum(span, limit))
+        ends = np.minimum(ends, limit) + np.minimum(span, limit)
+    if bool(outside.any()):
+        i = int(np.flatnonzero(outside)[0])
+        offset, nbytes = (int(getattr(segments, it)[i]) for it in (f"{name}_offsets", "nbytes"))
+        raise invalid(
+            f"segment {i}: {name} bytes [{offset}, {offset + nbytes})"
+            f"{', repeated or of another view,' if segments.repeats or plan.split else ''} are "
+            f"outside the tensor's [0, {side.tensor_nbytes})"
+        )
+    runs = np.ones(len(segments))  # floats: what is too many is too large for integers, too
+    for counts, *_ in segments.repeats:
+        runs *= counts
+    if runs.sum() > MAX_RUNS:
+        raise invalid(
+            f"repeats: {runs.sum():.0f} runs are more than the {MAX_RUNS} that a document may have"
+        )
+
+
+def _check_views(plan: Plan) -> None:
+    """Refuse a run that leaves its view for another."""
+    segments = plan.segments
+    for name, side in (("src", plan.src), ("dst", plan.dst)):
+        starts = getattr(segments, f"{name}_offsets")
+        for axis in plan.split:
+            if side.extent(axis) == 1:
+                continue
+            stride = np.uint64(side.stride_of(axis))
+            period = stride * np.uint64(side.extent(axis))  # after it the view goes on
+            spans = segments.nbytes.copy()
+            for counts, *strides in segments.repeats:
+                step = np.uint64(strides[name == "dst"])
+                if step % period:
+                    spans += (counts - np.uint64(1)) * step
+            unsure = np.flatnonzero(starts % period + spans > stride)
+            runs, numbers = _spelled_out(segments, unsure)
+            places = getattr(runs, f"{name}_offsets")
+            outside = np.flatnonzero(places % period + runs.nbytes > stride)
+            if len(outside):
+                i = int(outside[0])
+                raise invalid(
+                    f"run {int(numbers[i])}: {name} bytes [{int(places[i])}, "
+                    f"{int(places[i]) + int(runs.nbytes[i])}) leave the {axis} that they begin "
+                    f"in, of {int(stride)} bytes; split={plan.split} pairs each by itself"
+                )
+
+
+def _check_written_once(plan: Plan) -> None:
+    """Refuse two runs that write one byte."""
+    segments = plan.segments
+    runs, numbers = _spelled_out(segments, _perhaps_overlapping(segments))
+    if (overlap := first_overlap(runs.dst_offsets, runs.nbytes)) is not None:
+        first, second = overlap
+        word = "segments" if segments.num_runs == len(segments) else "runs"
+        raise invalid(
+            f"{word} {int(numbers[first])} and {int(numbers[second])} write the same destination "
+            f"bytes, from dst offset {int(runs.dst_offsets[second])}"
+        )
+
+
+def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
+    """Indices of the segments whose runs must be spelled out; no other run shares a byte.
+
+    Segments that reach into each other make a cluster, and so does one by itself. In a cluster the
+    outermost level of repeats steps over the rows of a grid: with equal rows, or none in common, it
+    is enough to compare what one row has.
+    """
+    one = np.uint64(1)
+    order = np.argsort(segments.dst_offsets, kind="stable")
+    starts, inner = segments.dst_offsets[order], segments.nbytes[order]
+    span, rows, stride = inner, np.ones_like(inner), np.uint64(0)
+    unsure = np.zeros(len(order), bool)
+    for repeat in sorted(segments.repeats, key=lambda it: it.dst_stride):
+        inner, rows, stride = span, repeat.counts[order], np.uint64(repeat.dst_stride)
+        unsure |= (rows > one) & (inner > stride)  # steps onto itself
+        span = inner + (rows - one) * stride
+    reach = np.maximum.accumulate(starts + span)
+    meets = starts[1:] < reach[:-1]  # the cluster of the one before
+    apart = np.zeros_like(meets)
+    if stride:
+        row, place = np.divmod(starts, stride)
+        in_row = place + inner <= stride
+        same = (row[1:] == row[:-1]) & (rows[1:] == rows[:-1])
+        apart = in_row[1:] & in_row[:-1] & (starts[:-1] + inner[:-1] <= starts[1:])
+        apart &= same | (row[:-1] + rows[:-1] <= row[1:])
+    unsure[1:] |= meets & ~apart
+    cluster = np.concatenate(([0], np.cumsum(~meets)))
+    bad = np.zeros(int(cluster[-1]) + 1, bool)
+    bad[cluster[unsure]] = True
+    return np.sort(order[bad[cluster]])
+
+
+def _spelled_out(
+    segments: Segments, chosen: NDArray[np.intp]
+) -> tuple[Segments, NDArray[np.uint64]]:
+    """The runs of some segments, and the number of each among all runs."""
+    counts = segments.runs()
+    some = counts[chosen]
+    if int(some.sum()) > MAX_COMPARED:
+        raise invalid(
+            f"repeats: {int(some.sum())} runs of segments that reach into each other are more than "
+            f"the {MAX_COMPARED} that are compared one by one"
+        )
+    before, of_chosen = np.cumsum(counts) - counts, np.cumsum(some) - some
+    numbers = np.arange(int(some.sum()), dtype=np.uint64)
+    numbers += np.repeat(before[chosen] - of_chosen, some.astype(np.int64))
+    src, dst, nbytes = (getattr(segments, name)[chosen] for name in Segments.columns())
+    repeats = tuple(it._replace(counts=it.counts[chosen]) for it in segments.repeats)
+    return Segments.adopt(src, dst, nbytes, repeats).expanded(), numbers

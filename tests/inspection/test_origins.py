@@ -1,0 +1,64 @@
+"""What an origin says of a descriptor is what the bytes of it are, by the names of their axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan.planning.plan import Origin, Plan
+from tests.planning.test_unlike import planned, transfers
+from tests.planning.unlike import Cache
+
+
+def assert_names(origin: Origin, plan: Plan, descriptor: int, cache: Cache, *, at: str) -> Any:
+    """Layers and heads of one side; returns (row, token) of each element, and of which kv."""
+    sides = ["src", "dst"]
+    pair, run = divmod(descriptor, plan.segments.num_runs)
+    tensor, start = plan.pair(pair)[sides.index(at)]
+    *offsets, nbytes = plan.run(run)
+    first = start + offsets[sides.index(at)]
+    tensors = [np.zeros_like(it) for it in cache.tensors(0)]
+    tensors[tensor].reshape(-1).view(np.uint8)[first : first + nbytes] = 1
+    found: dict[str, set[Any]] = {it: set() for it in ("layer", "kv", "head", "place")}
+    for layer in cache.layers:
+        for kv in range(cache.model.kv):
+            rows, tokens, heads, _ = np.nonzero(cache.named(tensors, layer, kv))
+            if len(rows):
+                found["layer"].add(layer)
+                found["kv"].add(kv)
+            found["head"] |= {it + cache.heads.start for it in heads.tolist()}
+            found["place"] |= {*zip(rows.tolist(), tokens.tolist(), strict=True)}
+    assert origin.model_layer is not None
+    local = origin.src_layer if at == "src" else origin.dst_layer
+    for number in (origin.model_layer, local + cache.layers.start):
+        assert {*range(number, number + origin.num_layers)} == found["layer"]
+    rows_said = origin.src_rows if at == "src" else origin.dst_rows
+    assert {*range(rows_said[0], rows_said[1] + 1)} == {row for row, _ in found["place"]}
+    if origin.heads is not None:
+        assert {*range(origin.heads[0], origin.heads[1] + 1)} == found["head"]
+    if origin.kv:
+        assert {"KV".index(it) for it in origin.kv.split("+")} == found["kv"]
+    return found["place"]
+
+
+@given(transfers(), st.booleans(), st.data())
+def test_an_origin_names_what_its_bytes_are(
+    transfer: Any, coalesce: bool, data: st.DataObject
+) -> None:
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, _ = transfer
+    plan = planned(transfer, coalesce)
+    descriptor = data.draw(st.integers(0, plan.num_descriptors - 1))
+    origin = plan.origin(descriptor)
+    read = assert_names(origin, plan, descriptor, src, at="src")
+    written = assert_names(origin, plan, descriptor, dst, at="dst")
+    said = {token for first, last in origin.tokens for token in range(first, last + 1)}
+    assert said == {src_blocks.index(row) * src.tokens + token for row, token in read}
+    assert said == {
+        dst_blocks.index(row) * dst.tokens + token - dst_token + src_token for row, token in written
+    }
+    assert (origin.heads is not None) is ("head" in dst.axes)
+    if dst.model.kv == 2 and "head" in dst.axes:
+        assert origin.kv

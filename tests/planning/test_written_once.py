@@ -1,0 +1,122 @@
+"""No byte is written twice: found without spelling out what repeats, and exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import CacheDesc, DataType, LLMStatusCode, Plan, plan_pull_blocks
+from kvplan.planning.invariants import MAX_COMPARED, check_invariants
+from kvplan.planning.segments import Segments
+from tests.support.refusals import refused
+
+INT8, FP16 = DataType.DT_INT8, DataType.DT_FLOAT16
+SPACE = CacheDesc(1, (1, 600), INT8)
+OPAQUE = plan_pull_blocks(SPACE, SPACE, [0], [0])
+
+
+def holding(segments: Segments) -> Plan:
+    return replace(OPAQUE, segments=segments, num_slices=segments.num_runs)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Segments:
+    """Up to six segments of up to two levels of repeats, in no order, within 600 bytes."""
+    rows = draw(st.integers(1, 6))
+    columns = [
+        draw(st.lists(st.integers(low, high), min_size=rows, max_size=rows))
+        for low, high in ((0, 40), (1, 6))
+    ]
+    # Often on a grid, as the planner's are.
+    grid = draw(st.sampled_from([1, 1, 4, 12]))
+    levels = draw(st.integers(0, 2))
+    repeats = [
+        (
+            draw(st.lists(st.integers(1, 4), min_size=rows, max_size=rows)),
+            1,
+            draw(st.integers(0, 8) | st.sampled_from([12, 24, 48])),
+        )
+        for _ in range(levels)
+    ]
+    starts = [it * grid % 200 for it in columns[0]]
+    return Segments([0] * rows, starts, columns[1], repeats)
+
+
+@given(tables())
+def test_what_is_written_twice_is_refused_and_nothing_else(segments: Segments) -> None:
+    written = [
+        start + sum(step * stride for step, (_, _, stride) in zip(steps, levels, strict=True)) + i
+        for start, nbytes, levels in (
+            (start, nbytes, [(it.counts[row], *it[1:]) for it in segments.repeats])
+            for row, (_, start, nbytes) in enumerate(segments)
+        )
+        for steps in np.ndindex(*(int(count) for count, *_ in levels))
+        for i in range(nbytes)
+    ]
+    if len(set(written)) == len(written):
+        check_invariants(holding(segments))
+    else:
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, "write the same destination bytes"):
+            check_invariants(holding(segments))
+
+
+def test_the_runs_that_write_one_byte_are_named() -> None:
+    """Three heads of two tokens, a block apart from two tokens whose second is in its place."""
+    segments = Segments([0] * 3, [0, 100, 104], [4] * 3, [([3, 3, 1], 1, 20), ([1, 2, 1], 1, 4)])
+    message = "runs 4 and 9 write the same destination bytes, from dst offset 104"
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
+        check_invariants(holding(segments))
+
+
+MILLION = 2**20
+"""Tokens: with 8 heads of them, eight million runs."""
+
+
+def rows_of(axes: str, tokens: int) -> CacheDesc:
+    lengths = {"block": MILLION // tokens, "token": tokens, "head": 8, "dim": 64}
+    shape = tuple(lengths[it] for it in axes.split())
+    return CacheDesc(2, shape, FP16, kv_tensor_format=axes)
+
+
+NHD, HND = "block token head dim", "block head token dim"
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "num_tokens"),
+    [
+        (rows_of(NHD, 16), rows_of(HND, 16), MILLION),
+        (rows_of(NHD, 16), rows_of(HND, 64), MILLION - 15),  # the last block has one token of 64
+        (rows_of(HND, 16), rows_of(NHD, 64), MILLION - 1),
+        (rows_of(NHD, 16), rows_of("head block token dim", 16), MILLION),
+    ],
+)
+def test_a_plan_of_a_million_tokens_comes_back_whole(
+    src: CacheDesc, dst: CacheDesc, num_tokens: int
+) -> None:
+    blocks = np.random.default_rng(7)
+    plan = plan_pull_blocks(
+        src,
+        dst,
+        blocks.permutation(src.batch_size),
+        blocks.permutation(dst.batch_size),
+        num_tokens=num_tokens,
+    )
+    assert plan.segments.num_runs == num_tokens * 8
+    again = Plan.from_dict(plan.to_dict())
+    assert again == plan
+    assert again.fingerprint == plan.fingerprint
+
+
+def test_more_runs_than_can_be_compared_are_refused_where_they_reach_into_each_other() -> None:
+    half = MAX_COMPARED // 2 + 1
+    space = CacheDesc(1, (1, 4 * half), INT8)
+    apart = Segments([0, 0], [0, 2 * half], [1, 1], [([half, half], 1, 2)])
+    woven = Segments([0, 0], [0, 3], [1, 1], [([half, half], 1, 2)])
+    one = plan_pull_blocks(space, space, [0], [0])
+    check_invariants(replace(one, segments=apart, num_slices=2 * half))
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "reach into each other are more than"):
+        check_invariants(replace(one, segments=woven, num_slices=2 * half))
