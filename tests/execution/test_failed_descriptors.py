@@ -1,0 +1,113 @@
+"""What a failed descriptor is called: its layer, keys or values, head and tokens in the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    CacheDesc,
+    DataType,
+    LLMException,
+    LLMStatusCode,
+    Plan,
+    Shard,
+    Transfers,
+    plan_pull_blocks,
+)
+from kvplan.execution.task import TransferTask
+from tests.support.refusals import refused
+from tests.support.wrappers import fail_at
+
+FP16 = DataType.DT_FLOAT16
+
+
+def cache(axes: str, tensors: int, layers: range, heads: range, **lengths: int) -> CacheDesc:
+    lengths = {"layer": len(layers), "kv": 2, "head": len(heads), "dim": 4} | lengths
+    shape = tuple(lengths[it] for it in axes.split())
+    return CacheDesc(tensors, shape, FP16, kv_tensor_format=axes, shard=Shard(layers, heads, 6, 8))
+
+
+def fails_at(plan: Plan, descriptor: int) -> tuple[LLMException, TransferTask]:
+    def zeros(side: Any) -> list[np.ndarray]:
+        return [np.zeros(side.tensor_nbytes, np.uint8) for _ in range(side.num_tensors)]
+
+    with Transfers(wrap=lambda backend: fail_at(backend, descriptor)) as transfers:
+        task = transfers.submit(plan, zeros(plan.src), zeros(plan.dst))
+        with pytest.raises(LLMException) as caught:
+            task.wait()
+    return caught.value, task
+
+
+# Two layers of the model's last stage: heads 2 and 3, 8 tokens a block, to heads 0 to 3, 16 tokens.
+# A block of 8 tokens is 2 heads of 8 runs; 20 tokens are 16 + 16 + 8 runs of K, then as many of V.
+STAGE = cache("block token head dim", 4, range(4, 6), range(2, 4), block=9, token=8)
+ALL = cache("block head token dim", 12, range(6), range(4), block=5, token=16)
+REPEATED = plan_pull_blocks(STAGE, ALL, [5, 0, 7], [3, 1], num_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "name"),
+    [
+        (0, "layer 0>4 (4 of the model) tensor 0>8 block 5>3 K head 2 token 0"),
+        (13, "layer 0>4 (4 of the model) tensor 0>8 block 5>3 K head 3 token 5"),
+        (16, "layer 0>4 (4 of the model) tensor 0>8 block 0>3 K head 2 token 8"),
+        (40 + 32 + 7, "layer 0>4 (4 of the model) tensor 1>9 block 7>1 V head 3 token 19"),
+        (80 + 24, "layer 1>5 (5 of the model) tensor 2>10 block 0>3 K head 3 token 8"),
+    ],
+)
+def test_a_run_of_a_segment_that_repeats(descriptor: int, name: str) -> None:
+    error, task = fails_at(REPEATED, descriptor)
+    assert str(error.origin) == name
+    assert f"descriptor {descriptor} ({name})" in str(error)
+    assert error.unconfirmed == ((descriptor, 160),)
+    first, second, *_ = task.explain().splitlines()
+    done = [min(descriptor, 80), max(descriptor - 80, 0)]
+    assert first == f"layer 0 (4 of the model)  {done[0]}/80 desc  640 B"
+    assert second == f"layer 1 (5 of the model)  {done[1]}/80 desc  640 B"
+
+
+# Three layers in one tensor, keys and values in it; to a tensor of each. Sources are sorted: 2, 5.
+BLOCKS = cache("block layer kv token head dim", 1, range(3, 6), range(4), block=6, token=8)
+APART = cache("block token head dim", 6, range(3, 6), range(4), block=6, token=8)
+SPLIT = plan_pull_blocks(BLOCKS, APART, [5, 2], [1, 4])
+
+
+@pytest.mark.parametrize(
+    ("plan", "descriptor", "name"),
+    [
+        (SPLIT, 3, "layer 0>0 (3 of the model) tensor 0>1 block 5>1 V heads 0..3 tokens 0..7"),
+        (SPLIT, 8, "layer 2>2 (5 of the model) tensor 0>4 block 2>4 K heads 0..3 tokens 8..15"),
+        (
+            plan_pull_blocks(APART, BLOCKS, [5, 2], [1, 4]),
+            6,
+            "layer 1>1 (4 of the model) tensor 3>0 block 2>4 V heads 0..3 tokens 8..15",
+        ),
+    ],
+)
+def test_a_view_of_a_tensor(plan: Plan, descriptor: int, name: str) -> None:
+    error, _ = fails_at(plan, descriptor)
+    assert str(error.origin) == name
+    assert f"descriptor {descriptor} ({name})" in str(error)
+
+
+def test_layers_that_are_moved_in_one_piece() -> None:
+    error, task = fails_at(plan_pull_blocks(BLOCKS, BLOCKS, [5, 2], [1, 4]), 1)
+    name = "layers 0..2>0..2 (3..5 of the model) tensor 0>0 block 5>1 K+V heads 0..3 tokens 0..7"
+    assert str(error.origin) == name
+    assert task.explain().splitlines()[0] == "layers 0..2 (3..5 of the model)  1/2 desc  3 KiB"
+
+
+def test_a_layer_that_is_not_of_the_task_is_refused_with_both_numbers() -> None:
+    plan = plan_pull_blocks(STAGE, STAGE, [1], [2])
+    tensors = [np.zeros(STAGE.tensor_nbytes, np.uint8) for _ in range(8)]
+    with Transfers() as transfers:
+        task = transfers.layered(plan, tensors[:4], tensors[4:])
+        with refused(LLMStatusCode.LLM_PARAM_INVALID, r"\[0, 2\) \(4\.\.5 of the model\)"):
+            task.ready(4)
+        for layer in task.layers:
+            task.ready(layer)
+        task.wait()
+        assert task.explain().splitlines()[1] == "layer 1 (5 of the model)  2/2 desc  256 B"
