@@ -218,18 +218,22 @@ def _table(src: Indices, dst: Indices, run: int, levels: list[_Level]) -> Segmen
 def _joined(parts: list[Segments], how: Coalesce) -> Segments:
     """One table of several; repeats that are not those of the largest are spelled out."""
     largest = max(parts, key=len)
-    strides = [it[1:] for it in largest.repeats]
-    parts = [it if [r[1:] for r in it.repeats] == strides else it.expanded() for it in parts]
-    src, dst, nbytes = (
-        np.concatenate([getattr(it, name) for it in parts]) for name in Segments.columns()
-    )
-    repeats = []
-    for level, repeat in enumerate(largest.repeats):
-        counts = [
-            it.repeats[level].counts if it.repeats else np.ones(len(it), np.uint64) for it in parts
-        ]
-        repeats.append(repeat._replace(counts=np.concatenate(counts)))
-    if not repeats and how is Coalesce.SORTED and bool(np.any(src[1:] < src[:-1])):
+    repeats = list(largest.repeats)
+    if len(parts) == 1:
+        src, dst, nbytes = largest.src_offsets, largest.dst_offsets, largest.nbytes
+    else:
+        strides = [it[1:] for it in repeats]
+        parts = [it if [r[1:] for r in it.repeats] == strides else it.expanded() for it in parts]
+        src, dst, nbytes = (
+            np.concatenate([getattr(it, name) for it in parts]) for name in Segments.columns()
+        )
+        for level, repeat in enumerate(repeats):
+            counts = [
+                it.repeats[level].counts if it.repeats else np.ones(len(it), np.uint64)
+                for it in parts
+            ]
+            repeats[level] = repeat._replace(counts=np.concatenate(counts))
+    if not repeats and how is Coalesce.SORTED and np.count_nonzero(src[1:] < src[:-1]):
         order = np.lexsort((dst, src))
         src, dst, nbytes = src[order], dst[order], nbytes[order]
     return Segments.adopt(src, dst, nbytes, tuple(repeats), merged=how is not Coalesce.NONE)
@@ -267,8 +271,6 @@ def _token_runs(
     src_layout, dst_layout = source.layout, target.layout
     assert src_layout is not None
     assert dst_layout is not None
-    src_stride = source.stride_of(src_layout.axes[src_layout.row_axis])
-    dst_stride = target.stride_of(dst_layout.axes[dst_layout.row_axis])
     src_size, dst_size = source.extent("token"), target.extent("token")
     by_state = "state" in src_layout.axes
     if by_state is not ("state" in dst_layout.axes):
@@ -294,13 +296,17 @@ def _token_runs(
                 f"num_tokens={num_tokens} is out of range [1, {max(has, 0)}], what the {name} rows "
                 f"hold from {name}_token={getattr(tables, f'{name}_token')} on"
             )
-    starts = np.arange(0, num_tokens, src_size, dtype=np.int64)
-    if src_size == dst_size and not (tables.src_token % src_size or tables.dst_token % dst_size):
-        tokens: int | Indices = src_size
-        if num_tokens % src_size:
-            tokens = np.full(len(starts), src_size, np.int64)
-            tokens[-1] = num_tokens % src_size
+    tokens: int | Indices
+    step = min(src_size, dst_size)
+    if not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token)):
+        # Each of the smaller rows is one run, in one of the larger.
+        starts = np.arange(0, num_tokens, step, dtype=np.int64)
+        tokens = step
+        if num_tokens % step:
+            tokens = np.full(len(starts), step, np.int64)
+            tokens[-1] = num_tokens % step
     else:
+        step = 0
         edges = np.concatenate(
             [
                 [0],
@@ -313,13 +319,23 @@ def _token_runs(
         edges = edges[np.concatenate(([True], edges[1:] != edges[:-1]))]
         starts, sizes = edges[:-1], np.diff(edges)
         tokens = int(sizes[0]) if bool(np.all(sizes == sizes[0])) else sizes
-    src_row, src_token = np.divmod(starts + tables.src_token, src_size)
-    dst_row, dst_token = np.divmod(starts + tables.dst_token, dst_size)
     return (
-        tables.src[src_row] * src_stride + src_token * source.stride_of("token"),
-        tables.dst[dst_row] * dst_stride + dst_token * target.stride_of("token"),
+        _offsets(source, tables.src, tables.src_token, starts, step),
+        _offsets(target, tables.dst, tables.dst_token, starts, step),
         tokens,
     )
+
+
+def _offsets(side: Side, table: Indices, token: int, starts: Indices, step: int) -> Indices:
+    """Byte offsets of the tokens `starts`, counted from `token` on; each `step` lie in one row."""
+    assert side.layout is not None
+    stride, size = side.stride_of(side.layout.axes[side.layout.row_axis]), side.extent("token")
+    if step == size:  # row by row
+        first = token // size
+        return table[first : first + len(starts)] * stride
+    row, inside = np.divmod(starts + token, size)
+    offsets: Indices = table[row] * stride + inside * side.stride_of("token")
+    return offsets
 
 
 def _fuse(source: Side, target: Side, levels: list[_Level]) -> tuple[int, list[_Level]]:

@@ -31,12 +31,13 @@ def block_table(name: str, blocks: Blocks) -> NDArray[Any]:
     else:
         if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
             raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
-        types = set(map(type, blocks))
-        if types == {int}:
+        kinds = [*map(type, blocks)]
+        if kinds and kinds.count(int) == len(kinds):
             try:  # a third of the time that np.array takes
                 return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), np.int64)
             except struct.error:  # beyond 64 bits: out of range, but of which?
                 return np.array(blocks, dtype=object)
+        types = set(kinds)
         # NumPy would take True for 1, next to an int silently.
         if not types.isdisjoint((bool, np.bool_)):
             raise TypeError(f"{name} must hold int, not bool")
@@ -96,13 +97,17 @@ def check_distinct(name: str, table: Indices, cache: Side) -> None:
     )
 
 
-def sorted_pairs(src_table: Indices, dst_table: Indices) -> tuple[Indices, Indices]:
-    """Return the pairs of both tables in ascending order of source, then destination block."""
-    if bool(np.all(src_table[1:] > src_table[:-1])):
+def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[Indices, Indices]:
+    """Return the pairs of two tables in ascending order of source, then destination block.
+
+    All blocks are below `count`.
+    """
+    if np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1:
         return src_table, dst_table
-    if max(int(src_table.max()), int(dst_table.max())) >= 2**31:
+    if count > 2**31:
         order = np.lexsort((dst_table, src_table))
         return src_table[order], dst_table[order]
     # A pair in one number: NumPy sorts numbers several times faster than it finds their order.
-    pairs = np.sort((src_table << 32) | dst_table)
+    pairs = (src_table << 32) | dst_table
+    pairs.sort()
     return pairs >> 32, pairs & 0xFFFFFFFF

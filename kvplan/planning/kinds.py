@@ -230,7 +230,8 @@ def plan_block_to_block(
         segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
     else:
         if how is Coalesce.SORTED:
-            src_table, dst_table = sorted_pairs(src_table, dst_table)
+            count = max(source.count, target.count)
+            src_table, dst_table = sorted_pairs(src_table, dst_table, count)
         segments = Segments.adopt(
             (src_table * stride).view(np.uint64),
             (dst_table * stride).view(np.uint64),

@@ -113,15 +113,16 @@ class Segments:
                 stay the same. Those that repeat stay apart.
         """
         if merged and not repeats and len(src) > 1:
-            src_ends = src + nbytes
             # The law of merging: a segment continues where both sides continue.
-            adjacent = (src_ends[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
-            if adjacent.any():
+            sizes = nbytes[:-1]
+            adjacent = (src[1:] - src[:-1] == sizes) & (dst[1:] - dst[:-1] == sizes)
+            if np.count_nonzero(adjacent):
                 breaks = np.flatnonzero(~adjacent)
                 first = np.concatenate(([0], breaks + 1))
                 last = np.concatenate((breaks, [len(src) - 1]))
+                ends = src[last] + nbytes[last]
                 src, dst = src[first], dst[first]
-                nbytes = src_ends[last] - src
+                nbytes = ends - src
         segments = cls.__new__(cls)
         for name, column in (("src_offsets", src), ("dst_offsets", dst), ("nbytes", nbytes)):
             column.setflags(write=False)
