@@ -43,7 +43,8 @@ from kvplan.types import (
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.gather import GatherError, GatherTask
+    from kvplan.engine.gather import GatherGroup
+    from kvplan.engine.gather_task import GatherError, GatherTask
     from kvplan.engine.groups import Group
     from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.options import Options
@@ -86,6 +87,7 @@ __all__ = [
     "DataType",
     "Estimate",
     "GatherError",
+    "GatherGroup",
     "GatherTask",
     "Group",
     "GroupPlan",
@@ -135,7 +137,8 @@ _LAZY = {
         "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
         "submit",
         "kvplan.engine.datadist": "LlmDataDist",
-        "kvplan.engine.gather": "GatherError GatherTask",
+        "kvplan.engine.gather": "GatherGroup",
+        "kvplan.engine.gather_task": "GatherError GatherTask",
         "kvplan.engine.groups": "Group",
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "

@@ -2,172 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvplan.engine.runner import Operation, OperationRunner
-from kvplan.execution.task import wait_in_thread
+from kvplan.engine.gather_task import GatherError, GatherTask, check_timeout
+from kvplan.engine.groups import GroupOperation, check_groups, joined, named
+from kvplan.engine.runner import OperationRunner
 from kvplan.planning.gather import plan_gather
+from kvplan.planning.groups import GroupPlan
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheIndex
+from kvplan.validation import shown
 
 if TYPE_CHECKING:
-    from kvplan.execution import TensorMemory, TransferTask
+    from kvplan.engine.engine import Engine
+    from kvplan.engine.runner import AnyPrepared
+    from kvplan.execution import TensorMemory
+    from kvplan.links import PeerLink
+    from kvplan.links.peer_table import PeerCache
     from kvplan.planning import Coalesce, Plan, Side
     from kvplan.planning.blocks import Blocks
     from kvplan.types import Cache
 
-_KINDS = (CacheIndex, BlocksCacheKey)
-_TURN_MS = 10.0
-"""How long a failed source may go unseen while others move."""
-_STOPPED = "stopped, as another source of the gather failed"
 
+@dataclass(frozen=True)
+class GatherGroup:
+    """What a gather pulls into one local paged cache, beside other groups.
 
-class GatherError(LLMException):
-    """A gather that is not whole; its status is that of the first source that failed.
-
-    Attributes:
-        failed: what went wrong, by place in `sources`; `origin` and `unconfirmed` of each are of
-            its own plan, and those of this error are of the first.
-        stopped: sources that were stopped because of these, by place.
+    Args:
+        sources: for each peer its paged cache, whose shard says which layers and heads it has;
+            None: that peer has nothing of this group.
+        dst: the local paged cache; only its id matters, if it has one.
+        src_blocks: for each of `sources`, the blocks of the request there.
+        dst_blocks: local blocks.
+        num_tokens: tokens of the request that are moved; None: whole blocks.
+        src_token, dst_token: tokens of the block tables to skip, on each side.
     """
 
-    def __init__(
-        self, message: str, failed: dict[int, LLMException], stopped: dict[int, LLMException]
-    ) -> None:
-        first = failed[min(failed)]
-        super().__init__(
-            message,
-            status_code=first.status_code,
-            origin=first.origin,
-            unconfirmed=first.unconfirmed,
-        )
-        self.failed = failed
-        self.stopped = stopped
-
-
-class GatherTask:
-    """The handle of a submitted gather: it is whole, or says which of its sources failed.
-
-    All methods may be called from several threads, and it can be awaited under asyncio, as a
-    `TransferTask`.
-
-    Attributes:
-        tasks: of the sources from which something is taken, by their place in `sources`.
-    """
-
-    def __init__(self) -> None:
-        self.tasks: dict[int, TransferTask] = {}
-        self._names: dict[int, str] = {}
-        self._given_up = False  # all of it, not for what became of one source
-
-    @property
-    def done(self) -> bool:
-        """Whether each source has an outcome, good or bad; never blocks."""
-        return all(task.done for task in self.tasks.values())
-
-    def wait(self, timeout_ms: float | None = None) -> None:
-        """Wait until every byte from every source has arrived.
-
-        When it raises nothing moves any more: as soon as one source has failed, the others are
-        stopped. Blocks of the destination may be written in part then.
-
-        Args:
-            timeout_ms: milliseconds for all together, >= 0; None waits for ever.
-
-        Raises:
-            ValueError: timeout_ms < 0 or not a number.
-            GatherError: LLM_TIMEOUT when the time passed; otherwise the status of a source that
-                failed. It names each that failed, and each that was stopped for that.
-        """
-        _check_timeout(timeout_ms)
-        end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
-        waiting = dict(self.tasks)
-        errors: dict[int, LLMException] = {}
-        try:
-            while waiting:
-                late = end is not None and perf_counter() >= end
-                index = next((it for it, task in waiting.items() if task.done or late), None)
-                if index is None:
-                    self._wait_a_turn(waiting, end)
-                    continue
-                self._given_up = self._given_up or late
-                try:
-                    waiting[index].wait(0 if late else None)
-                except LLMException as error:
-                    errors[index] = error.with_traceback(None)
-                    if not self._given_up:
-                        self._stop(LLMException(_STOPPED))
-                del waiting[index]
-        except BaseException:
-            self._drop()
-            raise
-        if errors:
-            raise self._failure(errors)
-
-    def cancel(self, reason: LLMException | None = None) -> None:
-        """Stop what is not whole yet; when this returns, no byte is touched any more."""
-        self._given_up = True
-        self._stop(reason)
-
-    def explain(self) -> str:
-        """Return how far each source is, as text."""
-        return "\n".join(
-            f"sources[{index}] {self._names[index]}\n{task.explain()}"
-            for index, task in self.tasks.items()
-        )
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return wait_in_thread(self).__await__()
-
-    def _stop(self, reason: LLMException | None) -> None:
-        for task in tuple(self.tasks.values()):
-            task.cancel(reason)
-
-    def _drop(self) -> None:
-        """Stop what has begun, and end its operations."""
-        self.cancel()
-        for task in tuple(self.tasks.values()):
-            with suppress(LLMException):
-                task.wait()
-
-    def _begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
-        """Submit the part of a source; if it cannot be, the others are stopped."""
-        self._names[index] = name
-        try:
-            self.tasks[index] = submit()
-        except LLMException as error:
-            errors = {index: error.with_traceback(None)}
-            self._stop(LLMException(_STOPPED))
-            for other, task in self.tasks.items():
-                try:
-                    task.wait()
-                except LLMException as stopped:
-                    errors[other] = stopped.with_traceback(None)
-            raise self._failure(errors) from None
-
-    def _wait_a_turn(self, waiting: dict[int, TransferTask], end: float | None) -> None:
-        """Wait for the first; not long while others may fail, too."""
-        turns = [] if len(waiting) == 1 else [_TURN_MS]
-        if end is not None:
-            turns.append(max(0.0, (end - perf_counter()) * 1000))
-        first = next(iter(waiting.values()))
-        with suppress(LLMException):  # whether it has failed is seen when it is done
-            first.wait(min(turns, default=None), stop=False)
-
-    def _failure(self, errors: dict[int, LLMException]) -> GatherError:
-        stopped = {it: error for it, error in errors.items() if _STOPPED in str(error)}
-        failed = {it: error for it, error in sorted(errors.items()) if it not in stopped}
-        parts = [f"sources[{it}] {self._names[it]}: {error}" for it, error in failed.items()]
-        if stopped:
-            names = ", ".join(f"sources[{it}]" for it in sorted(stopped))
-            parts.append(f"{names} stopped for that")
-        message = f"gather_blocks: {len(failed)} of {len(self._names)} sources failed: "
-        return GatherError(message + "; ".join(parts), failed or stopped, stopped)
+    sources: Sequence[CacheIndex | BlocksCacheKey | None]
+    dst: Cache
+    src_blocks: Sequence[Blocks | None]
+    dst_blocks: Blocks
+    num_tokens: int | None = None
+    src_token: int = 0
+    dst_token: int = 0
 
 
 class GatherOperations(OperationRunner):
@@ -211,26 +93,8 @@ class GatherOperations(OperationRunner):
             LLMException: as `pull_blocks` and `plan_gather`, before a byte has moved.
             GatherError: as `GatherTask.wait`; or a source was lost when others had begun.
         """
-        _check_timeout(timeout_ms)
-        engine = self._running()
-        task = GatherTask()
-        try:
-            self._gather(
-                task,
-                sources,
-                dst,
-                src_blocks,
-                dst_blocks,
-                num_tokens,
-                src_token,
-                dst_token,
-                rank,
-                coalesce,
-            )
-            task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
-        except BaseException:  # an interrupt between the two, say
-            task._drop()
-            raise
+        group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
+        self._gather({"": group}, rank, coalesce, timeout_ms)
 
     def plan_gather_blocks(
         self,
@@ -246,21 +110,11 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> list[Plan | None]:
         """Plan `gather_blocks` with the peers' own descriptions; nothing moves."""
-        engine = self._running()
-        _check_sources(sources)
-        operations = [Operation(engine, "gather_blocks") for _ in sources]
-        sides, _, target, _ = _found(operations, sources, dst)
-        return plan_gather(
-            sides,
-            target,
-            src_blocks,
-            dst_blocks,
-            num_tokens=num_tokens,
-            src_token=src_token,
-            dst_token=dst_token,
-            rank=rank,
-            coalesce=coalesce,
-        )
+        group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
+        return [
+            None if it is None else it[""]
+            for it in _Sources(self._running(), {"": group}).plans(rank, coalesce)
+        ]
 
     def submit_gather_blocks(
         self,
@@ -276,94 +130,220 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
     ) -> GatherTask:
         """Begin `gather_blocks` and return its task; nothing moves if one of the sources cannot."""
-        task = GatherTask()
-        try:
-            self._gather(
-                task,
-                sources,
-                dst,
-                src_blocks,
-                dst_blocks,
-                num_tokens,
-                src_token,
-                dst_token,
-                rank,
-                coalesce,
-            )
-        except BaseException:
-            task._drop()
-            raise
-        return task
+        group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
+        return self._submit_gather({"": group}, rank, coalesce)
+
+    def gather_groups(
+        self,
+        groups: Mapping[str, GatherGroup],
+        *,
+        rank: int | None = None,
+        timeout_ms: float | None = None,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    ) -> None:
+        """Pull one request that lies in several caches, from several peers at once.
+
+        From each peer all groups are one plan and one submission; otherwise as `gather_blocks`.
+
+        Args:
+            groups: what to pull, by name; the peers in the same order in each.
+            rank, timeout_ms, coalesce: as of `gather_blocks`.
+        """
+        check_groups(groups, GatherGroup)
+        self._gather(groups, rank, coalesce, timeout_ms)
+
+    def plan_gather_groups(
+        self,
+        groups: Mapping[str, GatherGroup],
+        *,
+        rank: int | None = None,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    ) -> list[GroupPlan | None]:
+        """Plan `gather_groups` with the peers' own descriptions; nothing moves."""
+        check_groups(groups, GatherGroup)
+        return [
+            None if it is None else GroupPlan(it)
+            for it in _Sources(self._running(), groups).plans(rank, coalesce)
+        ]
+
+    def submit_gather_groups(
+        self,
+        groups: Mapping[str, GatherGroup],
+        *,
+        rank: int | None = None,
+        coalesce: Coalesce | bool = DEFAULT_COALESCE,
+    ) -> GatherTask:
+        """Begin `gather_groups` and return its task; nothing moves if a source cannot."""
+        check_groups(groups, GatherGroup)
+        return self._submit_gather(groups, rank, coalesce)
 
     def _gather(
         self,
+        groups: Mapping[str, GatherGroup],
+        rank: int | None,
+        coalesce: Coalesce | bool,
+        timeout_ms: float | None,
+    ) -> None:
+        check_timeout(timeout_ms)
+        engine = self._running()
+        task = GatherTask(_name_of(groups))
+        try:
+            self._begin(task, groups, rank, coalesce)
+            task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
+        except BaseException:  # an interrupt between the two, say
+            task.drop()
+            raise
+
+    def _submit_gather(
+        self, groups: Mapping[str, GatherGroup], rank: int | None, coalesce: Coalesce | bool
+    ) -> GatherTask:
+        task = GatherTask(_name_of(groups))
+        try:
+            self._begin(task, groups, rank, coalesce)
+        except BaseException:
+            task.drop()
+            raise
+        return task
+
+    def _begin(
+        self,
         task: GatherTask,
-        sources: Sequence[CacheIndex | BlocksCacheKey],
-        dst: Cache,
-        src_blocks: Sequence[Blocks],
-        dst_blocks: Blocks,
-        num_tokens: int | None,
-        src_token: int,
-        dst_token: int,
+        groups: Mapping[str, GatherGroup],
         rank: int | None,
         coalesce: Coalesce | bool,
     ) -> None:
         """Submit the pulls of a gather; if it raises, `task` has those that have begun."""
-        engine = self._running()
-        _check_sources(sources)
-        operations = [Operation(engine, "gather_blocks") for _ in sources]
+        sources = _Sources(self._running(), groups)
         with ExitStack() as stack:
-            for operation in operations:
+            for operation in sources.operations:
                 stack.enter_context(operation)
-            sides, memories, target, ours = _found(operations, sources, dst)
-            plans = plan_gather(
-                sides,
-                target,
-                src_blocks,
-                dst_blocks,
-                num_tokens=num_tokens,
-                src_token=src_token,
-                dst_token=dst_token,
-                rank=rank,
-                coalesce=coalesce,
+            found = [
+                (index, sources.name(index, plans), sources.prepared(index, plans))
+                for index, plans in enumerate(sources.plans(rank, coalesce))
+                if plans is not None
+            ]
+            for index, name, prepared in found:
+                task.begin(index, name, partial(self._submit, sources.operations[index], prepared))
+
+
+class _Sources:
+    """The sources of a gather: an operation for each, and what they have of each group."""
+
+    def __init__(self, engine: Engine, groups: Mapping[str, GatherGroup]) -> None:
+        self._groups = groups
+        numbers = {name: _num_sources(name, group) for name, group in groups.items()}
+        if len(set(numbers.values())) > 1:
+            raise invalid(
+                f"groups have sources of unequal number, {numbers}; each names the same peers, in "
+                "one order, with None for one that has nothing of the group"
             )
-            for index, plan in enumerate(plans):
+        number = next(iter(numbers.values()))
+        self.operations = [GroupOperation(engine, _name_of(groups)) for _ in range(number)]
+        self._found: list[dict[str, tuple[Side, PeerCache]]] = []
+        self._links: list[PeerLink] = []
+        self._own: dict[str, tuple[Side, TensorMemory]] = {}
+
+    def plans(self, rank: int | None, coalesce: Coalesce | bool) -> list[dict[str, Plan] | None]:
+        """Find all caches; the plans of each source by group, None if nothing is taken from it."""
+        first = self.operations[0]
+        for name, group in self._groups.items():
+            self._own[name] = first.own(_argument(name, "dst"), group.dst, paged=True)
+        for index, operation in enumerate(self.operations):
+            operation.cache_id = first.cache_id
+            self._find(index, operation)
+        plans: list[dict[str, Plan]] = [{} for _ in self.operations]
+        for name, group in self._groups.items():
+            having = [index for index, found in enumerate(self._found) if name in found]
+            with named(name):
+                made = plan_gather(
+                    [self._found[index][name][0] for index in having],
+                    self._own[name][0],
+                    [_table(name, group, index) for index in having],
+                    group.dst_blocks,
+                    num_tokens=group.num_tokens,
+                    src_token=group.src_token,
+                    dst_token=group.dst_token,
+                    rank=rank,
+                    coalesce=coalesce,
+                )
+            for index, plan in zip(having, made, strict=True):
                 if plan is not None:
-                    name = f"{sources[index]} ({plan.src.shard or 'whole'})"
-                    prepared = (plan, memories[index], ours)
-                    task._begin(index, name, partial(self._submit, operations[index], prepared))
+                    plans[index][name] = plan
+        return [it or None for it in plans]
 
+    def prepared(self, index: int, plans: dict[str, Plan]) -> AnyPrepared:
+        """What is pulled from a source, and the memory of both sides."""
+        caches = [self._found[index][name][1] for name in plans]
+        with self._failing(index):
+            theirs = self._links[index].joined_memory(caches, writable=False)
+        ours = joined([self._own[name][1] for name in plans])
+        return plans.get("") or GroupPlan(plans), theirs, ours
 
-def _check_timeout(timeout_ms: float | None) -> None:
-    if timeout_ms is not None and not timeout_ms >= 0:
-        raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
+    def name(self, index: int, plans: dict[str, Plan]) -> str:
+        """What errors call a source."""
+        parts = [f"{name}: {plan.src.shard or 'whole'}" for name, plan in plans.items()]
+        keys = [self._groups[name].sources[index] for name in plans]
+        return f"{keys[0]} ({', '.join(parts).removeprefix(': ')})"
 
-
-def _check_sources(sources: Any) -> None:
-    if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
-        raise TypeError(f"sources must be a sequence of keys, not {type(sources).__name__}")
-    if not sources:
-        raise invalid("sources is empty; at least one is needed")
-
-
-def _found(
-    operations: list[Operation], sources: Sequence[CacheIndex | BlocksCacheKey], dst: Cache
-) -> tuple[list[Side], list[TensorMemory], Side, TensorMemory]:
-    """The caches of the peers and the one of this process, each with its memory."""
-    sides, memories = [], []
-    target, ours = operations[0].own("dst", dst, paged=True)
-    for index, (operation, key) in enumerate(zip(operations, sources, strict=True)):
-        operation.cache_id = operations[0].cache_id
-        name = f"sources[{index}]"
+    @contextmanager
+    def _failing(self, index: int) -> Iterator[None]:
+        """Say of which source a peer's failure is; what the caller has wrong says it itself."""
         try:
-            theirs, _, memory = operation.peer(
-                name, key, _KINDS, paged=True, writable=False, table="src_blocks"
-            )
+            yield
         except LLMException as error:
             if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
                 raise
             failed = {index: error.with_traceback(None)}
-            raise GatherError(f"gather_blocks: {name} {key}: {error}", failed, {}) from None
-        sides.append(theirs)
-        memories.append(memory)
-    return sides, memories, target, ours
+            key = next(it for group in self._groups.values() if (it := group.sources[index]))
+            text = f"{self.operations[index].name}: sources[{index}] {key}: {error}"
+            raise GatherError(text, failed, {}) from None
+
+    def _find(self, index: int, operation: GroupOperation) -> None:
+        """The caches of one peer, by group."""
+        field = f"sources[{index}]"
+        keys: dict[str, Any] = {
+            name: key
+            for name, group in self._groups.items()
+            if (key := group.sources[index]) is not None
+        }
+        if not keys:
+            raise invalid(f"{field} is None in all groups; leave it out")
+        arguments = {_argument(name, field): key for name, key in keys.items()}
+        with self._failing(index):
+            link, caches = operation.peer_caches(arguments, writable=False)
+        self._links.append(link)
+        self._found.append(
+            {name: (link.side(it), it) for name, it in zip(keys, caches, strict=True)}
+        )
+
+
+def _name_of(groups: Mapping[str, GatherGroup]) -> str:
+    return "gather_blocks" if "" in groups else "gather_groups"
+
+
+def _argument(group: str, field: str) -> str:
+    """What a field of a group is called: as the caller gave it."""
+    return f"groups[{shown(group)}].{field}" if group else field
+
+
+def _table(name: str, group: GatherGroup, index: int) -> Blocks:
+    if (table := group.src_blocks[index]) is None:
+        raise invalid(f"{_argument(name, f'src_blocks[{index}]')} is None; it must name blocks")
+    return table
+
+
+def _num_sources(name: str, group: GatherGroup) -> int:
+    given: Any
+    for field, given in (("sources", group.sources), ("src_blocks", group.src_blocks)):
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise TypeError(
+                f"{_argument(name, field)} must be a sequence with one for each source, not "
+                f"{type(given).__name__}"
+            )
+    if not group.sources or len(group.sources) != len(group.src_blocks):
+        raise invalid(
+            f"{_argument(name, 'sources')} has {len(group.sources)} caches and "
+            f"{_argument(name, 'src_blocks')} {len(group.src_blocks)} block tables; at least one "
+            "is needed, and as many of both"
+        )
+    return len(group.sources)

@@ -23,6 +23,8 @@ from kvplan.validation import check_mapping, check_type, mismatch, shown
 
 if TYPE_CHECKING:
     from kvplan.execution import TensorMemory, TransferTask
+    from kvplan.links import PeerLink
+    from kvplan.links.peer_table import PeerCache
     from kvplan.planning import Coalesce, Plan, Side
     from kvplan.planning.blocks import Blocks
 
@@ -169,10 +171,11 @@ class GroupOperation(Operation):
         pulls = plan is plan_pull_blocks
         ours, theirs = ("dst", "src") if pulls else ("src", "dst")
         here, memory = self.own_caches(ours, groups)
-        there, peer_memory = self.peer_caches(
+        link, caches = self.peer_caches(
             {f"groups[{shown(it)}].{theirs}": getattr(groups[it], theirs) for it in groups},
             writable=not pulls,
         )
+        there = [link.side(it) for it in caches]
         plans = {}
         for (name, group), own, peer in zip(groups.items(), here, there, strict=True):
             with named(name):
@@ -190,6 +193,7 @@ class GroupOperation(Operation):
                     coalesce=coalesce,
                     reinterpret=reinterpret or self.engine.reinterpret,
                 )
+        peer_memory = link.joined_memory(caches, writable=not pulls)
         if pulls:
             return GroupPlan(plans), peer_memory, memory
         return GroupPlan(plans), memory, peer_memory
@@ -202,12 +206,12 @@ class GroupOperation(Operation):
             own, memory = self.own(argument, getattr(group, field), paged=True)
             sides.append(own)
             memories.append(memory)
-        return sides, _joined(memories)
+        return sides, joined(memories)
 
     def peer_caches(
         self, keys: Mapping[str, CacheIndex | BlocksCacheKey], *, writable: bool
-    ) -> tuple[list[Side], TensorMemory]:
-        """The caches of a peer that arguments name, and the memory of all."""
+    ) -> tuple[PeerLink, list[PeerCache]]:
+        """The caches of a peer that arguments name."""
         for argument, key in keys.items():
             if not isinstance(key, _KINDS):
                 raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *_KINDS)}")
@@ -229,7 +233,7 @@ class GroupOperation(Operation):
             if isinstance(key, CacheIndex) and key.batch_index:
                 raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
             caches.append(cache)
-        return [link.side(it) for it in caches], link.joined_memory(caches, writable=writable)
+        return link, caches
 
 
 def check_groups(groups: Any, kind: type) -> None:
@@ -244,17 +248,21 @@ def check_groups(groups: Any, kind: type) -> None:
 
 @contextmanager
 def named(group: str) -> Iterator[None]:
-    """Say of which group something is refused."""
+    """Say of which group something is refused; of one without a name nothing."""
     try:
         yield
     except LLMException as error:
+        if not group:
+            raise
         text = f"group {group}: {error.args[0]}"
         raise LLMException(text, status_code=error.status_code) from None
     except TypeError as error:
+        if not group:
+            raise
         raise TypeError(f"group {group}: {error.args[0]}") from None
 
 
-def _joined(memories: Sequence[TensorMemory]) -> TensorMemory:
+def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     """The memory of several caches of this process, one after another."""
     if len(memories) == 1:
         return memories[0]

@@ -1,0 +1,168 @@
+"""A gather in flight: its parts, one for each source, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from kvplan.execution.task import wait_in_thread
+from kvplan.status import LLMException
+
+if TYPE_CHECKING:
+    from kvplan.execution import TransferTask
+
+_TURN_MS = 10.0
+"""How long a failed source may go unseen while others move."""
+_STOPPED = "stopped, as another source of the gather failed"
+
+
+class GatherError(LLMException):
+    """A gather that is not whole; its status is that of the first source that failed.
+
+    Attributes:
+        failed: what went wrong, by place in `sources`; `origin` and `unconfirmed` of each are of
+            its own plan, and those of this error are of the first.
+        stopped: sources that were stopped because of these, by place.
+    """
+
+    def __init__(
+        self, message: str, failed: dict[int, LLMException], stopped: dict[int, LLMException]
+    ) -> None:
+        first = failed[min(failed)]
+        super().__init__(
+            message,
+            status_code=first.status_code,
+            origin=first.origin,
+            unconfirmed=first.unconfirmed,
+        )
+        self.failed = failed
+        self.stopped = stopped
+
+
+class GatherTask:
+    """The handle of a submitted gather: it is whole, or says which of its sources failed.
+
+    All methods may be called from several threads, and it can be awaited under asyncio, as a
+    `TransferTask`.
+
+    Attributes:
+        tasks: of the sources from which something is taken, by their place in `sources`.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self.tasks: dict[int, TransferTask] = {}
+        self._names: dict[int, str] = {}
+        self._given_up = False  # all of it, not for what became of one source
+
+    @property
+    def done(self) -> bool:
+        """Whether each source has an outcome, good or bad; never blocks."""
+        return all(task.done for task in self.tasks.values())
+
+    def wait(self, timeout_ms: float | None = None) -> None:
+        """Wait until every byte from every source has arrived.
+
+        When it raises nothing moves any more: as soon as one source has failed, the others are
+        stopped. Blocks of the destination may be written in part then.
+
+        Args:
+            timeout_ms: milliseconds for all together, >= 0; None waits for ever.
+
+        Raises:
+            ValueError: timeout_ms < 0 or not a number.
+            GatherError: LLM_TIMEOUT when the time passed; otherwise the status of a source that
+                failed. It names each that failed, and each that was stopped for that.
+        """
+        check_timeout(timeout_ms)
+        end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
+        waiting = dict(self.tasks)
+        errors: dict[int, LLMException] = {}
+        try:
+            while waiting:
+                late = end is not None and perf_counter() >= end
+                index = next((it for it, task in waiting.items() if task.done or late), None)
+                if index is None:
+                    self._wait_a_turn(waiting, end)
+                    continue
+                self._given_up = self._given_up or late
+                try:
+                    waiting[index].wait(0 if late else None)
+                except LLMException as error:
+                    errors[index] = error.with_traceback(None)
+                    if not self._given_up:
+                        self._stop(LLMException(_STOPPED))
+                del waiting[index]
+        except BaseException:
+            self.drop()
+            raise
+        if errors:
+            raise self._failure(errors)
+
+    def cancel(self, reason: LLMException | None = None) -> None:
+        """Stop what is not whole yet; when this returns, no byte is touched any more."""
+        self._given_up = True
+        self._stop(reason)
+
+    def explain(self) -> str:
+        """Return how far each source is, as text."""
+        return "\n".join(
+            f"sources[{index}] {self._names[index]}\n{task.explain()}"
+            for index, task in self.tasks.items()
+        )
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return wait_in_thread(self).__await__()
+
+    def _stop(self, reason: LLMException | None) -> None:
+        for task in tuple(self.tasks.values()):
+            task.cancel(reason)
+
+    def drop(self) -> None:
+        """Stop what has begun, and end its operations."""
+        self.cancel()
+        for task in tuple(self.tasks.values()):
+            with suppress(LLMException):
+                task.wait()
+
+    def begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
+        """Submit the part of a source; if it cannot be, the others are stopped."""
+        self._names[index] = name
+        try:
+            self.tasks[index] = submit()
+        except LLMException as error:
+            errors = {index: error.with_traceback(None)}
+            self._stop(LLMException(_STOPPED))
+            for other, task in self.tasks.items():
+                try:
+                    task.wait()
+                except LLMException as stopped:
+                    errors[other] = stopped.with_traceback(None)
+            raise self._failure(errors) from None
+
+    def _wait_a_turn(self, waiting: dict[int, TransferTask], end: float | None) -> None:
+        """Wait for the first; not long while others may fail, too."""
+        turns = [] if len(waiting) == 1 else [_TURN_MS]
+        if end is not None:
+            turns.append(max(0.0, (end - perf_counter()) * 1000))
+        first = next(iter(waiting.values()))
+        with suppress(LLMException):  # whether it has failed is seen when it is done
+            first.wait(min(turns, default=None), stop=False)
+
+    def _failure(self, errors: dict[int, LLMException]) -> GatherError:
+        stopped = {it: error for it, error in errors.items() if _STOPPED in str(error)}
+        failed = {it: error for it, error in sorted(errors.items()) if it not in stopped}
+        parts = [f"sources[{it}] {self._names[it]}: {error}" for it, error in failed.items()]
+        if stopped:
+            names = ", ".join(f"sources[{it}]" for it in sorted(stopped))
+            parts.append(f"{names} stopped for that")
+        message = f"{self._operation}: {len(failed)} of {len(self._names)} sources failed: "
+        return GatherError(message + "; ".join(parts), failed or stopped, stopped)
+
+
+def check_timeout(timeout_ms: float | None) -> None:
+    """Refuse what is no time."""
+    if timeout_ms is not None and not timeout_ms >= 0:
+        raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
