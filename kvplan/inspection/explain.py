@@ -118,8 +118,7 @@ def _meaning(plan: Plan) -> list[str]:
     src, dst = plan.src, plan.dst
     forced = "REINTERPRETED: bytes as they are"
     if str(src) == str(dst):
-        first, *more = _side_lines(src, "", ", both sides")
-        return [first, *more]
+        return _side_lines(src, "", ", both sides")
     line = f"{src} -> {dst}{f', {forced}' if plan.reinterpret else ''}"
     if len(line) + 2 <= WIDTH:
         return [line]
