@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,13 +38,13 @@ def diff(old: Plan, new: Plan) -> str:
     descriptors = _change(f"{old.num_descriptors}", f"{new.num_descriptors}")
     nbytes = _change(nbytes_text(old.nbytes), nbytes_text(new.nbytes))
     lines.append(f"  desc     {descriptors}      bytes {nbytes}")
-    changed = [*_segments(old, new)]
+    changed = _segments(old, new)
     if changed:
         (src_tensor, _), (dst_tensor, _) = old.pair(0)
         first = slice(1)
         layer = f", {layers_text(old, first)}" if model_note(old, first) else ""
         lines.append(f"  tensor {src_tensor}>{dst_tensor}{layer}")
-        lines.extend(changed[:LIMIT])
+        lines.extend(_segment_line(*it) for it in changed[:LIMIT])
         if (hidden := len(changed) - LIMIT) > 0:
             lines.append(f"  ... {plural(hidden, 'more line')}")
         if old.num_tensor_pairs > 1:
@@ -90,32 +91,38 @@ def _meanings(old: Plan, new: Plan) -> Iterator[str]:
         yield f"reinterpret: {old.reinterpret} -> {new.reinterpret}"
 
 
-def _segments(old: Plan, new: Plan) -> Iterator[str]:
-    """The segments that only one plan has, in the order of the destination."""
+def _segments(old: Plan, new: Plan) -> list[tuple[str, Plan, int]]:
+    """The segments that only one plan has, in the order of the destination: sign, plan, index."""
     before, after = (dict(_keyed(plan)) for plan in (old, new))
-    odd = [(key[1], 0, key, "-", old) for key in before.keys() - after.keys()]
-    odd += [(key[1], 1, key, "+", new) for key in after.keys() - before.keys()]
-    for _, _, key, sign, plan in sorted(odd, key=lambda row: row[:3]):
-        segment = (before if plan is old else after)[key]
-        src_rows, dst_rows = plan.rows(segment)
-        src, dst, nbytes, *repeats = key
-        places = f"{place(src_rows, src, plan.src.stride)}>{place(dst_rows, dst, plan.dst.stride)}"
-        last = int(plan.segments.ends()[1][segment]) - 1
-        steps = [(count, step) for count, _, step in repeats]
-        heads = heads_of_runs(plan, dst, nbytes, steps)
-        if heads is not None and heads[1] - heads[0] + 1 == plan.dst.extent("head"):
-            heads = None  # all, as everywhere
-        times = "".join(f"{count} x " for count, *_ in repeats)
-        held = " ".join(
-            filter(
-                None,
-                (
-                    spans_text("token", tokens_of(plan, dst, last)),
-                    spans_text("head", [heads] if heads else []),
-                ),
-            )
+    odd = [(key[1], 0, key) for key in before.keys() - after.keys()]
+    odd += [(key[1], 1, key) for key in after.keys() - before.keys()]
+    return [
+        ("+", new, after[key]) if is_new else ("-", old, before[key])
+        for _, is_new, key in sorted(odd)
+    ]
+
+
+def _segment_line(sign: str, plan: Plan, index: int) -> str:
+    segments = plan.segments
+    src, dst, nbytes = (int(getattr(segments, it)[index]) for it in segments.columns())
+    repeats = [(int(it.counts[index]), it.dst_stride) for it in segments.repeats]
+    src_rows, dst_rows = plan.rows(index)
+    places = f"{place(src_rows, src, plan.src.stride)}>{place(dst_rows, dst, plan.dst.stride)}"
+    last = int(segments.ends()[1][index]) - 1
+    heads = heads_of_runs(plan, dst, nbytes, repeats)
+    if heads is not None and heads[1] - heads[0] + 1 == plan.dst.extent("head"):
+        heads = None  # all, as everywhere
+    times = "".join(f"{count} x " for count, _ in repeats)
+    held = " ".join(
+        filter(
+            None,
+            (
+                spans_text("token", tokens_of(plan, dst, last)),
+                spans_text("head", [heads] if heads else []),
+            ),
         )
-        yield f"{sign}   {places:<12}  {times}{nbytes}{'  ' + held if held else ''}"
+    )
+    return f"{sign}   {places:<12}  {times}{nbytes}{'  ' + held if held else ''}"
 
 
 def _keyed(plan: Plan) -> Iterator[tuple[tuple[Any, ...], int]]:
@@ -206,10 +213,22 @@ def _table_change(old: Plan, new: Plan) -> str:
 def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
     """Bytes of one destination tensor: from another source, only in old, only in new.
 
-    What both have is left out. The rest is cut at every boundary of either, so that each piece is
-    wholly in or out of a segment; then a piece is compared by the source that it is read from.
+    What both have is left out, and a segment that differs by where it begins at src differs in each
+    byte. The rest is cut at every boundary of either, so that each piece is wholly in or out of a
+    segment; then a piece is compared by the source that it is read from.
     """
-    odd_old, odd_new = _odd(old, new), _odd(new, old)
+    before, after = (dict(_keyed(plan)) for plan in (old, new))
+    # By all but the source: nothing is written twice, so each is there once.
+    a_only = {key[1:]: before[key] for key in before.keys() - after.keys()}
+    b_only = {key[1:]: after[key] for key in after.keys() - before.keys()}
+    moved = a_only.keys() & b_only.keys()
+    other_source = sum(
+        nbytes * math.prod(count for count, *_ in repeats) for _, nbytes, *repeats in moved
+    )
+    odd_old, odd_new = (
+        _runs_of(plan, [index for key, index in only.items() if key not in moved])
+        for plan, only in ((old, a_only), (new, b_only))
+    )
     edges = np.unique(
         np.concatenate(
             [
@@ -223,19 +242,17 @@ def _compare_bytes(old: Plan, new: Plan) -> tuple[int, int, int]:
     a, b = _sources(odd_old, starts), _sources(odd_new, starts)
     in_a, in_b = a >= 0, b >= 0
     return (
-        int(lengths[in_a & in_b & (a != b)].sum()),
+        other_source + int(lengths[in_a & in_b & (a != b)].sum()),
         int(lengths[in_a & ~in_b].sum()),
         int(lengths[in_b & ~in_a].sum()),
     )
 
 
-def _odd(plan: Plan, other: Plan) -> Segments:
-    """The runs of the segments that only `plan` has of the two."""
-    both = {key for key, _ in _keyed(other)}
-    odd = [index for key, index in _keyed(plan) if key not in both]
+def _runs_of(plan: Plan, chosen: list[int]) -> Segments:
+    """The runs of some segments."""
     segments = plan.segments
-    src, dst, nbytes = (getattr(segments, name)[odd] for name in segments.columns())
-    repeats = tuple(it._replace(counts=it.counts[odd]) for it in segments.repeats)
+    src, dst, nbytes = (getattr(segments, name)[chosen] for name in segments.columns())
+    repeats = tuple(it._replace(counts=it.counts[chosen]) for it in segments.repeats)
     return segments.adopt(src, dst, nbytes, repeats).expanded()
 
 

@@ -118,8 +118,7 @@ def _meaning(plan: Plan) -> list[str]:
     src, dst = plan.src, plan.dst
     forced = "REINTERPRETED: bytes as they are"
     if str(src) == str(dst):
-        first, *more = _side_lines(src, "", ", both sides")
-        return [first, *more]
+        return _side_lines(src, "", ", both sides")
     line = f"{src} -> {dst}{f', {forced}' if plan.reinterpret else ''}"
     if len(line) + 2 <= WIDTH:
         return [line]
@@ -145,11 +144,23 @@ def _rows_moved(plan: Plan) -> str:
         tokens is None and (len(tables.src) == len(tables.dst) or plan.kind == "C2B")
     ):
         rows = plural(_num_rows(plan), plan.dst.row)
-        return f"parts of {rows}" if plan.split else f"{rows} x {nbytes_text(plan.dst.stride)}"
+        return f"parts of {rows}" if _is_cut(plan) else f"{rows} x {nbytes_text(_row_nbytes(plan))}"
     return (
         f"{'' if tokens is None else plural(tokens, 'token') + ', '}"
         f"{plural(len(tables.src), plan.src.row)} -> {plural(len(tables.dst), plan.dst.row)}"
     )
+
+
+def _is_cut(plan: Plan) -> bool:
+    """Whether blocks are not written whole: what other heads or layers have of them is left."""
+    if plan.split or plan.kind != "B2B":
+        return bool(plan.split)
+    return plan.nbytes_per_tensor < _num_rows(plan) * _row_nbytes(plan)
+
+
+def _row_nbytes(plan: Plan) -> int:
+    """Bytes of a row at dst, which need not lie together."""
+    return plan.dst.tensor_nbytes // plan.dst.count
 
 
 def _transposed(plan: Plan) -> str:
@@ -176,7 +187,7 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
         # Where the one before ended is where this one would have had to begin.
         breaks = (
             [
-                f"{name} {end // side.stride} -> {start // side.stride}"
+                f"{name} {end // side.stride} -> {place(side.rows(start, 1), start, side.stride)}"
                 for name, side, end, start in (
                     ("src", plan.src, before[0] - 1, src),
                     ("dst", plan.dst, before[1] - 1, dst),
@@ -205,17 +216,16 @@ def _rows(plan: Plan, limit: int | None) -> list[_Row]:
 def _segment_lines(plan: Plan, limit: int | None) -> list[str]:
     """A line for each segment: rows, size, tokens, and why it is not part of the one before."""
     rows = _rows(plan, limit)
+    sizes = [f"{f'{it.runs} x ' if it.runs > 1 else ''}{nbytes_text(it.nbytes)}" for it in rows]
     src_width, dst_width = max(len(row.src) for row in rows), max(len(row.dst) for row in rows)
+    width = max(8, *(len(size) + 1 for size in sizes))
     lines = []
-    for row in rows:
+    for row, size in zip(rows, sizes, strict=True):
         note = f"merged {row.slices}" if row.slices > 1 else ""
         if row.why_alone:
             note = f"{note or 'alone'}: {row.why_alone}"
-        size = nbytes_text(row.nbytes)
-        if row.runs > 1:
-            size = f"{row.runs} x {size}"
         tokens = f"  {row.tokens}" if row.tokens else ""
-        text = f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<8} {note}"
+        text = f"{row.src:<{src_width}} -> {row.dst:<{dst_width}}  {size:<{width}} {note}"
         lines.append(text.rstrip() + tokens)
     if hidden := len(plan.segments) - len(rows):
         lines.append(f"... {plural(hidden, 'more segment')}")

@@ -88,7 +88,7 @@ def check_invariants(plan: Plan) -> None:
 
 
 def _check_bounds(name: str, side: Side, plan: Plan) -> None:
-    """Refuse a run that ends outside of a tensor, and more runs than can be compared."""
+    """Refuse a run that ends outside of a tensor, and more runs than a document may have."""
     segments, limit = plan.segments, np.uint64(side.tensor_nbytes)
     last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in plan.split))
     ends = getattr(segments, f"{name}_offsets").copy()

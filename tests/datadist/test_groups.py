@@ -14,11 +14,14 @@ from kvplan import (
     CacheDesc,
     CacheIndex,
     DataType,
+    GatherError,
+    GatherGroup,
     Group,
     GroupPlan,
     LlmDataDist,
     Placement,
     PlanEvent,
+    Shard,
 )
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.machine import Machine, on_host_only
@@ -266,3 +269,84 @@ def test_groups_of_host_and_device_are_two_transfers(
     else:
         with refused("LLM_FEATURE_NOT_ENABLED", "in host memory and on the device"):
             user.pull_groups(groups)
+
+
+def scales_and_values(heads: range) -> dict[str, CacheDesc]:
+    """Quantized values of some of four heads, and a scale for each token and head."""
+    shard = Shard(range(2), heads, 2, 4)
+    number = len(heads)
+    return {
+        "values": CacheDesc(
+            4, (6, 4, number, 8), DataType.DT_INT8, kv_tensor_format="NHD", shard=shard
+        ),
+        "scales": CacheDesc(
+            4, (6, number, 4, 1), DataType.DT_FLOAT, kv_tensor_format="HND", shard=shard
+        ),
+    }
+
+
+def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> None:
+    """Each has two of the four heads, and one of them the state as well."""
+    sources, user = [make_engine(it, listen=True) for it in (1, 3)], make_engine(2)
+    seen: list[PlanEvent] = []
+    keys: dict[str, list[CacheIndex | None]] = {"values": [], "scales": [], "state": [None]}
+    for rank, source in enumerate(sources):
+        link(user, source)
+        for name, desc in scales_and_values(range(2 * rank, 2 * rank + 2)).items():
+            cache = source.allocate_blocks_cache(desc)
+            dtype = np.int8 if name == "values" else np.float32
+            source.write_cache(
+                cache, [np.full(desc.shape, 10 * rank + it + 1, dtype) for it in range(4)]
+            )
+            keys[name].append(CacheIndex(source.cluster_id, cache.cache_id))
+    state = sources[1].allocate_blocks_cache(DESCS["state"])
+    sources[1].write_cache(state, [np.full((5, 32), 9, np.int32)])
+    keys["state"].append(CacheIndex(3, state.cache_id))
+    mine = {
+        name: user.allocate_blocks_cache(desc)
+        for name, desc in {**scales_and_values(range(4)), "state": DESCS["state"]}.items()
+    }
+    groups = {
+        name: GatherGroup(keys[name], mine[name], [[1, 2], [3, 0]], [4, 5], num_tokens=7)
+        for name in ("values", "scales")
+    }
+    groups["state"] = GatherGroup(keys["state"], mine["state"], [None, [2]], [4])
+    user.on_plan(seen.append)
+    user.gather_groups(groups, timeout_ms=5000)
+    for name, axis in (("values", 2), ("scales", 1)):
+        for number, array in enumerate(user.read_cache(mine[name])):
+            by_token = np.moveaxis(array, axis, 0)  # (head, block, token, dim)
+            assert not by_token[:, :4].any()
+            for head in range(4):
+                tokens = by_token[head, 4:].reshape(8, -1)
+                assert (tokens[:7] == 10 * (head // 2) + number + 1).all()
+                assert not tokens[7:].any()
+    assert user.read_cache(mine["state"])[0].max(axis=1).tolist() == [0, 0, 0, 0, 9]
+    assert [event.cluster_id for event in seen] == [1, 3]
+    first, second = user.plan_gather_groups(groups)
+    assert [first, second] == [event.plan for event in seen]
+    assert first is not None
+    assert second is not None
+    assert [[*it.groups] for it in (first, second)] == [
+        ["values", "scales"],
+        ["values", "scales", "state"],
+    ]
+    assert user.metrics()["in_flight"] == 0
+
+    fewer = {**groups, "state": GatherGroup([keys["state"][1]], mine["state"], [[2]], [4])}
+    with refused(INVALID, "sources of unequal number.*'values': 2.*'state': 1"):
+        user.gather_groups(fewer)
+    nobody = {"state": GatherGroup([None, None], mine["state"], [None, None], [4])}
+    with refused(INVALID, r"sources\[0\] is None in all groups"):
+        user.gather_groups(nobody)
+    no_table = {"state": GatherGroup(keys["state"][1:], mine["state"], [None], [4])}
+    with refused(INVALID, r"group state: groups\['state'\].src_blocks\[0\] is None"):
+        user.gather_groups(no_table)
+    half = {
+        "values": GatherGroup(keys["values"][:1], mine["values"], [[1, 2]], [4, 5], num_tokens=7)
+    }
+    with refused(INVALID, r"group values: no source has layers 0..1, heads 2..3"):
+        user.gather_groups(half)
+    sources[0].finalize()
+    with pytest.raises(GatherError, match=r"gather_groups: .*sources\[0\]"):
+        user.gather_groups(groups, timeout_ms=5000)

@@ -180,6 +180,28 @@ pull_blocks  B2B   src -> dst   plan d604fc
     )
 
 
+def test_tree_of_a_slice_of_heads() -> None:
+    """Blocks that are adjacent are not, where other heads lie between."""
+    half = cache((64, 4, 16, 128), "HND", heads=range(4, 8))
+    whole = cache((64, 8, 16, 128), "HND", heads=range(8))
+    assert_text(
+        plan_pull_blocks(half, whole, [4, 5, 9], [7, 8, 2]).explain(),
+        """
+pull_blocks  B2B   src -> dst   plan 2e3f58
+  src DT_FLOAT16 (block 64, head 4, token 16, dim 128), all 2 layers, heads 4..7 of 8
+  dst DT_FLOAT16 (block 64, head 8, token 16, dim 128), all 2 layers, all 8 heads
+  layers 0..1 -> 0..1 | tensors/layer 2 | parts of 3 blocks
+  12 slices -> 12 descriptors (0 merged) | 192 KiB
+|-- layer 0 -> 0   desc [0:6)   96 KiB
+|   |-- tensor 0 -> 0 K   4 -> 7+0x4000  16 KiB  tokens 0..15
+|   |                     5 -> 8+0x4000  16 KiB   alone: not adjacent (dst 7 -> 8+0x4000)  tokens 16..31
+|   |                     9 -> 2+0x4000  16 KiB   alone: not adjacent (src 5 -> 9, dst 8 -> 2+0x4000)  tokens 32..47
+|   `-- tensor 1 -> 1 V   same blocks
+`-- layer 1 -> 1   desc [6:12)   96 KiB   same blocks
+""",  # noqa: E501
+    )
+
+
 def test_tree_of_a_slot_cut_into_blocks_of_tokens() -> None:
     assert_text(
         FILLED.explain(),

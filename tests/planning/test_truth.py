@@ -74,7 +74,7 @@ def test_unlike_blocks_are_bytes_for_who_asks_and_every_text_says_so(
     plan = plan_pull_blocks(src, dst, [3, 4], [5, 6], reinterpret=True)
     assert list(plan.segments) == [(3 * src.stride, 5 * dst.stride, 2 * dst.stride)]
     assert plan.reinterpret
-    assert "REINTERPRETED" in "".join(plan.explain().splitlines()[1:4])
+    assert "REINTERPRETED" in " ".join(plan.explain().splitlines()[1:4])
     assert Plan.from_dict(plan.to_dict()) == plan
     for alike in (src, dst):
         other = plan_pull_blocks(alike, alike, [3, 4], [5, 6])
