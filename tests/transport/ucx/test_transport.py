@@ -146,6 +146,32 @@ def test_what_has_ended(owner: UcxOwner, link: UcxLink, pool: ThreadPool) -> Non
     link.check()
 
 
+def test_memory_that_several_documents_name_is_one_side(
+    owner: UcxOwner, link: UcxLink, pool: ThreadPool
+) -> None:
+    """As of caches that were published one after the other: each names its own registration."""
+    named = owner.run(
+        """
+        several = [np.full(4096, 3 + it, np.uint8) for it in range(2)]
+        both = [transport.register(it) for it in several]
+        result = [(it.ctypes.data, transport.metadata([to])) for it, to in zip(several, both)]
+        """
+    )
+    addresses, metadata = zip(*named, strict=True)
+    remote = link.memory(addresses, 4096, writable=True, metadata=metadata)
+    local = np.zeros(8192, dtype=np.uint8)
+    assert move(pool, remote, local, "get").status == KVN_OK
+    assert (local == np.repeat([3, 4], 4096)).all()
+    local[:] = 8
+    assert move(pool, remote, local, "put").status == KVN_OK
+    assert owner.run("result = [int(it.min()) for it in several]") == [8, 8]
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "is not inside one range"):
+        link.memory(addresses, 4096, metadata=metadata[:1])
+    owner.run("transport.deregister(both[1])")
+    assert move(pool, remote, local, "get").status == KVN_UNMAPPED
+    owner.run("transport.deregister(both[0])")
+
+
 def test_the_transport(transport: UcxTransport, link: UcxLink) -> None:
     assert transport.reaches == {"host"}  # this UCX finds no device
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "UCX has no transport for it here"):
