@@ -426,8 +426,12 @@ class OperationRunner:
             self._show(operation, plan)
         engine = operation.engine
         task = engine.transfers.submit(plan, src, dst, operation.end)
-        operation.submitted = True
-        engine.completion.track(task)
+        try:
+            operation.submitted = True
+            engine.completion.track(task)
+        except BaseException:  # an interrupt: nobody else could stop it
+            task.cancel()
+            raise
         return task
 
     def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:

@@ -110,7 +110,11 @@ class Transfers:
             task = self._executor.submit(descriptors, (plan, *memories), backend)
         except NativeError as error:
             raise self._unusable(error) from error
-        return TransferTask(plan, task, memories, on_outcome)
+        try:
+            return TransferTask(plan, task, memories, on_outcome)
+        except BaseException:
+            task.cancel()  # nobody could: it would go on without a handle
+            raise
 
     def layered(
         self,
