@@ -47,7 +47,7 @@ class PlanEvent(NamedTuple):
     """A plan that is about to be executed.
 
     Attributes:
-        plan: the plan.
+        plan: the plan; of an operation on groups a `GroupPlan`.
         operation: the call, such as "pull_cache".
         cache_id: of the cache of this process that takes part; the source, where both do.
         cluster_id: of the peer; None inside one process.

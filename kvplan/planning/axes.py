@@ -286,8 +286,8 @@ def _token_runs(
         if src_has != dst_has:
             raise invalid(
                 f"src_blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and "
-                f"dst_blocks {dst_has} ({len(tables.dst)} of {dst_size}); num_tokens must say how "
-                "many are moved"
+                f"dst_blocks {dst_has} ({len(tables.dst)} of {dst_size}); a pull or push needs "
+                "num_tokens, which are moved, a copy or swap blocks of as many"
             )
         num_tokens = src_has
     for name, has in (("src", src_has), ("dst", dst_has)):

@@ -58,7 +58,8 @@ def plan_slot_to_slot(
             if value != whole:
                 raise invalid(
                     f"{name}={value} must be {whole}: bytes do not say what is moved between rows "
-                    "that lie differently, or of num_tokens; give num_tokens alone"
+                    "that lie differently, or of num_tokens; "
+                    f"{'whole rows are copied' if both else 'give num_tokens alone'}"
                 )
         tables = _slot_tables(source, target, src_slot, np.array([dst_slot]), num_tokens)
         return _by_axes(
@@ -259,6 +260,7 @@ def _move_as_bytes(
         return True
     if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):
         return False
+    check_type("ext_param", ext_param, KvCacheExtParam)
     # Rows of several layers, of which some are moved, or one after the other, are cut.
     return source.extent("layer") == 1 or not (
         by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None

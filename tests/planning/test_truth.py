@@ -161,3 +161,10 @@ def test_without_a_layout_a_number_that_does_not_divide_is_refused() -> None:
         plan_pull_blocks(desc, desc, [1], [2], ext_param=KvCacheExtParam(tensor_num_per_layer=3))
     one = KvCacheExtParam(tensor_num_per_layer=1)
     assert len(plan_pull_blocks(desc, desc, [1], [2], ext_param=one).layers) == 5
+
+
+def test_layers_of_another_type_are_refused_where_rows_hold_several() -> None:
+    desc = CacheDesc(1, (8, 4, 16, 4), DataType.DT_BF16, kv_tensor_format="block layer token dim")
+    for wrong in (5, None):
+        with pytest.raises(TypeError, match="ext_param"):
+            plan_pull_blocks(desc, desc, [1], [2], ext_param=wrong)  # type: ignore[arg-type]
