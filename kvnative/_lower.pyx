@@ -4,6 +4,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
+from libc.string cimport memcpy
 
 from kvnative._crossing cimport acquire_uint64
 from kvnative._lower_c cimport *
@@ -226,6 +227,48 @@ cdef class Descriptors:
         # One tensor pair at address 0: offsets are addresses.
         base = numpy.zeros(1, dtype=numpy.uint64)
         return lower_sources((nbytes, src, dst, base, base), COLUMN_NAMES, None)
+
+    @staticmethod
+    def joined(parts):
+        """Copy the descriptors of several arrays into one, one array after another.
+
+        Args:
+            parts: a sequence of Descriptors.
+
+        Raises:
+            TypeError: an element that is no Descriptors.
+            OverflowError: the total of bytes.
+            BufferError: one of them is being written by lower().
+            MemoryError: no memory for the array.
+        """
+        cdef Descriptors out = Descriptors.__new__(Descriptors)
+        cdef Descriptors part
+        cdef tuple held = ()
+        cdef kvn_columns from_
+        cdef kvn_columns to
+        cdef size_t done = 0
+        try:
+            for part in parts:
+                if part is None:
+                    raise TypeError("parts: expected Descriptors, got None")
+                part.hold()
+                held += (part,)
+                if part.num_bytes > <uint64_t>0xFFFFFFFFFFFFFFFF - out.num_bytes:
+                    raise OverflowError("parts: the total of bytes passes 2**64 - 1")
+                out.num_bytes += part.num_bytes
+                out.num_descriptors += part.num_descriptors
+            out.reserve(3 * kvn_column_stride(out.num_descriptors))
+            to = out.columns()
+            for part in held:
+                from_ = part.columns()
+                memcpy(<uint64_t *>to.dst + done, from_.dst, from_.count * sizeof(uint64_t))
+                memcpy(<uint64_t *>to.src + done, from_.src, from_.count * sizeof(uint64_t))
+                memcpy(<uint64_t *>to.nbytes + done, from_.nbytes, from_.count * sizeof(uint64_t))
+                done += from_.count
+        finally:
+            for part in held:
+                part.release()
+        return out
 
     @property
     def count(self):

@@ -381,7 +381,7 @@ def _bind_groups(plan: GroupPlan, src: Bindable, dst: Bindable, one_space: bool)
             raise invalid(
                 f"{name} has {len(memory.addresses)} tensors; the groups of the plan need {needed}"
             )
-    columns = []
+    each = []
     for name, part, _, src_tensor, dst_tensor in parts:
         theirs = _Tensors.of(src, src_tensor, part.src.num_tensors)
         ours = _Tensors.of(dst, dst_tensor, part.dst.num_tensors)
@@ -390,8 +390,8 @@ def _bind_groups(plan: GroupPlan, src: Bindable, dst: Bindable, one_space: bool)
         except LLMException as error:
             text = f"group {name}: {error.args[0]}"
             raise LLMException(text, status_code=error.status_code) from None
-        columns.append((bound.dst, bound.src, bound.nbytes))
-    descriptors = Descriptors.from_columns(*map(np.concatenate, zip(*columns, strict=True)))
+        each.append(bound)
+    descriptors = Descriptors.joined(each)
     # As of one plan: whether whole tensors of two groups overlap, and only then which bytes.
     starts = np.sort(dst.addresses)
     ends = starts + dst.nbytes[np.argsort(dst.addresses)]

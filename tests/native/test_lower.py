@@ -92,6 +92,28 @@ def test_the_callers_own_descriptors_are_copied(recipe: Recipe) -> None:
     np.testing.assert_array_equal(descriptors.nbytes, nbytes)
 
 
+@given(st.lists(recipes(), max_size=4))
+def test_arrays_are_joined_one_after_another(recipe_list: list[Recipe]) -> None:
+    parts = [lower(**recipe) for recipe in recipe_list]
+    joined = Descriptors.joined(parts)
+    assert joined.count == sum(it.count for it in parts)
+    assert joined.total_nbytes == sum(it.total_nbytes for it in parts)
+    for name in ("dst", "src", "nbytes"):
+        columns = [getattr(it, name).tolist() for it in parts]
+        assert getattr(joined, name).tolist() == [item for column in columns for item in column]
+
+
+def test_what_cannot_be_joined() -> None:
+    part = lower_with()
+    for wrong in (None, part.dst, 3):
+        with pytest.raises(TypeError):
+            Descriptors.joined([part, wrong])  # type: ignore[list-item]
+    most = Descriptors.from_columns(u64(0), u64(0), u64(2**64 - 1))
+    with pytest.raises(OverflowError, match="total of bytes"):
+        Descriptors.joined([most, part])
+    lower_with(out=part)  # nobody holds it any more
+
+
 def test_columns_start_on_cache_lines() -> None:
     descriptors = lower_with()
     for column in (descriptors.dst, descriptors.src, descriptors.nbytes):
