@@ -27,10 +27,10 @@ from kvnative._extents import extents_clash, first_below
 from kvnative._lower import Descriptors, lower
 from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
+from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
 from kvplan.execution.task import TransferTask, failure
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
-from kvplan.planning.segments import first_overlap
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import check_type, shown
 
@@ -355,7 +355,7 @@ def bind(plan: AnyPlan, src: Bindable, dst: Bindable, *, one_space: bool) -> Des
         read if one_space else _NONE,
         plan.src.tensor_nbytes,
     ):
-        _check_order_free(plan, descriptors, one_space)
+        check_order_free(plan, descriptors, one_space)
     return descriptors
 
 
@@ -393,13 +393,12 @@ def _bind_groups(plan: GroupPlan, src: Bindable, dst: Bindable, one_space: bool)
         each.append(bound)
     descriptors = Descriptors.joined(each)
     # As of one plan: whether whole tensors of two groups overlap, and only then which bytes.
-    starts = np.sort(dst.addresses)
-    ends = starts + dst.nbytes[np.argsort(dst.addresses)]
-    if (starts[1:] < ends[:-1]).any() or (
+    extents = written_extents(parts, dst.addresses, dst.nbytes)
+    if extents is None or (
         one_space
-        and _first_overlapped(src.addresses, src.addresses + src.nbytes, starts, ends) is not None
+        and first_overlapped(src.addresses, src.addresses + src.nbytes, *extents) is not None
     ):
-        _check_order_free(plan, descriptors, one_space)
+        check_order_free(plan, descriptors, one_space)
     return descriptors
 
 
@@ -407,40 +406,3 @@ def _without_repeats(tensors: NDArray[np.int64]) -> NDArray[np.int64]:
     """The numbers of tensors, each once."""
     ordered = np.sort(tensors)
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
-
-
-def _check_order_free(plan: AnyPlan, descriptors: Descriptors, one_space: bool) -> None:
-    """Refuse descriptors whose result would depend on their order. Expanded: rare and exact."""
-    src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
-    if (clash := first_overlap(dst, nbytes)) is not None:
-        first, second = sorted(clash)
-        raise invalid(
-            f"dst tensors overlap in memory: {plan.origin(first)} and {plan.origin(second)} write "
-            "the same bytes"
-        )
-    if not one_space:
-        return
-    # A copy onto itself changes nothing, so it neither spoils a reader nor is spoilt.
-    writers = np.flatnonzero(src != dst)
-    if not len(writers):
-        return
-    writers = writers[np.argsort(dst[writers])]
-    starts, ends = dst[writers], dst[writers] + nbytes[writers]
-    reader = _first_overlapped(src, src + nbytes, starts, ends)
-    if reader is not None:
-        writer = int(writers[np.searchsorted(ends, src[reader], side="right")])
-        raise invalid(
-            f"src and dst overlap in memory: {plan.origin(writer)} writes what "
-            f"{plan.origin(reader)} reads; the result would depend on the order"
-        )
-
-
-def _first_overlapped(
-    starts: Addresses, ends: Addresses, written_starts: Addresses, written_ends: Addresses
-) -> int | None:
-    """Index of the first range that overlaps one of the sorted, disjoint written ranges."""
-    after = np.searchsorted(written_ends, starts, side="right")
-    inside: NDArray[np.bool_] = after < len(written_starts)
-    inside[inside] = written_starts[after[inside]] < ends[inside]
-    found = np.flatnonzero(inside)
-    return int(found[0]) if len(found) else None

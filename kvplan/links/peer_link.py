@@ -187,7 +187,7 @@ class PeerLink(LinkLifecycle):
                 [len(it.addresses) for it in caches],
             ),
             writable=writable,
-            metadata=[*dict.fromkeys(it.metadata for it in caches)],
+            metadata=[it.metadata for it in caches for _ in it.addresses],
         )
         if len(self._joined) >= _MAX_JOINED:
             self._joined.clear()

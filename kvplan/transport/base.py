@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
@@ -148,6 +149,8 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
 
     detects_freed: Literal["check", "before", "after"]
     way: str
+    checks_every_range = True
+    """Whether a transfer checks all ranges of its memory; False: each byte's by its address."""
     renewable: Renewable | None = None
 
     def __init__(self, metadata: _Metadata) -> None:
@@ -176,9 +179,14 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
-        known, table = ([self.metadata], self._table) if metadata is None else self._read(metadata)
-        ranges, held_by = table.locate(starts, sizes, writable=writable)
-        return self._memory(starts, sizes, ranges, held_by, known, writable=writable)
+        if metadata is None or isinstance(metadata, bytes):
+            known, table = (
+                (self.metadata, self._table) if metadata is None else self._read(metadata)
+            )
+            ranges, held_by = table.locate(starts, sizes, writable=writable)
+            return self._memory(starts, sizes, ranges, held_by, [known], writable=writable)
+        several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable)
+        return self._memory(starts, sizes, ranges, held_by, several, writable=writable)
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.
@@ -241,19 +249,42 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             )
         return LLMException(why.args[0], status_code=why.status_code)
 
-    def _read(
-        self, metadata: bytes | Sequence[bytes]
-    ) -> tuple[list[_Metadata], RangeTable[_Range]]:
-        given = [metadata] if isinstance(metadata, bytes) else metadata
-        known = [self.metadata.from_bytes(it) for it in given]
-        for newer in known:
-            if not newer.is_of_owner(self.metadata):
-                raise invalid(
-                    f"metadata is of {newer.owner}; this link is to another transport, "
-                    f"{self.metadata.owner}"
-                )
-        ranges = dict.fromkeys(it for newer in known for it in newer.ranges)
-        return known, RangeTable(self.peer, [*ranges])
+    def _read(self, metadata: bytes) -> tuple[_Metadata, RangeTable[_Range]]:
+        newer = self.metadata.from_bytes(metadata)
+        if not newer.is_of_owner(self.metadata):
+            raise invalid(
+                f"metadata is of {newer.owner}; this link is to another transport, "
+                f"{self.metadata.owner}"
+            )
+        return newer, RangeTable(self.peer, newer.ranges)
+
+    def _locate_each(
+        self, starts: Column, sizes: Column, metadata: Sequence[bytes], writable: bool
+    ) -> tuple[list[_Metadata], list[_Range], NDArray[np.intp]]:
+        """Each tensor in the ranges that its own metadata names: another's may be freed first."""
+        if len(metadata) != len(starts):
+            raise invalid(f"metadata is of {len(metadata)} tensors; there are {len(starts)}")
+        known: list[_Metadata] = []
+        places: dict[_Range, int] = {}
+        held_by = np.empty(len(starts), dtype=np.intp)
+        for blob in dict.fromkeys(metadata):
+            own = [i for i, it in enumerate(metadata) if it == blob]
+            newer, table = self._read(blob)
+            found, holding = table.locate(starts[own], sizes[own], writable=writable)
+            known.append(newer)
+            numbers = [places.setdefault(it, len(places)) for it in found]
+            held_by[own] = np.array(numbers, dtype=np.intp)[holding]
+        ranges = [*places]
+        ordered = sorted(range(len(ranges)), key=lambda i: ranges[i].address)
+        if not self.checks_every_range:
+            for i, j in pairwise(ordered):
+                if ranges[j].address < ranges[i].address + ranges[i].nbytes:
+                    raise LLMException(
+                        f"{self.peer} has registered memory twice, {ranges[i]} and {ranges[j]}, "
+                        "and one transfer would use both: register it once, or move each by itself",
+                        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                    )
+        return known, [ranges[i] for i in ordered], np.argsort(ordered)[held_by]
 
     def __enter__(self) -> Self:
         return self

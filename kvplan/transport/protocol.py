@@ -255,8 +255,8 @@ class TransportLink(Protocol):
             addresses: of each tensor, in the peer.
             nbytes: of each tensor, or one number for all.
             writable: whether the transfer writes to them.
-            metadata: the peer's, naming the registrations that hold them, or several that do
-                so together; None: the one that the link was made with.
+            metadata: the peer's, naming the registrations that hold them, or one for each tensor;
+                None: the one that the link was made with.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or

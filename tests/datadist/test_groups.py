@@ -251,6 +251,36 @@ def test_two_groups_that_write_the_same_bytes_are_refused(
         assert np.array_equal(array, wanted)
 
 
+@pytest.mark.over_tcp
+def test_memory_that_is_registered_twice_is_looked_at_by_both(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    """One of two caches over the same memory is freed: a group of it must not be read any more."""
+    peer.run(
+        """
+        desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
+        arrays = [zeros((5, 32), np.int32)]
+        twice = [
+            datadist.register_blocks_cache(desc, addresses(arrays), BlocksCacheKey(1, 8 + it))
+            for it in range(2)
+        ]
+        other = datadist.allocate_blocks_cache(desc)
+        """
+    )
+    desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
+    mine = [user.allocate_blocks_cache(desc) for _ in range(2)]
+    groups = {str(it): Group(CacheIndex(1, 1 + it), mine[it], [1], [2]) for it in range(2)}
+    if machine.name in ("tcp", "ascend_tcp"):  # which finds what holds a byte by its address
+        with refused("LLM_FEATURE_NOT_ENABLED", "has registered memory twice"):
+            user.pull_groups(groups)
+        return
+    user.pull_groups(groups)
+    peer.run("datadist.unregister_cache(twice[0].cache_id)")
+    with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=|deregistered"):
+        user.pull_groups(groups)
+    user.pull_groups({"1": groups["1"]})
+
+
 def test_groups_of_host_and_device_are_two_transfers(
     make_engine: MakeEngine, machine: Machine
 ) -> None:

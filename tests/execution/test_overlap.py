@@ -87,3 +87,56 @@ def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
     # What is only read may be given twice.
     back = kvplan.plan_pull_blocks(dst, src, [0, 2], [1, 0])
     kvplan.execute(back, [one, one], [source])
+
+
+TWO_STARTS = st.lists(st.sampled_from([0, 6, 12, 24, 36]), min_size=TENSORS, max_size=TENSORS)
+GROUPS = st.lists(
+    st.tuples(
+        TWO_STARTS,
+        TWO_STARTS,
+        st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=2),
+        st.permutations(range(ROWS)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(GROUPS, st.booleans())
+@example(  # two groups that share both tensors of dst, and write other blocks of them
+    [([0, 12], [24, 36], [0], [0, 1, 2]), ([0, 12], [24, 36], [1], [2, 1, 0])], False
+)
+def test_groups_are_refused_where_all_their_copies_would_be(
+    drawn: list[tuple[list[int], list[int], list[int], list[int]]], apart: bool
+) -> None:
+    """As above, of all groups together; `apart`: the source is memory of its own."""
+    heap = np.random.default_rng(0).integers(0, 256, HEAP, dtype=np.uint8)
+    other = np.random.default_rng(1).integers(0, 256, HEAP, dtype=np.uint8)
+    from_ = other if apart else heap
+    plans, src, dst, copies = {}, [], [], []
+    for number, (src_starts, dst_starts, src_blocks, order) in enumerate(drawn):
+        dst_blocks = order[: len(src_blocks)]
+        plans[str(number)] = kvplan.plan_pull_blocks(DESC, DESC, src_blocks, dst_blocks)
+        src += [from_[at : at + NBYTES] for at in src_starts]
+        dst += [heap[at : at + NBYTES] for at in dst_starts]
+        copies += [
+            (s + ROW * a + (HEAP if apart else 0), d + ROW * b)
+            for s, d in zip(src_starts, dst_starts, strict=True)
+            for a, b in zip(src_blocks, dst_blocks, strict=True)
+        ]
+    before = heap.copy()
+    said = ""
+    try:
+        kvplan.execute(kvplan.plan_groups(plans), src, dst)
+    except LLMException as error:
+        said = str(error)
+    assert bool(said) is not is_order_free(copies)
+    if said:
+        assert "overlap in memory" in said
+        assert (heap == before).all()
+    else:
+        wanted = before.copy()
+        for s, d in copies:
+            origin = other if apart else before
+            wanted[d : d + ROW] = origin[s % HEAP : s % HEAP + ROW]
+        assert (heap == wanted).all()

@@ -88,6 +88,7 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
 
     # The owner looks at each range before a byte of it moves; what comes later is reached as well.
     detects_freed: Literal["before"] = "before"
+    checks_every_range = False
 
     def __init__(
         self, native: TcpNativeLink, metadata: Metadata, way: str, device: Device | None

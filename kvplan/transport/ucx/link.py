@@ -81,6 +81,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
     """
 
     detects_freed: Literal["after"] = "after"
+    checks_every_range = False
 
     def __init__(self, endpoint: UcxEndpoint, metadata: Metadata) -> None:
         super().__init__(metadata)

@@ -166,7 +166,15 @@ def test_memory_that_several_documents_name_is_one_side(
     assert move(pool, remote, local, "put").status == KVN_OK
     assert owner.run("result = [int(it.min()) for it in several]") == [8, 8]
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "is not inside one range"):
+        link.memory(addresses, 4096, metadata=metadata[::-1])
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "metadata is of 1 tensors; there are 2"):
         link.memory(addresses, 4096, metadata=metadata[:1])
+    again = owner.run(
+        "twice = transport.register(several[0]); result = transport.metadata([twice])"
+    )
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "has registered memory twice"):
+        link.memory(addresses[:1] * 2, 4096, metadata=[metadata[0], again])
+    owner.run("transport.deregister(twice)")
     owner.run("transport.deregister(both[1])")
     assert move(pool, remote, local, "get").status == KVN_UNMAPPED
     owner.run("transport.deregister(both[0])")
