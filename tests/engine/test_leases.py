@@ -14,6 +14,7 @@ from kvplan import BlockLease, Cache, CacheDesc, DataType, LlmDataDist, LLMExcep
 from kvplan.lease import LeaseWord, _digest
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.registrations import MAX_LEASES
+from kvplan.transport.tcp.transport import TcpTransport
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 64), DataType.DT_FLOAT)
@@ -165,9 +166,10 @@ def test_what_cannot_be_released(engine: LlmDataDist, cache: Cache) -> None:
         engine.release(b"lease")  # type: ignore[arg-type]
 
 
-def test_no_slot_is_lost() -> None:
+@pytest.mark.parametrize("kind", [LocalTransport, TcpTransport])
+def test_no_slot_is_lost(kind: type[LocalTransport | TcpTransport]) -> None:
     """Leases have slots of their own, whatever is registered, and give them back."""
-    with LocalTransport(max_registrations=1) as transport:
+    with kind(max_registrations=1) as transport:
         held = [transport.begin_lease() for _ in range(MAX_LEASES)]
         assert len(set(held)) == MAX_LEASES
         with refused("LLM_OUT_OF_MEMORY", "leases are taken"):

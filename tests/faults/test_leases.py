@@ -31,6 +31,7 @@ NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 THEIRS, MINE = [2, 0], [1, 3]
 RELEASED = "lease 1 of cmpl-3 was released"
 
+pytestmark = pytest.mark.over_tcp
 directions = pytest.mark.parametrize("direction", ["pull", "push"])
 memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
 
