@@ -28,12 +28,12 @@ class Lease(NamedTuple):
 
     Attributes:
         slot, generation: of the owner's generation table, as of a registration.
-        name: for messages: "lease 17 of cmpl-3".
+        name: for messages: its text is "lease 17 of cmpl-3".
     """
 
     slot: int
     generation: int
-    name: str
+    name: object  # not its text, which only a message needs
 
 
 class LeaseWord(NamedTuple):
@@ -138,7 +138,7 @@ class BlockLease:
         """What links of this transport check; None: the owner does not offer it there."""
         for name, slot, generation in self.words:
             if name == transport:
-                return Lease(slot, generation, str(self))
+                return Lease(slot, generation, self)
         return None
 
     def named(self, argument: str, blocks: Blocks | None) -> Blocks:

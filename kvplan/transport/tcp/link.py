@@ -64,7 +64,7 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
                     *(native, it, direction, slots, generations, addresses, nbytes),
                     on_device=other.on_device,
                     leases=[(lease.slot, lease.generation) for lease in self._leases],
-                    leases_name=" or ".join(lease.name for lease in self._leases),
+                    leases_name=" or ".join(str(lease.name) for lease in self._leases),
                 )
                 for it in range(native.connections)
             ]
