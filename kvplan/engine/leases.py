@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvplan.engine.claims import not_exist
@@ -130,8 +130,10 @@ class Leases:
         return tuple(words)
 
     def _end_words(self, words: Iterable[LeaseWord]) -> None:
-        for it in words:
-            self._transports[it.transport].end_leases([(it.slot, it.generation)])
+        with ExitStack() as all_of_them:  # whichever of them a peer holds up
+            for it in words:
+                ended = [(it.slot, it.generation)]
+                all_of_them.callback(self._transports[it.transport].end_leases, ended)
 
 
 class LeaseOperations(OperationRunner):
