@@ -48,10 +48,13 @@ cdef extern from "host/generations.h" nogil:
         kvn_arena memory
         uint64_t num_slots
 
-    int kvn_generations_create(uint64_t num_slots, kvn_generations *out, kvn_failure *failure)
+    int kvn_generations_create(
+        uint64_t num_slots, uint64_t num_leases, kvn_generations *out, kvn_failure *failure
+    )
     void kvn_generations_close(kvn_generations *table)
     int kvn_generations_take(
-        kvn_generations *table, uint64_t *slot, uint64_t *generation, kvn_failure *failure
+        kvn_generations *table, bint is_lease, uint64_t *slot, uint64_t *generation,
+        kvn_failure *failure
     )
     int kvn_generations_release(
         kvn_generations *table, uint64_t slot, uint64_t generation, kvn_failure *failure

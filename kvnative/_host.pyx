@@ -264,8 +264,9 @@ cdef class Pin:
 
 @cython.final
 cdef class GenerationTable:
-    """The generation table that this process shows to its peers: `num_slots` generations.
+    """The generation table that this process shows to its peers: a generation for each slot.
 
+    Those of leases, at most `num_leases`, follow those of `num_slots` registrations.
     `take` before a range is published to a peer, `release` before the memory is freed: from then on
     no peer reports a success for it. One thread at a time takes or releases.
     """
@@ -275,24 +276,25 @@ cdef class GenerationTable:
     def __cinit__(self):
         self.table.memory.fd = -1
 
-    def __init__(self, num_slots=65536):
+    def __init__(self, num_slots=65536, num_leases=0):
         if self.table.memory.address is not NULL:
             raise TypeError("a generation table is made once")
         cdef uint64_t slots = unsigned("num_slots", num_slots)
+        cdef uint64_t leases = unsigned("num_leases", num_leases)
         cdef kvn_failure failure
-        check(kvn_generations_create(slots, &self.table, &failure), &failure)
+        check(kvn_generations_create(slots, leases, &self.table, &failure), &failure)
 
     cdef int check_open(self) except -1:
         if self.table.memory.address is NULL:
             raise ValueError("the generation table is closed")
         return 0
 
-    def take(self):
-        """(slot, generation) of a new registration. MemoryError when all slots are taken."""
+    def take(self, bint is_lease=False):
+        """(slot, generation) of a new registration or lease. MemoryError: all slots are taken."""
         cdef uint64_t slot, generation
         cdef kvn_failure failure
         self.check_open()
-        check(kvn_generations_take(&self.table, &slot, &generation, &failure), &failure)
+        check(kvn_generations_take(&self.table, is_lease, &slot, &generation, &failure), &failure)
         return slot, generation
 
     def release(self, slot, generation):

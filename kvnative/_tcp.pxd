@@ -55,6 +55,8 @@ cdef extern from "tcp/client.h" nogil:
         kvn_interval *places
         kvn_tcp_range *ranges
         size_t count
+        uint32_t num_leases
+        char leases[128]
     ctypedef struct kvn_tcp_client:
         pass
 

@@ -74,4 +74,6 @@ def tcp_backend(
     nbytes: NDArray[np.uint64],
     *,
     on_device: bool = False,
+    leases: Sequence[tuple[int, int]] = (),
+    leases_name: str = "",
 ) -> Backend: ...

@@ -4,6 +4,7 @@ cimport cython
 from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport strncpy
 from posix.types cimport pid_t
 from posix.unistd cimport close, getpid
 
@@ -26,6 +27,9 @@ __all__ = [
 
 MAX_CONNECTIONS = <int>KVN_TCP_MAX_CONNECTIONS
 MAX_THREADS = <int>KVN_TCP_MAX_THREADS
+
+cdef enum:
+    MAX_LEASES = 32  # that each request of a transfer names
 
 cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
@@ -318,7 +322,8 @@ cdef class TcpNativeLink:
 
 
 def tcp_backend(TcpNativeLink link not None, int index, str direction not None, slots, generations,
-                addresses, nbytes, *, bint on_device=False) -> Backend:
+                addresses, nbytes, *, bint on_device=False, leases=(),
+                str leases_name="") -> Backend:
     """Return a backend whose remote addresses are those of the link's peer.
 
     The four columns are of uint64 and of one length: the ranges of the peer that it may use, as the
@@ -330,6 +335,8 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
         index: which of the link's connections moves the bytes.
         direction: "get", from the peer, or "put".
         on_device: the local side is memory of the service's device, else of the host.
+        leases: slot and generation of each that is checked with each request: at most 32.
+        leases_name: what messages call them.
 
     Raises:
         ValueError: another direction or index; the service has no device; columns of several
@@ -363,7 +370,8 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
                                  f" {name}")
         read_known(&known, <const uint64_t *>columns[0].buf, <const uint64_t *>columns[1].buf,
                    <const uint64_t *>columns[2].buf, <const uint64_t *>columns[3].buf,
-                   columns[0].shape[0])
+                   columns[0].shape[0], leases)
+        name_leases(&known, leases_name.encode(errors="replace"))
         backend = kvn_tcp_backend_create(kvn_tcp_link_client(link.link, index), way, device, &known)
         made = Backend.adopt(backend, link, "tcp backend")
         known.places = NULL  # the backend's by now
@@ -378,11 +386,15 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
 
 
 cdef int read_known(kvn_tcp_known *known, const uint64_t *slots, const uint64_t *generations,
-                    const uint64_t *addresses, const uint64_t *nbytes, size_t count) except -1:
+                    const uint64_t *addresses, const uint64_t *nbytes, size_t count,
+                    leases) except -1:
     cdef size_t i
+    if len(leases) > MAX_LEASES:
+        raise ValueError(f"{len(leases)} leases; there may be at most {MAX_LEASES}")
     known.count = count
+    known.num_leases = <uint32_t>len(leases)
     known.places = <kvn_interval *>calloc(count + 1, sizeof(kvn_interval))
-    known.ranges = <kvn_tcp_range *>calloc(count + 1, sizeof(kvn_tcp_range))
+    known.ranges = <kvn_tcp_range *>calloc(count + len(leases) + 1, sizeof(kvn_tcp_range))
     if known.places is NULL or known.ranges is NULL:
         raise MemoryError(f"no memory for {count} ranges")
     for i in range(count):
@@ -394,5 +406,15 @@ cdef int read_known(kvn_tcp_known *known, const uint64_t *slots, const uint64_t 
         known.places[i].index = i
         known.ranges[i].slot = <uint32_t>slots[i]
         known.ranges[i].generation = generations[i]
+    for number, (slot, generation) in enumerate(leases):
+        known.ranges[count + <size_t>number].slot = <uint32_t>slot
+        known.ranges[count + <size_t>number].generation = <uint64_t>generation
     kvn_intervals_sort(known.places, count)
+    return 0
+
+
+cdef int name_leases(kvn_tcp_known *known, bytes name) except -1:
+    cdef const char *text = name
+    strncpy(known.leases, text, sizeof(known.leases) - 1)
+    known.leases[sizeof(known.leases) - 1] = 0
     return 0

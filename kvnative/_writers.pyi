@@ -1,11 +1,14 @@
 """Who writes to memory of another process: announced by the writer, awaited by the owner."""
 
+from array import array
 from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._backend import Backend, ThreadPool
+
+_Words = NDArray[np.uint64] | array[int]
 
 __all__ = ["Ticket", "Writer", "WriterTable"]
 
@@ -44,12 +47,6 @@ class Writer:
         num_entries: int,
         address: int,
     ) -> None: ...
-    def mapped(
-        self, pool: ThreadPool, slots: NDArray[np.uint64], generations: NDArray[np.uint64]
-    ) -> Backend: ...
-    def by_address(
-        self, pool: ThreadPool, slots: NDArray[np.uint64], generations: NDArray[np.uint64]
-    ) -> Backend: ...
-    def around(
-        self, inner: Backend, slots: NDArray[np.uint64], generations: NDArray[np.uint64]
-    ) -> Backend: ...
+    def mapped(self, pool: ThreadPool, slots: _Words, generations: _Words) -> Backend: ...
+    def by_address(self, pool: ThreadPool, slots: _Words, generations: _Words) -> Backend: ...
+    def around(self, inner: Backend, slots: _Words, generations: _Words) -> Backend: ...

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         execute,
         submit,
     )
+    from kvplan.lease import BlockLease
     from kvplan.links import (
         ClusterInfo,
         IpInfo,
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TRANSPORT_COSTS",
+    "BlockLease",
     "BlocksCacheKey",
     "Cache",
     "CacheDesc",
@@ -141,6 +143,7 @@ _LAZY = {
         "kvplan.engine.gather_task": "GatherError GatherTask",
         "kvplan.engine.groups": "Group",
         "kvplan.engine.layer_event": "LayerEvent",
+        "kvplan.lease": "BlockLease",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
         "kvplan.engine.options": "Options",

@@ -104,6 +104,7 @@ class CacheOperations(OperationRunner):
         """
         with self._recorded("unregister_cache", cache=cache_id) as engine:
             engine.registry.unregister(cache_id)
+            engine.leases.end_cache(cache_id)
 
     def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Say that other memory was mapped at addresses of registered caches.
@@ -164,6 +165,7 @@ class CacheOperations(OperationRunner):
         check_type("cache", cache, Cache)
         with self._recorded("deallocate_cache", cache=cache.cache_id) as engine:
             engine.registry.deallocate(cache.cache_id)
+            engine.leases.end_cache(cache.cache_id)
 
     def remove_cache_key(self, key: CacheKey) -> None:
         """Forget a key of an allocated cache; an unknown one is fine, registered ones stay.

@@ -14,6 +14,7 @@ from kvplan.engine.engine import Engine, release, released_with
 from kvplan.engine.gather import GatherOperations
 from kvplan.engine.groups import GroupOperations
 from kvplan.engine.layer_transfers import LayerOperations
+from kvplan.engine.leases import LeaseOperations
 from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.options import Options
 from kvplan.engine.runner import PlanHook
@@ -36,6 +37,7 @@ class LlmDataDist(
     GatherOperations,
     LayerOperations,
     LocalOperations,
+    LeaseOperations,
     CacheOperations,
 ):
     """Caches of this process, links to other clusters, and transfers between all of them.

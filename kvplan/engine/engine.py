@@ -17,6 +17,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
 from kvplan.engine.completion import CompletionThread
+from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
@@ -97,6 +98,7 @@ class Engine:
                 cluster_id, lambda: self.role, options, self.registry, transports, missing
             )
             held.callback(self.links.close)
+            self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
             self.links.start()
             self.listen(options.listen_ip_info, stacklevel=3)  # who initializes
             self._held = held.pop_all()

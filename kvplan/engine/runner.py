@@ -15,6 +15,7 @@ from weakref import ref
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import log_operation, logger, status_of
 from kvplan.inspection.units import plural
+from kvplan.lease import BlockLease
 from kvplan.planning.groups import GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side, side
@@ -160,14 +161,16 @@ class Operation:
     def peer(
         self,
         argument: str,
-        key: AnyCacheKey,
-        kinds: tuple[type[AnyCacheKey], ...],
+        key: AnyCacheKey | BlockLease,
+        kinds: tuple[type[AnyCacheKey | BlockLease], ...],
         *,
         paged: bool,
         writable: bool,
         table: str = "",
     ) -> tuple[Side, int, TensorMemory]:
         """Return the cache and the slot of a peer that an argument names; by CacheKey: claimed.
+
+        By a lease: memory of which no transfer succeeds once that has ended.
 
         Args:
             kinds: of key that the operation takes.
@@ -184,6 +187,11 @@ class Operation:
             raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
         link = self._linked(argument, key)
         slot = 0
+        if isinstance(key, BlockLease):
+            found, memory = link.leased(key, writable=writable)
+            if (theirs := link.side(found)).paged is not paged:
+                self._refuse_kind(argument, str(key), paged, table)
+            return theirs, slot, memory
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
         elif isinstance(key, BlocksCacheKey):
@@ -267,7 +275,7 @@ class Operation:
                 bytes=nbytes,
             )
 
-    def _linked(self, argument: str, key: AnyCacheKey | PeerTensors) -> PeerLink:
+    def _linked(self, argument: str, key: AnyCacheKey | PeerTensors | BlockLease) -> PeerLink:
         """Return the link to the peer that `key` names, begun by one that moves."""
         engine, cluster_id = self.engine, key.cluster_id
         if cluster_id == engine.cluster_id:

@@ -6,6 +6,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
+from kvplan.lease import BlockLease
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import (
     plan_pull_blocks,
@@ -125,7 +126,7 @@ class RemoteOperations(OperationRunner):
 
     def pull_blocks(
         self,
-        src: AnyCacheKey,
+        src: AnyCacheKey | BlockLease,
         dst: Cache,
         src_blocks: Blocks | None,
         dst_blocks: Blocks,
@@ -141,10 +142,11 @@ class RemoteOperations(OperationRunner):
         """Pull into blocks of a local paged cache, from blocks of a remote one or from a slot.
 
         Args:
-            src: the remote paged cache, or slot.
+            src: the remote paged cache, or slot; or a lease, which names blocks.
             dst: the local paged cache; only its id matters, if it has one.
             src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` is a slot,
-                cut into chunks of one block; chunk i goes to `dst_blocks[i]`.
+                cut into chunks of one block; chunk i goes to `dst_blocks[i]`. Of a lease None: all
+                that it names.
             dst_blocks: local blocks.
             ext_param: the layers.
             num_tokens: tokens of the request that are moved; None: whole blocks. It needs a layout
@@ -164,7 +166,7 @@ class RemoteOperations(OperationRunner):
 
     def plan_pull_blocks(
         self,
-        src: AnyCacheKey,
+        src: AnyCacheKey | BlockLease,
         dst: Cache,
         src_blocks: Blocks | None,
         dst_blocks: Blocks,
@@ -185,7 +187,7 @@ class RemoteOperations(OperationRunner):
 
     def submit_pull_blocks(
         self,
-        src: AnyCacheKey,
+        src: AnyCacheKey | BlockLease,
         dst: Cache,
         src_blocks: Blocks | None,
         dst_blocks: Blocks,
@@ -280,9 +282,9 @@ class RemoteOperations(OperationRunner):
     def push_blocks(
         self,
         src: Cache,
-        dst: CacheIndex | BlocksCacheKey,
+        dst: CacheIndex | BlocksCacheKey | BlockLease,
         src_blocks: Blocks,
-        dst_blocks: Blocks,
+        dst_blocks: Blocks | None = None,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
         num_tokens: int | None = None,
@@ -296,9 +298,10 @@ class RemoteOperations(OperationRunner):
 
         Args:
             src: the local paged cache; only its id matters, if it has one.
-            dst: the remote paged cache.
+            dst: the remote paged cache; or a lease, which names blocks.
             src_blocks: local blocks.
-            dst_blocks: remote blocks, one for each of `src_blocks`.
+            dst_blocks: remote blocks, one for each of `src_blocks`. Of a lease None: all
+                that it names.
             ext_param: the layers.
             num_tokens: tokens of the request that are moved; None: whole blocks. It needs a layout
                 on both sides (`kv_tensor_format`), as does anything that lies differently there.
@@ -318,9 +321,9 @@ class RemoteOperations(OperationRunner):
     def plan_push_blocks(
         self,
         src: Cache,
-        dst: CacheIndex | BlocksCacheKey,
+        dst: CacheIndex | BlocksCacheKey | BlockLease,
         src_blocks: Blocks,
-        dst_blocks: Blocks,
+        dst_blocks: Blocks | None = None,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
         num_tokens: int | None = None,
@@ -339,9 +342,9 @@ class RemoteOperations(OperationRunner):
     def submit_push_blocks(
         self,
         src: Cache,
-        dst: CacheIndex | BlocksCacheKey,
+        dst: CacheIndex | BlocksCacheKey | BlockLease,
         src_blocks: Blocks,
-        dst_blocks: Blocks,
+        dst_blocks: Blocks | None = None,
         ext_param: KvCacheExtParam = ALL_LAYERS,
         *,
         num_tokens: int | None = None,
@@ -395,7 +398,7 @@ def _pull_cache(
 
 def _pull_blocks(
     operation: Operation,
-    src: AnyCacheKey,
+    src: AnyCacheKey | BlockLease,
     dst: Cache,
     src_blocks: Blocks | None,
     dst_blocks: Blocks,
@@ -408,7 +411,9 @@ def _pull_blocks(
 ) -> Prepared:
     """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
     target, ours = operation.own("dst", dst, paged=True)
-    kinds = (CacheIndex, CacheKey, BlocksCacheKey)
+    if type(src) is BlockLease:
+        src_blocks = src.named("src_blocks", src_blocks)
+    kinds = (CacheIndex, CacheKey, BlocksCacheKey, BlockLease)
     source, slot, theirs = operation.peer(
         "src", src, kinds, paged=has_blocks(src_blocks), writable=False, table="src_blocks"
     )
@@ -461,9 +466,9 @@ def _push_cache(
 def _push_blocks(
     operation: Operation,
     src: Cache,
-    dst: CacheIndex | BlocksCacheKey,
+    dst: CacheIndex | BlocksCacheKey | BlockLease,
     src_blocks: Blocks,
-    dst_blocks: Blocks,
+    dst_blocks: Blocks | None,
     num_tokens: int | None,
     src_token: int,
     dst_token: int,
@@ -474,10 +479,13 @@ def _push_blocks(
     """Local blocks into remote ones."""
     if not has_blocks(src_blocks):
         raise invalid(f"src_blocks={src_blocks} must name a block for each of dst_blocks")
+    if type(dst) is BlockLease:
+        dst_blocks = dst.named("dst_blocks", dst_blocks)
+    elif dst_blocks is None:
+        raise TypeError("dst_blocks is None; it must name a block for each of src_blocks")
     source, ours = operation.own("src", src, paged=True)
-    target, _, theirs = operation.peer(
-        "dst", dst, (CacheIndex, BlocksCacheKey), paged=True, writable=True
-    )
+    kinds = (CacheIndex, BlocksCacheKey, BlockLease)
+    target, _, theirs = operation.peer("dst", dst, kinds, paged=True, writable=True)
     plan = plan_push_blocks(
         source,
         target,

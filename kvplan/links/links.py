@@ -106,6 +106,11 @@ class Links:
         self._control.start()
 
     @property
+    def instance(self) -> bytes:
+        """16 bytes that no other engine has, nor this one after a restart."""
+        return self._engine.instance
+
+    @property
     def endpoint(self) -> Endpoint | None:
         """Where peers link with this engine, with the real port; None: nowhere."""
         return self._listener.endpoint

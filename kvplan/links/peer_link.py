@@ -24,6 +24,7 @@ from kvplan.links.peer_table import (
 from kvplan.links.values import LinkStatus, link_failed
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.base import no_leases
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
 from kvplan.validation import shown
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
     from kvplan.control.messages import Table
     from kvplan.execution.memory import TensorMemory
+    from kvplan.lease import BlockLease
     from kvplan.links.published_table import Publisher
     from kvplan.links.renewals import Renewals
     from kvplan.transport.protocol import Streams, TransportLink
@@ -87,7 +89,7 @@ class PeerLink(LinkLifecycle):
 
     def cache(
         self,
-        index: CacheKeyByIdAndIndex | BlocksCacheKey,
+        index: CacheKeyByIdAndIndex | BlocksCacheKey | BlockLease,
         *,
         writable: bool = False,
         speculative: bool = False,
@@ -95,7 +97,7 @@ class PeerLink(LinkLifecycle):
         """The peer's cache that `index` names; the peer is asked for one that is not known yet.
 
         Args:
-            index: its id, or a key.
+            index: its id, a lease with that, or a key.
             writable: whether it is to be written; then the peer must not have freed it.
             speculative: whether the cache that last had a key may be taken for the one that has it
                 now, if the transfer notices a freed cache before it moves a byte.
@@ -145,6 +147,26 @@ class PeerLink(LinkLifecycle):
         except LLMException as error:
             return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         return False
+
+    def leased(
+        self, lease: BlockLease, *, writable: bool = False
+    ) -> tuple[PeerCache, TensorMemory]:
+        """The cache that `lease` names, and its tensors for as long as that has not ended.
+
+        Raises:
+            LLMException: as `cache` and `memory`; LLM_KV_CACHE_NOT_EXIST: the peer was restarted;
+                LLM_FEATURE_NOT_ENABLED: the transport of this link does not check leases.
+        """
+        if lease.instance != self.instance:
+            raise LLMException(
+                f"{lease} has ended: cluster {self.cluster_id} was restarted since",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        found = self.cache(lease, writable=writable)
+        link = self._transport_link_to(found)
+        if (checked := lease.lease_of(self.transport)) is None:
+            raise no_leases(self.transport)
+        return found, link.leased(self.memory(found, writable=writable), (checked,))
 
     def memory(self, cache: PeerCache, *, writable: bool) -> TensorMemory:
         """The tensors of `cache`, as a side of a transfer.

@@ -15,11 +15,13 @@ from kvplan.transport.ranges import Range, RangeTable, sized_tensors
 from kvplan.transport.registrations import transport_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from kvnative._host import Arena
+    from kvplan.execution.memory import TensorMemory
+    from kvplan.lease import Lease
     from kvplan.transport.protocol import Registrable, Renewable
 
     Column = NDArray[np.uint64]
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 def link_failed(message: str) -> LLMException:
     """The peer cannot be reached, or no longer: LLM_LINK_FAILED."""
     return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+def no_leases(where: str) -> LLMException:
+    """Nothing checks leases there: LLM_FEATURE_NOT_ENABLED."""
+    return LLMException(
+        f"{where}: leases are not checked by this transport; those that do are in docs/leases.md",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    )
 
 
 def check_process(pid: int, what: str) -> None:
@@ -70,6 +80,14 @@ class BaseTransport(ABC):
 
     def preregister_pool(self, memory: Registrable, keep: object = None) -> None:  # noqa: B027
         """See `Transport.preregister_pool`. Nothing to do: links reach parts at any time."""
+
+    def begin_lease(self) -> tuple[int, int]:
+        """See `Transport.begin_lease`; refused here."""
+        raise no_leases(self.name)
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`."""
+        raise no_leases(self.name)
 
     def refusal(self, metadata: bytes) -> str | None:
         """Why the process of `metadata` cannot be reached from here; None: it may be."""
@@ -187,6 +205,10 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             return self._memory(starts, sizes, ranges, held_by, [known], writable=writable)
         several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable)
         return self._memory(starts, sizes, ranges, held_by, several, writable=writable)
+
+    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> TensorMemory:
+        """See `TransportLink.leased`; refused here."""
+        raise no_leases(self.way)
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.

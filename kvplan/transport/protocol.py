@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvnative._acl import DeviceBuffer
     from kvplan.execution.memory import TensorMemory
+    from kvplan.lease import Lease
     from kvplan.status import LLMException
 
     # NumPy's arrays have a typed buffer from Python 3.12 on only.
@@ -143,6 +144,24 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
         """
 
+    def begin_lease(self) -> tuple[int, int]:
+        """A slot and a generation that peers check beside those of registrations.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: its peers cannot; LLM_OUT_OF_MEMORY: no room for
+                another lease.
+        """
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """From here on no transfer with one of them succeeds, and no peer writes with it.
+
+        Peers that are writing are waited for, as by `deregister`. Those that have ended before are
+        fine; they are waited for again.
+
+        Raises:
+            LLMException: LLM_TIMEOUT: a peer does not get on, and may still write; call it again.
+        """
+
     def refusal(self, metadata: bytes) -> str | None:
         """Why the peer of `metadata` cannot be reached from here; None: it can."""
 
@@ -264,6 +283,16 @@ class TransportLink(Protocol):
                 or a read-only registration to be written; LLM_LINK_FAILED: the peer is gone or
                 refuses access; LLM_NOT_YET_LINK: the link was closed.
             TypeError: not whole numbers.
+        """
+
+    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> TensorMemory:
+        """`memory` of this link, with which a transfer fails once one of `leases` has ended.
+
+        A lease is checked wherever the registrations of the memory are: it has ended means
+        LLM_KV_CACHE_NOT_EXIST, and its name is in the message.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot.
         """
 
     def check(self) -> None:

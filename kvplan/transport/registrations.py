@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 PATIENCE_S: Final = 1.0
 """For a peer that writes and does not get on, before what it writes to is kept."""
 
+MAX_LEASES: Final = 1 << 17
+"""Of one transport at once, besides its registrations."""
+
 _LOOK_S: Final = 0.05  # between two looks whether it does
 
 _LOG = Log("kvplan")
@@ -206,6 +209,14 @@ def slots_taken(what: object, most: int) -> LLMException:
     return LLMException(
         f"{what}: deregister memory, or make the transport with more max_registrations ({most} at "
         "most)",
+        status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+    )
+
+
+def leases_taken(most: int) -> LLMException:
+    """No room for another lease: LLM_OUT_OF_MEMORY."""
+    return LLMException(
+        f"all {most} leases are taken: release one before",
         status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
     )
 

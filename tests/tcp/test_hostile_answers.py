@@ -75,7 +75,8 @@ LIES: dict[str, tuple[Callable[[int], bytes], str]] = {
     "another number": (lambda n: answer(n + 1), NO_ANSWER),
     "a number from nowhere": (lambda n: answer(2**64 - 1), NO_ANSWER),
     "reserved": (lambda n: answer(n, reserved=1), NO_ANSWER),
-    "no such reason": (lambda n: answer(n, 6), NO_ANSWER),
+    "the reason of a lease": (lambda n: answer(n, 6), NO_ANSWER),  # there is none
+    "no such reason": (lambda n: answer(n, 7), NO_ANSWER),
     "no reason at all": (lambda n: answer(n, 2**32 - 1), NO_ANSWER),
     "an offset behind the end": (lambda n: answer(n, OUTSIDE, SIZE), NO_ANSWER),
     "an offset far away": (lambda n: answer(n, DEREGISTERED, 2**64 - 1), NO_ANSWER),

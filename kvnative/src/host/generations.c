@@ -14,11 +14,16 @@ static int bad_num_slots(uint64_t num_slots, kvn_failure *failure)
                     KVN_GENERATIONS_MAX_SLOTS);
 }
 
-int kvn_generations_create(uint64_t num_slots, kvn_generations *out, kvn_failure *failure)
+int kvn_generations_create(uint64_t num_slots, uint64_t num_leases, kvn_generations *out,
+                           kvn_failure *failure)
 {
-    *out = (kvn_generations){.memory.fd = -1, .num_slots = num_slots};
+    *out = (kvn_generations){.memory.fd = -1};
     if (num_slots < 1 || num_slots > KVN_GENERATIONS_MAX_SLOTS)
         return bad_num_slots(num_slots, failure);
+    if (num_leases > KVN_GENERATIONS_MAX_SLOTS - num_slots)
+        num_leases = KVN_GENERATIONS_MAX_SLOTS - num_slots;
+    out->first_lease = out->next_lease = num_slots;
+    out->num_slots = num_slots += num_leases;
     return kvn_arena_create("kvplan-generations", num_slots * sizeof(uint64_t), 1, &out->memory, failure);
 }
 
@@ -33,22 +38,26 @@ int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
 
 void kvn_generations_close(kvn_generations *table) { kvn_arena_close(&table->memory); }
 
-int kvn_generations_take(kvn_generations *table, uint64_t *slot, uint64_t *generation,
-                         kvn_failure *failure)
+int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t *slot,
+                         uint64_t *generation, kvn_failure *failure)
 {
-    for (uint64_t i = 0; i < table->num_slots; i++) {
-        const uint64_t candidate = (table->next + i) % table->num_slots;
+    uint64_t *next = is_lease ? &table->next_lease : &table->next;
+    const uint64_t first = is_lease ? table->first_lease : 0;
+    const uint64_t count = (is_lease ? table->num_slots : table->first_lease) - first;
+
+    for (uint64_t i = 0; i < count; i++) {
+        const uint64_t candidate = first + (*next - first + i) % count;
         uint64_t seen = atomic_load_explicit(&slots_of(table)[candidate], memory_order_relaxed);
         if (seen % 2 == 0 &&
             atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, seen + 1)) {
-            table->next = candidate + 1;
+            *next = candidate + 1;
             *slot = candidate;
             *generation = seen + 1;
             return KVN_OK;
         }
     }
     return kvn_fail(failure, KVN_NO_MEMORY, ENOSPC,
-                    "all %" PRIu64 " slots of the generation table are taken", table->num_slots);
+                    "all %" PRIu64 " slots of the generation table are taken", count);
 }
 
 int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,

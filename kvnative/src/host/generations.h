@@ -4,21 +4,25 @@
  * is registered; taking and releasing it each add one. A peer remembers the generation that was
  * published to it and looks again before and after each transfer, so a range that its owner has
  * released, or released and registered again for something else, is noticed with no message between
- * the two. */
+ * the two. A lease is a slot without memory, which a transfer checks beside those of its ranges. */
 #ifndef KVN_GENERATIONS_H
 #define KVN_GENERATIONS_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 
 #include "host/arena.h"
 
 typedef struct kvn_generations {
     kvn_arena memory;
     uint64_t num_slots;
-    uint64_t next; /* where the owner looks for a free slot first */
+    /* The owner's: slots from here on are of leases, and where it looks first for a free one of each. */
+    uint64_t first_lease;
+    uint64_t next, next_lease;
 } kvn_generations;
 
-int kvn_generations_create(uint64_t num_slots, kvn_generations *out, kvn_failure *failure);
+int kvn_generations_create(uint64_t num_slots, uint64_t num_leases, kvn_generations *out,
+                           kvn_failure *failure);
 int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
                            kvn_generations *out, kvn_failure *failure);
 void kvn_generations_close(kvn_generations *table); /* the owner releases every slot first */
@@ -26,8 +30,8 @@ void kvn_generations_close(kvn_generations *table); /* the owner releases every 
 /* The owner's side. KVN_NO_MEMORY when every slot is taken; KVN_INVALID when the slot is not held
  * with that generation. After release returned, no peer reports a success for the range any more.
  */
-int kvn_generations_take(kvn_generations *table, uint64_t *slot, uint64_t *generation,
-                         kvn_failure *failure);
+int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t *slot,
+                         uint64_t *generation, kvn_failure *failure);
 int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,
                             kvn_failure *failure);
 

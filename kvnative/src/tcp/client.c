@@ -104,9 +104,14 @@ static void end_refused(kvn_request *it, kvn_tcp_reason reason, const kvn_cursor
         return;
     for (offset += from->skip; index + 1 < it->batch.count && offset >= it->batch.nbytes[index]; index++)
         offset -= it->batch.nbytes[index];
-    snprintf(it->end.message, sizeof it->end.message,
-             "descriptor %" PRIu64 ": %" PRIu64 " bytes at 0x%" PRIx64 " of the peer, which %s",
-             it->batch.first + index, it->batch.nbytes[index], it->remote[index], REASONS[reason]);
+    if (reason == KVN_TCP_RELEASED)
+        snprintf(it->end.message, sizeof it->end.message,
+                 "descriptor %" PRIu64 ": %s was released by the peer", it->batch.first + index,
+                 it->known->leases);
+    else
+        snprintf(it->end.message, sizeof it->end.message,
+                 "descriptor %" PRIu64 ": %" PRIu64 " bytes at 0x%" PRIx64 " of the peer, which %s",
+                     it->batch.first + index, it->batch.nbytes[index], it->remote[index], REASONS[reason]);
     end(it, reason == KVN_TCP_DEVICE ? KVN_FAILED : KVN_UNMAPPED, 0, index);
 }
 
@@ -222,6 +227,8 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
     uint64_t nbytes = 0;
 
     out->head.num_ranges = 0;
+    for (uint32_t i = 0; i < it->known->num_leases; i++)
+        range_in(out, &it->known->ranges[it->known->count + i]);
     while (nbytes < REQUEST_NBYTES && nbytes < it->uncut) {
         const uint64_t address = it->remote[at.index] + at.skip;
         uint64_t part = it->batch.nbytes[at.index] - at.skip;
@@ -256,7 +263,8 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
     out->head.id = self->next_id++;
     out->head.run = runs[0];
     memcpy(kvn_tcp_run_at(out, 1), runs + 1, (num_runs - 1) * sizeof *runs);
-    *asked = (kvn_tcp_asked){it, it->cut, at, nbytes, out->head.id, it->kind, false};
+    *asked = (kvn_tcp_asked){it, it->cut, at, nbytes, out->head.id, it->kind,
+                             it->known->num_leases > 0, false};
     it->cut = at;
     it->uncut -= nbytes;
     return true;
@@ -413,6 +421,7 @@ static const char *take_answer(kvn_tcp_client *self)
     /* One that comes before all of its request was sent answers something else. */
     if ((self->num_asked == 1 && !is_sent(self)) || answer->id != asked->id ||
         answer->reason >= KVN_TCP_NUM_REASONS || answer->reserved != 0 ||
+        (answer->reason == KVN_TCP_RELEASED && !asked->has_leases) ||
         (answer->reason != KVN_TCP_MOVED && answer->offset >= asked->nbytes))
         return "the peer sent what is no answer to what it was asked";
     self->answer_got = 0;

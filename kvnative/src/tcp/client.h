@@ -14,8 +14,10 @@
 /* Memory of the peer that a backend may use. */
 typedef struct kvn_tcp_known {
     kvn_interval *places; /* sorted; their index is that of the range */
-    kvn_tcp_range *ranges;
+    kvn_tcp_range *ranges; /* behind those of the places the leases, which each request names too */
     size_t count;
+    uint32_t num_leases; /* below KVN_TCP_MAX_RANGES */
+    char leases[128]; /* what messages call them */
 } kvn_tcp_known;
 
 typedef struct kvn_tcp_client kvn_tcp_client;
@@ -49,6 +51,7 @@ typedef struct kvn_tcp_asked {
     uint64_t nbytes;
     uint64_t id;
     kvn_tcp_kind kind;
+    bool has_leases;  /* only then it may be answered that one was released */
     bool sends_zeros; /* of a push whose local memory cannot be read, for what is left */
 } kvn_tcp_asked;
 

@@ -93,6 +93,12 @@ static uint64_t inside(const kvn_tcp_row *row, const kvn_tcp_run *run)
     return room / step * run->nbytes + (room % step < run->nbytes ? room % step : run->nbytes);
 }
 
+static bool stands(const kvn_tcp_table *self, const kvn_tcp_range *range)
+{
+    return range->slot < self->num_rows && self->rows[range->slot].nbytes != 0 &&
+           self->rows[range->slot].generation == range->generation;
+}
+
 /* `offset`, of bytes of the request, goes up by those of the run that may be moved. */
 static kvn_tcp_reason check_run(const kvn_tcp_table *self, const kvn_tcp_range *range,
                                 const kvn_tcp_run *run, bool is_write, uint64_t *offset)
@@ -103,7 +109,7 @@ static kvn_tcp_reason check_run(const kvn_tcp_table *self, const kvn_tcp_range *
     if (range->slot >= self->num_rows)
         return KVN_TCP_OUTSIDE;
     row = &self->rows[range->slot];
-    if (row->nbytes == 0 || row->generation != range->generation)
+    if (!stands(self, range))
         return KVN_TCP_DEREGISTERED;
     if (is_write && !row->writable)
         return KVN_TCP_READ_ONLY;
@@ -128,6 +134,13 @@ kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request
     for (uint32_t i = 0; i < request->head.num_runs && reason == KVN_TCP_MOVED; i++) {
         const kvn_tcp_run *run = kvn_tcp_run_at(request, i);
         reason = check_run(self, kvn_tcp_range_at(request, run->range), run, is_write, offset);
+    }
+    for (uint32_t i = 0; i < request->head.num_ranges && reason == KVN_TCP_MOVED; i++) {
+        const kvn_tcp_range *range = kvn_tcp_range_at(request, i);
+        if (!stands(self, range)) {
+            reason = KVN_TCP_RELEASED; /* of those of runs all do */
+            *offset = 0;
+        }
     }
     pthread_mutex_unlock(&self->mutex);
     return reason;

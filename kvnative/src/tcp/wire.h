@@ -25,6 +25,7 @@ typedef enum kvn_tcp_reason {
     KVN_TCP_READ_ONLY = 3, /* a push to what is registered with writable=False */
     KVN_TCP_UNMAPPED = 4,  /* registered, but not mapped any more */
     KVN_TCP_DEVICE = 5,    /* it is on a device, which did not copy it */
+    KVN_TCP_RELEASED = 6,  /* a lease, which is a range that no run lies in */
     KVN_TCP_NUM_REASONS
 } kvn_tcp_reason;
 

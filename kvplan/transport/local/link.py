@@ -17,14 +17,18 @@ from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
+    from kvplan.execution.memory import TensorMemory
+    from kvplan.lease import Lease
 
     Column = NDArray[np.uint64]
+    Words = Column | array[int]
 
 
 class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
@@ -98,13 +102,13 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
     def check_ranges(
         self,
-        ranges: Sequence[Range],
-        slots: Column,
-        generations: Column,
+        ranges: Sequence[Range | Lease],
+        slots: Words,
+        generations: Words,
         *,
         alive: bool = True,
     ) -> None:
-        """As `check`, and LLM_KV_CACHE_NOT_EXIST for a range that is deregistered by now.
+        """As `check`, and LLM_KV_CACHE_NOT_EXIST for what is deregistered, or released, by now.
 
         Args:
             alive: whether to ask the system if the peer lives, and if this is no forked child:
@@ -114,12 +118,15 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             check_process(self.pid, "link")
         stale = self._find_stale(slots, generations, alive=alive)
         if stale >= 0:
+            it = ranges[stale]
             raise LLMException(
-                f"{self.peer} has deregistered {ranges[stale]}",
+                f"{self.peer} has deregistered {it}"
+                if isinstance(it, Range)
+                else f"{it.name} was released by {self.peer}",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
-    def _find_stale(self, slots: Column, generations: Column, *, alive: bool) -> int:
+    def _find_stale(self, slots: Words, generations: Words, *, alive: bool) -> int:
         """The index of the first range that is deregistered by now; -1: none is."""
         look = self.process.check if alive else self.process.stale
         try:
@@ -128,6 +135,11 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             raise self._closed_error() from None
         except OSError as error:
             raise self._refusal(error, "is lost") from error
+
+    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> LocalPeerMemory:
+        """See `TransportLink.leased`."""
+        assert isinstance(memory, LocalPeerMemory)
+        return memory.leased(leases)
 
     def reading(self, pool: ThreadPool) -> Backend:
         """The backend that reads from this peer's own addresses."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvnative._host import Pin
     from kvnative._writers import Writer
     from kvplan.execution.memory import Direction, TensorMemory
+    from kvplan.lease import Lease
     from kvplan.transport.local.link import LocalLink
 
     Column = NDArray[np.uint64]
@@ -105,7 +107,10 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
     ) -> None:
         in_process = bool(arenas) or link.is_to_self
         super().__init__(link, addresses, nbytes, ranges, writable=writable, in_process=in_process)
-        self._slots, self._generations = slots, generations  # of the ranges
+        # Of the ranges, as bytes that a lease is quickly put behind.
+        self._slots = array("Q", slots.tobytes())
+        self._generations = array("Q", generations.tobytes())
+        self._leases: Sequence[Lease] = ()
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
         self._writer = writer  # that announces what is written; None: not writable
@@ -146,13 +151,23 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
             return self._writer.mapped(pool, *registered)
         return self._writer.by_address(pool, *registered)
 
+    def leased(self, leases: Sequence[Lease]) -> LocalPeerMemory:
+        """The same memory; each check finds one of `leases` ended, that was so before it."""
+        it = LocalPeerMemory.__new__(LocalPeerMemory)
+        it.__dict__ |= self.__dict__
+        it._leases = leases
+        it._slots = self._slots + array("Q", [lease.slot for lease in leases])
+        it._generations = self._generations + array("Q", [lease.generation for lease in leases])
+        it._backends = {}
+        return it
+
     def check(self) -> None:
         """Call before a transfer and after it; only if both pass, it moved what it should.
 
         Raises:
             LLMException: LLM_LINK_FAILED: the peer has exited, executes another program, or has
-                closed its transport; LLM_KV_CACHE_NOT_EXIST: it has deregistered a range;
-                LLM_NOT_YET_LINK: the link was closed.
+                closed its transport; LLM_KV_CACHE_NOT_EXIST: it has deregistered a range, or ended
+                a lease; LLM_NOT_YET_LINK: the link was closed.
         """
         link = self._link
         try:
@@ -160,7 +175,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
                 return
         except (ValueError, OSError):
             pass
-        link.check_ranges(self._ranges, self._slots, self._generations)  # says what is wrong
+        self._check_ranges(alive=True)  # says what is wrong
 
     def check_tensors(self, tensors: range) -> None:
         """Call before a part of a transfer moves; all ranges are looked at, whatever the part.
@@ -175,6 +190,8 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
             LLMException: as `check`; of memory that is mapped here LLM_LINK_FAILED is left to it,
                 and a forked child to the task, which has refused it by then.
         """
-        self._link.check_ranges(
-            self._ranges, self._slots, self._generations, alive=not self._arenas
-        )
+        self._check_ranges(alive=not self._arenas)
+
+    def _check_ranges(self, *, alive: bool) -> None:
+        held: list[Range | Lease] = [*self._ranges, *self._leases]
+        self._link.check_ranges(held, self._slots, self._generations, alive=alive)

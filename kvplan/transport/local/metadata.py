@@ -23,6 +23,9 @@ from kvplan.transport.wire import (
     write_schema,
 )
 
+MAX_SLOTS: Final = 2**24
+"""Of a generation table: of registrations and leases."""
+
 SCHEMA: Final = "kvplan.local"
 SCHEMA_VERSION: Final = 2  # of 1 writers did not announce what they write
 
@@ -38,7 +41,7 @@ _IDENTITY = {
 _GENERATION_TABLE = {
     "fd": _INT31,
     "inode": UINT64,
-    "num_slots": (1, 2**24),
+    "num_slots": (1, MAX_SLOTS),
     "address": ADDRESS,
 }
 _WRITERS = {

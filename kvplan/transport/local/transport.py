@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvnative._host import GenerationTable
@@ -15,12 +16,19 @@ from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.local.identity import Identity
 from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.memory import offer
-from kvplan.transport.local.metadata import GenerationTableRef, Metadata, Range, WritersRef
+from kvplan.transport.local.metadata import (
+    GenerationTableRef,
+    Metadata,
+    Range,
+    WritersRef,
+)
 from kvplan.transport.registrations import (
+    MAX_LEASES,
     PATIENCE_S,
     QUARANTINE,
     Registration,
     RegistrationTable,
+    leases_taken,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +67,8 @@ class LocalTransport(BaseTransport):
         """Show this process to its peers.
 
         Args:
-            max_registrations: how many there can be at once; each takes 8 bytes.
+            max_registrations: how many there can be at once; each takes 8 bytes, as do the leases
+                that there can be besides.
             permit_any_peer: let every process of this user trace this one, as Yama demands.
 
         Raises:
@@ -69,7 +78,7 @@ class LocalTransport(BaseTransport):
         super().__init__()
         try:
             self._identity = Identity.of_self()
-            self._generations = GenerationTable(max_registrations)
+            self._generations = GenerationTable(max_registrations, MAX_LEASES)
             self._writers = WriterTable()
         except (ValueError, MemoryError, OSError) as error:
             raise _refused(error) from error
@@ -126,6 +135,30 @@ class LocalTransport(BaseTransport):
         it = self._registrations.own(registration)
         self._remove(it)
         self._wait_for_writers([it])
+
+    def begin_lease(self) -> tuple[int, int]:
+        """See `Transport.begin_lease`."""
+        with self._registrations.mutex:
+            self._check_open()
+            try:
+                return self._generations.take(is_lease=True)
+            except MemoryError as error:
+                raise leases_taken(MAX_LEASES) from error
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`."""
+        self._check_open()
+        with self._registrations.mutex:
+            self._check_open()
+            for slot, generation in leases:
+                with suppress(ValueError):  # it has ended before
+                    self._generations.release(slot, generation)
+        if late := self._writers.drain(PATIENCE_S):
+            raise LLMException(
+                f"{_processes(late)} was writing to this one's memory and has not moved for "
+                f"{PATIENCE_S:g} s (is it stopped?): use the blocks again when it goes on or ends",
+                status_code=LLMStatusCode.LLM_TIMEOUT,
+            )
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """What a peer needs to reach this process: its identity and `registrations` (None: all).
@@ -212,14 +245,17 @@ class LocalTransport(BaseTransport):
 
 
 def _warn(late: Sequence[Ticket], memory: LocalRegistration) -> None:
-    pids = ", ".join(str(pid) for pid in sorted({it.pid for it in late}))
     _LOG.warning(
-        "%s is deregistered, but process %s was writing to this one's memory and has not moved "
+        "%s is deregistered, but %s was writing to this one's memory and has not moved "
         "for %g s (is it stopped?): the memory is not used again before that goes on or ends",
         memory.range,
-        pids,
+        _processes(late),
         PATIENCE_S,
     )
+
+
+def _processes(late: Sequence[Ticket]) -> str:
+    return f"process {', '.join(str(pid) for pid in sorted({it.pid for it in late}))}"
 
 
 def _refused(error: Exception) -> LLMException:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvnative._tcp import TcpNativeLink
     from kvplan.device.device import Device
     from kvplan.execution.memory import Direction, TensorMemory
+    from kvplan.lease import Lease
 
     Column = NDArray[np.uint64]
 
@@ -40,8 +41,10 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
         ranges: Sequence[Range],
         *,
         writable: bool,
+        leases: Sequence[Lease] = (),
     ) -> None:
         super().__init__(link, addresses, nbytes, ranges, writable=writable)
+        self._leases = leases
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
@@ -60,6 +63,8 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
                 tcp_backend(
                     *(native, it, direction, slots, generations, addresses, nbytes),
                     on_device=other.on_device,
+                    leases=[(lease.slot, lease.generation) for lease in self._leases],
+                    leases_name=" or ".join(str(lease.name) for lease in self._leases),
                 )
                 for it in range(native.connections)
             ]
@@ -68,6 +73,14 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
             raise link_failed(f"{self._link.peer} cannot be reached: {error}") from error
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
         return self._backends.setdefault((direction, other.on_device), made)
+
+    def leased(self, leases: Sequence[Lease]) -> TcpPeerMemory:
+        """The same memory; the owner checks `leases` with each request."""
+        return TcpPeerMemory(
+            *(self._link, self.addresses, self.nbytes, self._ranges),
+            writable=self.writable,
+            leases=leases,
+        )
 
     def _check_device(self, local: TensorMemory) -> None:
         """Refuse memory of another device than the link moves."""
@@ -114,6 +127,11 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
         writable: bool,
     ) -> TcpPeerMemory:
         return TcpPeerMemory(self, starts, sizes, ranges, writable=writable)
+
+    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> TcpPeerMemory:
+        """See `TransportLink.leased`."""
+        assert isinstance(memory, TcpPeerMemory)
+        return memory.leased(leases)
 
     def _check_peer(self) -> None:
         if (failure := self.native.failure) is not None:

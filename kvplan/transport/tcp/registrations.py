@@ -5,14 +5,20 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvnative._backend import NativeError
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ranges import Range
-from kvplan.transport.registrations import Registration, RegistrationTable, Slots
+from kvplan.transport.registrations import (
+    MAX_LEASES,
+    Registration,
+    RegistrationTable,
+    Slots,
+    leases_taken,
+)
 from kvplan.transport.tcp.metadata import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
     from kvplan.device.device import Device
     from kvplan.transport import protocol
     from kvplan.transport.protocol import Registrable
+
+_NOWHERE: Final = 2**64 - 1
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -48,6 +56,10 @@ class Registrations:
     def __init__(self, num_slots: int, device: Device | None) -> None:
         self._slots = Slots(num_slots, MAX_SLOTS)
         self.num_slots = num_slots
+        self._lease_slots = Slots(MAX_LEASES, MAX_LEASES)  # those behind the registrations'
+        self._leases: dict[int, int] = {}  # generation of each that has not ended, by slot
+        # Held while leases end, taken before the table's. Re-entrant: of a signal handler as well.
+        self._ending = threading.RLock()
         self.device = device
         self._table = RegistrationTable(TcpRegistration, "a tcp transport")
         self._service: TcpService | None = None
@@ -59,6 +71,8 @@ class Registrations:
             for it in self._table.select():
                 if self._table.holds(it):
                     _serve(service, it)
+            for slot, generation in tuple(self._leases.items()):
+                _serve_lease(service, slot, generation)
 
     def add(self, memory: Registrable, *, writable: bool) -> TcpRegistration:
         """See `TcpTransport.register`."""
@@ -91,6 +105,40 @@ class Registrations:
                 if not self._forget(it):
                     return
         it.release()
+
+    @property
+    def num_rows(self) -> int:
+        """Of registrations and leases, at most."""
+        return self.num_slots + MAX_LEASES
+
+    def begin_lease(self) -> tuple[int, int]:
+        """See `Transport.begin_lease`."""
+        with self._table.mutex:
+            self._table.check_open()
+            try:
+                number, generation = self._lease_slots.take()
+            except LLMException as error:
+                raise leases_taken(MAX_LEASES) from error
+            slot = self.num_slots + number
+            self._leases[slot] = generation
+            if self._service is not None:
+                _serve_lease(self._service, slot, generation)
+            return slot, generation
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`."""
+        with self._ending:  # until nothing moves with them any more, whoever began to end them
+            for slot, generation in leases:
+                with self._table.mutex:
+                    service = self._service
+                    if self._leases.get(slot) != generation:
+                        continue  # it has ended before
+                if service is not None:
+                    with suppress(ValueError, NativeError):
+                        service.remove_range(slot)  # waits
+                with self._table.mutex:
+                    del self._leases[slot]
+                    self._lease_slots.release(slot - self.num_slots)
 
     def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
         """What peers must know of `registrations`; None: all."""
@@ -133,3 +181,9 @@ def _serve(service: TcpService, registration: TcpRegistration) -> None:
             *(it.slot, it.address, it.nbytes, it.writable, it.generation),
             on_device=registration.on_device,
         )
+
+
+def _serve_lease(service: TcpService, slot: int, generation: int) -> None:
+    """Let requests name it: a row without memory, as its one byte is where none can be."""
+    with suppress(NativeError):
+        service.add_range(slot, _NOWHERE, 1, False, generation)

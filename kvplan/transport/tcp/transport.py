@@ -158,6 +158,16 @@ class TcpTransport(BaseTransport):
         way = f"{streams.way}, {plural(count, 'connection')}{encrypted}"
         return TcpLink(native, peer, way, self._device)
 
+    def begin_lease(self) -> tuple[int, int]:
+        """See `Transport.begin_lease`."""
+        self._check_open()
+        return self._registrations.begin_lease()
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`; on return no byte is read or written with them for a peer."""
+        self._check_open()
+        self._registrations.end_leases(leases)
+
     def close(self) -> None:
         """Close the links, deregister everything, and end the threads; idempotent.
 
@@ -187,7 +197,7 @@ class TcpTransport(BaseTransport):
                 try:
                     service = TcpService(
                         threads=self._connections,
-                        max_ranges=self._registrations.num_slots,
+                        max_ranges=self._registrations.num_rows,
                         device=None if self._device is None else self._device.native,
                         name=self._label,
                     )

@@ -1,0 +1,186 @@
+"""Leases that this engine gives of its blocks, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from kvplan.engine.claims import not_exist
+from kvplan.engine.runner import OperationRunner
+from kvplan.lease import BlockLease, LeaseWord
+from kvplan.planning.blocks import block_indices, check_distinct
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.types import Cache
+from kvplan.validation import check_type
+
+if TYPE_CHECKING:
+    from kvplan.engine.registry import CacheRegistry
+    from kvplan.planning.blocks import Blocks
+    from kvplan.transport.protocol import Transport
+
+
+class Leases:
+    """Those of one engine; may be used from several threads.
+
+    Args:
+        cluster_id, instance: of the engine.
+        registry: of its caches.
+        transports: what checks the leases for peers.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        instance: bytes,
+        registry: CacheRegistry,
+        transports: Sequence[Transport],
+    ) -> None:
+        self._cluster_id = cluster_id
+        self._instance = instance
+        self._registry = registry
+        self._transports = {it.name: it for it in transports}
+        self._mutex = threading.RLock()  # re-entrant: a signal handler may come back here
+        self._last_id = 0
+        self._live: dict[int, BlockLease] = {}
+        self._ending: dict[int, BlockLease] = {}  # a peer may still be writing with them
+
+    def begin(self, cache: Cache, blocks: Blocks, tag: str) -> BlockLease:
+        """See `LeaseOperations.lease_blocks`."""
+        entry = self._registry.resolve(cache)
+        cache_id = entry.cache.cache_id
+        if entry.side is None or not entry.side.paged or not entry.remote_accessible:
+            raise invalid(f"cache={cache} must be a paged cache of this engine that peers reach")
+        table = block_indices("blocks", blocks, entry.side)
+        check_distinct("blocks", table, entry.side)
+        with self._mutex:
+            self._last_id += 1
+            lease_id = self._last_id
+        words = self._begin_words()
+        try:
+            it = BlockLease(
+                self._cluster_id,
+                self._instance,
+                cache_id,
+                lease_id,
+                tuple(table.tolist()),
+                tag,
+                words,
+            )
+            with self._mutex:
+                self._live[lease_id] = it
+        except BaseException:
+            self._end_words(words)
+            raise
+        if self._registry.offered_entry(cache_id) is not entry:  # freed meanwhile
+            self.end_cache(cache_id)
+            raise not_exist(f"cache_id={cache_id} was freed when it was leased")
+        return it
+
+    def end(self, lease: BlockLease) -> None:
+        """See `LeaseOperations.release`."""
+        if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
+            if lease.cluster_id == self._cluster_id:
+                return  # of this engine before it was restarted: it ended with that
+            raise invalid(
+                f"{lease} is of cluster {lease.cluster_id}; only its owner can release it"
+            )
+        with self._mutex:
+            held = self._live.get(lease.lease_id) or self._ending.get(lease.lease_id)
+            if held is None and lease.lease_id <= self._last_id:
+                return
+            if held != lease:
+                raise invalid(f"{lease} is not as this engine has made it")
+            self._live.pop(lease.lease_id, None)
+            self._ending[lease.lease_id] = lease
+        self._end_words(lease.words)
+        with self._mutex:
+            self._ending.pop(lease.lease_id, None)
+
+    def end_cache(self, cache_id: int) -> None:
+        """End those of a cache that was freed: its memory is looked after where that ends."""
+        for it in self.live():
+            if it.cache_id == cache_id:
+                with suppress(LLMException):
+                    self.end(it)
+
+    def live(self) -> list[BlockLease]:
+        """Those that have not ended, in the order in which they were made."""
+        with self._mutex:
+            return list(self._live.values())
+
+    def _begin_words(self) -> tuple[LeaseWord, ...]:
+        """A word for each transport that checks leases."""
+        words: list[LeaseWord] = []
+        refusal = not_exist("the engine has no transport")
+        try:
+            for name, it in self._transports.items():
+                try:
+                    words.append(LeaseWord(name, *it.begin_lease()))
+                except LLMException as error:
+                    if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
+                        raise
+                    refusal = error
+        except BaseException:
+            self._end_words(words)
+            raise
+        if not words:
+            raise refusal
+        return tuple(words)
+
+    def _end_words(self, words: Iterable[LeaseWord]) -> None:
+        with ExitStack() as all_of_them:  # whichever of them a peer holds up
+            for it in words:
+                ended = [(it.slot, it.generation)]
+                all_of_them.callback(self._transports[it.transport].end_leases, ended)
+
+
+class LeaseOperations(OperationRunner):
+    """Blocks that peers reach only as long as they are one request's: see docs/leases.md."""
+
+    def lease_blocks(self, cache: Cache, blocks: Blocks, *, tag: str = "") -> BlockLease:
+        """Lease blocks of a paged cache, for peers to pull from or push to.
+
+        Send the lease to them (`to_bytes`, `from_bytes`). Several leases may have one block. They
+        end with `release`, or when the cache is freed.
+
+        Args:
+            cache: of this engine; peers reach it.
+            blocks: in the order of the request, each once.
+            tag: what messages call it, such as the id of the request: at most 64 characters.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID: a block out of range or given twice, a contiguous cache
+                or a bad tag; LLM_KV_CACHE_NOT_EXIST: no such cache; LLM_FEATURE_NOT_ENABLED: no
+                transport of this engine checks leases; LLM_OUT_OF_MEMORY: there are 131,072.
+        """
+        return self._running().leases.begin(cache, blocks, tag)
+
+    @contextmanager
+    def leased_blocks(self, cache: Cache, blocks: Blocks, *, tag: str = "") -> Iterator[BlockLease]:
+        """`lease_blocks` as a `with` block, at whose end the lease is released."""
+        lease = self.lease_blocks(cache, blocks, tag=tag)
+        try:
+            yield lease
+        finally:
+            self.release(lease)
+
+    def release(self, lease: BlockLease) -> None:
+        """End a lease: on return its blocks can be another request's at once. Idempotent.
+
+        No transfer with it succeeds from here on, and no peer writes with it; those that are
+        writing are waited for.
+
+        Raises:
+            TypeError: no BlockLease.
+            LLMException: LLM_PARAM_INVALID: not a lease of this engine; LLM_TIMEOUT: a peer that
+                was writing does not get on (it is stopped, say): it may still write to the blocks.
+                The lease has ended; a later call returns when that peer has gone on or died.
+        """
+        self._running().leases.end(check_type("lease", lease, BlockLease))
+
+    def leases(self) -> list[BlockLease]:
+        """Return the leases of this engine that have not ended."""
+        return self._running().leases.live()

@@ -1,0 +1,184 @@
+"""Blocks of a cache as they are one request's: a value that goes to peers by any channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvplan.status import invalid
+from kvplan.validation import UINT64_MAX, check_type, check_width, shown
+
+if TYPE_CHECKING:
+    from kvplan.planning.blocks import Blocks
+
+MAX_TAG: Final = 64  # characters
+
+_SCHEMA: Final = b"kvplan.lease.1"
+_DIGEST_NBYTES: Final = 8
+_INSTANCE_NBYTES: Final = 16
+_MOST_SLOTS: Final = 2**32
+
+
+class Lease(NamedTuple):
+    """What a transport checks of a lease, beside the registrations of a transfer.
+
+    Attributes:
+        slot, generation: of the owner's generation table, as of a registration.
+        name: for messages: its text is "lease 17 of cmpl-3".
+    """
+
+    slot: int
+    generation: int
+    name: object  # not its text, which only a message needs
+
+
+class LeaseWord(NamedTuple):
+    """Where the owner keeps the generation of a lease, for peers that it is linked with in one way.
+
+    Attributes:
+        transport: its name, such as "local".
+        slot, generation: of that transport's generation table.
+    """
+
+    transport: str
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLease:
+    """Blocks of a paged cache, for as long as its owner leaves them to one request.
+
+    Made by `LlmDataDist.lease_blocks`; peers use it in place of a key and a block table. A transfer
+    with it fails once the owner has ended it, whatever is in the blocks by then.
+
+    Attributes:
+        cluster_id: of the owner.
+        instance: of the owner's engine, 16 bytes; after a restart it is another.
+        cache_id: of the cache, in the owner.
+        lease_id: counts the leases of that engine.
+        blocks: in the order of the request.
+        tag: the owner's name for it, such as the id of the request.
+        words: what the owner's transports check it by.
+    """
+
+    cluster_id: int
+    instance: bytes
+    cache_id: int
+    lease_id: int
+    blocks: tuple[int, ...]
+    tag: str
+    words: tuple[LeaseWord, ...]
+
+    def __post_init__(self) -> None:
+        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
+        check_width("cache_id", self.cache_id, 0, 2**63 - 1)
+        check_width("lease_id", self.lease_id, 0, UINT64_MAX)
+        if len(check_type("instance", self.instance, bytes)) != _INSTANCE_NBYTES:
+            raise invalid(f"instance={shown(self.instance)} must have {_INSTANCE_NBYTES} bytes")
+        if len(check_type("tag", self.tag, str)) > MAX_TAG or not self.tag.isprintable():
+            raise invalid(
+                f"tag={shown(self.tag)} must be of at most {MAX_TAG} printable characters"
+            )
+        if not all(type(it) is int for it in check_type("blocks", self.blocks, tuple)):
+            raise TypeError(f"blocks={shown(self.blocks)} must hold int")
+        for it in check_type("words", self.words, tuple):
+            check_width("slot", check_type("words", it, LeaseWord).slot, 0, _MOST_SLOTS - 1)
+            check_width("generation", it.generation, 0, UINT64_MAX)
+
+    def __str__(self) -> str:
+        return f"lease {self.lease_id}{f' of {self.tag}' if self.tag else ''}"
+
+    def to_bytes(self) -> bytes:
+        """For any channel; some 100 bytes, and 1 to 5 for each block."""
+        body = _encoder.encode(
+            _Wire(
+                self.cluster_id,
+                self.instance,
+                self.cache_id,
+                self.lease_id,
+                self.blocks,
+                self.tag,
+                self.words,
+            )
+        )
+        return _digest(body) + body
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> BlockLease:
+        """Check and read what `to_bytes` has written.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it is not whole, or was changed on the way.
+            TypeError: `blob` is not bytes.
+        """
+        check_type("blob", blob, bytes)
+        body = blob[_DIGEST_NBYTES:]
+        if blob[:_DIGEST_NBYTES] != _digest(body):
+            raise invalid(f"blob={shown(blob)} is no lease, or was cut or changed on the way")
+        try:
+            it = _decoder.decode(body)
+            return cls(
+                it.cluster_id,
+                it.instance,
+                it.cache_id,
+                it.lease_id,
+                it.blocks,
+                it.tag,
+                it.words,
+            )
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as error:
+            raise invalid(f"blob={shown(blob)} is no lease: {error}") from None
+
+    def lease_of(self, transport: str) -> Lease | None:
+        """What links of this transport check; None: the owner does not offer it there."""
+        for name, slot, generation in self.words:
+            if name == transport:
+                return Lease(slot, generation, self)
+        return None
+
+    def named(self, argument: str, blocks: Blocks | None) -> Blocks:
+        """The blocks that a transfer moves: those of the lease, or `blocks`, all of which it has.
+
+        Raises:
+            TypeError: `blocks` is no block table.
+            LLMException: LLM_PARAM_INVALID: one of `blocks` is not of this lease.
+        """
+        if blocks is None:
+            return self.blocks
+        if not hasattr(blocks, "__iter__"):
+            raise TypeError(f"{argument} must be a sequence of int, not {type(blocks).__name__}")
+        mine = set(self.blocks)
+        for position, it in enumerate(blocks):
+            if it not in mine:
+                raise invalid(f"{argument}[{position}]={shown(it)} is no block of {self}")
+        return blocks
+
+
+_Block = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Name = Annotated[str, Meta(max_length=32)]
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A lease as it is written."""
+
+    cluster_id: int
+    instance: bytes
+    cache_id: int
+    lease_id: int
+    blocks: tuple[_Block, ...]
+    tag: str
+    words: Annotated[tuple[LeaseWord, ...], Meta(max_length=16)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Wire)
+
+
+def _digest(body: bytes) -> bytes:
+    """Finds what was cut or changed by accident; it keeps nobody from forging."""
+    return blake2b(body, digest_size=_DIGEST_NBYTES, person=_SCHEMA).digest()

@@ -1,0 +1,292 @@
+"""Blocks become another request's before, while and after a peer moves them with a lease."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlockLease,
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    LLMStatusCode,
+)
+from tests.faults.conftest import Attempt, MakeEngine, MakePeer
+from tests.faults.contents import DESC, Tensor, pattern
+from tests.faults.gate import DEADLINE_S, Gate
+from tests.faults.outcomes import COUNT, unconfirmed
+from tests.faults.peer import Peer
+from tests.faults.states import link_of
+from tests.faults.transfers import LONG_MS, link
+from tests.support.refusals import refused
+
+NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+THEIRS, MINE = [2, 0], [1, 3]
+RELEASED = "lease 1 of cmpl-3 was released"
+
+pytestmark = pytest.mark.over_tcp
+directions = pytest.mark.parametrize("direction", ["pull", "push"])
+memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
+
+
+def lease_at(peer: Peer, memory: str = "allocated") -> BlockLease:
+    """A lease of blocks THEIRS of a cache of pattern 1, which are `arrays` there."""
+    blob = peer.run(
+        """
+        if memory == "registered":
+            arrays = pattern(1)
+            cache = datadist.register_blocks_cache(DESC, arrays)
+        else:
+            cache = datadist.allocate_blocks_cache(DESC)
+            arrays = datadist.arrays(cache)
+            for array, tensor in zip(arrays, pattern(1)):
+                array[:] = tensor
+        lease = datadist.lease_blocks(cache, blocks, tag="cmpl-3")
+        result = lease.to_bytes()
+        """,
+        memory=memory,
+        blocks=THEIRS,
+    )
+    return BlockLease.from_bytes(blob)
+
+
+def here(user: LlmDataDist, seed: int | None = None) -> tuple[Cache, list[Tensor]]:
+    cache = user.allocate_blocks_cache(DESC)
+    arrays = user.arrays(cache)
+    for array, tensor in zip(arrays, pattern(seed or 0), strict=True):
+        array[:] = 0 if seed is None else tensor
+    return cache, arrays
+
+
+def mover(user: LlmDataDist, direction: str, lease: BlockLease, cache: Cache) -> Callable[[], None]:
+    if direction == "pull":
+        return lambda: user.pull_blocks(lease, cache, None, MINE, timeout_ms=LONG_MS)
+    return lambda: user.push_blocks(cache, lease, MINE, timeout_ms=LONG_MS)
+
+
+def there(peer: Peer) -> list[list[list[int]]]:
+    return list(peer.run("result = [it.tolist() for it in arrays]"))
+
+
+@memories
+def test_blocks_of_a_lease(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+    user, lease = make_engine(2), lease_at(peer, memory)
+    cache, arrays = here(user)
+    link(user, peer)
+    mover(user, "pull", lease, cache)()
+    for array, tensor in zip(arrays, pattern(1), strict=True):
+        assert (array[1] == tensor[2]).all()
+        assert (array[3] == tensor[0]).all()
+    pushed, _ = here(user, 5)
+    mover(user, "push", lease, pushed)()
+    for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
+        assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
+    user.submit_pull_blocks(lease, cache, [0], [2]).wait(LONG_MS)
+    assert all((it[2] == to[3]).all() for it, to in zip(arrays, pattern(5), strict=True))
+    user.submit_push_blocks(cache, lease, [2], [2]).wait(LONG_MS)
+    assert [it[2] for it in there(peer)] == [it[3].tolist() for it in pattern(5)]
+
+
+@memories
+@directions
+def test_released_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str) -> None:
+    user, lease = make_engine(2), lease_at(peer, memory)
+    cache, arrays = here(user, 2)
+    link(user, peer)
+    again = mover(user, direction, lease, cache)
+    again()
+    before = there(peer), [it.copy() for it in arrays]
+    peer.run("datadist.release(lease)")
+    for move in (again, again):
+        with refused(NOT_EXIST, RELEASED):
+            move()
+    assert there(peer) == before[0]
+    if direction == "push":
+        with refused(NOT_EXIST, RELEASED):
+            user.submit_push_blocks(cache, lease, MINE).wait(LONG_MS)
+    # The blocks are there all the same, for who does not ask whose they are.
+    user.pull_blocks(CacheIndex(1, lease.cache_id), cache, THEIRS, MINE)
+
+
+@memories
+@directions
+def test_released_during(
+    gated: MakeEngine,
+    peer: Peer,
+    gate: Gate,
+    attempt: Attempt,
+    first_unconfirmed: tuple[int, ...],
+    direction: str,
+    memory: str,
+) -> None:
+    user, lease = gated(2), lease_at(peer, memory)
+    cache, _ = here(user, None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(mover(user, direction, lease, cache))
+    gate.wait()
+    # Another request has the blocks.
+    peer.run("datadist.release(lease); [it.fill(9) for it in arrays]")
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+    assert RELEASED in str(error)
+    if direction == "push":  # whoever writes looks before each piece
+        first_unconfirmed = (0, 1)
+        assert there(peer) == [[[9] * 64] * 4] * 8
+    whole = 2 * COUNT  # two blocks that are not adjacent
+    assert unconfirmed(error) in [set(range(first, whole)) for first in first_unconfirmed]
+    mine = link_of(user, 1)
+    assert mine is not None
+    assert (mine.bytes_pulled, mine.bytes_pushed, mine.in_flight) == (0, 0, 0)
+
+
+@directions
+def test_released_and_leased_again_during(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
+) -> None:
+    """The blocks are leased, as before: but not by this lease."""
+    user, lease = gated(2), lease_at(peer)
+    cache, _ = here(user, None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(mover(user, direction, lease, cache))
+    gate.wait()
+    again = "datadist.release(lease); lease = datadist.lease_blocks(cache, blocks)"
+    peer.run(again, blocks=THEIRS)
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+
+
+@directions
+def test_released_after(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
+) -> None:
+    user, lease = gated(2), lease_at(peer)
+    cache, arrays = here(user, None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(mover(user, direction, lease, cache))
+    gate.wait()
+    gate.open()
+    assert call.result(30) is None
+    peer.run("datadist.release(lease); moved = [it.copy() for it in arrays]")
+    if direction == "pull":
+        assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
+    else:
+        assert [it[2] for it in there(peer)] == [it[1].tolist() for it in pattern(2)]
+
+
+@directions
+def test_the_cache_is_freed(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
+    user, lease = make_engine(2), lease_at(peer)
+    cache, _ = here(user, 2)
+    link(user, peer)
+    mover(user, direction, lease, cache)()
+    assert peer.run("datadist.deallocate_cache(cache); result = datadist.leases()") == []
+    with refused(NOT_EXIST):
+        mover(user, direction, lease, cache)()
+
+
+def test_the_owner_is_restarted(make_engine: MakeEngine, make_peer: MakePeer) -> None:
+    user, peer = make_engine(2), make_peer(1)
+    lease = lease_at(peer)
+    link(user, peer)
+    cache, _ = here(user)
+    user.unlink_clusters([1], 10_000).raise_for_status()
+    peer.run("old = lease; datadist.finalize(); del cache, arrays")
+    peer.start(1)
+    assert lease_at(peer).lease_id == lease.lease_id
+    link(user, peer)
+    with refused(NOT_EXIST, "lease 1 of cmpl-3 has ended: cluster 1 was restarted"):
+        mover(user, "pull", lease, cache)()
+    peer.run("datadist.release(old); result = len(datadist.leases())")
+
+
+LARGE = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)  # 16 MiB: some 2 ms, in 32 pieces or more
+PUSH = """
+from threading import Thread
+desc = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)
+source = datadist.allocate_blocks_cache(desc)
+for it in datadist.arrays(source):
+    it[:] = 1
+datadist.link_clusters([ClusterInfo(9, address)], 10_000).raise_for_status()
+
+def push(lease):
+    try:
+        while True:
+            datadist.push_blocks(source, lease, range(4), timeout_ms=60_000)
+    except LLMException as error:
+        why.append(error.status_code.name)
+"""
+BEGIN = """
+lease, why = BlockLease.from_bytes(blob), []
+thread = Thread(target=push, args=(lease,), daemon=True)
+thread.start()
+"""
+
+
+def ends(owner: LlmDataDist, lease: BlockLease) -> bool:
+    """Release it; False: a peer may still write."""
+    try:
+        owner.release(lease)
+    except LLMException as error:
+        if error.status_code is not LLMStatusCode.LLM_TIMEOUT:
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("does", ["goes on", "is stopped", "is killed"])
+@memories
+def test_no_byte_changes_after_a_release(
+    make_engine: MakeEngine, make_peer: MakePeer, memory: str, does: str
+) -> None:
+    owner, peer = make_engine(9, heartbeat_timeout_ms=60_000), make_peer(1)
+    peer.run(PUSH, address=owner.listen_address)
+    for _ in range(1 if does == "is killed" else 4):
+        arrays = [np.zeros(LARGE.shape, np.uint8) for _ in range(LARGE.num_tensors)]
+        if memory == "registered":
+            cache = owner.register_blocks_cache(LARGE, arrays)
+        else:
+            cache = owner.allocate_blocks_cache(LARGE)
+            arrays = owner.arrays(cache)
+        lease = owner.lease_blocks(cache, range(4))
+        peer.run(BEGIN, blob=lease.to_bytes())
+        deadline = time.monotonic() + DEADLINE_S
+        while not arrays[0].any():
+            assert time.monotonic() < deadline
+        if does == "is stopped":
+            peer.stop()
+        elif does == "is killed":
+            peer.kill()
+        if not ends(owner, lease):  # it was stopped inside of a piece, which it has mapped
+            assert (does, memory) == ("is stopped", "allocated")
+            assert owner.leases() == []
+            peer.resume()
+            while not ends(owner, lease):
+                assert time.monotonic() < deadline
+        for it in arrays:
+            it[:] = 2
+        peer.resume()
+        if does != "is killed":
+            assert peer.run("thread.join(30); result = why")[0] in ENDS[does, memory]
+        assert all((it == 2).all() for it in arrays)
+        if does == "is stopped":  # its writes by address were cut off: it links again
+            peer.run("datadist.unlink_clusters([9], 10_000, force=True)")
+            peer.run("datadist.link_clusters([ClusterInfo(9, address)], 10_000).raise_for_status()")
+
+
+ENDS = {
+    ("goes on", "allocated"): {"LLM_KV_CACHE_NOT_EXIST"},
+    ("goes on", "registered"): {"LLM_KV_CACHE_NOT_EXIST"},
+    ("is stopped", "allocated"): {"LLM_KV_CACHE_NOT_EXIST"},
+    ("is stopped", "registered"): {"LLM_KV_CACHE_NOT_EXIST", "LLM_LINK_FAILED"},
+}
