@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvplan.engine.gather_task import GatherError, GatherTask
     from kvplan.engine.groups import Group
     from kvplan.engine.layer_event import LayerEvent
+    from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
@@ -105,6 +106,8 @@ __all__ = [
     "LinkStatus",
     "LlmDataDist",
     "LlmRole",
+    "Notification",
+    "Notifications",
     "Options",
     "PeerTensors",
     "Placement",
@@ -143,6 +146,7 @@ _LAZY = {
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
+        "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",

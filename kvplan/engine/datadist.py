@@ -15,6 +15,7 @@ from kvplan.engine.gather import GatherOperations
 from kvplan.engine.groups import GroupOperations
 from kvplan.engine.layer_transfers import LayerOperations
 from kvplan.engine.local_transfers import LocalOperations
+from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.telemetry import EngineMetrics, Metrics, log_operation
@@ -37,6 +38,7 @@ class LlmDataDist(
     LayerOperations,
     LocalOperations,
     CacheOperations,
+    NotificationOperations,
 ):
     """Caches of this process, links to other clusters, and transfers between all of them.
 

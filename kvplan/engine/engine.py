@@ -18,6 +18,7 @@ from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
 from kvplan.engine.completion import CompletionThread
 from kvplan.engine.memory import merged_ranges
+from kvplan.engine.notifications import Notification, NotificationCallbacks, Notifications
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
 from kvplan.engine.telemetry import logger
@@ -67,10 +68,15 @@ class Engine:
         self.reinterpret = options.unlike_caches == "warn"
         self._reinterpreted: set[frozenset[object]] = set()
         self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
+        self.notifications = Notifications()
+        self.callbacks = NotificationCallbacks(
+            self.notifications, f"kvplan-notifications-{cluster_id}"
+        )
         self._listen_at = ""
         self.in_flight = InFlight()
         self._remapping = RLock()
         with ExitStack() as held:
+            held.callback(self.notifications.close)
             self.device = open_accelerator(options.accelerator, options.device_id)
             if self.device is not None:
                 held.callback(self.device.close)
@@ -94,7 +100,13 @@ class Engine:
             self.registry = CacheRegistry(transports, options, self._announce, self.device)
             held.callback(self.registry.close)
             self.links = Links(
-                cluster_id, lambda: self.role, options, self.registry, transports, missing
+                cluster_id,
+                lambda: self.role,
+                options,
+                self.registry,
+                transports,
+                missing,
+                self._notified,
             )
             held.callback(self.links.close)
             self.links.start()
@@ -103,6 +115,9 @@ class Engine:
 
     def _announce(self) -> None:
         self.links.publish_soon()
+
+    def _notified(self, cluster_id: int, data: bytes) -> None:
+        self.notifications.deliver(Notification(cluster_id, data))
 
     @property
     def inherited(self) -> bool:

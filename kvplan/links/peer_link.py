@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Body, Claim, Find, Found, Sync, Synced
+from kvplan.control.messages import Body, Claim, Find, Found, Notified, Notify, Sync, Synced
 from kvplan.links.claims import Claims, PeerClaim
 from kvplan.links.lifecycle import LinkLifecycle
 from kvplan.links.peer_table import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _Reply = TypeVar("_Reply", bound=Body)
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
+_MAX_NOTIFIES = 8  # at a time, besides: they wait for no other request
 
 _MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
@@ -72,6 +73,7 @@ class PeerLink(LinkLifecycle):
         self.renewals: Renewals | None = None
         self.publisher: Publisher | None = None
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._notify_slots = asyncio.Semaphore(_MAX_NOTIFIES)
         self._control = control
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
@@ -278,6 +280,20 @@ class PeerLink(LinkLifecycle):
         cache = self._cache_of(found)
         return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
+    def notify(self, data: bytes, timeout_ms: float | None = None) -> None:
+        """Send a notification; on return the peer's engine has it.
+
+        Args:
+            data: of it.
+            timeout_ms: milliseconds that it may take; None: as any request.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: the peer has too many unread; LLM_TIMEOUT, LLM_LINK_FAILED:
+                it may have arrived or not; LLM_NOT_YET_LINK: the link has ended.
+        """
+        timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
+        self._wait_for(self._notify(self._live_channel(), data, timeout_s), timeout_s)
+
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
         self._memories.clear()
@@ -351,18 +367,25 @@ class PeerLink(LinkLifecycle):
         async with asyncio.timeout(self.wait_s), self._slots:
             return await channel.typed_request(body, expected, self.wait_s)
 
+    async def _notify(self, channel: Channel, data: bytes, timeout_s: float) -> Notified:
+        async with asyncio.timeout(timeout_s), self._notify_slots:  # in order: both are FIFO
+            return await channel.typed_request(Notify(data), Notified, timeout_s)
+
     def _live_channel(self) -> Channel:
         if self.channel is None or not self.is_live:
             raise self.refusal()
         return self.channel
 
-    def _wait_for(self, reply: Coroutine[Any, Any, _Reply]) -> _Reply:
+    def _wait_for(
+        self, reply: Coroutine[Any, Any, _Reply], timeout_s: float | None = None
+    ) -> _Reply:
         """Run a request in the control thread; says why there is no reply."""
         try:
             return self._control.run(reply)
         except TimeoutError:
+            timeout_s = self.wait_s if timeout_s is None else timeout_s
             raise LLMException(
-                f"cluster {self.cluster_id} has not answered within {self.wait_s * 1000:g} ms",
+                f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms",
                 status_code=LLMStatusCode.LLM_TIMEOUT,
             ) from None
         except ChannelClosed as error:
