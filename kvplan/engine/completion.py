@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import RLock, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from weakref import ref
 
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvplan.execution import TransferTask
+
+_SHORTEST_TURN_MS: Final = 0.1  # of waiting for one task while others may end
+_LONGEST_TURN_MS: Final = 2.0
 
 
 class CompletionThread:
@@ -22,6 +27,8 @@ class CompletionThread:
     Args:
         name: of the thread.
     """
+
+    _settles_at_once = True  # what is done already: by whoever submits it
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,7 +43,7 @@ class CompletionThread:
     def track(self, task: TransferTask) -> None:
         """Settle `task` when it is done: now, or later."""
         self._open.discard(ref(task))
-        if task.done:
+        if self._settles_at_once and task.done:
             _settle(task)
             return
         with self._mutex:
@@ -96,6 +103,59 @@ class CompletionThread:
         _settle(task)
         self._tasks.pop(task, None)
         return True
+
+
+class PromptCompletionThread(CompletionThread):
+    """As its base, and a task is settled at once, whatever others are in flight.
+
+    For tasks whose end somebody else waits for. It looks at all of them every few milliseconds at
+    least, and waits for the oldest meanwhile.
+    """
+
+    _settles_at_once = False  # the program must not wait for a peer's answer where it submits
+
+    def _run(self) -> None:
+        flying: list[TransferTask] = []
+        task: TransferTask | None
+        it: TransferTask | None
+        turn_ms = _SHORTEST_TURN_MS
+        ending = False
+        while flying or not ending:
+            for task in self._new(block=not flying):
+                if task is None:
+                    ending = True
+                else:
+                    flying.append(task)
+                    turn_ms = _SHORTEST_TURN_MS
+            left: list[TransferTask] = []
+            for it in flying:
+                if it.done:
+                    self._settle_aside(it)
+                else:
+                    left.append(it)
+            turn_ms = _SHORTEST_TURN_MS if len(left) < len(flying) else turn_ms
+            flying = left
+            if flying:
+                flying[0].wait_done(turn_ms)
+                turn_ms = min(2 * turn_ms, _LONGEST_TURN_MS)
+            task = it = None  # what they hold is not kept while this waits
+
+    def _new(self, *, block: bool) -> Iterator[TransferTask | None]:
+        with suppress(Empty):
+            yield self._turn.get(block)
+            while True:
+                yield self._turn.get_nowait()
+
+    def _settle_aside(self, task: TransferTask) -> None:
+        """Settle in a thread of its own: a peer that is slow to answer must delay no other."""
+        try:
+            Thread(target=self._settle_one, args=(task,), name=self._name, daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._settle_one(task)
+
+    def _settle_one(self, task: TransferTask) -> None:
+        _settle(task)
+        self._tasks.pop(task, None)
 
 
 def _settle(task: TransferTask) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
-from kvplan.engine.completion import CompletionThread
+from kvplan.engine.completion import CompletionThread, PromptCompletionThread
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import Notification, NotificationCallbacks, Notifications
 from kvplan.engine.registry import CacheRegistry
@@ -68,6 +68,7 @@ class Engine:
         self.reinterpret = options.unlike_caches == "warn"
         self._reinterpreted: set[frozenset[object]] = set()
         self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
+        self.prompt = PromptCompletionThread(f"kvplan-notifying-{cluster_id}")
         self.notifications = Notifications()
         self.callbacks = NotificationCallbacks(
             self.notifications, f"kvplan-notifications-{cluster_id}"
@@ -202,12 +203,15 @@ class Engine:
         if not self.in_flight.close():
             return
         with self._held as held:  # whatever goes wrong here, an interrupt say: from the last on
+            held.callback(self.prompt.close, _STOPPED_S)
             held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
             # Also what a call that is under way still has to begin.
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(self.wait_ms / 1000):
-                self.completion.cancel(LLMException("stopped, as the engine was finalized"))
+                reason = LLMException("stopped, as the engine was finalized")
+                self.completion.cancel(reason)
+                self.prompt.cancel(reason)
 
 
 _open: set[Engine] = set()

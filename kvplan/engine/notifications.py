@@ -10,13 +10,12 @@ from contextlib import suppress
 from threading import RLock, Thread
 from typing import Final, NamedTuple
 
-from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.engine.registry import finalized
-from kvplan.engine.runner import Operation, OperationRunner
+from kvplan.engine.runner import Operation, OperationRunner, check_notification
 from kvplan.engine.telemetry import logger
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.validation import UINT64_MAX, check_type, check_width
+from kvplan.validation import UINT64_MAX, check_width
 
 MAX_UNREAD: Final = 16384
 """Notifications that an engine keeps until they are read; more are refused to their senders."""
@@ -203,16 +202,3 @@ class NotificationOperations(OperationRunner):
         if not callable(callback):
             raise TypeError(f"callback={callback!r} must be callable with a Notification")
         return self._running().callbacks.add(callback)
-
-
-def check_notification(name: str, data: bytes) -> bytes:
-    """Return the bytes of a notification.
-
-    Raises:
-        TypeError: no bytes.
-        LLMException: LLM_PARAM_INVALID: none, or too many.
-    """
-    check_type(name, data, bytes)
-    if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
-        raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
-    return data

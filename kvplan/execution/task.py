@@ -74,7 +74,7 @@ class TransferTask:
 
     Args:
         on_outcome: called once, with what went wrong or None, by whoever finds the outcome first:
-            before anyone gets it.
+            before anyone gets it. If it raises after a success, that is the outcome.
     """
 
     def __init__(
@@ -99,6 +99,10 @@ class TransferTask:
     def done(self) -> bool:
         """Whether there is an outcome, good or bad; never blocks."""
         return self._task.done
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        """Wait until `done`, or the time has passed; returns whether it is. Raises no outcome."""
+        return self._task.wait(timeout_ms, False).status != KVN_PENDING
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
         """Wait until every byte has arrived.
@@ -174,8 +178,17 @@ class TransferTask:
             # Only now: what interrupts the checks must not leave a success behind.
             self._concluded = True
             on_outcome, self._on_outcome = self._on_outcome, None
-            if on_outcome is not None:
+            if on_outcome is None:
+                return
+            try:
                 on_outcome(self._error)
+            except LLMException as error:
+                self._error = self._error or error
+            except BaseException:
+                self._error = self._error or LLMException(
+                    f"{self.plan.operation} {self.plan.kind}: interrupted after the last byte"
+                )
+                raise
 
     def explain(self) -> str:
         """Return how far each layer came, as text: confirmed descriptors, and what failed."""

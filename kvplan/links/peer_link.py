@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ from kvplan.links.peer_table import (
     not_reached,
 )
 from kvplan.links.values import LinkStatus, link_failed
+from kvplan.logs import Log
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
@@ -39,6 +41,7 @@ _Reply = TypeVar("_Reply", bound=Body)
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
 _MAX_NOTIFIES = 8  # at a time, besides: they wait for no other request
 
+_log = Log("kvplan.links")
 _MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
 
@@ -73,6 +76,7 @@ class PeerLink(LinkLifecycle):
         self.renewals: Renewals | None = None
         self.publisher: Publisher | None = None
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._notifying: set[asyncio.Task[None]] = set()
         self._notify_slots = asyncio.Semaphore(_MAX_NOTIFIES)
         self._control = control
         self.wait_s = wait_ms / 1000
@@ -293,6 +297,22 @@ class PeerLink(LinkLifecycle):
         """
         timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
         self._wait_for(self._notify(self._live_channel(), data, timeout_s), timeout_s)
+
+    def notify_soon(self, data: bytes) -> None:
+        """Send a notification and do not wait; whether it was delivered is logged if it was not."""
+        with suppress(LLMException):  # the loop has ended
+            self._control.call_soon(self._begin_notify, data)
+
+    def _begin_notify(self, data: bytes) -> None:
+        task = asyncio.get_running_loop().create_task(self._notify_and_log(data))
+        self._notifying.add(task)  # the loop itself refers to it weakly
+        task.add_done_callback(self._notifying.discard)
+
+    async def _notify_and_log(self, data: bytes) -> None:
+        try:
+            await self._notify(self._live_channel(), data, self.wait_s)
+        except (LLMException, TimeoutError, ChannelClosed) as error:
+            _log.warning("event=not_notified peer=%s reason=%r", self.cluster_id, error)
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
