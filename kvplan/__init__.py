@@ -42,6 +42,7 @@ from kvplan.types import (
 )
 
 if TYPE_CHECKING:
+    from kvplan.engine.completion import Completions
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.gather import GatherGroup
     from kvplan.engine.gather_task import GatherError, GatherTask
@@ -84,6 +85,7 @@ __all__ = [
     "CacheLayout",
     "ClusterInfo",
     "Coalesce",
+    "Completions",
     "CostLine",
     "DataType",
     "Estimate",
@@ -139,6 +141,7 @@ _LAZY = {
     for room, names in {
         "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
         "submit",
+        "kvplan.engine.completion": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.gather": "GatherGroup",
         "kvplan.engine.gather_task": "GatherError GatherTask",

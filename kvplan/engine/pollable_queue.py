@@ -110,10 +110,9 @@ class PollableQueue(Generic[_T]):
             os.close(fd)
 
     def put(self, item: _T) -> None:
-        """Add an item, from any thread; nothing happens after `close`."""
-        if not self._closed:
-            self._items.append(item)
-            os.eventfd_write(self._fd, 1)
+        """Add an item, from any thread."""
+        self._items.append(item)
+        os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         """Take no more; those who wait are woken."""

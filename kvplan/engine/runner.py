@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Condition, RLock
 from time import perf_counter
 from types import TracebackType
@@ -503,12 +504,14 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
+        # A gather is reported as one, not its parts.
+        report = None if operation.name.startswith("gather") else engine.prompt.completions
         on_outcome = operation.finish if operation.notifies else operation.end
         task = engine.transfers.submit(plan, src, dst, on_outcome)
         try:
             operation.submitted = True
-            if operation.notifies:
-                engine.prompt.track(task)
+            if operation.notifies or report is not None:
+                engine.prompt.track(task, report=report, aside=operation.notifies)
             else:
                 engine.completion.track(task)
         except BaseException:  # an interrupt: nobody else could stop it
@@ -523,13 +526,14 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        on_outcome: Callable[[LLMException | None], None] = operation.end
-        completion = engine.completion
-        if operation.notifies:
-            on_outcome, completion = operation.finish, engine.prompt
-        task = engine.transfers.layered(plan, src, dst, on_outcome, completion.track)
+        report = engine.prompt.completions
+        on_last: Callable[[LayerTask], None] = engine.completion.track
+        if prompt := operation.notifies or report is not None:
+            on_last = partial(engine.prompt.track, report=report, aside=operation.notifies)
+        on_outcome = operation.finish if operation.notifies else operation.end
+        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last)
         operation.submitted = True
-        completion.watch(task)
+        (engine.prompt if prompt else engine.completion).watch(task)
         return task
 
     def _show(self, operation: Operation, plan: AnyPlan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import suppress
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
@@ -137,6 +137,10 @@ class TransferTask:
 
     def __await__(self) -> Generator[Any, None, None]:
         return wait_in_thread(self).__await__()
+
+    def coroutine(self) -> Coroutine[Any, Any, None]:
+        """Return what awaits the task, for `asyncio.create_task` and task groups."""
+        return wait_in_thread(self)
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.

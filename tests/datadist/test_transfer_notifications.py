@@ -213,7 +213,7 @@ def test_bytes_without_their_notification_are_said_to_have_arrived(
 
     def fill(_: PlanEvent) -> None:
         remove()
-        for _ in range(4096):
+        for _number in range(4096):
             user.notify(1, b"unread")
 
     for transfer in (user.pull_blocks, user.submit_pull_blocks):
