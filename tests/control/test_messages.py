@@ -187,6 +187,18 @@ def test_a_shard_out_of_its_bounds_refuses_the_whole_frame(shard: object) -> Non
         decode(frame)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"", bytes(4097), "text", None, [1]],
+    ids=["empty", "4097 bytes", "text", "none", "list"],
+)
+def test_a_notification_out_of_its_bounds_is_refused(data: object) -> None:
+    body = {"type": "Notify", "data": data}
+    frame = bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((1, 0, body))
+    with pytest.raises(Undecodable, match="data"):
+        decode(frame)
+
+
 def test_a_request_cannot_be_a_reply() -> None:
     with pytest.raises(Undecodable, match="request and a reply"):
         decode(encode(Ping(), seq=1, reply_to=1))
