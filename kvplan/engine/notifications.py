@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from threading import RLock, Thread
 from typing import Final, NamedTuple
@@ -89,7 +89,9 @@ class NotificationCallbacks:
         with self._mutex:
             self._functions[token] = function
             if self._thread is None:
-                self._thread = _CallingThread(self._notifications, self._functions, self._name)
+                self._thread = _CallingThread(
+                    self._notifications, self._functions, self._mutex, self._name
+                )
 
         def remove() -> None:
             with self._mutex:
@@ -108,10 +110,12 @@ class _CallingThread:
         self,
         notifications: Notifications,
         functions: dict[object, Callable[[Notification], object]],
+        mutex: RLock,  # of the functions, and of being stopped
         name: str,
     ) -> None:
         self._notifications = notifications
         self._functions = functions
+        self._mutex = mutex
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
@@ -132,8 +136,9 @@ class _CallingThread:
         poll.register(self._wake, select.POLLIN)
         while not self._stopped:
             poll.poll()
-            for notification in self._arrived():
-                for function in tuple(self._functions.values()):
+            while (found := self._next()) is not None:
+                notification, functions = found
+                for function in functions:
                     try:
                         function(notification)
                     except Exception:
@@ -141,11 +146,13 @@ class _CallingThread:
             if self._notifications.closed and not len(self._notifications):
                 return
 
-    def _arrived(self) -> Iterator[Notification]:
-        for notification in self._notifications:
-            yield notification
+    def _next(self) -> tuple[Notification, list[Callable[[Notification], object]]] | None:
+        """Take one, and who gets it; none once it was stopped: then it is another reader's."""
+        with self._mutex:
             if self._stopped:
-                return
+                return None
+            notification = next(iter(self._notifications), None)
+            return notification and (notification, list(self._functions.values()))
 
 
 class NotificationOperations(OperationRunner):
