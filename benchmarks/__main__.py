@@ -15,6 +15,7 @@ from benchmarks import (
     links,
     lowering,
     network,
+    notifying,
     one_host,
     peers_memory,
     planning,
@@ -31,6 +32,7 @@ TOPICS = (
     links.TOPIC,
     network.TOPIC,
     latency.TOPIC,
+    notifying.TOPIC,
     one_host.TOPIC,
 )
 ROWS = {name: measure for topic in TOPICS for name, measure in topic.items()}

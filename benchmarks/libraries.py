@@ -115,7 +115,7 @@ def nixl_on_one_host() -> list[Library]:
 
 def mooncake_over_tcp(place: Place) -> list[Library]:
     """Mooncake's choices over TCP."""
-    python = _peers_python()
+    python = peers_python()
     # libibverbs, which it needs even so, lies there where the system has none.
     folders = [str(it) for it in (PEERS / "system").glob("**/x86_64-linux-gnu")]
     found = ":".join(filter(None, [*folders, os.environ.get("LD_LIBRARY_PATH")]))
@@ -146,7 +146,7 @@ def _nixl(
     workers: int = 0,
     memory: str = "ordinary",
 ) -> Library:
-    command = [_peers_python(), "-m", "benchmarks.movers.nixl", "--workers", str(workers)]
+    command = [peers_python(), "-m", "benchmarks.movers.nixl", "--workers", str(workers)]
     command += ["--thread", str(int(thread)), "--memory", memory]
     return Library(
         "NIXL", settings, command, lambda line: [*command, line], environment, spins=True
@@ -161,7 +161,7 @@ def _threads(progress: bool) -> str:
     return f"progress thread {'on' if progress else 'off'}"
 
 
-def _peers_python() -> str:
+def peers_python() -> str:
     python = PEERS / "bin/python"
     if not (PEERS / "ready").exists():
         raise Unmeasured("the peers are not installed: make bench-peers")

@@ -42,11 +42,13 @@ from kvplan.types import (
 )
 
 if TYPE_CHECKING:
+    from kvplan.engine.completion import Completions
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.gather import GatherGroup
     from kvplan.engine.gather_task import GatherError, GatherTask
     from kvplan.engine.groups import Group
     from kvplan.engine.layer_event import LayerEvent
+    from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.options import Options
     from kvplan.engine.peer_tensors import PeerTensors
     from kvplan.engine.pools import PoolConfig
@@ -85,6 +87,7 @@ __all__ = [
     "CacheLayout",
     "ClusterInfo",
     "Coalesce",
+    "Completions",
     "CostLine",
     "DataType",
     "Estimate",
@@ -107,6 +110,8 @@ __all__ = [
     "LinkStatus",
     "LlmDataDist",
     "LlmRole",
+    "Notification",
+    "Notifications",
     "Options",
     "PeerTensors",
     "Placement",
@@ -138,6 +143,7 @@ _LAZY = {
     for room, names in {
         "kvplan.execution": "HostMemory LayerProgress LayerTask TransferTask Transfers execute "
         "submit",
+        "kvplan.engine.completion": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
         "kvplan.engine.gather": "GatherGroup",
         "kvplan.engine.gather_task": "GatherError GatherTask",
@@ -146,6 +152,7 @@ _LAZY = {
         "kvplan.lease": "BlockLease",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "
         "RegisterMemStatus",
+        "kvplan.engine.notifications": "Notification Notifications",
         "kvplan.engine.options": "Options",
         "kvplan.engine.peer_tensors": "PeerTensors",
         "kvplan.engine.pools": "PoolConfig",

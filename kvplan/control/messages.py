@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -26,6 +26,7 @@ It is the same in every version of the protocol, so that versions can refuse eac
 
 MAX_TEXT: Final = 4096
 MAX_NAME: Final = 256
+MAX_NOTIFICATION_NBYTES: Final = 4096
 
 Natural = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 2**64 - 1
 Uint31 = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -177,6 +178,16 @@ class Released(_Body, frozen=True):
     """Reply to Release."""
 
 
+class Notify(_Body, frozen=True):
+    """Request: a notification of my program for yours; yours reads it in the order of mine."""
+
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_NOTIFICATION_NBYTES)]
+
+
+class Notified(_Body, frozen=True):
+    """Reply to Notify: it is where my program reads."""
+
+
 class Renew(_Body, frozen=True):
     """Notice: I have opened this generation of the link's connection; do so too, at once.
 
@@ -253,6 +264,8 @@ Body: TypeAlias = (
     | Found
     | Release
     | Released
+    | Notify
+    | Notified
     | Renew
     | Renewed
     | Unused

@@ -16,6 +16,7 @@ from kvplan.engine.groups import GroupOperations
 from kvplan.engine.layer_transfers import LayerOperations
 from kvplan.engine.leases import LeaseOperations
 from kvplan.engine.local_transfers import LocalOperations
+from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.telemetry import EngineMetrics, Metrics, log_operation
@@ -27,6 +28,7 @@ from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
+    from kvplan.engine.completion import Completions
     from kvplan.execution import Transfers
     from kvplan.links import ClusterInfo, LinkResults, LinkStatus, RegisterMemStatus
 
@@ -39,6 +41,7 @@ class LlmDataDist(
     LocalOperations,
     LeaseOperations,
     CacheOperations,
+    NotificationOperations,
 ):
     """Caches of this process, links to other clusters, and transfers between all of them.
 
@@ -259,6 +262,18 @@ class LlmDataDist(
     def links(self) -> list[LinkStatus]:
         """Return every link: its state and age, what went over it, and its last error."""
         return self._running().links.status()
+
+    def completions(self) -> Completions:
+        """Return the queue of submitted tasks that have ended: one object for an engine.
+
+        Each task that is submitted after the first call is put there once, when `wait` would return
+        or raise at once: transfers, pushes by layers, and gathers as one. A push by layers whose
+        handle was dropped is not. It grows until they are taken.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
+        """
+        return self._running().prompt.open_completions()
 
     def on_plan(self, hook: PlanHook) -> Callable[[], None]:
         """Call `hook` with a PlanEvent before each plan is executed; what it raises stops that.

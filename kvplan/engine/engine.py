@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.server import warn_unauthenticated
 from kvplan.device.choice import open_accelerator
-from kvplan.engine.completion import CompletionThread
+from kvplan.engine.completion import CompletionThread, PromptCompletionThread
 from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
+from kvplan.engine.notifications import Notification, NotificationCallbacks, Notifications
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
 from kvplan.engine.telemetry import logger
@@ -68,10 +69,16 @@ class Engine:
         self.reinterpret = options.unlike_caches == "warn"
         self._reinterpreted: set[frozenset[object]] = set()
         self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
+        self.prompt = PromptCompletionThread(f"kvplan-notifying-{cluster_id}")
+        self.notifications = Notifications()
+        self.callbacks = NotificationCallbacks(
+            self.notifications, f"kvplan-notifications-{cluster_id}"
+        )
         self._listen_at = ""
         self.in_flight = InFlight()
         self._remapping = RLock()
         with ExitStack() as held:
+            held.callback(self.notifications.close)
             self.device = open_accelerator(options.accelerator, options.device_id)
             if self.device is not None:
                 held.callback(self.device.close)
@@ -95,7 +102,13 @@ class Engine:
             self.registry = CacheRegistry(transports, options, self._announce, self.device)
             held.callback(self.registry.close)
             self.links = Links(
-                cluster_id, lambda: self.role, options, self.registry, transports, missing
+                cluster_id,
+                lambda: self.role,
+                options,
+                self.registry,
+                transports,
+                missing,
+                self._notified,
             )
             held.callback(self.links.close)
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
@@ -105,6 +118,9 @@ class Engine:
 
     def _announce(self) -> None:
         self.links.publish_soon()
+
+    def _notified(self, cluster_id: int, data: bytes) -> None:
+        self.notifications.deliver(Notification(cluster_id, data))
 
     @property
     def inherited(self) -> bool:
@@ -189,12 +205,15 @@ class Engine:
         if not self.in_flight.close():
             return
         with self._held as held:  # whatever goes wrong here, an interrupt say: from the last on
+            held.callback(self.prompt.close, _STOPPED_S)
             held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
             # Also what a call that is under way still has to begin.
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(self.wait_ms / 1000):
-                self.completion.cancel(LLMException("stopped, as the engine was finalized"))
+                reason = LLMException("stopped, as the engine was finalized")
+                self.completion.cancel(reason)
+                self.prompt.cancel(reason)
 
 
 _open: set[Engine] = set()

@@ -203,6 +203,9 @@ class GatherOperations(OperationRunner):
         except BaseException:
             task.drop()
             raise
+        prompt = self._running().prompt
+        if prompt.completions is not None:
+            prompt.track(task, report=prompt.completions, aside=False)
         return task
 
     def _begin(

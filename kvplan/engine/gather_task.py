@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,11 @@ class GatherTask:
         """Whether each source has an outcome, good or bad; never blocks."""
         return all(task.done for task in self.tasks.values())
 
+    def wait_done(self, timeout_ms: float) -> bool:
+        """Wait for a source that moves, or that long; returns whether all are done."""
+        moving = next((it for it in self.tasks.values() if not it.done), None)
+        return moving is None or (moving.wait_done(timeout_ms) and self.done)
+
     def wait(self, timeout_ms: float | None = None) -> None:
         """Wait until every byte from every source has arrived.
 
@@ -115,6 +120,10 @@ class GatherTask:
 
     def __await__(self) -> Generator[Any, None, None]:
         return wait_in_thread(self).__await__()
+
+    def coroutine(self) -> Coroutine[Any, Any, None]:
+        """Return what awaits the task, for `asyncio.create_task` and task groups."""
+        return wait_in_thread(self)
 
     def _stop(self, reason: LLMException | None) -> None:
         for task in tuple(self.tasks.values()):

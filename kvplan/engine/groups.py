@@ -76,6 +76,8 @@ class GroupOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Pull blocks of several remote paged caches into blocks of local ones.
 
@@ -84,8 +86,17 @@ class GroupOperations(OperationRunner):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever two caches say that they mean.
+            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
+                succeeds when its engine has it. None: nothing is sent.
+            notify_failure: sent instead if the transfer fails and the link stands.
         """
-        with GroupOperation(self._running(), "pull_groups", speculative=True) as operation:
+        with GroupOperation(
+            self._running(),
+            "pull_groups",
+            speculative=True,
+            notify=notify,
+            notify_failure=notify_failure,
+        ) as operation:
             while not operation.done:
                 prepared = operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)
                 self._execute(operation, prepared, timeout_ms)
@@ -107,9 +118,13 @@ class GroupOperations(OperationRunner):
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> TransferTask:
         """Begin `pull_groups` and return its task."""
-        with GroupOperation(self._running(), "pull_groups") as operation:
+        with GroupOperation(
+            self._running(), "pull_groups", notify=notify, notify_failure=notify_failure
+        ) as operation:
             prepared = operation.prepare(groups, plan_pull_blocks, coalesce, reinterpret)
             return self._submit(operation, prepared)
 
@@ -120,12 +135,20 @@ class GroupOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Push blocks of several local paged caches into blocks of remote ones.
 
         Arguments as of `pull_groups`.
         """
-        with GroupOperation(self._running(), "push_groups", speculative=True) as operation:
+        with GroupOperation(
+            self._running(),
+            "push_groups",
+            speculative=True,
+            notify=notify,
+            notify_failure=notify_failure,
+        ) as operation:
             while not operation.done:
                 prepared = operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)
                 self._execute(operation, prepared, timeout_ms)
@@ -147,9 +170,13 @@ class GroupOperations(OperationRunner):
         *,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> TransferTask:
         """Begin `push_groups` and return its task."""
-        with GroupOperation(self._running(), "push_groups") as operation:
+        with GroupOperation(
+            self._running(), "push_groups", notify=notify, notify_failure=notify_failure
+        ) as operation:
             prepared = operation.prepare(groups, plan_push_blocks, coalesce, reinterpret)
             return self._submit(operation, prepared)
 

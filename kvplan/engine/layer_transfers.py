@@ -40,6 +40,8 @@ class LayerOperations(OperationRunner):
         ext_param: KvCacheExtParam = ALL_LAYERS,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> LayerTask:
         """Begin a push of which nothing moves until a layer of its task is made ready.
 
@@ -59,6 +61,9 @@ class LayerOperations(OperationRunner):
             ext_param: the layers.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+            notify: sent to the peer when all layers have arrived, 1 to 4096 bytes: the task
+                succeeds when its engine has it. None: nothing is sent.
+            notify_failure: sent instead if the push fails and the link stands.
 
         Returns:
             The task: `ready(layer)` submits a source layer, `wait()` ends when all have arrived.
@@ -73,7 +78,9 @@ class LayerOperations(OperationRunner):
                 LLM_KV_CACHE_NOT_EXIST: no such cache here, or no such cache or address there (any
                 more); LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
-        with Operation(self._running(), "push_layers") as operation:
+        with Operation(
+            self._running(), "push_layers", notify=notify, notify_failure=notify_failure
+        ) as operation:
             prepared = _push_layers(
                 operation,
                 src,

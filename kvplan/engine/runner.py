@@ -6,12 +6,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Condition, RLock
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeAlias
 from weakref import ref
 
+from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import log_operation, logger, status_of
 from kvplan.inspection.units import plural
@@ -21,7 +23,7 @@ from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import NO_ID, BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
-from kvplan.validation import mismatch, shown
+from kvplan.validation import check_type, mismatch, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
@@ -72,6 +74,8 @@ class Operation:
     Args:
         name: of the public call.
         speculative: whether the caller can prepare again what `speculated`.
+        notify: what the peer is sent when every byte has arrived; None: nothing.
+        notify_failure: what it is sent if the operation fails before; None: nothing.
 
     Attributes:
         name: as given.
@@ -81,6 +85,7 @@ class Operation:
         link: to the peer that takes part; None inside one process.
         speculated: whether a key is taken to be the cache's that had it, as far as is known here:
             then the transfer says if that was freed, and before it moves a byte of another.
+        notifies: whether its peer may be sent a notification at the end.
         engine: that runs it.
         submitted: whether a task ends it, with its outcome.
         started: when, by `perf_counter`.
@@ -92,12 +97,15 @@ class Operation:
         "__weakref__",
         "_claim",
         "_moves",
+        "_notify",
+        "_notify_failure",
         "_speculative",
         "cache_id",
         "done",
         "engine",
         "link",
         "name",
+        "notifies",
         "plan",
         "retried",
         "speculated",
@@ -105,7 +113,20 @@ class Operation:
         "submitted",
     )
 
-    def __init__(self, engine: Engine, name: str, *, speculative: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        speculative: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
+    ) -> None:
+        self._notify = None if notify is None else check_notification("notify", notify)
+        self._notify_failure = notify_failure
+        if notify_failure is not None:
+            check_notification("notify_failure", notify_failure)
+        self.notifies = not (notify is None and notify_failure is None)
         self.engine = engine
         self.name = name
         self._speculative = speculative
@@ -129,6 +150,8 @@ class Operation:
         traceback: TracebackType | None,
     ) -> None:
         if not self.submitted:  # else its task ends it
+            if error is not None and self._notify_failure is not None and not self.done:
+                self._send_failure(error)
             self.end(error)
 
     def own(
@@ -238,6 +261,47 @@ class Operation:
         """Of the peer that takes part; None: none does."""
         return None if self.link is None else self.link.cluster_id
 
+    def finish(self, error: LLMException | None) -> None:
+        """End what was submitted: its bytes have arrived, or `error` says why not.
+
+        Raises:
+            LLMException: they have, and the notification could not be delivered.
+        """
+        failure: BaseException | None = error
+        try:
+            if error is not None:
+                self._send_failure(error)
+            elif self._notify is not None:
+                self.send_notification()
+        except BaseException as raised:
+            failure = raised
+            raise
+        finally:
+            self.end(failure)
+
+    def send_notification(self) -> None:
+        """Every byte has arrived: tell the peer, if it is to be told.
+
+        Raises:
+            LLMException: it could not be delivered, and that the bytes have arrived.
+        """
+        if self._notify is None or self.link is None:
+            return
+        try:
+            self.link.notify(self._notify)
+        except LLMException as error:
+            raise LLMException(
+                f"{self.name}: every byte has arrived, and the notification could not be "
+                f"delivered: {error.args[0]}",
+                status_code=error.status_code,
+            ) from None
+
+    def _send_failure(self, error: BaseException) -> None:
+        """Tell the peer that it failed, without waiting: the caller has an error already."""
+        data, link = self._notify_failure, self.link
+        if data is not None and link is not None and isinstance(error, Exception):
+            link.notify_soon(data)  # of an interrupt nothing is known
+
     def end(self, error: BaseException | None) -> None:
         """Give back what the operation holds, and record how it went. Once, whatever it came to."""
         seconds = perf_counter() - self.started
@@ -294,6 +358,19 @@ class Operation:
         if table:
             raise invalid(f"{message}, or no {table}: then a slot is moved")
         raise invalid(message + _OTHER_KIND.get(self.name, ""))
+
+
+def check_notification(name: str, data: bytes) -> bytes:
+    """Return the bytes of a notification.
+
+    Raises:
+        TypeError: no bytes.
+        LLMException: LLM_PARAM_INVALID: none, or too many.
+    """
+    check_type(name, data, bytes)
+    if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
+        raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
+    return data
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
@@ -425,6 +502,8 @@ class OperationRunner:
             operation.disable_speculation()  # the key may be another cache's by now
         else:
             operation.done = True
+            if operation.notifies:
+                operation.send_notification()
 
     def _submit(self, operation: Operation, prepared: AnyPrepared) -> TransferTask:
         """Begin to move what was prepared; `operation` ends with the task."""
@@ -433,10 +512,16 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        task = engine.transfers.submit(plan, src, dst, operation.end)
+        # A gather is reported as one, not its parts.
+        report = None if operation.name.startswith("gather") else engine.prompt.completions
+        on_outcome = operation.finish if operation.notifies else operation.end
+        task = engine.transfers.submit(plan, src, dst, on_outcome)
         try:
             operation.submitted = True
-            engine.completion.track(task)
+            if operation.notifies or report is not None:
+                engine.prompt.track(task, report=report, aside=operation.notifies)
+            else:
+                engine.completion.track(task)
         except BaseException:  # an interrupt: nobody else could stop it
             task.cancel()
             raise
@@ -449,9 +534,14 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        task = engine.transfers.layered(plan, src, dst, operation.end, engine.completion.track)
+        report = engine.prompt.completions
+        on_last: Callable[[LayerTask], None] = engine.completion.track
+        if prompt := operation.notifies or report is not None:
+            on_last = partial(engine.prompt.track, report=report, aside=operation.notifies)
+        on_outcome = operation.finish if operation.notifies else operation.end
+        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last)
         operation.submitted = True
-        engine.completion.watch(task)
+        (engine.prompt if prompt else engine.completion).watch(task)
         return task
 
     def _show(self, operation: Operation, plan: AnyPlan) -> None:

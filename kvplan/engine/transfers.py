@@ -55,6 +55,8 @@ class RemoteOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Pull a slot of a remote cache into a slot of a local one.
 
@@ -72,8 +74,13 @@ class RemoteOperations(OperationRunner):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
+                succeeds when its engine has it. None: nothing is sent.
+            notify_failure: sent instead if the transfer fails and the link stands.
         """
-        with Operation(self._running(), "pull_cache") as operation:
+        with Operation(
+            self._running(), "pull_cache", notify=notify, notify_failure=notify_failure
+        ) as operation:
             while not operation.done:
                 prepared = _pull_cache(
                     operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset,
@@ -115,9 +122,13 @@ class RemoteOperations(OperationRunner):
         dst_offset: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
-        with Operation(self._running(), "pull_cache") as operation:
+        with Operation(
+            self._running(), "pull_cache", notify=notify, notify_failure=notify_failure
+        ) as operation:
             prepared = _pull_cache(
                 operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset,
                 num_tokens, coalesce, reinterpret,
@@ -138,6 +149,8 @@ class RemoteOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Pull into blocks of a local paged cache, from blocks of a remote one or from a slot.
 
@@ -155,8 +168,17 @@ class RemoteOperations(OperationRunner):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
+                succeeds when its engine has it. None: nothing is sent.
+            notify_failure: sent instead if the transfer fails and the link stands.
         """
-        with Operation(self._running(), "pull_blocks", speculative=True) as operation:
+        with Operation(
+            self._running(),
+            "pull_blocks",
+            speculative=True,
+            notify=notify,
+            notify_failure=notify_failure,
+        ) as operation:
             while not operation.done:
                 prepared = _pull_blocks(
                     operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
@@ -198,9 +220,13 @@ class RemoteOperations(OperationRunner):
         dst_token: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> TransferTask:
         """Begin `pull_blocks` and return its task; the key is claimed until the outcome."""
-        with Operation(self._running(), "pull_blocks") as operation:
+        with Operation(
+            self._running(), "pull_blocks", notify=notify, notify_failure=notify_failure
+        ) as operation:
             prepared = _pull_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
                 ext_param, coalesce, reinterpret,
@@ -219,6 +245,8 @@ class RemoteOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Push a slot of a local cache into a slot of a remote one.
 
@@ -232,8 +260,13 @@ class RemoteOperations(OperationRunner):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
+                succeeds when its engine has it. None: nothing is sent.
+            notify_failure: sent instead if the transfer fails and the link stands.
         """
-        with Operation(self._running(), "push_cache") as operation:
+        with Operation(
+            self._running(), "push_cache", notify=notify, notify_failure=notify_failure
+        ) as operation:
             while not operation.done:
                 prepared = _push_cache(
                     operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
@@ -270,9 +303,13 @@ class RemoteOperations(OperationRunner):
         num_tokens: int | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> TransferTask:
         """Begin `push_cache` and return its task."""
-        with Operation(self._running(), "push_cache") as operation:
+        with Operation(
+            self._running(), "push_cache", notify=notify, notify_failure=notify_failure
+        ) as operation:
             prepared = _push_cache(
                 operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
                 reinterpret,
@@ -293,6 +330,8 @@ class RemoteOperations(OperationRunner):
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Push blocks of a local paged cache into blocks of a remote one.
 
@@ -309,8 +348,17 @@ class RemoteOperations(OperationRunner):
             timeout_ms: milliseconds that the transfer may take; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
             reinterpret: copy bytes as they are, whatever the two caches say that they mean.
+            notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
+                succeeds when its engine has it. None: nothing is sent.
+            notify_failure: sent instead if the transfer fails and the link stands.
         """
-        with Operation(self._running(), "push_blocks", speculative=True) as operation:
+        with Operation(
+            self._running(),
+            "push_blocks",
+            speculative=True,
+            notify=notify,
+            notify_failure=notify_failure,
+        ) as operation:
             while not operation.done:
                 prepared = _push_blocks(
                     operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
@@ -352,9 +400,13 @@ class RemoteOperations(OperationRunner):
         dst_token: int = 0,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         reinterpret: bool = False,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> TransferTask:
         """Begin `push_blocks` and return its task."""
-        with Operation(self._running(), "push_blocks") as operation:
+        with Operation(
+            self._running(), "push_blocks", notify=notify, notify_failure=notify_failure
+        ) as operation:
             prepared = _push_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
                 ext_param, coalesce, reinterpret,

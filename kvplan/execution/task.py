@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import suppress
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,7 +74,7 @@ class TransferTask:
 
     Args:
         on_outcome: called once, with what went wrong or None, by whoever finds the outcome first:
-            before anyone gets it.
+            before anyone gets it. If it raises after a success, that is the outcome.
     """
 
     def __init__(
@@ -99,6 +99,10 @@ class TransferTask:
     def done(self) -> bool:
         """Whether there is an outcome, good or bad; never blocks."""
         return self._task.done
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        """Wait until `done`, or the time has passed; returns whether it is. Raises no outcome."""
+        return self._task.wait(timeout_ms, False).status != KVN_PENDING
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
         """Wait until every byte has arrived.
@@ -133,6 +137,10 @@ class TransferTask:
 
     def __await__(self) -> Generator[Any, None, None]:
         return wait_in_thread(self).__await__()
+
+    def coroutine(self) -> Coroutine[Any, Any, None]:
+        """Return what awaits the task, for `asyncio.create_task` and task groups."""
+        return wait_in_thread(self)
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop the transfer; when this returns, no byte is touched any more.
@@ -174,8 +182,17 @@ class TransferTask:
             # Only now: what interrupts the checks must not leave a success behind.
             self._concluded = True
             on_outcome, self._on_outcome = self._on_outcome, None
-            if on_outcome is not None:
+            if on_outcome is None:
+                return
+            try:
                 on_outcome(self._error)
+            except LLMException as error:
+                self._error = self._error or error
+            except BaseException:
+                self._error = self._error or LLMException(
+                    f"{self.plan.operation} {self.plan.kind}: interrupted after the last byte"
+                )
+                raise
 
     def explain(self) -> str:
         """Return how far each layer came, as text: confirmed descriptors, and what failed."""

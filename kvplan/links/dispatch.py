@@ -14,6 +14,8 @@ from kvplan.control.messages import (
     Find,
     Found,
     Hello,
+    Notified,
+    Notify,
     Release,
     Released,
     Renew,
@@ -77,6 +79,9 @@ class PeerHandler:
                 return await self._acceptor.confirm(channel, body)
             case Unlink():
                 return await self._unlinker.agree(channel, body)
+            case Notify() if isinstance(channel.bound, PeerLink):
+                # The peer's end may be linked before the reply that says so is read here.
+                await channel.bound.settled.wait()
         link, publisher = self._linked(channel)
         match body:
             case Sync():
@@ -97,6 +102,9 @@ class PeerHandler:
                 for end_caches in endings:  # waits for peers that write to them: not in this thread
                     await self._engine.control.in_worker(end_caches)
                 return Released()
+            case Notify():
+                self._engine.notified(link.cluster_id, body.data)
+                return Notified()
         raise LLMException(f"{type(body).__name__} is no request")
 
     def on_notice(self, channel: Channel, body: Body) -> None:

@@ -159,6 +159,7 @@ class LocalEngine:
         role: of this engine, now.
         options: limits and deadlines.
         registry: the caches that are offered.
+        notified: takes a notification of a linked peer, or raises why not; must not block.
         transports: in order of preference.
         missing: why other transports are not available, by name.
         control: the loop that all links run on.
@@ -170,6 +171,7 @@ class LocalEngine:
     role: Callable[[], LlmRole]
     options: LinkOptions
     registry: OfferedCaches
+    notified: Callable[[int, bytes], None]
     transports: Sequence[Transport]
     missing: Mapping[str, str]
     control: ControlLoop

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Body, Claim, Find, Found, Sync, Synced
+from kvplan.control.messages import Body, Claim, Find, Found, Notified, Notify, Sync, Synced
 from kvplan.links.claims import Claims, PeerClaim
 from kvplan.links.lifecycle import LinkLifecycle
 from kvplan.links.peer_table import (
@@ -22,6 +23,7 @@ from kvplan.links.peer_table import (
     not_reached,
 )
 from kvplan.links.values import LinkStatus, link_failed
+from kvplan.logs import Log
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.base import no_leases
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 
 _Reply = TypeVar("_Reply", bound=Body)
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
+_MAX_NOTIFIES = 8  # at a time, besides: they wait for no other request
 
+_log = Log("kvplan.links")
 _MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
 
@@ -74,6 +78,8 @@ class PeerLink(LinkLifecycle):
         self.renewals: Renewals | None = None
         self.publisher: Publisher | None = None
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._notifying: set[asyncio.Task[None]] = set()
+        self._notify_slots = asyncio.Semaphore(_MAX_NOTIFIES)
         self._control = control
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
@@ -300,6 +306,36 @@ class PeerLink(LinkLifecycle):
         cache = self._cache_of(found)
         return PeerClaim(self._claims, channel, found.claim_id, cache, found.batch_index)
 
+    def notify(self, data: bytes, timeout_ms: float | None = None) -> None:
+        """Send a notification; on return the peer's engine has it.
+
+        Args:
+            data: of it.
+            timeout_ms: milliseconds that it may take; None: as any request.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: the peer has too many unread; LLM_TIMEOUT, LLM_LINK_FAILED:
+                it may have arrived or not; LLM_NOT_YET_LINK: the link has ended.
+        """
+        timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
+        self._wait_for(self._notify(self._live_channel(), data, timeout_s), timeout_s)
+
+    def notify_soon(self, data: bytes) -> None:
+        """Send a notification and do not wait; whether it was delivered is logged if it was not."""
+        with suppress(LLMException):  # the loop has ended
+            self._control.call_soon(self._begin_notify, data)
+
+    def _begin_notify(self, data: bytes) -> None:
+        task = asyncio.get_running_loop().create_task(self._notify_and_log(data))
+        self._notifying.add(task)  # the loop itself refers to it weakly
+        task.add_done_callback(self._notifying.discard)
+
+    async def _notify_and_log(self, data: bytes) -> None:
+        try:
+            await self._notify(self._live_channel(), data, self.wait_s)
+        except (LLMException, TimeoutError, ChannelClosed) as error:
+            _log.warning("event=not_notified peer=%s reason=%r", self.cluster_id, error)
+
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
         self._memories.clear()
@@ -373,18 +409,25 @@ class PeerLink(LinkLifecycle):
         async with asyncio.timeout(self.wait_s), self._slots:
             return await channel.typed_request(body, expected, self.wait_s)
 
+    async def _notify(self, channel: Channel, data: bytes, timeout_s: float) -> Notified:
+        async with asyncio.timeout(timeout_s), self._notify_slots:  # in order: both are FIFO
+            return await channel.typed_request(Notify(data), Notified, timeout_s)
+
     def _live_channel(self) -> Channel:
         if self.channel is None or not self.is_live:
             raise self.refusal()
         return self.channel
 
-    def _wait_for(self, reply: Coroutine[Any, Any, _Reply]) -> _Reply:
+    def _wait_for(
+        self, reply: Coroutine[Any, Any, _Reply], timeout_s: float | None = None
+    ) -> _Reply:
         """Run a request in the control thread; says why there is no reply."""
         try:
             return self._control.run(reply)
         except TimeoutError:
+            timeout_s = self.wait_s if timeout_s is None else timeout_s
             raise LLMException(
-                f"cluster {self.cluster_id} has not answered within {self.wait_s * 1000:g} ms",
+                f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms",
                 status_code=LLMStatusCode.LLM_TIMEOUT,
             ) from None
         except ChannelClosed as error:

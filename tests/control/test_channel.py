@@ -20,6 +20,7 @@ from kvplan.control.channel import (
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
     MAX_NBYTES,
+    PROTOCOL_VERSION,
     Body,
     Failed,
     Find,
@@ -303,7 +304,7 @@ def test_the_error_for_another_version_names_both(conversation: Conversation, ve
     conversation.far_channel()
     conversation.loop.run(conversation.channel.connection.send(frame))
     refusal = (
-        f"the peer speaks version {version} of the control protocol; this side speaks version 2"
+        f"the peer speaks version {version} of the control protocol; this side speaks version 3"
     )
     assert conversation.far.next() == ("lost", refusal)
     assert conversation.near.next() == ("lost", f"the peer refuses: {refusal}")
@@ -314,7 +315,7 @@ def test_a_few_undecodable_frames_are_dropped_and_more_end_the_channel(
 ) -> None:
     async def send_noise(times: int) -> None:
         for _ in range(times):
-            await conversation.channel.connection.send(b"\2noise")
+            await conversation.channel.connection.send(bytes((PROTOCOL_VERSION,)) + b"noise")
 
     conversation.loop.run(send_noise(MAX_UNDECODABLE))
     assert conversation.request(Sync()) == Synced(1)

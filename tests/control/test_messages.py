@@ -22,6 +22,8 @@ from kvplan.control.messages import (
     Found,
     Hello,
     Linked,
+    Notified,
+    Notify,
     Offer,
     Ping,
     Pong,
@@ -82,6 +84,8 @@ BODIES: list[Body] = [
     Release(1, (0, 80)),
     Release(1, None),
     Released(),
+    Notify(bytes(4096)),
+    Notified(),
     Renew(2**32 - 1, b"m"),
     Renewed(1, ""),
     Unused(0),
@@ -114,7 +118,7 @@ def test_no_part_of_a_frame_is_a_frame_nor_one_with_more_behind_it(body: Body) -
 
 
 def test_another_version_is_refused_by_both_names() -> None:
-    with pytest.raises(WrongVersion, match=r"version 9 .* version 2"):
+    with pytest.raises(WrongVersion, match=r"version 9 .* version 3"):
         decode(b"\x09" + encode(Ping())[1:])
 
 
@@ -180,6 +184,18 @@ def test_a_shard_out_of_its_bounds_refuses_the_whole_frame(shard: object) -> Non
     fields["entries"][0]["shard"] = shard
     frame = bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((0, 0, fields))
     with pytest.raises(Undecodable, match="shard"):
+        decode(frame)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", bytes(4097), "text", None, [1]],
+    ids=["empty", "4097 bytes", "text", "none", "list"],
+)
+def test_a_notification_out_of_its_bounds_is_refused(data: object) -> None:
+    body = {"type": "Notify", "data": data}
+    frame = bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((1, 0, body))
+    with pytest.raises(Undecodable, match="data"):
         decode(frame)
 
 

@@ -24,6 +24,7 @@ from kvplan.control.messages import (
     Confirm,
     Find,
     Hello,
+    Notify,
     Offer,
     Release,
     Sync,
@@ -275,3 +276,10 @@ def test_a_forked_child_has_no_part_in_it(end: End, peer: Peer) -> None:
     )
     assert errors.count("LLM_FAILED the engine belongs to process") == 3
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
+
+
+def test_a_client_without_a_link_notifies_nobody(client: UnlinkedClient, end: End) -> None:
+    channel = client.call(end)
+    for _ in range(100):
+        with refused(LLMStatusCode.LLM_NOT_YET_LINK, "cluster 1 has no such link"):
+            client.ask(channel, Notify(b"x"))

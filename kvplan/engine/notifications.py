@@ -1,0 +1,211 @@
+"""Notifications: a few bytes from one engine to another, read by the receiving program."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from threading import RLock, Thread
+from typing import Final, NamedTuple
+
+from kvplan.engine.pollable_queue import PollableQueue
+from kvplan.engine.registry import finalized
+from kvplan.engine.runner import Operation, OperationRunner, check_notification
+from kvplan.engine.telemetry import logger
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.validation import UINT64_MAX, check_width
+
+MAX_UNREAD: Final = 16384
+"""Notifications that an engine keeps until they are read; more are refused to their senders."""
+
+MAX_UNREAD_OF_ONE: Final = 4096
+"""The same of one peer, so that others still find room."""
+
+
+class Notification(NamedTuple):
+    """What a peer has sent.
+
+    Attributes:
+        cluster_id: of the peer.
+        data: its bytes, as they were given there.
+    """
+
+    cluster_id: int
+    data: bytes
+
+
+class Notifications(PollableQueue[Notification]):
+    """The notifications of one engine that have arrived, oldest first.
+
+    Those of one peer are in the order in which it sent them. At most 16384 wait to be read, 4096 of
+    one peer; further ones are refused, and their senders get LLM_LINK_BUSY.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # One for each unread notification of a peer: appending and taking need no lock.
+        self._unread: defaultdict[int, deque[None]] = defaultdict(deque)
+
+    def deliver(self, notification: Notification) -> None:
+        """Put in what a peer sends; in the control thread.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: nobody has read those before; LLM_ENGINE_FINALIZED.
+        """
+        if self.closed:
+            raise finalized()
+        unread = self._unread[notification.cluster_id]
+        for found, limit in ((len(unread), MAX_UNREAD_OF_ONE), (len(self), MAX_UNREAD)):
+            if found >= limit:
+                raise LLMException(
+                    f"{found} notifications wait to be read, {len(unread)} of them from cluster "
+                    f"{notification.cluster_id}; at most {limit} can",
+                    status_code=LLMStatusCode.LLM_LINK_BUSY,
+                )
+        unread.append(None)
+        self.put(notification)
+
+    def _take(self) -> Notification:
+        notification = super()._take()
+        self._unread[notification.cluster_id].pop()
+        return notification
+
+
+class NotificationCallbacks:
+    """Calls functions with each notification, in a thread that runs while there are any."""
+
+    def __init__(self, notifications: Notifications, name: str) -> None:
+        self._notifications = notifications
+        self._name = name
+        self._functions: dict[object, Callable[[Notification], object]] = {}
+        self._mutex = RLock()
+        self._thread: _CallingThread | None = None
+
+    def add(self, function: Callable[[Notification], object]) -> Callable[[], None]:
+        """Call `function` from now on; returns what ends that."""
+        token = object()
+        with self._mutex:
+            self._functions[token] = function
+            if self._thread is None:
+                self._thread = _CallingThread(
+                    self._notifications, self._functions, self._mutex, self._name
+                )
+
+        def remove() -> None:
+            with self._mutex:
+                self._functions.pop(token, None)
+                if not self._functions and self._thread is not None:
+                    self._thread.stop()
+                    self._thread = None
+
+        return remove
+
+
+class _CallingThread:
+    """Reads notifications, and calls all functions with each, until it is stopped."""
+
+    def __init__(
+        self,
+        notifications: Notifications,
+        functions: dict[object, Callable[[Notification], object]],
+        mutex: RLock,  # of the functions, and of being stopped
+        name: str,
+    ) -> None:
+        self._notifications = notifications
+        self._functions = functions
+        self._mutex = mutex
+        self._stopped = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            Thread(target=self._run, name=name, daemon=True).start()
+        except BaseException:
+            os.close(self._wake)
+            raise
+
+    def stop(self) -> None:
+        """Read no more; a function that is being called ends first, in its own time."""
+        self._stopped = True
+        with suppress(OSError):  # it has ended, as the engine was finalized
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._notifications.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._stopped:
+            poll.poll()
+            while (found := self._next()) is not None:
+                notification, functions = found
+                for function in functions:
+                    try:
+                        function(notification)
+                    except Exception:
+                        logger.exception("on_notification: a callback has failed")
+            if self._notifications.closed and not len(self._notifications):
+                return
+
+    def _next(self) -> tuple[Notification, list[Callable[[Notification], object]]] | None:
+        """Take one, and who gets it; none once it was stopped: then it is another reader's."""
+        with self._mutex:
+            if self._stopped:
+                return None
+            notification = next(iter(self._notifications), None)
+            return notification and (notification, list(self._functions.values()))
+
+
+class NotificationOperations(OperationRunner):
+    """What peers are told, and what they tell. Each method may raise the following.
+
+    Raises:
+        LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
+    """
+
+    def notify(self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None) -> None:
+        """Send a notification; on return the peer's engine has it, for its program to read.
+
+        It is delivered once. After LLM_TIMEOUT, or a link that broke meanwhile, it may have been.
+
+        Args:
+            cluster_id: of the peer.
+            data: 1 to 4096 bytes.
+            timeout_ms: milliseconds that it may take; None: SyncKvCacheWaitTime.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: cluster_id is no uint64; timeout_ms is not > 0.
+            LLMException: LLM_PARAM_INVALID: no bytes, too many, or this engine's own cluster;
+                LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
+                LLM_LINK_BUSY: the peer has too many that it has not read; LLM_TIMEOUT.
+        """
+        check_width("cluster_id", cluster_id, 0, UINT64_MAX)
+        check_notification("data", data)
+        if timeout_ms is not None and not timeout_ms > 0:
+            raise ValueError(f"timeout_ms={timeout_ms} must be > 0 or None")
+        with Operation(self._running(), "notify") as operation:
+            engine = operation.engine
+            if cluster_id == engine.cluster_id:
+                raise invalid(f"cluster_id={cluster_id} is this engine's own")
+            link = operation.link = engine.links.get(cluster_id)
+            link.begin(operation)
+            link.notify(data, timeout_ms)
+
+    def notifications(self) -> Notifications:
+        """Return what peers have sent and nobody has read yet: one object for an engine."""
+        return self._running().notifications
+
+    def on_notification(self, callback: Callable[[Notification], object]) -> Callable[[], None]:
+        """Call `callback` with each notification from now on, in a thread of the engine's own.
+
+        What it raises is logged. Callbacks read `notifications()`: what they get no one else does.
+
+        Returns:
+            A function that removes the callback.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback={callback!r} must be callable with a Notification")
+        return self._running().callbacks.add(callback)

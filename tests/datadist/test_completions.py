@@ -1,0 +1,214 @@
+"""One queue for many tasks: each that was submitted is there once when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from typing import Any
+
+import pytest
+
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    DataType,
+    GatherGroup,
+    KvCacheExtParam,
+    LlmDataDist,
+    PlanEvent,
+    Transfers,
+)
+from tests.datadist.conftest import MakeEngine
+from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.peer import Peer
+from tests.support.refusals import refused
+from tests.support.wrappers import delay, fail_at
+
+DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+THEIRS = BlocksCacheKey(1)
+WAIT_MS = 20_000  # only a hanging test reaches it
+
+OFFER = """
+desc = CacheDesc(2, (4, 64), DataType.DT_INT8)
+paged = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))
+"""
+
+
+def taken(user: LlmDataDist, count: int) -> list[Any]:
+    """The next tasks that have ended."""
+    found: list[Any] = []
+    while len(found) < count:
+        assert user.completions().wait(WAIT_MS)
+        found += user.completions()
+    assert len(found) == count
+    return found
+
+
+@pytest.mark.over_tcp
+def test_each_task_is_there_once_whether_or_not_somebody_waited(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    before = user.submit_pull_blocks(THEIRS, cache, [0], [0])
+    completions = user.completions()
+    assert user.completions() is completions
+    tasks = [user.submit_pull_blocks(THEIRS, cache, [i % 4], [i % 4]) for i in range(30)]
+    for task in tasks[::3]:
+        task.wait()
+    found = taken(user, 30)
+    assert {id(it) for it in found} == {id(it) for it in tasks}
+    for task in found:
+        assert task.done
+        task.wait(0)
+    before.wait()
+    user.pull_blocks(THEIRS, cache, [0], [0])  # it was not submitted
+    assert completions.wait(5) is False
+    assert not select.select([completions], [], [], 0)[0]
+
+
+def test_what_failed_was_cancelled_or_copied_here_is_there_too(
+    peer: Peer, make_engine: MakeEngine, machine: Machine
+) -> None:
+    on_host_only(machine, "the wrapper holds what host backends move")
+    peer.run(OFFER)
+    broken = make_engine(3, transfers=Transfers(1, wrap=lambda it: fail_at(it, 1)))
+    held = make_engine(4, transfers=Transfers(1, wrap=lambda it: delay(it, 600_000)))
+    for engine in (broken, held):
+        engine.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
+        engine.completions()
+    mine = broken.allocate_blocks_cache(DESC)
+    task: Any = broken.submit_pull_blocks(THEIRS, mine, [0, 2], [0, 2])
+    assert taken(broken, 1) == [task]
+    with refused("LLM_FAILED"):
+        task.wait(0)
+    task = broken.submit_copy_blocks(mine, {0: [1]})
+    assert taken(broken, 1) == [task]
+    mine = held.allocate_blocks_cache(DESC)
+    first = held.submit_pull_blocks(THEIRS, mine, [0], [0])
+    second = held.submit_pull_blocks(THEIRS, mine, [1], [1])
+    assert list(held.completions()) == []
+    second.cancel()
+    assert taken(held, 1) == [second]  # though the one before still moves
+    first.cancel()
+    assert taken(held, 1) == [first]
+
+
+def test_a_push_by_layers_is_there_after_its_last_layer(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    completions = user.completions()
+    param = KvCacheExtParam(tensor_num_per_layer=1)
+
+    def push() -> Any:
+        return user.push_layers(
+            cache, CacheIndex(1, 1), src_blocks=[0], dst_blocks=[0], ext_param=param
+        )
+
+    task, cancelled = push(), push()
+    task.ready(0)
+    assert completions.wait(5) is False
+    task.ready(1)
+    assert taken(user, 1) == [task]
+    cancelled.cancel()
+    assert taken(user, 1) == [cancelled]
+    dropped = push()
+    with pytest.warns(ResourceWarning, match="dropped"):
+        del dropped
+    assert completions.wait(5) is False
+
+
+def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
+    shape, layout = (4, 2, 4, 8), "block token head dim"
+    desc = CacheDesc(2, shape, DataType.DT_INT8, kv_tensor_format=layout)
+    peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))", desc=desc)
+    cache = user.allocate_blocks_cache(desc)
+    user.completions()
+    task = user.submit_gather_groups({"kv": GatherGroup([THEIRS], cache, [[0, 1]], [2, 3])})
+    found: list[Any] = taken(user, 1)
+    assert found == [task]
+    task.wait(0)
+    user.gather_blocks([THEIRS], cache, [[0, 1]], [2, 3])
+    assert user.completions().wait(5) is False
+
+
+def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    user.completions()
+    user.pull_blocks(THEIRS, cache, [0], [0])
+
+    def stop(_: PlanEvent) -> None:
+        peer.stop()
+
+    user.on_plan(stop)
+    late = user.submit_pull_blocks(CacheIndex(1, 1), cache, [0], [0], notify=b"stopped")
+    plain = user.submit_pull_blocks(CacheIndex(1, 1), cache, [1], [1])
+    assert taken(user, 1) == [plain]
+    peer.resume()
+    assert taken(user, 1) == [late]
+    late.wait(0)
+    assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"stopped"]
+
+
+def test_what_finalize_stops_can_still_be_taken(
+    peer: Peer, make_engine: MakeEngine, machine: Machine
+) -> None:
+    on_host_only(machine, "the wrapper holds what host backends move")
+    peer.run(OFFER)
+    held = make_engine(
+        3,
+        transfers=Transfers(1, wrap=lambda it: delay(it, 600_000)),
+        SyncKvCacheWaitTime="50",
+    )
+    held.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
+    completions = held.completions()
+    cache = held.allocate_blocks_cache(DESC)
+    task = held.submit_pull_blocks(THEIRS, cache, [0], [0])
+    held.finalize()
+    assert list(completions) == [task]
+    assert completions.closed
+    with refused("LLM_ENGINE_FINALIZED"):
+        held.completions()
+
+
+def test_a_scheduler_polls_one_descriptor_for_many_tasks(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+
+    async def run() -> int:
+        completions = user.completions()
+        pending = {user.submit_pull_blocks(THEIRS, cache, [0], [i % 4]) for i in range(50)}
+        async for task in completions:
+            pending.remove(task)  # type: ignore[arg-type]
+            if not pending:
+                break
+        return len(pending)
+
+    assert asyncio.run(asyncio.wait_for(run(), WAIT_MS / 1000)) == 0
+
+
+def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+
+    def submit() -> Any:
+        return user.submit_pull_blocks(THEIRS, cache, [0], [1])
+
+    async def run() -> None:
+        done, pending = await asyncio.wait(
+            [asyncio.ensure_future(submit()) for _ in range(3)], timeout=20
+        )
+        assert (len(done), len(pending)) == (3, 0)
+        await asyncio.gather(submit(), submit())
+        await asyncio.wait_for(submit(), 20)
+        await asyncio.create_task(submit().coroutine())
+        async with asyncio.TaskGroup() as group:
+            made = [group.create_task(submit().coroutine()) for _ in range(3)]
+        assert [it.result() for it in made] == [None] * 3
+
+    asyncio.run(run())

@@ -1,0 +1,292 @@
+"""Notifications of transfers: after the bytes, only if they are there, and once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvnative._executor import Backend
+from kvplan import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    DataType,
+    Group,
+    KvCacheExtParam,
+    LlmDataDist,
+    PlanEvent,
+    Transfers,
+)
+from tests.datadist.conftest import MakeEngine
+from tests.datadist.machine import on_host_only
+from tests.datadist.peer import Peer
+from tests.support.refusals import refused
+from tests.support.wrappers import delay, fail_at
+
+DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
+
+OFFER = """
+desc = CacheDesc(2, (4, 64), DataType.DT_INT8)
+slots = datadist.allocate_cache(desc)
+paged = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))
+for cache in (slots, paged):
+    for array in datadist.arrays(cache):
+        array[:] = 5
+
+def next_notification():
+    assert datadist.notifications().wait(20_000)
+    it = next(iter(datadist.notifications()))
+    return it.cluster_id, it.data
+"""
+NEXT = "result = next_notification()"
+SLOTS, BLOCKS = CacheIndex(1, 1), CacheIndex(1, 2)
+
+Calls = dict[str, Callable[..., Any]]
+
+
+def calls_of(user: LlmDataDist) -> Calls:
+    """Each call that moves bytes between a cache of the user and one of the peer."""
+    slots, paged = user.allocate_cache(DESC), user.allocate_blocks_cache(DESC)
+    for cache in (slots, paged):
+        for array in user.arrays(cache):
+            array[:] = 7
+    pulled = {"kv": Group(BLOCKS, paged, [0, 1], [2, 3])}
+    pushed = {"kv": Group(paged, BLOCKS, [0, 1], [2, 3])}
+    return {
+        "pull_cache": lambda call, **more: call(SLOTS, slots, **more),
+        "pull_blocks": lambda call, **more: call(BLOCKS, paged, [0, 1], [2, 3], **more),
+        "push_cache": lambda call, **more: call(slots, SLOTS, **more),
+        "push_blocks": lambda call, **more: call(paged, BLOCKS, [0, 1], [2, 3], **more),
+        "pull_groups": lambda call, **more: call(pulled, **more),
+        "push_groups": lambda call, **more: call(pushed, **more),
+    }
+
+
+NAMES = ["pull_cache", "pull_blocks", "push_cache", "push_blocks", "pull_groups", "push_groups"]
+
+
+@pytest.mark.over_tcp
+def test_each_transfer_notifies_its_peer_when_it_returns(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    calls = calls_of(user)
+    for name in NAMES:
+        calls[name](getattr(user, name), notify=b"of " + name.encode(), notify_failure=b"no")
+        assert peer.run("result = [tuple(it) for it in datadist.notifications()]") == [
+            (2, b"of " + name.encode())
+        ]
+        calls[name](getattr(user, name))
+        assert peer.run("result = list(datadist.notifications())") == []
+
+
+@pytest.mark.over_tcp
+def test_each_submitted_transfer_does_whether_or_not_somebody_waits(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(OFFER)
+    calls = calls_of(user)
+    for name in NAMES:
+        submit = getattr(user, f"submit_{name}")
+        calls[name](submit, notify=b"unseen", notify_failure=b"no")
+        assert peer.run(NEXT) == (2, b"unseen")
+        calls[name](submit, notify=b"seen", notify_failure=b"no").wait()
+        assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"seen"]
+
+
+def test_what_was_pushed_is_there_when_the_notification_is(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    peer.send(
+        """
+        result = []
+        for _ in range(100):
+            _, data = next_notification()
+            result.append(all((it[2] == data[0]).all() for it in datadist.arrays(paged)))
+            datadist.notify(2, b"seen")
+        """
+    )
+    for value in range(100):
+        for array in user.arrays(cache):
+            array[:] = value
+        user.push_blocks(cache, BLOCKS, [0], [2], notify=bytes((value,)))
+        assert user.notifications().wait(20_000)
+        assert len(list(user.notifications())) == 1
+    assert peer.answer() == [True] * 100
+
+
+def test_a_push_by_layers_notifies_after_its_last(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))
+    param = KvCacheExtParam(tensor_num_per_layer=1)
+    task = user.push_layers(cache, SLOTS, ext_param=param, notify=b"all", notify_failure=b"no")
+    task.ready(1)
+    assert peer.run("result = datadist.notifications().wait(20)") is False
+    task.ready(0)
+    assert peer.run(NEXT) == (2, b"all")
+    task.wait()
+    task = user.push_layers(cache, SLOTS, ext_param=param, notify=b"all", notify_failure=b"no")
+    task.ready(0)
+    task.cancel()
+    assert peer.run(NEXT) == (2, b"no")
+
+
+def faulty(
+    user: LlmDataDist, make_engine: MakeEngine, backend: Callable[[Backend], Backend]
+) -> LlmDataDist:
+    """Cluster 3, linked with the same peer, whose copies go through a wrapper."""
+    it = make_engine(3, transfers=Transfers(1, wrap=backend))
+    it.link_clusters([ClusterInfo(1, user.links()[0].address)], 5000).raise_for_status()
+    return it
+
+
+def test_a_failed_transfer_says_so_instead(
+    user: LlmDataDist, peer: Peer, make_engine: MakeEngine
+) -> None:
+    peer.run(OFFER)
+    broken = faulty(user, make_engine, lambda backend: fail_at(backend, 1))
+    calls = calls_of(broken)
+    for name in NAMES:
+        with refused("LLM_FAILED"):
+            calls[name](getattr(broken, name), notify=b"yes", notify_failure=b"no")
+        assert peer.run(NEXT) == (3, b"no")
+        with refused("LLM_FAILED"):
+            calls[name](
+                getattr(broken, f"submit_{name}"), notify=b"yes", notify_failure=b"no"
+            ).wait()
+        assert peer.run(NEXT) == (3, b"no")
+        with refused("LLM_FAILED"):
+            calls[name](getattr(broken, name), notify=b"yes")
+        broken.notify(1, b"the next")
+        assert peer.run(NEXT) == (3, b"the next")
+
+
+def test_what_is_refused_before_it_begins_has_failed_too(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    with refused("LLM_KV_CACHE_NOT_EXIST"):
+        user.pull_blocks(CacheIndex(1, 99), cache, [0], [0], notify=b"yes", notify_failure=b"no")
+    assert peer.run(NEXT) == (2, b"no")
+    with refused("LLM_PARAM_INVALID"):
+        user.submit_pull_blocks(BLOCKS, cache, [9], [0], notify=b"yes", notify_failure=b"no")
+    assert peer.run(NEXT) == (2, b"no")
+    assert peer.run("result = list(datadist.notifications())") == []
+
+
+def test_memory_that_was_freed_meanwhile_is_no_success(user: LlmDataDist, peer: Peer) -> None:
+    """The bytes have moved, but the last check of the memory says that they are foreign."""
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+
+    def free(_: PlanEvent) -> None:
+        peer.run("datadist.deallocate_cache(paged)")
+
+    user.on_plan(free)
+    with refused("LLM_KV_CACHE_NOT_EXIST"):
+        user.pull_blocks(BLOCKS, cache, [0], [0], notify=b"yes", notify_failure=b"no")
+    assert peer.run(NEXT) == (2, b"no")
+    assert peer.run("result = list(datadist.notifications())") == []
+
+
+def test_a_slow_transfer_delays_no_notification_of_another(
+    user: LlmDataDist, peer: Peer, make_engine: MakeEngine, machine: Any
+) -> None:
+    on_host_only(machine, "the first transfer is held by a wrapper of host backends")
+    peer.run(OFFER)
+    slow = faulty(user, make_engine, lambda backend: delay(backend, 600_000))
+    cache = slow.allocate_blocks_cache(DESC)
+    first = slow.submit_pull_blocks(BLOCKS, cache, [0], [0], notify=b"slow", notify_failure=b"cut")
+    other = slow.submit_pull_blocks(BLOCKS, cache, [1], [1], notify=b"slow", notify_failure=b"off")
+    other.cancel()
+    assert peer.run(NEXT) == (3, b"off")
+    first.cancel()
+    assert peer.run(NEXT) == (3, b"cut")
+
+
+def test_bytes_without_their_notification_are_said_to_have_arrived(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+
+    def fill(_: PlanEvent) -> None:
+        remove()
+        for _number in range(4096):
+            user.notify(1, b"unread")
+
+    for transfer in (user.pull_blocks, user.submit_pull_blocks):
+        remove = user.on_plan(fill)
+        with refused("LLM_LINK_BUSY", "pull_blocks: every byte has arrived, .* notifications wait"):
+            task = transfer(BLOCKS, cache, [0, 1], [2, 3], notify=b"yes", notify_failure=b"no")
+            assert task is not None
+            task.wait()
+        found = peer.run("result = {it.data for it in datadist.notifications()}")
+        assert found == {b"unread"}
+        for array in user.arrays(cache):
+            assert (array[2:] == 5).all()
+            array[:] = 0
+
+
+def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    user.pull_blocks(BLOCKS, cache, [0], [0])
+
+    def stop(_: PlanEvent) -> None:
+        peer.stop()
+
+    remove = user.on_plan(stop)
+    with refused("LLM_TIMEOUT", "every byte has arrived"):
+        user.pull_blocks(BLOCKS, cache, [0], [0], notify=b"late", notify_failure=b"no")
+    remove()
+    peer.resume()
+    assert peer.run(NEXT) == (2, b"late")
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_a_peer_that_is_killed_ends_what_waits_to_be_notified(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    user.pull_blocks(BLOCKS, cache, [0], [0])
+    peer.stop()
+    tasks = [
+        user.submit_pull_blocks(BLOCKS, cache, [0], [0], notify=b"never", notify_failure=b"no")
+        for _ in range(20)
+    ]
+    peer.kill()
+    for task in tasks:
+        with refused("LLM_LINK_FAILED"):
+            task.wait()
+    assert user.metrics()["in_flight"] == 0
+
+
+def test_an_awaited_task_has_notified(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+
+    async def pull() -> None:
+        await user.submit_pull_blocks(BLOCKS, cache, [0], [0], notify=b"awaited")
+
+    asyncio.run(pull())
+    assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"awaited"]
+
+
+def test_what_is_no_notification_is_refused_before_anything_moves(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    for name in ("notify", "notify_failure"):
+        wrong: dict[str, Any] = {name: bytes(4097)}
+        with refused("LLM_PARAM_INVALID", f"{name} has 4097 bytes"):
+            user.pull_blocks(BlocksCacheKey(1), cache, [0], [0], **wrong)
+        wrong = {name: "text"}
+        with pytest.raises(TypeError, match=f"{name}='text' must be bytes"):
+            user.submit_pull_blocks(BlocksCacheKey(1), cache, [0], [0], **wrong)
+    assert not any(array.any() for array in user.arrays(cache))
