@@ -280,8 +280,15 @@ static void check_table(kvn_tcp_request *request)
                 good += (uint64_t)(last - at);
         }
     }
-    CHECK(is_good == (reason == KVN_TCP_MOVED));
-    CHECK(offset == good);
+    bool is_released = false; /* a range without a run is a lease */
+    for (uint32_t i = 0; i < request->head.num_ranges && is_good; i++) {
+        const kvn_tcp_range *range = kvn_tcp_range_at(request, i);
+        is_released |= range->slot >= NUM_SLOTS || !is_registered[range->slot] ||
+                       range->generation != generations[range->slot];
+    }
+    CHECK(is_released == (reason == KVN_TCP_RELEASED));
+    CHECK((is_good && !is_released) == (reason == KVN_TCP_MOVED));
+    CHECK(offset == (is_released ? 0 : good));
 }
 
 static uint64_t fuzz_parser(uint64_t count)
@@ -410,8 +417,8 @@ static void attack_client(uint8_t *local)
     static size_t has;
     const bool is_pull = one_in(2);
     kvn_interval places_there[2] = {{THERE, THERE + 0xFFFFF, 0, 0}, {THERE + 0x100000, THERE + 0x1FFFFF, 0, 1}};
-    kvn_tcp_range ranges[2] = {{0, 0, 1}, {1, 0, 1}};
-    const kvn_tcp_known known = {places_there, ranges, 2};
+    kvn_tcp_range ranges[3] = {{0, 0, 1}, {1, 0, 1}, {2, 0, 1}}; /* the last one is a lease */
+    const kvn_tcp_known known = {places_there, ranges, 2, (uint32_t)below(2), "lease 1"};
     const uint64_t count = 1 + below(64);
     uint64_t *const columns = calloc(3 * count, sizeof *columns), *const sizes = columns + 2 * count;
     uint64_t *const here = columns, *const there = columns + count;
