@@ -300,9 +300,10 @@ def test_its_descriptor_goes_with_the_object(make_engine: Callable[..., LlmDataD
 
 
 @pytest.mark.slow
-def test_twenty_thousand_arrive_in_order(user: LlmDataDist, peer: Peer) -> None:
+def test_more_than_are_kept_unread_arrive_in_order(user: LlmDataDist, peer: Peer) -> None:
     peer.run(READ)
-    peer.send("result = read(20_000)")
-    for i in range(20_000):
+    many = MAX_UNREAD_OF_ONE + 1000
+    peer.send(f"result = read({many})")
+    for i in range(many):
         user.notify(1, b"%d" % i)
-    assert peer.answer() == [(2, b"%d" % i) for i in range(20_000)]
+    assert peer.answer() == [(2, b"%d" % i) for i in range(many)]

@@ -15,7 +15,7 @@ from tests.faults.footprint import Footprint
 from tests.faults.peer import Peer
 
 FEW = 100
-MANY = 1000
+MANY = 400
 GROWTH_KIB = 3072
 """What malloc's arenas take until they have settled: 1.7 MiB was measured, and no more in 5,000."""
 
