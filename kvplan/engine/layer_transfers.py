@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvplan.engine.peer_tensors import PeerTensors
 from kvplan.engine.runner import Operation, OperationRunner, Prepared
 from kvplan.engine.transfers import has_blocks
+from kvplan.lease import BlockLease
 from kvplan.planning.layers import ALL_LAYERS, source_tensors
 from kvplan.planning.planner import plan_push_blocks, plan_push_cache
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -29,7 +30,7 @@ class LayerOperations(OperationRunner):
     def push_layers(
         self,
         src: Cache,
-        dst: CacheIndex | BlocksCacheKey | PeerTensors,
+        dst: CacheIndex | BlocksCacheKey | BlockLease | PeerTensors,
         *,
         src_batch_index: int = 0,
         src_blocks: Blocks | None = None,
@@ -51,11 +52,12 @@ class LayerOperations(OperationRunner):
 
         Args:
             src: the local cache; only its id matters, if it has one.
-            dst: the remote slot or paged cache, or addresses, which then are all destination
-                tensors: a `dst_layer_range` must be None or hold all of them.
+            dst: the remote slot or paged cache; or a lease, which names blocks; or addresses, which
+                then are all destination tensors: a `dst_layer_range` must be None or hold all of
+                them.
             src_batch_index: the local slot.
             src_blocks: local blocks, one for each of `dst_blocks`.
-            dst_blocks: remote blocks.
+            dst_blocks: remote blocks. Of a lease None: all that it names.
             num_tokens: tokens that are moved; None: whole blocks, or the whole row.
             src_token, dst_token: tokens of the block tables to skip, on each side.
             ext_param: the layers.
@@ -100,7 +102,7 @@ class LayerOperations(OperationRunner):
     def plan_push_layers(
         self,
         src: Cache,
-        dst: CacheIndex | BlocksCacheKey | PeerTensors,
+        dst: CacheIndex | BlocksCacheKey | BlockLease | PeerTensors,
         *,
         src_batch_index: int = 0,
         src_blocks: Blocks | None = None,
@@ -133,7 +135,7 @@ class LayerOperations(OperationRunner):
 def _push_layers(
     operation: Operation,
     src: Cache,
-    dst: CacheIndex | BlocksCacheKey | PeerTensors,
+    dst: CacheIndex | BlocksCacheKey | BlockLease | PeerTensors,
     src_batch_index: int,
     src_blocks: Blocks | None,
     dst_blocks: Blocks | None,
@@ -145,6 +147,8 @@ def _push_layers(
     reinterpret: bool,
 ) -> Prepared:
     """A local slot into a remote one or into remote blocks, or local blocks into remote ones."""
+    if type(dst) is BlockLease:
+        dst_blocks = dst.named("dst_blocks", dst_blocks)
     from_blocks, to_blocks = has_blocks(src_blocks), dst_blocks is not None
     if from_blocks and not to_blocks:
         raise invalid(f"src_blocks={shown(src_blocks)} go to blocks; dst_blocks must name them")
@@ -166,7 +170,7 @@ def _push_layers(
         _check_addresses(dst, source, ext_param)
         target, theirs = operation.peer_tensors("dst", dst, source.stride, paged=to_blocks)
     else:
-        kinds = (CacheIndex, BlocksCacheKey)
+        kinds = (CacheIndex, BlocksCacheKey, BlockLease)
         target, slot, theirs = operation.peer(
             "dst", dst, kinds, paged=to_blocks, writable=True, table="dst_blocks"
         )

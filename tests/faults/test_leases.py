@@ -14,6 +14,7 @@ from kvplan import (
     CacheDesc,
     CacheIndex,
     DataType,
+    KvCacheExtParam,
     LlmDataDist,
     LLMException,
     LLMStatusCode,
@@ -290,3 +291,67 @@ ENDS = {
     ("is stopped", "allocated"): {"LLM_KV_CACHE_NOT_EXIST"},
     ("is stopped", "registered"): {"LLM_KV_CACHE_NOT_EXIST", "LLM_LINK_FAILED"},
 }
+
+
+PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
+
+
+@memories
+def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+    user, lease = make_engine(2), lease_at(peer, memory)
+    cache, _ = here(user, 5)
+    link(user, peer)
+    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+    for layer in task.layers:
+        task.ready(layer)
+    task.wait(LONG_MS)
+    for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
+        assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
+    with refused("LLM_PARAM_INVALID", r"dst_blocks\[0\]=1 is no block of lease 1 of cmpl-3"):
+        user.push_layers(cache, lease, src_blocks=[1], dst_blocks=[1], ext_param=PAIRS)
+
+
+@memories
+def test_released_between_two_layers(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+    user, lease = make_engine(2), lease_at(peer, memory)
+    cache, _ = here(user, 5)
+    link(user, peer)
+    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+    task.ready(0)
+    task.ready(1)
+    while task.progress().done != (0, 1):
+        assert not task.done
+    peer.run("datadist.release(lease); [it.fill(9) for it in arrays]")
+    for layer in (2, 3):
+        task.ready(layer)
+    with refused(NOT_EXIST, RELEASED):
+        task.wait(LONG_MS)
+    assert there(peer) == [[[9] * 64] * 4] * 8
+    with refused(NOT_EXIST, RELEASED):
+        late = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+        late.ready(0)
+        late.wait(LONG_MS)
+
+
+def test_released_during_a_layer(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt
+) -> None:
+    user, lease = gated(2), lease_at(peer)
+    cache, _ = here(user, 5)
+    link(user, peer)
+    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+
+    def move() -> None:
+        for layer in task.layers:
+            task.ready(layer)
+        task.wait(LONG_MS)
+
+    call = attempt(move)
+    gate.wait()
+    peer.run("datadist.release(lease); [it.fill(9) for it in arrays]")
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+    assert RELEASED in str(error)
+    assert there(peer) == [[[9] * 64] * 4] * 8

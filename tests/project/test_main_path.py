@@ -1,5 +1,6 @@
 """How many Python calls, through how many files, lie between a pull and the native call."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -43,11 +44,13 @@ def calls_of(action: Callable[[], object]) -> list[Seen]:
             seen.append(Seen(depth, code.co_filename.removeprefix(folder), code.co_qualname))
 
     before = sys.getprofile()
+    gc.disable()  # what other tests have left ends in calls, too
     sys.setprofile(look)
     try:
         action()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return seen
 
 
