@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvplan.engine.gather_task import GatherError, GatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation, check_groups, joined, named
 from kvplan.engine.runner import OperationRunner
+from kvplan.lease import BlockLease
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.groups import GroupPlan
 from kvplan.planning.segments import DEFAULT_COALESCE
@@ -34,16 +35,17 @@ class GatherGroup:
     """What a gather pulls into one local paged cache, beside other groups.
 
     Args:
-        sources: for each peer its paged cache, whose shard says which layers and heads it has;
-            None: that peer has nothing of this group.
+        sources: for each peer its paged cache, whose shard says which layers and heads it has, or
+            a lease of it; None: that peer has nothing of this group.
         dst: the local paged cache; only its id matters, if it has one.
-        src_blocks: for each of `sources`, the blocks of the request there.
+        src_blocks: for each of `sources`, the blocks of the request there; of a lease None: all of
+            its.
         dst_blocks: local blocks.
         num_tokens: tokens of the request that are moved; None: whole blocks.
         src_token, dst_token: tokens of the block tables to skip, on each side.
     """
 
-    sources: Sequence[CacheIndex | BlocksCacheKey | None]
+    sources: Sequence[CacheIndex | BlocksCacheKey | BlockLease | None]
     dst: Cache
     src_blocks: Sequence[Blocks | None]
     dst_blocks: Blocks
@@ -57,9 +59,9 @@ class GatherOperations(OperationRunner):
 
     def gather_blocks(
         self,
-        sources: Sequence[CacheIndex | BlocksCacheKey],
+        sources: Sequence[CacheIndex | BlocksCacheKey | BlockLease],
         dst: Cache,
-        src_blocks: Sequence[Blocks],
+        src_blocks: Sequence[Blocks | None],
         dst_blocks: Blocks,
         *,
         num_tokens: int | None = None,
@@ -76,9 +78,11 @@ class GatherOperations(OperationRunner):
         operation for each source.
 
         Args:
-            sources: remote paged caches; their shards say which layers and heads they have.
+            sources: remote paged caches, or leases of them; their shards say which layers and heads
+                they have.
             dst: the local paged cache; only its id matters, if it has one.
-            src_blocks: for each source, the blocks of the request there.
+            src_blocks: for each source, the blocks of the request there; of a lease None: all of
+                its.
             dst_blocks: local blocks.
             num_tokens: tokens of the request that are moved; None: whole blocks.
             src_token, dst_token: tokens of the block tables to skip, on each side.
@@ -98,9 +102,9 @@ class GatherOperations(OperationRunner):
 
     def plan_gather_blocks(
         self,
-        sources: Sequence[CacheIndex | BlocksCacheKey],
+        sources: Sequence[CacheIndex | BlocksCacheKey | BlockLease],
         dst: Cache,
-        src_blocks: Sequence[Blocks],
+        src_blocks: Sequence[Blocks | None],
         dst_blocks: Blocks,
         *,
         num_tokens: int | None = None,
@@ -118,9 +122,9 @@ class GatherOperations(OperationRunner):
 
     def submit_gather_blocks(
         self,
-        sources: Sequence[CacheIndex | BlocksCacheKey],
+        sources: Sequence[CacheIndex | BlocksCacheKey | BlockLease],
         dst: Cache,
-        src_blocks: Sequence[Blocks],
+        src_blocks: Sequence[Blocks | None],
         dst_blocks: Blocks,
         *,
         num_tokens: int | None = None,
@@ -277,8 +281,10 @@ class _Sources:
     def prepared(self, index: int, plans: dict[str, Plan]) -> AnyPrepared:
         """What is pulled from a source, and the memory of both sides."""
         caches = [self._found[index][name][1] for name in plans]
+        keys = [self._groups[name].sources[index] for name in plans]
+        leases = [it for it in keys if isinstance(it, BlockLease)]
         with self._failing(index):
-            theirs = self._links[index].joined_memory(caches, writable=False)
+            theirs = self._links[index].leased_memory(caches, leases, writable=False)
         ours = joined([self._own[name][1] for name in plans])
         return plans.get("") or GroupPlan(plans), theirs, ours
 
@@ -330,8 +336,11 @@ def _argument(group: str, field: str) -> str:
 
 
 def _table(name: str, group: GatherGroup, index: int) -> Blocks:
-    if (table := group.src_blocks[index]) is None:
-        raise invalid(f"{_argument(name, f'src_blocks[{index}]')} is None; it must name blocks")
+    argument, table = _argument(name, f"src_blocks[{index}]"), group.src_blocks[index]
+    if isinstance(lease := group.sources[index], BlockLease):
+        return lease.named(argument, table)
+    if table is None:
+        raise invalid(f"{argument} is None; it must name blocks")
     return table
 
 

@@ -13,6 +13,7 @@ from kvplan.device.memory import DeviceMemory
 from kvplan.engine.runner import Operation, OperationRunner
 from kvplan.engine.transfers import has_blocks
 from kvplan.execution.memory import HostMemory
+from kvplan.lease import BlockLease
 from kvplan.planning.groups import GroupPlan, check_group_name
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.planner import plan_pull_blocks, plan_push_blocks
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvplan.planning import Coalesce, Plan, Side
     from kvplan.planning.blocks import Blocks
 
-_KINDS = (CacheIndex, BlocksCacheKey)
+_KINDS = (CacheIndex, BlocksCacheKey, BlockLease)
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,17 @@ class Group:
 
     Args:
         src, dst: of a pull the remote cache and the local one, of a push the other way round; of
-            a local one only its id matters, if it has one.
-        src_blocks, dst_blocks: the blocks of the request there.
+            a local one only its id matters, if it has one. In place of a remote one a lease.
+        src_blocks, dst_blocks: the blocks of the request there; of a lease None: all of its.
         num_tokens: tokens that are moved; None: whole blocks.
         src_token, dst_token: tokens of the block tables to skip, on each side.
         ext_param: the layers, as they are counted in this pair of caches.
     """
 
-    src: Cache | CacheIndex | BlocksCacheKey
-    dst: Cache | CacheIndex | BlocksCacheKey
-    src_blocks: Blocks
-    dst_blocks: Blocks
+    src: Cache | CacheIndex | BlocksCacheKey | BlockLease
+    dst: Cache | CacheIndex | BlocksCacheKey | BlockLease
+    src_blocks: Blocks | None
+    dst_blocks: Blocks | None
     num_tokens: int | None = None
     src_token: int = 0
     dst_token: int = 0
@@ -203,16 +204,24 @@ class GroupOperation(Operation):
             writable=not pulls,
         )
         there = [link.side(it) for it in caches]
+        leases: list[BlockLease] = []
         plans = {}
         for (name, group), own, peer in zip(groups.items(), here, there, strict=True):
             with named(name):
-                if not has_blocks(group.src_blocks):
-                    raise invalid(f"src_blocks={group.src_blocks} must name blocks")
+                src_blocks, dst_blocks = group.src_blocks, group.dst_blocks
+                if isinstance(lease := getattr(group, theirs), BlockLease):
+                    leases.append(lease)
+                    if pulls:
+                        src_blocks = lease.named("src_blocks", src_blocks)
+                    else:
+                        dst_blocks = lease.named("dst_blocks", dst_blocks)
+                if not has_blocks(src_blocks):
+                    raise invalid(f"src_blocks={src_blocks} must name blocks")
                 plans[name] = plan(
                     peer if pulls else own,
                     own if pulls else peer,
-                    group.src_blocks,
-                    group.dst_blocks,
+                    src_blocks,
+                    dst_blocks,
                     num_tokens=group.num_tokens,
                     src_token=group.src_token,
                     dst_token=group.dst_token,
@@ -220,7 +229,7 @@ class GroupOperation(Operation):
                     coalesce=coalesce,
                     reinterpret=reinterpret or self.engine.reinterpret,
                 )
-        peer_memory = link.joined_memory(caches, writable=not pulls)
+        peer_memory = link.leased_memory(caches, leases, writable=not pulls)
         if pulls:
             return GroupPlan(plans), peer_memory, memory
         return GroupPlan(plans), memory, peer_memory
@@ -236,7 +245,7 @@ class GroupOperation(Operation):
         return sides, joined(memories)
 
     def peer_caches(
-        self, keys: Mapping[str, CacheIndex | BlocksCacheKey], *, writable: bool
+        self, keys: Mapping[str, CacheIndex | BlocksCacheKey | BlockLease], *, writable: bool
     ) -> tuple[PeerLink, list[PeerCache]]:
         """The caches of a peer that arguments name."""
         for argument, key in keys.items():
@@ -253,7 +262,10 @@ class GroupOperation(Operation):
         caches = []
         for argument, key in keys.items():
             speculative = self._speculative and isinstance(key, BlocksCacheKey)
-            cache = link.cache(key, writable=writable, speculative=speculative)
+            if isinstance(key, BlockLease):
+                cache = link.leased(key, writable=writable)
+            else:
+                cache = link.cache(key, writable=writable, speculative=speculative)
             self.speculated = self.speculated or speculative
             if not link.side(cache).paged:
                 self._refuse_kind(argument, str(key), paged=True, table="")

@@ -211,10 +211,10 @@ class Operation:
         link = self._linked(argument, key)
         slot = 0
         if isinstance(key, BlockLease):
-            found, memory = link.leased(key, writable=writable)
+            found = link.leased(key, writable=writable)
             if (theirs := link.side(found)).paged is not paged:
                 self._refuse_kind(argument, str(key), paged, table)
-            return theirs, slot, memory
+            return theirs, slot, link.leased_memory([found], [key], writable=writable)
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
         elif isinstance(key, BlocksCacheKey):

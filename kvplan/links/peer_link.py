@@ -154,25 +154,33 @@ class PeerLink(LinkLifecycle):
             return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         return False
 
-    def leased(
-        self, lease: BlockLease, *, writable: bool = False
-    ) -> tuple[PeerCache, TensorMemory]:
-        """The cache that `lease` names, and its tensors for as long as that has not ended.
+    def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
+        """The cache that `lease` names.
 
         Raises:
-            LLMException: as `cache` and `memory`; LLM_KV_CACHE_NOT_EXIST: the peer was restarted;
-                LLM_FEATURE_NOT_ENABLED: the transport of this link does not check leases.
+            LLMException: as `cache`; LLM_KV_CACHE_NOT_EXIST: the peer was restarted.
         """
         if lease.instance != self.instance:
             raise LLMException(
                 f"{lease} has ended: cluster {self.cluster_id} was restarted since",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
-        found = self.cache(lease, writable=writable)
-        link = self._transport_link_to(found)
-        if (checked := lease.lease_of(self.transport)) is None:
+        return self.cache(lease, writable=writable)
+
+    def leased_memory(
+        self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
+    ) -> TensorMemory:
+        """As `joined_memory`, and transfers with it fail once one of `leases` has ended.
+
+        Raises:
+            LLMException: as `memory`; LLM_FEATURE_NOT_ENABLED: the transport checks no leases.
+        """
+        memory = self.joined_memory(caches, writable=writable)
+        link = self._transport_link_to(caches[0])
+        checked = [it for lease in leases if (it := lease.lease_of(self.transport)) is not None]
+        if len(checked) < len(leases):
             raise no_leases(self.transport)
-        return found, link.leased(self.memory(found, writable=writable), (checked,))
+        return link.leased(memory, checked) if checked else memory
 
     def memory(self, cache: PeerCache, *, writable: bool) -> TensorMemory:
         """The tensors of `cache`, as a side of a transfer.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvplan import (
+    BlockLease,
     BlocksCacheKey,
     Cache,
     CacheDesc,
@@ -380,3 +382,81 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     sources[0].finalize()
     with pytest.raises(GatherError, match=r"gather_groups: .*sources\[0\]"):
         user.gather_groups(groups, timeout_ms=5000)
+
+
+@pytest.mark.over_tcp
+def test_groups_by_leases(
+    user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex], machine: Machine
+) -> None:
+    """One that has ended fails all of them."""
+    blobs = peer.run(
+        """
+        leases = [datadist.lease_blocks(caches[it], blocks[it], tag=it) for it in caches]
+        result = [it.to_bytes() for it in leases]
+        """,
+        blocks={name: TABLES[name][0] for name in DESCS},
+    )
+    leases = {name: BlockLease.from_bytes(it) for name, it in zip(DESCS, blobs, strict=True)}
+    mine = caches_of(user)
+    if machine.name == "ascend":
+        with refused("LLM_FEATURE_NOT_ENABLED", "hccl: leases are not checked by this transport"):
+            user.pull_groups({"latent": Group(leases["latent"], mine["latent"], None, [7, 0, 3])})
+        return
+    whole = {**leases, "state": keys["state"]}  # with a lease or without
+    for src in (leases, whole):
+        groups = {
+            name: Group(src[name], mine[name], None, TABLES[name][1], num_tokens=TOKENS[name])
+            for name in DESCS
+            if isinstance(src[name], BlockLease)
+        }
+        if src is whole:
+            groups["state"] = groups_of(keys, mine)["state"]
+        for cache in mine.values():
+            user.write_cache(cache, [np.zeros_like(it) for it in user.read_cache(cache)])
+        user.pull_groups(groups)
+        for name, cache in mine.items():
+            assert_arrived(name, user.read_cache(cache))
+    back = {
+        name: Group(mine[name], leases[name], TABLES[name][1], None, num_tokens=TOKENS[name])
+        for name in DESCS
+    }
+    user.push_groups(back)
+    other = {"latent": replace(back["latent"], dst_blocks=[6, 5, 2])}
+    with refused(INVALID, r"group latent: dst_blocks\[0\]=6 is no block of lease 1 of latent"):
+        user.push_groups(other)
+    peer.run("datadist.release(leases[1])")
+    for move in (
+        lambda: user.pull_groups(groups),
+        lambda: user.push_groups(back),
+        lambda: user.submit_push_groups(back).wait(5000),
+    ):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "lease 2 of indexer.* was released"):
+            move()
+
+
+@pytest.mark.over_tcp
+def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
+    sources, user = [make_engine(it, listen=True) for it in (1, 3)], make_engine(2)
+    leases = []
+    for rank, source in enumerate(sources):
+        link(user, source)
+        desc = scales_and_values(range(2 * rank, 2 * rank + 2))["values"]
+        cache = source.allocate_blocks_cache(desc)
+        source.write_cache(cache, [np.full(desc.shape, rank + 1, np.int8)] * 4)
+        leases.append(source.lease_blocks(cache, [1, 2], tag=f"rank {rank}"))
+    mine = user.allocate_blocks_cache(scales_and_values(range(4))["values"])
+    if machine.name == "ascend":
+        with refused("LLM_FEATURE_NOT_ENABLED", "hccl: leases are not checked by this transport"):
+            user.gather_blocks(leases, mine, [None, None], [4, 5])
+        return
+    user.gather_blocks(leases, mine, [None, [2, 1]], [4, 5])
+    for array in user.read_cache(mine):
+        by_head = np.moveaxis(array, 2, 0)
+        assert [set(by_head[it, 4:].flat) for it in range(4)] == [{1}, {1}, {2}, {2}]
+    with refused(INVALID, r"src_blocks\[1\]\[0\]=3 is no block of lease 1 of rank 1"):
+        user.gather_blocks(leases, mine, [None, [3, 1]], [4, 5])
+    sources[1].release(leases[1])
+    with pytest.raises(GatherError, match="lease 1 of rank 1 was released") as caught:
+        user.gather_blocks(leases, mine, [None, None], [4, 5])
+    assert list(caught.value.failed) == [1]
+    assert user.metrics()["in_flight"] == 0
