@@ -23,19 +23,6 @@ _INSTANCE_NBYTES: Final = 16
 _MOST_SLOTS: Final = 2**32
 
 
-class Lease(NamedTuple):
-    """What a transport checks of a lease, beside the registrations of a transfer.
-
-    Attributes:
-        slot, generation: of the owner's generation table, as of a registration.
-        name: for messages: its text is "lease 17 of cmpl-3".
-    """
-
-    slot: int
-    generation: int
-    name: object  # not its text, which only a message needs
-
-
 class LeaseWord(NamedTuple):
     """Where the owner keeps the generation of a lease, for peers that it is linked with in one way.
 
@@ -134,11 +121,11 @@ class BlockLease:
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as error:
             raise invalid(f"blob={shown(blob)} is no lease: {error}") from None
 
-    def lease_of(self, transport: str) -> Lease | None:
+    def word(self, transport: str) -> LeaseWord | None:
         """What links of this transport check; None: the owner does not offer it there."""
-        for name, slot, generation in self.words:
-            if name == transport:
-                return Lease(slot, generation, self)
+        for it in self.words:
+            if it.transport == transport:
+                return it
         return None
 
     def named(self, argument: str, blocks: Blocks | None) -> Blocks:

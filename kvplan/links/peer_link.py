@@ -26,7 +26,6 @@ from kvplan.links.values import LinkStatus, link_failed
 from kvplan.logs import Log
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.base import no_leases
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
 from kvplan.validation import shown
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from kvplan.lease import BlockLease
     from kvplan.links.published_table import Publisher
     from kvplan.links.renewals import Renewals
-    from kvplan.transport.protocol import Streams, TransportLink
+    from kvplan.transport.protocol import PeerMemory, Streams, TransportLink
 
 _Reply = TypeVar("_Reply", bound=Body)
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
@@ -85,9 +84,9 @@ class PeerLink(LinkLifecycle):
         self._claims = Claims(self, control, self._slots, self.wait_s)
         self._table = PeerTable(cluster_id)
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
-        self._memories: dict[tuple[int, bool], tuple[PeerCache, TensorMemory]] = {}
+        self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
         self._joined: dict[
-            tuple[tuple[int, ...], bool], tuple[tuple[PeerCache, ...], TensorMemory]
+            tuple[tuple[int, ...], bool], tuple[tuple[PeerCache, ...], PeerMemory]
         ] = {}
 
     def __str__(self) -> str:
@@ -169,20 +168,16 @@ class PeerLink(LinkLifecycle):
 
     def leased_memory(
         self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
-    ) -> TensorMemory:
+    ) -> PeerMemory:
         """As `joined_memory`, and transfers with it fail once one of `leases` has ended.
 
         Raises:
             LLMException: as `memory`; LLM_FEATURE_NOT_ENABLED: the transport checks no leases.
         """
         memory = self.joined_memory(caches, writable=writable)
-        link = self._transport_link_to(caches[0])
-        checked = [it for lease in leases if (it := lease.lease_of(self.transport)) is not None]
-        if len(checked) < len(leases):
-            raise no_leases(self.transport)
-        return link.leased(memory, checked) if checked else memory
+        return memory.leased(leases) if leases else memory
 
-    def memory(self, cache: PeerCache, *, writable: bool) -> TensorMemory:
+    def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
         """The tensors of `cache`, as a side of a transfer.
 
         Raises:
@@ -203,7 +198,7 @@ class PeerLink(LinkLifecycle):
             self._memories.pop(key, None)
         return memory
 
-    def joined_memory(self, caches: Sequence[PeerCache], *, writable: bool) -> TensorMemory:
+    def joined_memory(self, caches: Sequence[PeerCache], *, writable: bool) -> PeerMemory:
         """The tensors of several caches, one cache after another, as one side of a transfer.
 
         Raises:

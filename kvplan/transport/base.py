@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._host import Arena
-    from kvplan.execution.memory import TensorMemory
-    from kvplan.lease import Lease
+    from kvplan.lease import BlockLease
     from kvplan.transport.protocol import Registrable, Renewable
 
     Column = NDArray[np.uint64]
@@ -160,11 +159,13 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     """A `TransportLink` as far as it is the same for all; also a context manager.
 
     Attributes:
+        transport: its name, such as "local".
         metadata: of the peer, when the link was made.
         peer: the peer, for messages.
         pid: of the process that the link belongs to.
     """
 
+    transport: ClassVar[str]
     detects_freed: Literal["check", "before", "after"]
     way: str
     checks_every_range = True
@@ -205,10 +206,6 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             return self._memory(starts, sizes, ranges, held_by, [known], writable=writable)
         several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable)
         return self._memory(starts, sizes, ranges, held_by, several, writable=writable)
-
-    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> TensorMemory:
-        """See `TransportLink.leased`; refused here."""
-        raise no_leases(self.way)
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.
@@ -349,6 +346,16 @@ class BasePeerMemory(Generic[_Link, _Range]):
         self.on_device = on_device
         self._link = link
         self._ranges = ranges
+
+    def leased(self, leases: Sequence[BlockLease]) -> Self:
+        """See `PeerMemory.leased`; refused here."""
+        raise no_leases(self._link.transport)
+
+    def _copy(self) -> Self:
+        """The same memory as another object: `copy.copy` takes several times as long."""
+        it = type(self).__new__(type(self))
+        it.__dict__ |= self.__dict__
+        return it
 
     def check(self) -> None:
         """As the link's: whether the ranges are still registered each transfer finds."""

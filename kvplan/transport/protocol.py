@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from kvplan.execution.memory import TensorMemory
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from socket import socket
@@ -14,8 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvnative._acl import DeviceBuffer
-    from kvplan.execution.memory import TensorMemory
-    from kvplan.lease import Lease
+    from kvplan.lease import BlockLease
     from kvplan.status import LLMException
 
     # NumPy's arrays have a typed buffer from Python 3.12 on only.
@@ -238,6 +239,20 @@ class Streams(Protocol):
         """End the calls of `open` that wait, and connections not taken; idempotent."""
 
 
+class PeerMemory(TensorMemory, Protocol):
+    """Tensors of a peer, as the remote side of a transfer."""
+
+    def leased(self, leases: Sequence[BlockLease]) -> PeerMemory:
+        """The same memory; a transfer with it fails once one of `leases` has ended.
+
+        A lease is checked wherever the registrations of the memory are: it has ended means
+        LLM_KV_CACHE_NOT_EXIST, and its name is in the message.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot, or not for one of them.
+        """
+
+
 class TransportLink(Protocol):
     """A way to one peer. All methods may be called from several threads.
 
@@ -267,7 +282,7 @@ class TransportLink(Protocol):
         *,
         writable: bool = False,
         metadata: bytes | Sequence[bytes] | None = None,
-    ) -> TensorMemory:
+    ) -> PeerMemory:
         """The peer's tensors, for use as the remote side of a transfer.
 
         Args:
@@ -283,16 +298,6 @@ class TransportLink(Protocol):
                 or a read-only registration to be written; LLM_LINK_FAILED: the peer is gone or
                 refuses access; LLM_NOT_YET_LINK: the link was closed.
             TypeError: not whole numbers.
-        """
-
-    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> TensorMemory:
-        """`memory` of this link, with which a transfer fails once one of `leases` has ended.
-
-        A lease is checked wherever the registrations of the memory are: it has ended means
-        LLM_KV_CACHE_NOT_EXIST, and its name is in the message.
-
-        Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot.
         """
 
     def check(self) -> None:

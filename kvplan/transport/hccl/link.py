@@ -136,6 +136,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         is_hccs: whether HCCL takes HCCS, and not RDMA.
     """
 
+    transport = "hccl"
     detects_freed: Literal["after"] = "after"
 
     def __init__(self, hccl: HcclDevice, metadata: Metadata, connections: Connections) -> None:

@@ -43,7 +43,7 @@ class HcclTransport(BaseTransport):
         reaches: device memory, and host memory on products whose HCCL takes it.
     """
 
-    name = "hccl"
+    name = HcclLink.transport
 
     def __init__(
         self,

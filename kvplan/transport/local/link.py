@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
-    from kvplan.execution.memory import TensorMemory
-    from kvplan.lease import Lease
+    from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
     Words = Column | array[int]
@@ -41,6 +40,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         is_to_self: whether the peer is this process: its memory is never mapped again.
     """
 
+    transport = "local"
     way = "mapped arenas, process_vm"
     detects_freed: Literal["check"] = "check"
 
@@ -102,7 +102,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
     def check_ranges(
         self,
-        ranges: Sequence[Range | Lease],
+        ranges: Sequence[Range | BlockLease],
         slots: Words,
         generations: Words,
         *,
@@ -122,7 +122,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             raise LLMException(
                 f"{self.peer} has deregistered {it}"
                 if isinstance(it, Range)
-                else f"{it.name} was released by {self.peer}",
+                else f"{it} was released by {self.peer}",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
@@ -135,11 +135,6 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             raise self._closed_error() from None
         except OSError as error:
             raise self._refusal(error, "is lost") from error
-
-    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> LocalPeerMemory:
-        """See `TransportLink.leased`."""
-        assert isinstance(memory, LocalPeerMemory)
-        return memory.leased(leases)
 
     def reading(self, pool: ThreadPool) -> Backend:
         """The backend that reads from this peer's own addresses."""

@@ -6,11 +6,11 @@ import os
 import threading
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 from weakref import WeakValueDictionary
 
 from kvnative._host import Arena
-from kvplan.transport.base import BasePeerMemory
+from kvplan.transport.base import BasePeerMemory, no_leases
 from kvplan.transport.local.metadata import ArenaRef, Range
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvnative._host import Pin
     from kvnative._writers import Writer
     from kvplan.execution.memory import Direction, TensorMemory
-    from kvplan.lease import Lease
+    from kvplan.lease import BlockLease
     from kvplan.transport.local.link import LocalLink
 
     Column = NDArray[np.uint64]
@@ -110,7 +110,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         # Of the ranges, as bytes that a lease is quickly put behind.
         self._slots = array("Q", slots.tobytes())
         self._generations = array("Q", generations.tobytes())
-        self._leases: Sequence[Lease] = ()
+        self._leases: Sequence[BlockLease] = ()
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
         self._writer = writer  # that announces what is written; None: not writable
@@ -151,13 +151,16 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
             return self._writer.mapped(pool, *registered)
         return self._writer.by_address(pool, *registered)
 
-    def leased(self, leases: Sequence[Lease]) -> LocalPeerMemory:
-        """The same memory; each check finds one of `leases` ended, that was so before it."""
-        it = LocalPeerMemory.__new__(LocalPeerMemory)
-        it.__dict__ |= self.__dict__
-        it._leases = leases
-        it._slots = self._slots + array("Q", [lease.slot for lease in leases])
-        it._generations = self._generations + array("Q", [lease.generation for lease in leases])
+    def leased(self, leases: Sequence[BlockLease]) -> Self:
+        """See `PeerMemory.leased`: each check finds one of them ended, that was so before it."""
+        slots, generations = self._slots[:], self._generations[:]
+        for lease in leases:
+            if (word := lease.word(self._link.transport)) is None:
+                raise no_leases(self._link.transport)
+            slots.append(word.slot)
+            generations.append(word.generation)
+        it = self._copy()
+        it._leases, it._slots, it._generations = leases, slots, generations
         it._backends = {}
         return it
 
@@ -193,5 +196,5 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         self._check_ranges(alive=not self._arenas)
 
     def _check_ranges(self, *, alive: bool) -> None:
-        held: list[Range | Lease] = [*self._ranges, *self._leases]
+        held: list[Range | BlockLease] = [*self._ranges, *self._leases]
         self._link.check_ranges(held, self._slots, self._generations, alive=alive)

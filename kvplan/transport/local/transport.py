@@ -60,7 +60,7 @@ class LocalTransport(BaseTransport):
     make another there.
     """
 
-    name = "local"
+    name = LocalLink.transport
     reaches: frozenset[Kind] = frozenset({"host"})
 
     def __init__(self, *, max_registrations: int = 65536, permit_any_peer: bool = False) -> None:

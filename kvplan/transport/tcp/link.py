@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed, no_leases
 from kvplan.transport.ranges import Range
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvnative._tcp import TcpNativeLink
     from kvplan.device.device import Device
     from kvplan.execution.memory import Direction, TensorMemory
-    from kvplan.lease import Lease
+    from kvplan.lease import BlockLease, LeaseWord
 
     Column = NDArray[np.uint64]
 
@@ -41,10 +41,10 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
         ranges: Sequence[Range],
         *,
         writable: bool,
-        leases: Sequence[Lease] = (),
     ) -> None:
         super().__init__(link, addresses, nbytes, ranges, writable=writable)
-        self._leases = leases
+        self._leases: Sequence[BlockLease] = ()
+        self._words: Sequence[LeaseWord] = ()
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
@@ -63,8 +63,8 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
                 tcp_backend(
                     *(native, it, direction, slots, generations, addresses, nbytes),
                     on_device=other.on_device,
-                    leases=[(lease.slot, lease.generation) for lease in self._leases],
-                    leases_name=" or ".join(str(lease.name) for lease in self._leases),
+                    leases=[(it.slot, it.generation) for it in self._words],
+                    leases_name=" or ".join(map(str, self._leases)),
                 )
                 for it in range(native.connections)
             ]
@@ -74,13 +74,14 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
         return self._backends.setdefault((direction, other.on_device), made)
 
-    def leased(self, leases: Sequence[Lease]) -> TcpPeerMemory:
-        """The same memory; the owner checks `leases` with each request."""
-        return TcpPeerMemory(
-            *(self._link, self.addresses, self.nbytes, self._ranges),
-            writable=self.writable,
-            leases=leases,
-        )
+    def leased(self, leases: Sequence[BlockLease]) -> Self:
+        """See `PeerMemory.leased`: the owner checks them with each request."""
+        words = [it for lease in leases if (it := lease.word(self._link.transport)) is not None]
+        if len(words) < len(leases):
+            raise no_leases(self._link.transport)
+        made = self._copy()
+        made._leases, made._words, made._backends = leases, words, {}
+        return made
 
     def _check_device(self, local: TensorMemory) -> None:
         """Refuse memory of another device than the link moves."""
@@ -99,6 +100,7 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
 class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
     """Made by `TcpTransport.connect`."""
 
+    transport = "tcp"
     # The owner looks at each range before a byte of it moves; what comes later is reached as well.
     detects_freed: Literal["before"] = "before"
     checks_every_range = False
@@ -127,11 +129,6 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
         writable: bool,
     ) -> TcpPeerMemory:
         return TcpPeerMemory(self, starts, sizes, ranges, writable=writable)
-
-    def leased(self, memory: TensorMemory, leases: Sequence[Lease]) -> TcpPeerMemory:
-        """See `TransportLink.leased`."""
-        assert isinstance(memory, TcpPeerMemory)
-        return memory.leased(leases)
 
     def _check_peer(self) -> None:
         if (failure := self.native.failure) is not None:

@@ -39,7 +39,7 @@ class TcpTransport(BaseTransport):
     it is of no use: make another there.
     """
 
-    name = "tcp"
+    name = TcpLink.transport
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
         takes_device: whether memory of a device may be this process's side of a transfer.
     """
 
+    transport = "ucx"
     detects_freed: Literal["after"] = "after"
     checks_every_range = False
 

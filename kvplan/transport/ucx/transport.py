@@ -73,7 +73,7 @@ class UcxTransport(BaseTransport):
     before the memory goes. In a forked child it is of no use.
     """
 
-    name = "ucx"
+    name = UcxLink.transport
 
     def __init__(
         self,
