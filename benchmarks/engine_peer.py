@@ -13,6 +13,8 @@ SMALL = CacheDesc(1, (1, 4096), DataType.DT_UINT8)
 MODEL_LAYERS, MODEL_BLOCKS, MODEL_BLOCK_SIZE = 30, 256, 16
 MODEL = CacheDesc(2 * MODEL_LAYERS, (MODEL_BLOCKS, MODEL_BLOCK_SIZE, 3, 64), DataType.DT_FLOAT16)
 """Keys and values of the demo's model."""
+LEASED = CacheDesc(1, (8, 4096), DataType.DT_UINT8)
+LEASES = 64  # more than are kept anywhere: each pull has another one
 LISTEN = {"llm.ListenIpInfo": "127.0.0.1:0"}
 
 
@@ -26,19 +28,28 @@ def model_key(cluster_id: int) -> BlocksCacheKey:
     return BlocksCacheKey(cluster_id, model_id=1)
 
 
+def leased_key(cluster_id: int) -> BlocksCacheKey:
+    """The cache of which the peer that has a paged one leases a block."""
+    return BlocksCacheKey(cluster_id, model_id=2)
+
+
 def small_key(cluster_id: int) -> CacheKeyByIdAndIndex:
     """The small cache that every peer has."""
     return CacheKeyByIdAndIndex(cluster_id, 1)
 
 
 def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str) -> None:
-    """Say where `engines` engines listen, one line each; the first may hold paged caches too."""
+    """Say where `engines` engines listen, one line each; the first may hold paged caches too.
+
+    Behind the address are its leases, in hexadecimal.
+    """
     with ExitStack() as opened:
         for cluster_id in range(first_cluster_id, first_cluster_id + engines):
             datadist = opened.enter_context(LlmDataDist(cluster_id, LlmRole.PROMPT))
             datadist.initialize({**LISTEN, "kvplan.transport": transport})
             small = datadist.allocate_cache(SMALL)
             datadist.arrays(small)[0][:] = cluster_id % 256
+            leases = []
             if with_paged and cluster_id == first_cluster_id:
                 paged = datadist.allocate_blocks_cache(PAGED, paged_key(cluster_id))
                 for number, tensor in enumerate(datadist.arrays(paged)):
@@ -46,7 +57,11 @@ def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str)
                 model = datadist.allocate_blocks_cache(MODEL, model_key(cluster_id))
                 for tensor in datadist.arrays(model):
                     tensor[:] = 0
-            print(cluster_id, datadist.listen_address, flush=True)
+                leased = datadist.allocate_blocks_cache(LEASED, leased_key(cluster_id))
+                datadist.arrays(leased)[0][5] = 5
+                leases = [datadist.lease_blocks(leased, [5]) for _ in range(LEASES)]
+            blobs = (it.to_bytes().hex() for it in leases)
+            print(cluster_id, datadist.listen_address, *blobs, flush=True)
         sys.stdin.read()
 
 

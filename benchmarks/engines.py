@@ -6,14 +6,23 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from benchmarks.engine_peer import BLOCKS, PAGED, SMALL, paged_key, small_key
+from benchmarks.engine_peer import (
+    BLOCKS,
+    LEASED,
+    PAGED,
+    SMALL,
+    leased_key,
+    paged_key,
+    small_key,
+)
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._executor import Executor, ThreadPool, host_backend
-from kvplan import ClusterInfo, LlmDataDist, LlmRole
+from kvplan import BlockLease, ClusterInfo, LlmDataDist, LlmRole
 from kvplan.execution.transfers import bind
 
 if TYPE_CHECKING:
@@ -31,6 +40,15 @@ def peers(
     first: int, engines: int, *, paged: bool = False, transport: str = "auto"
 ) -> Iterator[list[ClusterInfo]]:
     """Engines that listen, in one new process."""
+    with serving(first, engines, paged=paged, transport=transport) as lines:
+        yield [ClusterInfo(int(cluster_id), address) for cluster_id, address, *_ in lines]
+
+
+@contextmanager
+def serving(
+    first: int, engines: int, *, paged: bool, transport: str = "auto"
+) -> Iterator[list[list[str]]]:
+    """The same, as the words of the line that each has printed."""
     arguments = str(first), str(engines), str(+paged), transport
     command = [sys.executable, "-m", "benchmarks.engine_peer", *arguments]
     with subprocess.Popen(
@@ -39,8 +57,7 @@ def peers(
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            lines = [process.stdout.readline().split() for _ in range(engines)]
-            yield [ClusterInfo(int(cluster_id), address) for cluster_id, address in lines]
+            yield [process.stdout.readline().split() for _ in range(engines)]
         finally:
             process.stdin.close()
 
@@ -49,9 +66,11 @@ def linked_engine(run: Run) -> LlmDataDist:
     """The run's engine, linked with one peer, cluster 1, which has paged caches and a small one."""
 
     def make() -> LlmDataDist:
-        clusters = run.opened.enter_context(peers(1, 1, paged=True))
+        [[_, address, *blobs]] = run.opened.enter_context(serving(1, 1, paged=True))
+        run.shared["leases"] = [BlockLease.from_bytes(bytes.fromhex(it)) for it in blobs]
         datadist = run.opened.enter_context(LlmDataDist(OWN_CLUSTER, LlmRole.DECODER))
         datadist.initialize()
+        clusters = [ClusterInfo(1, address)]
         datadist.link_clusters(clusters, timeout_ms=10_000).raise_for_status()
         return datadist
 
@@ -99,3 +118,22 @@ def facade_pull_small(run: Run, name: str) -> Row:
     (ours,) = run.medians(timed(pull, repeats=200), rounds=101)
     datadist.deallocate_cache(cache)
     return Row(name, 1e6 * ours, "us", 25, note="a slot of 4 KiB by id; limit: the budget")
+
+
+@TOPIC.row("lease_overhead_us")
+def lease_overhead(run: Run, name: str) -> Row:
+    """What a pull with a lease takes longer than one by the key; each has another lease."""
+    datadist = linked_engine(run)
+    leases = cycle(run.shared["leases"])
+    cache = datadist.allocate_blocks_cache(LEASED)
+    by_key = partial(datadist.pull_blocks, leased_key(1), cache, [5], [2])
+
+    def leased() -> None:
+        datadist.pull_blocks(next(leases), cache, [5], [2])
+
+    leased()
+    np.testing.assert_array_equal(datadist.arrays(cache)[0][2], 5)
+    ours, bare = run.medians(timed(leased, repeats=200), timed(by_key, repeats=200), rounds=101)
+    datadist.deallocate_cache(cache)
+    note = f"a block of 4 KiB by key {1e6 * bare:.1f} us; limit: the budget"
+    return Row(name, 1e6 * (ours - bare), "us", 1, note=note)
