@@ -107,6 +107,11 @@ cdef extern from "ucx/transfer.h" nogil:
         uint64_t generation
         uint64_t key
 
+    ctypedef struct kvn_ucx_lease:
+        uint64_t slot
+        uint64_t generation
+        char name[128]
+
 
 cdef extern from "ucx/backend.h" nogil:
     ctypedef struct kvn_ucx_packed_key:
@@ -123,4 +128,8 @@ cdef extern from "ucx/backend.h" nogil:
     int kvn_ucx_backend_create(
         kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
         const kvn_ucx_backend_options *options, kvn_backend **out, kvn_failure *failure
+    )
+    int kvn_ucx_backend_create_leased(
+        const kvn_backend *whole, const kvn_ucx_lease *leases, uint64_t num_leases,
+        kvn_backend **out, kvn_failure *failure
     )

@@ -6,7 +6,15 @@ from numpy.typing import NDArray
 
 from kvnative._backend import Backend, NativeError
 
-__all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "ucx_backend"]
+__all__ = [
+    "UcxEndpoint",
+    "UcxError",
+    "UcxLibrary",
+    "UcxRegion",
+    "UcxWorker",
+    "ucx_backend",
+    "ucx_leased",
+]
 
 _Kind = Literal["host", "cuda", "rocm"]
 _Column = NDArray[np.uint64]
@@ -102,3 +110,4 @@ def ucx_backend(
     rkeys: Sequence[bytes],
     local: _Kind = "host",
 ) -> Backend: ...
+def ucx_leased(backend: Backend, leases: Iterable[tuple[int, int, str]]) -> Backend: ...

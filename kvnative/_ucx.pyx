@@ -5,6 +5,7 @@ from cpython.buffer cimport PyBuffer_Release
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport strncpy
 
 from kvnative._backend cimport Backend
 from kvnative._crossing cimport acquire_uint64
@@ -27,7 +28,8 @@ import weakref
 
 from kvnative._backend import NativeError
 
-__all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "ucx_backend"]
+__all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "ucx_backend",
+           "ucx_leased"]
 
 # As in the environment; either form is understood.
 PREFIX = "UCX_"
@@ -568,3 +570,43 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
                                         &taken.options, &backend, &failure)
     check_ucx(status, &failure)
     return Backend.adopt(backend, endpoint, "ucx_backend")
+
+
+def ucx_leased(Backend backend not None, leases) -> Backend:
+    """Return a backend that reaches the same, and whose transfers are made with leases.
+
+    They read the generations of those beside the ranges', before and after their bytes, and end
+    with KVN_UNMAPPED if one is not as given here.
+
+    Args:
+        backend: of `ucx_backend`.
+        leases: of the peer: a slot, a generation, and what messages call it, of each.
+
+    Raises:
+        TypeError, ValueError: of another kind.
+    """
+    cdef kvn_ucx_lease *taken
+    cdef kvn_backend *made = NULL
+    cdef kvn_failure failure
+    cdef bytes text
+    cdef const char *name_
+    cdef Py_ssize_t i
+    cdef int status
+    given = tuple(leases)
+    backend.calls()
+    backend.check_process()
+    taken = <kvn_ucx_lease *>calloc(len(given) + 1, sizeof(kvn_ucx_lease))
+    if taken is NULL:
+        raise MemoryError
+    try:
+        for i, (slot, generation, name) in enumerate(given):
+            taken[i].slot = unsigned("slot", slot)
+            taken[i].generation = unsigned("generation", generation)
+            text = name.encode(errors="replace")
+            name_ = text
+            strncpy(taken[i].name, name_, sizeof(taken[i].name) - 1)
+        status = kvn_ucx_backend_create_leased(backend.handle, taken, len(given), &made, &failure)
+    finally:
+        free(taken)
+    check_ucx(status, &failure)
+    return Backend.adopt(made, backend, "ucx_leased")

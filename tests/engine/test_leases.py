@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvplan.lease import LeaseWord, _digest
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.registrations import MAX_LEASES
 from kvplan.transport.tcp.transport import TcpTransport
+from kvplan.transport.ucx.transport import UcxTransport
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 64), DataType.DT_FLOAT)
@@ -166,10 +168,13 @@ def test_what_cannot_be_released(engine: LlmDataDist, cache: Cache) -> None:
         engine.release(b"lease")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [LocalTransport, TcpTransport])
-def test_no_slot_is_lost(kind: type[LocalTransport | TcpTransport]) -> None:
+@pytest.mark.usefixtures("ucx")
+@pytest.mark.parametrize(
+    "make", [LocalTransport, TcpTransport, partial(UcxTransport, settings='{"UCX_TLS": "shm"}')]
+)
+def test_no_slot_is_lost(make: Callable[..., LocalTransport | TcpTransport | UcxTransport]) -> None:
     """Leases have slots of their own, whatever is registered, and give them back."""
-    with kind(max_registrations=1) as transport:
+    with make(max_registrations=1) as transport:
         held = [transport.begin_lease() for _ in range(MAX_LEASES)]
         assert len(set(held)) == MAX_LEASES
         with refused("LLM_OUT_OF_MEMORY", "leases are taken"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> str:
     """What engines are linked over: see tests/support/places.py."""
+    if request.param == "ucx":
+        request.getfixturevalue("ucx")
     return str(request.param)
 
 
@@ -41,9 +44,9 @@ def first_unconfirmed(machine: str) -> tuple[int, ...]:
     """What it may be, of a transfer whose memory went when one descriptor was posted.
 
     The server of a request looks before and after it, and may come to it when the memory has gone;
-    otherwise one look at the end is for all.
+    so does UCX with each batch. Otherwise one look at the end is for all.
     """
-    return (0, 1) if machine == "tcp" else (0,)
+    return (0, 1) if machine in ("tcp", "ucx") else (0,)
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def make_engine(machine: str) -> Iterator[MakeEngine]:
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
     """Processes without an engine, by machine: to start one takes longer than most tests."""
-    peers: dict[str, list[Peer]] = {"host": [], "tcp": []}
+    peers: dict[str, list[Peer]] = defaultdict(list)
     yield peers
     for peer in (it for them in peers.values() for it in them):
         peer.close()

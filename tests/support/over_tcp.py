@@ -1,4 +1,4 @@
-"""Engines that link over TCP, whatever else would do: the machine "tcp" of the suites."""
+"""Engines that link over TCP, or UCX, whatever else would do: those machines of the suites."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = {f"kvplan.{name}": str(value) for name, value in FIELDS.items()}
 
 def engine_of(machine: str) -> type[LlmDataDist]:
     """The class to make engines of, on the machine of that name."""
-    return OverTcp if machine == "tcp" else LlmDataDist
+    return {"tcp": OverTcp, "ucx": OverUcx}.get(machine, LlmDataDist)
 
 
 class OverTcp(LlmDataDist):
@@ -29,3 +29,11 @@ class OverTcp(LlmDataDist):
             super().initialize(replace(options, **{**FIELDS, "tcp_connections": count}))
         else:
             super().initialize({**KEYS, **(options or {})})
+
+
+class OverUcx(LlmDataDist):
+    """Its options are the test's, and UCX with what that has between processes of one host."""
+
+    def initialize(self, options: Mapping[str, str] | Options | None = None) -> None:
+        assert isinstance(options, Options)
+        super().initialize(replace(options, transport="ucx", ucx_settings='{"UCX_TLS": "shm"}'))

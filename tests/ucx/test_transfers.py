@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from kvnative._backend import ThreadPool, host_backend
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_INVALID,
@@ -16,7 +17,7 @@ from kvnative._executor import (
     KVN_UNMAPPED,
     Executor,
 )
-from kvnative._ucx import UcxEndpoint, UcxWorker
+from kvnative._ucx import UcxEndpoint, UcxWorker, ucx_leased
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both
 
 DIRECTIONS = ["get", "put"]
@@ -148,11 +149,14 @@ class TestRegistrations:
     ) -> None:
         slot, generation = peer.take()
         peer.run(f"board.release({slot}, {generation})")
-        peer.run(f"while board.take()[0] != {slot}: pass")
+        peer.run(
+            "taken = [board.take()]", f"while taken[-1][0] != {slot}: taken.append(board.take())"
+        )
         backend = peer.backend(endpoint, "get", [(0, NBYTES, (slot, generation))])
         with Executor(backend) as executor:
             report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
         assert report.status == KVN_UNMAPPED
+        peer.run("for it in taken: board.release(*it)")
 
     def test_remote_memory_in_no_range(
         self,
@@ -166,6 +170,78 @@ class TestRegistrations:
             report = executor.run(peer.descriptors("get", local, spans), TIMEOUT_MS)
         assert (report.status, report.failed) == (KVN_INVALID, 1)
         assert "lies in none of the ranges" in report.message
+
+
+class TestLeases:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_one_that_has_ended(
+        self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range, local: Bytes, direction: str
+    ) -> None:
+        kept, ended = peer.take(), peer.take()
+        without = peer.backend(endpoint, direction, [whole])
+        backend = ucx_leased(without, [(*kept, "lease 3"), (*ended, "lease 4 of é")])
+        spans = [(0, 4096, 8192)]
+        here, there = both(peer.memory, direction, local, spans)
+        with Executor(backend) as executor, Executor(without) as others:
+            descriptors = peer.descriptors(direction, local, spans)
+            assert executor.run(descriptors, TIMEOUT_MS).status == KVN_OK
+            np.testing.assert_array_equal(local, here)
+            np.testing.assert_array_equal(peer.memory, there)
+            local[:], peer.memory[:] = 1, 2
+            peer.run(f"board.release{ended}")
+            report = executor.run(descriptors, TIMEOUT_MS)
+            assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, 1),))
+            assert report.message == "lease 4 of é was released by the peer"
+            assert (local == 1).all()
+            assert (peer.memory == 2).all()
+            assert others.run(descriptors, TIMEOUT_MS).status == KVN_OK
+        peer.run(f"board.release{kept}")
+        peer.fill()
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_one_that_ends_during_the_transfer(
+        self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range, local: Bytes, direction: str
+    ) -> None:
+        lease = peer.take()
+        backend = ucx_leased(peer.backend(endpoint, direction, [whole]), [(*lease, "lease 3")])
+        with Executor(backend) as executor:
+            task = executor.submit(peer.descriptors(direction, local, [(0, 0, NBYTES)] * SEVERAL))
+            while task.report.bytes_done == 0:
+                pass
+            peer.run(f"board.release{lease}")
+            report = task.wait(TIMEOUT_MS)
+        assert report.status == KVN_UNMAPPED
+        assert report.message == "lease 3 was released by the peer meanwhile"
+        assert report.unconfirmed == ((0, SEVERAL),)
+        assert endpoint.connected
+        peer.fill()
+
+    @pytest.mark.parametrize(
+        ("slot", "generation"), [(16, 1), (2**64 - 1, 1), (15, 0), (15, 2), (15, 7)]
+    )
+    def test_one_that_cannot_be(
+        self,
+        peer: UcxPeer,
+        endpoint: UcxEndpoint,
+        whole: Range,
+        local: Bytes,
+        slot: int,
+        generation: int,
+    ) -> None:
+        """Nothing is read where no word of the table is; a slot that is free is no lease."""
+        without = peer.backend(endpoint, "get", [whole])
+        with Executor(ucx_leased(without, [(slot, generation, "lease 3")])) as executor:
+            report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
+        assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, 1),))
+        assert report.message == "lease 3 was released by the peer"
+        assert endpoint.connected
+
+    def test_arguments(self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range) -> None:
+        with pytest.raises(ValueError, match="it must be one of ucx_backend"):
+            ucx_leased(host_backend(ThreadPool(1)), [])
+        backend = peer.backend(endpoint, "get", [whole])
+        with pytest.raises(ValueError, match="slot"):
+            ucx_leased(backend, [(-1, 1, "lease 3")])
 
 
 class TestGivenUp:

@@ -15,6 +15,7 @@ typedef struct kvn_ucx_backend {
     kvn_backend base;
     kvn_ucx_regions *regions;
     kvn_ucx_route route;
+    bool is_leased; /* all but the leases is another backend's */
 } kvn_ucx_backend;
 
 /* ---- submit ---- */
@@ -49,17 +50,36 @@ static int look_up(kvn_request *request, uint64_t *where, kvn_report *report)
         if (where[range] != UINT64_MAX)
             continue;
         where[range] = request->num_uses;
-        request->uses[request->num_uses++] = (kvn_ucx_use){.range = range, .first = i};
+        const kvn_ucx_peer_range *it = &route->ranges[range];
+        request->uses[request->num_uses++] = (kvn_ucx_use){
+            .range = it, .first = i, .slot = it->slot, .expected = it->generation};
+    }
+    return KVN_OK;
+}
+
+/* Behind those of the ranges. */
+static int look_up_leases(kvn_request *request, kvn_report *report)
+{
+    const kvn_ucx_route *route = request->route;
+
+    for (uint64_t i = 0; i < route->num_leases; i++) {
+        const kvn_ucx_lease *it = &route->leases[i];
+        /* No slot of a live one has such a generation; and what lies behind the table is not read. */
+        if (it->slot >= route->endpoint->remote.num_slots || it->generation % 2 == 0)
+            return kvn_report_refuse(report, request->batch.count, KVN_UNMAPPED, 0,
+                                     "%s was released by the peer", it->name);
+        request->uses[request->num_uses++] = (kvn_ucx_use){
+            .lease = it, .first = KVN_NO_DESCRIPTOR, .slot = it->slot, .expected = it->generation};
     }
     return KVN_OK;
 }
 
 static int find_uses(kvn_request *request, kvn_report *report)
 {
-    const uint64_t count = request->route->num_ranges;
+    const uint64_t count = request->route->num_ranges, num_leases = request->route->num_leases;
     uint64_t *where = malloc((count + 1) * sizeof *where);
 
-    request->uses = malloc((count + 1) * sizeof *request->uses);
+    request->uses = malloc((count + num_leases + 1) * sizeof *request->uses);
     if (!where || !request->uses) {
         free(where);
         return kvn_report_refuse(report, request->batch.count, KVN_NO_MEMORY, ENOMEM,
@@ -68,7 +88,7 @@ static int find_uses(kvn_request *request, kvn_report *report)
     memset(where, 0xff, count * sizeof *where);
     const int status = look_up(request, where, report);
     free(where);
-    return status;
+    return status == KVN_OK ? look_up_leases(request, report) : status;
 }
 
 static kvn_request *create(const kvn_ucx_route *route, const kvn_columns *batch)
@@ -223,6 +243,11 @@ static void destroy(kvn_backend *base)
 {
     kvn_ucx_backend *self = (kvn_ucx_backend *)base;
 
+    if (self->is_leased) {
+        free(self->route.leases);
+        free(self);
+        return;
+    }
     if (self->route.num_keys)
         kvn_ucx_call(self->route.endpoint->worker, destroy_keys, self);
     kvn_ucx_endpoint_release(self->route.endpoint);
@@ -310,6 +335,28 @@ int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
         destroy(&self->base);
         return failure->status;
     }
+    *out = &self->base;
+    return KVN_OK;
+}
+
+int kvn_ucx_backend_create_leased(const kvn_backend *whole, const kvn_ucx_lease *leases, uint64_t num_leases,
+                                  kvn_backend **out, kvn_failure *failure)
+{
+    if (whole->vtable != &vtable)
+        return kvn_fail(failure, KVN_INVALID, 0, "backend is %s; it must be one of ucx_backend",
+                        whole->vtable->name);
+    kvn_ucx_backend *self = malloc(sizeof *self);
+    kvn_ucx_lease *copies = malloc((num_leases + 1) * sizeof *copies);
+    if (!self || !copies) {
+        free(self);
+        free(copies);
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a backend");
+    }
+    *self = *(const kvn_ucx_backend *)whole;
+    memcpy(copies, leases, num_leases * sizeof *copies);
+    self->is_leased = true;
+    self->route.leases = copies;
+    self->route.num_leases = num_leases;
     *out = &self->base;
     return KVN_OK;
 }

@@ -25,4 +25,9 @@ int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
                            const kvn_ucx_backend_options *options, kvn_backend **out,
                            kvn_failure *failure);
 
+/* Reaches what `whole` reaches, and shares that with it, which outlives it. Its transfers are made with `leases`,
+ * which are copied: KVN_UNMAPPED once the peer has ended one. KVN_INVALID: `whole` is of another kind. */
+int kvn_ucx_backend_create_leased(const kvn_backend *whole, const kvn_ucx_lease *leases, uint64_t num_leases,
+                                  kvn_backend **out, kvn_failure *failure);
+
 #endif

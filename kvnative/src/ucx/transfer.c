@@ -177,14 +177,14 @@ static void post_check(kvn_request *request, kvn_ucp_ep_h ep)
     const kvn_ucx_route *route = request->route;
     const kvn_ucx_endpoint *endpoint = route->endpoint;
     kvn_ucx_use *use = &request->uses[request->cursor++];
-    const uint64_t remote = endpoint->remote.generations + sizeof(uint64_t) * route->ranges[use->range].slot;
+    const uint64_t remote = endpoint->remote.generations + sizeof(uint64_t) * use->slot;
     kvn_ucx_operation *operation = begin(request, KVN_NO_DESCRIPTOR, 0);
     kvn_ucp_request_param param = parameters(operation);
 
     param.op_attr_mask |= KVN_UCP_OP_ATTR_MEMORY_TYPE;
     param.memory_type = KVN_UCS_MEMORY_HOST;
-    use->generation = 0;
-    note_posted(operation, calls_of(request)->ucp_get_nbx(ep, &use->generation, sizeof use->generation, remote,
+    use->found = 0;
+    note_posted(operation, calls_of(request)->ucp_get_nbx(ep, &use->found, sizeof use->found, remote,
                                                           endpoint->generations_key, &param));
 }
 
@@ -237,19 +237,23 @@ static bool is_check(const kvn_request *request)
 
 static void compare_generations(kvn_request *request)
 {
+    const bool has_begun = request->descriptor || request->skip;
+
     for (uint64_t i = 0; i < request->num_uses; i++) {
         const kvn_ucx_use *use = &request->uses[i];
-        const kvn_ucx_peer_range *range = &request->route->ranges[use->range];
         kvn_failure failure;
 
-        if (use->generation == range->generation)
+        if (use->found == use->expected)
             continue;
-        kvn_fail(&failure, KVN_UNMAPPED, 0,
-                 "the peer has deregistered [0x%" PRIx64 ", 0x%" PRIx64 ") %s (slot %" PRIu64
-                 " of its generation table has %" PRIu64 ", expected %" PRIu64 ")",
-                 range->address, range->address + range->nbytes,
-                 request->descriptor || request->skip ? "meanwhile" : "before", range->slot,
-                 use->generation, range->generation);
+        if (use->lease)
+            kvn_fail(&failure, KVN_UNMAPPED, 0, "%s was released by the peer%s", use->lease->name,
+                     has_begun ? " meanwhile" : "");
+        else
+            kvn_fail(&failure, KVN_UNMAPPED, 0,
+                     "the peer has deregistered [0x%" PRIx64 ", 0x%" PRIx64 ") %s (slot %" PRIu64
+                     " of its generation table has %" PRIu64 ", expected %" PRIu64 ")",
+                     use->range->address, use->range->address + use->range->nbytes,
+                     has_begun ? "meanwhile" : "before", use->slot, use->found, use->expected);
         fail(request, use->first, &failure);
         return;
     }

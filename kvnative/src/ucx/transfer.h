@@ -2,7 +2,8 @@
  *
  * Before a transfer and after it the generations of the ranges that it uses are read from the peer's table: if
  * one is not what the peer has published, it has ended the registration, and the transfer is KVN_UNMAPPED.
- * The check before keeps requests for memory that is gone off the wire, where they would end the endpoint. */
+ * The check before keeps requests for memory that is gone off the wire, where they would end the endpoint.
+ * The generations of leases that a transfer is made with are read beside them. */
 #ifndef KVN_UCX_TRANSFER_H
 #define KVN_UCX_TRANSFER_H
 
@@ -21,6 +22,13 @@ typedef struct kvn_ucx_peer_range {
     uint64_t key;
 } kvn_ucx_peer_range;
 
+/* A lease of the peer's: its generation, in which slot of the peer's table, and what messages call it. */
+typedef struct kvn_ucx_lease {
+    uint64_t slot;
+    uint64_t generation;
+    char name[128];
+} kvn_ucx_lease;
+
 /* Between which memory the transfers of one backend move bytes, and over which endpoint. */
 typedef struct kvn_ucx_route {
     kvn_ucx_endpoint *endpoint; /* held */
@@ -31,6 +39,8 @@ typedef struct kvn_ucx_route {
     uint64_t num_ranges;
     kvn_ucp_rkey_h *keys;
     uint64_t num_keys;
+    kvn_ucx_lease *leases; /* that each transfer is made with */
+    uint64_t num_leases;
 } kvn_ucx_route;
 
 /* What a transfer does, one after the other. What writes much does so in rounds, each with a check before it. */
@@ -42,11 +52,14 @@ typedef enum kvn_ucx_phase {
     KVN_UCX_DONE
 } kvn_ucx_phase;
 
-/* A range that a transfer uses. */
+/* A range that a transfer uses, or a lease. */
 typedef struct kvn_ucx_use {
-    uint64_t range;
-    uint64_t first;      /* descriptor that lies in it */
-    uint64_t generation; /* that its slot of the peer's table held */
+    const kvn_ucx_peer_range *range; /* NULL: a lease */
+    const kvn_ucx_lease *lease;
+    uint64_t first; /* descriptor that lies in it; of a lease KVN_NO_DESCRIPTOR */
+    uint64_t slot;
+    uint64_t expected; /* generation */
+    uint64_t found;    /* that its slot of the peer's table held */
 } kvn_ucx_use;
 
 /* One in flight. */

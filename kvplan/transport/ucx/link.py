@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from kvnative._backend import NativeError
-from kvnative._ucx import ucx_backend
+from kvnative._ucx import ucx_backend, ucx_leased
 from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed, no_leases
 from kvplan.transport.ucx.metadata import Metadata, Range
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvnative._backend import Backend, ThreadPool
     from kvnative._ucx import UcxEndpoint
     from kvplan.execution.memory import Direction, TensorMemory
+    from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
 
@@ -40,6 +41,8 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
     ) -> None:
         super().__init__(link, addresses, nbytes, ranges, writable=writable)
         self._known = known  # the peer's, that names the ranges
+        self._unleased: UcxPeerMemory | None = None  # the same without leases; None: has none
+        self._leases: Sequence[tuple[int, int, str]] = ()  # slot, generation and name of each
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
@@ -58,6 +61,9 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
             )
         way = direction, other.on_device
         if (known := self._backends.get(way)) is None:
+            if self._unleased is not None:
+                made = ucx_leased(self._unleased.backend(pool, direction, other), self._leases)
+                return self._backends.setdefault(way, made)
             self._link.check()
             try:
                 made = self._link.backend(
@@ -70,6 +76,16 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
                 ) from error
             known = self._backends.setdefault(way, made)
         return known
+
+    def leased(self, leases: Sequence[BlockLease]) -> Self:
+        """See `PeerMemory.leased`: transfers read their generations beside those of the ranges."""
+        named = [(lease.word(self._link.transport), str(lease)) for lease in leases]
+        words = [(word.slot, word.generation, name) for word, name in named if word is not None]
+        if len(words) < len(leases):
+            raise no_leases(self._link.transport)
+        made = self._copy()
+        made._unleased, made._leases, made._backends = self, words, {}
+        return made
 
 
 class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -12,9 +13,11 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registrations import (
+    MAX_LEASES,
     Registration,
     RegistrationTable,
     check_slots,
+    leases_taken,
     slots_taken,
     transport_closed,
 )
@@ -73,10 +76,13 @@ class Registrations:
     def __init__(self, worker: UcxWorker, num_slots: int) -> None:
         check_slots(num_slots, MAX_SLOTS)
         self._table = RegistrationTable(UcxRegistration, "a ucx transport")
-        self._generations = GenerationTable(num_slots)
+        self._generations = GenerationTable(num_slots, MAX_LEASES)
         self._worker: UcxWorker | None = worker  # None: closed
         self._shown = _mapped(
-            worker, self._generations.address, num_slots * _WORD_NBYTES, self._generations
+            worker,
+            self._generations.address,
+            self._generations.num_slots * _WORD_NBYTES,
+            self._generations,
         )
         self._tickets = worker.tickets()
         self.reaches: frozenset[Kind] = frozenset(
@@ -118,6 +124,25 @@ class Registrations:
         with self._table.mutex:
             self._worker = None
             return [self.end(it) for it in self._table.select()]
+
+    def begin_lease(self) -> tuple[int, int]:
+        """See `UcxTransport.begin_lease`."""
+        with self._table.mutex:
+            if self._worker is None:
+                raise transport_closed()
+            try:
+                return self._generations.take(is_lease=True)
+            except MemoryError as error:
+                raise leases_taken(MAX_LEASES) from error
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """From here on no peer begins to read or write with them; others have ended before."""
+        with self._table.mutex:
+            if self._worker is None:
+                raise transport_closed()
+            for slot, generation in leases:
+                with suppress(ValueError):
+                    self._generations.release(slot, generation)
 
     def shown(self, registrations: Iterable[protocol.Registration] | None) -> Shown:
         """What is published of `registrations`; None: all.

@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from kvnative._backend import KVN_TIMEOUT, NativeError
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
+from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.base import BaseTransport, link_failed
@@ -39,19 +40,22 @@ if TYPE_CHECKING:
     from kvplan.transport.ucx.registrations import UcxRegistration
 
 
+Tickets = frozenset[tuple[int, int]]
+
 _LOG = Log("kvplan")
 _AT_ONCE_MS: Final = 1.0
 _LOOK_MS: Final = 100.0  # that it may take to see what a peer writes
 _NAP_S: Final = 100e-6
+_STALLED_S: Final = 0.02  # for a peer that did not get on when it was last waited for
 
 
 class _Writer:
     """A peer that may be writing to this process's memory since before a registration ended."""
 
     def __init__(self, endpoint: UcxEndpoint, tag: int) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
+        self.tickets: Tickets | None = None  # that it had then, and has; None: not seen
         self._tag = tag
-        self._tickets: frozenset[tuple[int, int]] | None = None  # that it had then; None: not seen
 
     def is_writing(self) -> bool:
         """Whether one of the transfers that it had announced has not ended; or that is not known.
@@ -59,11 +63,11 @@ class _Writer:
         Of an endpoint that has failed nothing comes any more.
         """
         try:
-            standing = self._endpoint.writing(self._tag, _LOOK_MS)
+            standing = self.endpoint.writing(self._tag, _LOOK_MS)
         except UcxError as error:
             return error.status == KVN_TIMEOUT
-        self._tickets = standing if self._tickets is None else self._tickets & standing
-        return bool(self._tickets)
+        self.tickets = standing if self.tickets is None else self.tickets & standing
+        return bool(self.tickets)
 
 
 class UcxTransport(BaseTransport):
@@ -116,6 +120,8 @@ class UcxTransport(BaseTransport):
         self._worker: UcxWorker | None = worker  # None: closed
         self._mutex = threading.RLock()  # re-entrant: a finalizer may deregister
         self._endpoints: WeakSet[UcxEndpoint] = WeakSet()  # of links
+        # What peers did not end in the last wait, for which the next one is shorter.
+        self._stalled: WeakKeyDictionary[UcxEndpoint, Tickets | None] = WeakKeyDictionary()
         try:
             self._registrations = Registrations(worker, max_registrations)
         except BaseException:
@@ -145,6 +151,23 @@ class UcxTransport(BaseTransport):
         """
         self._check_open()
         self._wait_for_writers([self._registrations.end(registration)])
+
+    def begin_lease(self) -> tuple[int, int]:
+        """See `Transport.begin_lease`."""
+        self._check_open()
+        return self._registrations.begin_lease()
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`; the tickets of each linked peer are read: a round trip."""
+        self._check_open()
+        self._registrations.end_leases(leases)
+        if late := self._late_writers():
+            raise LLMException(
+                f"{plural(len(late), 'peer')} had begun to write to this process's memory and did "
+                f"not end that within {PATIENCE_S:g} s (stopped, or cut off?): use the blocks "
+                "again when they have, or their links have ended",
+                status_code=LLMStatusCode.LLM_TIMEOUT,
+            )
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """See `Transport.metadata`."""
@@ -211,13 +234,7 @@ class UcxTransport(BaseTransport):
 
     def _wait_for_writers(self, ended: Sequence[UcxRegistration]) -> None:
         """Wait for the peers that write, and let go of what they cannot write to any more."""
-        with self._mutex:
-            endpoints = tuple(self._endpoints) if any(it.writable for it in ended) else ()
-        writers = [_Writer(it, _tag_of(self._instance)) for it in endpoints]
-        give_up = time.monotonic() + PATIENCE_S
-        while (late := [it for it in writers if it.is_writing()]) and time.monotonic() < give_up:
-            time.sleep(_NAP_S)
-            writers = late
+        late = self._late_writers() if any(it.writable for it in ended) else []
         for it in ended:
             if late and it.writable:
                 _LOG.warning(
@@ -231,6 +248,29 @@ class UcxTransport(BaseTransport):
                 QUARANTINE.add(lambda: any(writer.is_writing() for writer in late), it)
             else:
                 it.release()
+
+    def _late_writers(self) -> list[_Writer]:
+        """Wait for the peers that write now; returns those that have not ended that in time."""
+        with self._mutex:
+            endpoints = tuple(self._endpoints)
+        writers = [_Writer(it, _tag_of(self._instance)) for it in endpoints]
+        began = time.monotonic()
+        while late := [it for it in writers if it.is_writing()]:
+            patience = _STALLED_S if all(map(self._has_stalled, late)) else PATIENCE_S
+            if time.monotonic() > began + patience:
+                break
+            time.sleep(_NAP_S)
+            writers = late
+        with self._mutex:
+            self._stalled.update((it.endpoint, it.tickets) for it in late)
+        return late
+
+    def _has_stalled(self, it: _Writer) -> bool:
+        """Whether it is where it was at the end of the last wait."""
+        before = self._stalled.get(it.endpoint, frozenset())
+        if before is None or it.tickets is None:
+            return before is it.tickets
+        return it.tickets <= before
 
     def _endpoint(self, peer: Metadata) -> UcxEndpoint:
         if peer.instance == self._instance:

@@ -289,6 +289,31 @@ class TestWriters:
                 assert time.monotonic() < give_up
         assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
 
+    def test_one_that_is_stopped_is_waited_for_once_by_leases(
+        self, transport: UcxTransport, writer: UcxOwner
+    ) -> None:
+        memory = np.zeros(NBYTES, np.uint8)
+        with transport.connect(writer.metadata(), timeout_ms=TIMEOUT_MS):
+            leases = [transport.begin_lease() for _ in range(3)]
+            transport.end_leases(leases[:1])
+            registration = self.begin(transport, writer, memory)
+            writer.stop()
+            spent = []
+            for it in leases[1:]:
+                began = time.monotonic()
+                with refused(LLMStatusCode.LLM_TIMEOUT, "1 peer had begun to write"):
+                    transport.end_leases([it])
+                spent.append(time.monotonic() - began)
+            assert spent[1] < spent[0] / 2
+            writer.resume()
+            give_up = time.monotonic() + TIMEOUT_MS / 1000
+            while not is_over(transport, leases):
+                assert time.monotonic() < give_up
+            transport.deregister(registration)
+            memory[:] = 7
+            assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
+        assert (memory == 7).all()
+
     def test_one_that_has_died_is_not_waited_for(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
@@ -321,6 +346,17 @@ class TestWriters:
                 )
                 assert not task.done or task.report.status == KVN_UNMAPPED
                 assert task.wait(TIMEOUT_MS).status == KVN_UNMAPPED
+
+
+def is_over(transport: UcxTransport, leases: list[tuple[int, int]]) -> bool:
+    """Whether no peer writes with them any more."""
+    try:
+        transport.end_leases(leases)
+    except LLMException as error:
+        if error.status_code is not LLMStatusCode.LLM_TIMEOUT:
+            raise
+        return False
+    return True
 
 
 def is_held(memory: bytearray) -> bool:
