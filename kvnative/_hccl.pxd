@@ -43,11 +43,16 @@ cdef extern from "hccl/communicator.h" nogil:
 cdef extern from "hccl/transfer.h" nogil:
     enum:
         KVN_HCCL_MAX_BATCH
+    ctypedef struct kvn_lease_name:
+        char text[128]
+
     ctypedef struct kvn_transfer_options:
         int direction
         const uint64_t *guard_addresses
         const uint64_t *guard_words
         uint32_t num_guards
+        const kvn_lease_name *lease_names
+        uint32_t num_leases
         kvn_staging *staging
         bint local_on_device
 

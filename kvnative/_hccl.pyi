@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Literal, final
 
 from kvnative._backend import Backend
@@ -57,6 +58,7 @@ class Communicator:
         guards: Guards | None = None,
         staging: Staging | None = None,
         local: Literal["device", "host"] = "device",
+        leases: Sequence[str] = (),
     ) -> Backend: ...
     def cancel(self, message: str) -> None: ...
     def async_error(self) -> tuple[int, str]: ...

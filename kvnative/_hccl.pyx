@@ -2,6 +2,8 @@
 
 cimport cython
 from libc.stdint cimport int32_t, uint32_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport strncpy
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
@@ -182,7 +184,7 @@ cdef class Communicator:
         check_hccl(status, &failure)
 
     def backend(self, str direction not None, Guards guards=None, Staging staging=None,
-                str local not None="device") -> Backend:
+                str local not None="device", leases=()) -> Backend:
         """Return a backend whose remote addresses are the peer's.
 
         Each remote range must lie inside one region of the peer, and each local one inside one that
@@ -193,11 +195,17 @@ cdef class Communicator:
             guards: what must hold after the data was moved.
             staging: goes through it, so that local memory need not be bound.
             local: "device" or "host": the kind of local memory.
+            leases: what messages call those of which the last guards are, each.
 
         Raises:
-            ValueError: another direction or kind, or the staging's region is not bound.
+            ValueError: another direction or kind, the staging's region is not bound, or there are
+                more leases than guards.
         """
         cdef kvn_transfer_options options
+        cdef kvn_lease_name *names = NULL
+        cdef bytes text
+        cdef const char *name
+        cdef Py_ssize_t i
         self.check_made()
         if direction not in DIRECTIONS:
             raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
@@ -213,8 +221,23 @@ cdef class Communicator:
             options.guard_words = guards.words + guards.count
         options.staging = NULL if staging is None else &staging.staging
         options.local_on_device = local == "device"
-        return Backend.adopt(kvn_transfer_create(self.communicator, &options), (self, staging),
-                             f"communicator {self.name}")
+        given = tuple(leases)
+        if len(given) > options.num_guards:
+            raise ValueError(f"leases: {len(given)}; there are {options.num_guards} guards")
+        names = <kvn_lease_name *>calloc(len(given) + 1, sizeof(kvn_lease_name))
+        if names is NULL:
+            raise MemoryError()
+        try:
+            for i, item in enumerate(given):
+                text = item.encode(errors="replace")
+                name = text
+                strncpy(names[i].text, name, sizeof(names[i].text) - 1)
+            options.lease_names = names
+            options.num_leases = <uint32_t>len(given)
+            return Backend.adopt(kvn_transfer_create(self.communicator, &options), (self, staging),
+                                 f"communicator {self.name}")
+        finally:
+            free(names)
 
     def async_error(self) -> tuple[int, str]:
         """Return HCCL's result for the connection and its text; (0, "") where all is well."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._host import Arena
-    from kvplan.lease import BlockLease
+    from kvplan.lease import BlockLease, LeaseWord
     from kvplan.transport.protocol import Registrable, Renewable
 
     Column = NDArray[np.uint64]
@@ -371,7 +371,7 @@ class BasePeerMemory(Generic[_Link, _Range]):
         return f"<{name} {len(self.addresses)} tensors, {total} bytes: {self._link!r}>"
 
 
-def columns(ranges: Sequence[Range], *names: str) -> tuple[Column, ...]:
+def columns(ranges: Sequence[Range | LeaseWord], *names: str) -> tuple[Column, ...]:
     """What each of `ranges` has by these names, a column for each name."""
     return tuple(
         np.fromiter((getattr(it, name) for it in ranges), dtype=np.uint64) for name in names

@@ -157,14 +157,19 @@ static int compare_guards(kvn_transfer_context *t)
 {
     const kvn_transfer *transfer = t->transfer;
     const uint64_t *words = kvn_communicator_host_words(t->communicator);
-    for (uint32_t i = 0; i < transfer->num_guards; i++)
-        if (words[i] != transfer->guard_words[i]) {
-            kvn_channel_fault_begin(t->fault);
-            return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0,
-                            "the peer has deregistered the memory meanwhile (guard %" PRIu32
-                            ": word at 0x%" PRIx64 " is %" PRIu64 ", expected %" PRIu64 ")",
-                            i, transfer->guard_addresses[i], words[i], transfer->guard_words[i]);
-        }
+    const uint32_t first_lease = transfer->num_guards - transfer->num_leases;
+    for (uint32_t i = 0; i < transfer->num_guards; i++) {
+        if (words[i] == transfer->guard_words[i])
+            continue;
+        kvn_channel_fault_begin(t->fault);
+        if (i >= first_lease)
+            return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0, "%s was released by the peer",
+                            transfer->lease_names[i - first_lease].text);
+        return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0,
+                        "the peer has deregistered the memory meanwhile (guard %" PRIu32
+                        ": word at 0x%" PRIx64 " is %" PRIu64 ", expected %" PRIu64 ")",
+                        i, transfer->guard_addresses[i], words[i], transfer->guard_words[i]);
+    }
     return KVN_OK;
 }
 
@@ -330,10 +335,11 @@ static void destroy(kvn_backend *base)
 {
     kvn_transfer *self = (kvn_transfer *)base;
     free(self->guard_addresses);
+    free(self->lease_names);
     free(self);
 }
 
-/* One allocation for both columns. */
+/* One allocation for both columns. False: no memory; what is there is left to free. */
 static bool copy_guards(kvn_transfer *self, const kvn_transfer_options *options)
 {
     const uint32_t count = options->num_guards;
@@ -346,6 +352,13 @@ static bool copy_guards(kvn_transfer *self, const kvn_transfer_options *options)
     self->num_guards = count;
     memcpy(self->guard_addresses, options->guard_addresses, count * sizeof(uint64_t));
     memcpy(self->guard_words, options->guard_words, count * sizeof(uint64_t));
+    if (options->num_leases == 0)
+        return true;
+    self->lease_names = malloc(options->num_leases * sizeof *self->lease_names);
+    if (!self->lease_names)
+        return false;
+    memcpy(self->lease_names, options->lease_names, options->num_leases * sizeof *self->lease_names);
+    self->num_leases = options->num_leases;
     return true;
 }
 
@@ -354,7 +367,7 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
 {
     kvn_transfer *self;
     int error;
-    if (options->num_guards > KVN_MAX_GUARDS ||
+    if (options->num_guards > KVN_MAX_GUARDS || options->num_leases > options->num_guards ||
         (options->direction != KVN_PEER_GET && options->direction != KVN_PEER_PUT)) {
         errno = EINVAL;
         return NULL;
@@ -367,6 +380,7 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     if (!error && !copy_guards(self, options))
         error = ENOMEM;
     if (error) {
+        free(self->guard_addresses);
         free(self);
         errno = error;
         return NULL;

@@ -12,12 +12,19 @@
 
 #define KVN_HCCL_MAX_BATCH 256
 
+/* What messages call a lease. */
+typedef struct kvn_lease_name {
+    char text[128];
+} kvn_lease_name;
+
 typedef struct kvn_transfer_options {
     kvn_direction direction; /* KVN_PEER_GET or KVN_PEER_PUT */
     /* Remote words, and what they must hold after the data was moved; copied. At most KVN_MAX_GUARDS. */
     const uint64_t *guard_addresses;
     const uint64_t *guard_words;
     uint32_t num_guards;
+    const kvn_lease_name *lease_names; /* the last guards are of leases; copied */
+    uint32_t num_leases;
     kvn_staging *staging; /* NULL: local memory is in bound regions */
     bool local_on_device;
 } kvn_transfer_options;
@@ -40,6 +47,8 @@ typedef struct kvn_transfer {
     uint32_t num_guards;
     uint64_t *guard_addresses;
     uint64_t *guard_words;
+    uint32_t num_leases;
+    kvn_lease_name *lease_names;
 } kvn_transfer;
 
 typedef struct kvn_transfer_context {

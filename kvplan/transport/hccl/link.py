@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 from weakref import ref
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from kvnative._hccl import MAX_GUARDS, Guards
 from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns
+from kvplan.transport.base import BaseLink, BasePeerMemory, columns, no_leases
 from kvplan.transport.hccl.metadata import Metadata, Range
 from kvplan.transport.hccl.registrations import WORD_NBYTES
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvnative._backend import Backend, ThreadPool
     from kvplan.execution.memory import Direction, TensorMemory
+    from kvplan.lease import BlockLease, LeaseWord
     from kvplan.transport.hccl.connections import Connection, Connections
     from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.protocol import Renewable
@@ -49,6 +50,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         super().__init__(link, addresses, nbytes, ranges, writable=writable, on_device=on_device)
         self._newest = newest  # the highest number of the peer's regions that hold them
         self._guards = link.guards(ranges)
+        self._leases: Sequence[str] = ()  # names of those that the last guards are of
         # A connection that was used once is held: a transfer over it may be in flight.
         self._backends: dict[tuple[Connection, Direction, Way], Backend] = {}
         self._seen: tuple[ref[TensorMemory], int, int | None] | None = None
@@ -62,6 +64,12 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
             LLMException: LLM_FEATURE_NOT_ENABLED: `other` is reached in no way, and why;
                 LLM_TIMEOUT, LLM_LINK_FAILED: the connection could not be renewed; or as `check`.
         """
+        if self._leases and direction == "put":
+            raise LLMException(
+                f"a push to {self._link.peer} over hccl is made without a lease: whether it has "
+                "ended would show when the bytes are there",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
         for _ in range(_TRIES):
             connection = self._link.connection()
             way = self._way(other, connection)
@@ -74,6 +82,22 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
             status_code=LLMStatusCode.LLM_TIMEOUT,
         )
 
+    def leased(self, leases: Sequence[BlockLease]) -> Self:
+        """See `PeerMemory.leased`: transfers read their words where they read the ranges'."""
+        words = [it for lease in leases if (it := lease.word(self._link.transport)) is not None]
+        if len(words) < len(leases):
+            raise no_leases(self._link.transport)
+        for lease, word in zip(leases, words, strict=True):
+            if word.slot >= self._link.metadata.generations.num_slots or not word.generation:
+                raise LLMException(
+                    f"{lease} was released by {self._link.peer}",  # none is where none can be
+                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                )
+        made = self._copy()
+        made._guards = self._link.guards(self._ranges, words)
+        made._leases, made._backends = [str(it) for it in leases], {}
+        return made
+
     def _backend(self, connection: Connection, direction: Direction, way: Way) -> Backend:
         key = connection, direction, way
         if (known := self._backends.get(key)) is None:
@@ -83,6 +107,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
                 self._guards,
                 self._link.hccl.staging if is_staged else None,
                 local,
+                self._leases,
             )
             known = self._backends.setdefault(key, made)
         return known
@@ -178,15 +203,15 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         newest = _newest_region(ranges, starts, sizes, held_by)
         return HcclPeerMemory(self, starts, sizes, ranges, newest, writable=writable)
 
-    def guards(self, ranges: Sequence[Range]) -> Guards:
+    def guards(self, ranges: Sequence[Range], leases: Sequence[LeaseWord] = ()) -> Guards:
         """What transfers must find in the peer's generation table after their bytes."""
-        if len(ranges) > MAX_GUARDS:
+        if len(ranges) + len(leases) > MAX_GUARDS:
             raise invalid(
-                f"{len(ranges)} registrations of {self.peer} are used at once; HCCL transfers "
-                f"check at most {MAX_GUARDS}: register larger pieces"
+                f"{len(ranges)} registrations of {self.peer} are used at once, and {len(leases)} "
+                f"leases; HCCL transfers check at most {MAX_GUARDS}: register larger pieces"
             )
         words = self.metadata.generations.address
-        slots, generations = columns(ranges, "slot", "generation")
+        slots, generations = columns([*ranges, *leases], "slot", "generation")
         return Guards(slots * np.uint64(WORD_NBYTES) + np.uint64(words), generations)
 
     def connection(self) -> Connection:

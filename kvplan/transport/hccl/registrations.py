@@ -11,7 +11,13 @@ from kvplan.status import LLMException, invalid
 from kvplan.transport.hccl.metadata import MAX_SLOTS, GenerationTableRef, Range
 from kvplan.transport.host_memory import host_range
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registrations import Registration, RegistrationTable, Slots
+from kvplan.transport.registrations import (
+    MAX_LEASES,
+    Registration,
+    RegistrationTable,
+    Slots,
+    leases_taken,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,10 +34,11 @@ WORD_NBYTES: Final = 8
 
 
 class GenerationTable:
-    """A word for each slot: the generation of the registration that has it, or 0.
+    """A word for each slot: the generation of the registration or lease that has it, or 0.
 
     A peer that transfers reads the words of the ranges that it used after its bytes, in the order
-    of its stream: where one is not what was published, nothing of the transfer counts.
+    of its stream: where one is not what was published, nothing of the transfer counts. Slots of
+    leases follow those of registrations.
 
     Args:
         device: whose memory it lies in.
@@ -43,11 +50,16 @@ class GenerationTable:
 
     def __init__(self, device: Device, num_slots: int) -> None:
         self._slots = Slots(num_slots, MAX_SLOTS)
+        # None: there is room for registrations alone.
+        num_leases = min(MAX_LEASES, MAX_SLOTS - num_slots)
+        self._lease_slots = Slots(num_leases, MAX_LEASES) if num_leases else None
+        self._leases: dict[int, int] = {}  # generations of those that have not ended, by slot
         self._device = device
-        self.buffer: DeviceBuffer | None = device.allocate(num_slots * WORD_NBYTES)
-        self.ref = GenerationTableRef(self.buffer.address, num_slots)
-        device.write(self.ref.address, bytes(num_slots * WORD_NBYTES))
-        self._mutex = threading.Lock()
+        nbytes = (num_slots + num_leases) * WORD_NBYTES
+        self.buffer: DeviceBuffer | None = device.allocate(nbytes)
+        self.ref = GenerationTableRef(self.buffer.address, num_slots + num_leases)
+        device.write(self.ref.address, bytes(nbytes))
+        self._mutex = threading.RLock()  # re-entrant: a signal handler may end a lease
 
     def take(self) -> tuple[int, int]:
         """A slot, and the generation that its word says from here on.
@@ -74,6 +86,43 @@ class GenerationTable:
         self._write(slot, 0)
         with self._mutex:
             self._slots.release(slot)
+
+    def begin_lease(self) -> tuple[int, int]:
+        """A slot for a lease, and the generation that its word says from here on.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY: all are taken; what the device says.
+        """
+        with self._mutex:
+            if (slots := self._lease_slots) is None:
+                raise leases_taken(0)
+            try:
+                number, generation = slots.take()
+            except LLMException:
+                raise leases_taken(slots.count) from None
+        slot = self._slots.count + number
+        try:
+            self._write(slot, generation)
+        except LLMException:
+            with self._mutex:
+                slots.release(number)
+            raise
+        with self._mutex:
+            self._leases[slot] = generation
+        return slot, generation
+
+    def end_lease(self, slot: int, generation: int) -> None:
+        """From here on no transfer with it succeeds; one that has ended before is fine.
+
+        Raises:
+            LLMException: what the device says; it may not have ended then.
+        """
+        with self._mutex:
+            if (slots := self._lease_slots) is None or self._leases.get(slot) != generation:
+                return
+            self._write(slot, 0)
+            del self._leases[slot]
+            slots.release(slot - self._slots.count)
 
     def close(self) -> None:
         """Let go of the memory: no connection reaches it any more."""

@@ -64,7 +64,8 @@ class HcclTransport(BaseTransport):
             traffic_class, service_level: for RDMA; None: the system's.
             staging_nbytes: of device memory, through which local memory goes that HCCL does not
                 take as it is; 0: none.
-            max_registrations: how many there can be at once; each takes 8 bytes of the device.
+            max_registrations: how many there can be at once; each takes 8 bytes of the device, as
+                do the leases that there can be besides.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: a device that does not transfer one-sided, no
@@ -136,6 +137,17 @@ class HcclTransport(BaseTransport):
         """
         self._check_open()
         self._registrations.remove(registration)
+
+    def begin_lease(self) -> tuple[int, int]:
+        """See `Transport.begin_lease`."""
+        self._check_open()
+        return self._generations.begin_lease()
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """See `Transport.end_leases`; no peer writes with them."""
+        self._check_open()
+        for slot, generation in leases:
+            self._generations.end_lease(slot, generation)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """See `Transport.metadata`."""
