@@ -43,6 +43,10 @@ cdef extern from "hccl/communicator.h" nogil:
 cdef extern from "hccl/transfer.h" nogil:
     enum:
         KVN_HCCL_MAX_BATCH
+        KVN_HCCL_TICKETS
+    ctypedef struct kvn_tickets:
+        uint64_t address
+
     ctypedef struct kvn_lease_name:
         char text[128]
 
@@ -53,12 +57,19 @@ cdef extern from "hccl/transfer.h" nogil:
         uint32_t num_guards
         const kvn_lease_name *lease_names
         uint32_t num_leases
+        kvn_tickets *tickets
+        uint32_t tag
         kvn_staging *staging
         bint local_on_device
 
     kvn_backend *kvn_transfer_create(
         kvn_communicator *communicator, const kvn_transfer_options *options
     )
+
+
+cdef class Tickets:
+    cdef object owner
+    cdef kvn_tickets tickets
 
 
 cdef class Communicator:

@@ -14,13 +14,21 @@ from kvnative._hccl_memory import (
 
 __all__ = [
     "MAX_GUARDS",
+    "NUM_TICKETS",
     "Communicator",
     "Guards",
     "HcclError",
     "HcclLibrary",
     "Region",
     "Staging",
+    "Tickets",
 ]
+
+NUM_TICKETS: int
+
+@final
+class Tickets:
+    def __init__(self, address: int, owner: object = None) -> None: ...
 
 @final
 class Communicator:
@@ -59,6 +67,8 @@ class Communicator:
         staging: Staging | None = None,
         local: Literal["device", "host"] = "device",
         leases: Sequence[str] = (),
+        tickets: Tickets | None = None,
+        tag: int = 0,
     ) -> Backend: ...
     def cancel(self, message: str) -> None: ...
     def async_error(self) -> tuple[int, str]: ...

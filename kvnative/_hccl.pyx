@@ -17,7 +17,7 @@ from kvnative._hccl_memory cimport (
     check_device,
     check_hccl,
 )
-from kvnative._host cimport kvn_failure
+from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_OK, KVN_PEER_GET, KVN_PEER_PUT, KVN_PENDING
 
 import math
@@ -26,8 +26,10 @@ import threading
 from kvnative import _hccl_memory
 
 # The one module to import for HCCL.
-__all__ = [*_hccl_memory.__all__, "Communicator"]
+__all__ = [*_hccl_memory.__all__, "NUM_TICKETS", "Communicator", "Tickets"]
 globals().update({name: getattr(_hccl_memory, name) for name in _hccl_memory.__all__})
+
+NUM_TICKETS = KVN_HCCL_TICKETS
 
 cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 # In the order of kvn_communicator_state.
@@ -46,6 +48,23 @@ cdef int whole_seconds(timeout_ms) except -1:
     if not timeout_ms > 0:
         raise ValueError(f"timeout_ms is {timeout_ms}; it must be > 0")
     return <int>min(max(1, math.ceil(min(timeout_ms, 1e12) / 1000)), 0x7FFFFFFF)
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.no_gc_clear
+cdef class Tickets:
+    """What this process writes to memory of its peers with leases: one for each device.
+
+    Args:
+        address: of NUM_TICKETS words of 8 bytes on the device, that are 0, in a region that is
+            bound to each communicator: an owner reads there its tag << 32 and a number of each put.
+        owner: kept as long as this.
+    """
+
+    def __init__(self, address, object owner=None):
+        self.tickets.address = unsigned("address", address)
+        self.owner = owner
 
 
 @cython.final
@@ -184,7 +203,8 @@ cdef class Communicator:
         check_hccl(status, &failure)
 
     def backend(self, str direction not None, Guards guards=None, Staging staging=None,
-                str local not None="device", leases=()) -> Backend:
+                str local not None="device", leases=(), Tickets tickets=None,
+                uint32_t tag=0) -> Backend:
         """Return a backend whose remote addresses are the peer's.
 
         Each remote range must lie inside one region of the peer, and each local one inside one that
@@ -196,6 +216,8 @@ cdef class Communicator:
             staging: goes through it, so that local memory need not be bound.
             local: "device" or "host": the kind of local memory.
             leases: what messages call those of which the last guards are, each.
+            tickets: announces a put to the owner of that tag before the guards are read a first
+                time; None: they are read only after the data.
 
         Raises:
             ValueError: another direction or kind, the staging's region is not bound, or there are
@@ -234,8 +256,10 @@ cdef class Communicator:
                 strncpy(names[i].text, name, sizeof(names[i].text) - 1)
             options.lease_names = names
             options.num_leases = <uint32_t>len(given)
-            return Backend.adopt(kvn_transfer_create(self.communicator, &options), (self, staging),
-                                 f"communicator {self.name}")
+            options.tickets = NULL if tickets is None else &tickets.tickets
+            options.tag = tag
+            return Backend.adopt(kvn_transfer_create(self.communicator, &options),
+                                 (self, staging, tickets), f"communicator {self.name}")
         finally:
             free(names)
 

@@ -69,8 +69,8 @@ def put(*path: Any) -> Callable[[Any], object]:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (put("schema", "kvplan.local"), "is of schema 'kvplan.local' version 1"),
-        (put("schema_version", 2), "version 2"),
+        (put("schema", "kvplan.local"), "is of schema 'kvplan.local' version 2"),
+        (put("schema_version", 3), "version 3"),
         (put("instance", "0" * 31), "instance is"),
         (put("product", ""), "product is ''"),
         (put("device", "device_id", 3), "device.device_id is 3"),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import kvplan
+from kvnative._executor import KVN_OK, KVN_UNMAPPED, Executor, ThreadPool
+from kvnative._hccl import NUM_TICKETS
+from kvnative._lower import Descriptors
 from kvplan import (
     BlockLease,
     Cache,
@@ -20,8 +25,10 @@ from kvplan import (
     Transfers,
 )
 from kvplan.lease import LeaseWord
+from kvplan.transport.hccl.link import HcclLink, HcclPeerMemory
 from kvplan.transport.registrations import MAX_LEASES
-from tests.ascend.hccl_side import Side
+from tests.ascend.hccl_side import DEADLINE_S, PUSH, TENSOR, Side, link_both
+from tests.ascend.simulator import Controls, Log
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.peer import Peer
 from tests.faults.gate import Gate
@@ -115,13 +122,6 @@ def test_leased_again(user: LlmDataDist, peer: Peer, lease: BlockLease) -> None:
         pull(user, BlockLease.from_bytes(blob), cache)
 
 
-def test_a_push_is_refused(user: LlmDataDist, lease: BlockLease) -> None:
-    """A lease that had ended would show when the bytes are there."""
-    cache = user.allocate_blocks_cache(DESC)
-    with refused("LLM_FEATURE_NOT_ENABLED", "is made without a lease"):
-        user.push_blocks(cache, lease, MINE)
-
-
 def test_forged(user: LlmDataDist, lease: BlockLease) -> None:
     cache = user.allocate_blocks_cache(DESC)
     (word,) = [it for it in lease.words if it.transport == "hccl"]
@@ -155,3 +155,105 @@ def test_slots(one: Side) -> None:
     one.device.read(table.ref.address, words)
     live = {slot: int(words[slot]) for slot in np.flatnonzero(words).tolist() if slot >= 65536}
     assert live == dict([second, *held])
+
+
+def leased(one: Side, two: Side) -> tuple[HcclPeerMemory, tuple[int, int], HcclLink]:
+    """Memory of the second, as the first writes to it with a lease, which is this; and its link."""
+    link, other = link_both(one, two)
+    word = two.transport.begin_lease()
+    it = BlockLease(1, bytes(16), 1, 1, (0,), "cmpl-3", (LeaseWord("hccl", *word),))
+    return two.peer_memory(link, writable=True).leased([it]), word, other
+
+
+def tickets_of(side: Side) -> list[int]:
+    words = bytearray(8 * NUM_TICKETS)
+    side.device.read(side.transport._generations.ref.tickets, words)
+    return [it for it in memoryview(words).cast("Q").tolist() if it]
+
+
+@pytest.fixture
+def hanging(simulator: Controls) -> Iterator[Callable[[], None]]:
+    """Let the next put hang; waits until it does."""
+    simulator.add_fault("HcclBatchPut:1=hang")
+
+    def wait() -> None:
+        give_up = time.monotonic() + DEADLINE_S
+        while simulator.faults_left():
+            assert time.monotonic() < give_up
+
+    return wait
+
+
+def test_a_push_under_way_is_waited_for(one: Side, two: Side, hanging: Callable[[], None]) -> None:
+    one.fill(1)
+    theirs = two.fill(2)
+    remote, lease, _ = leased(one, two)
+    unrelated = two.transport.begin_lease()
+    two.transport.end_leases([unrelated])  # nobody writes
+    task = kvplan.submit(PUSH, one.memory, remote)
+    hanging()
+    (ticket,) = tickets_of(one)
+    spent = []
+    for _ in range(2):
+        began = time.monotonic()
+        with refused("LLM_TIMEOUT", "1 peer had begun to write"):
+            two.transport.end_leases([lease])
+        spent.append(time.monotonic() - began)
+    assert spent[1] < spent[0] / 2
+    assert tickets_of(one) == [ticket]
+    task.cancel()
+    two.transport.end_leases([lease])
+    assert tickets_of(one) == []
+    theirs[:] = two.seen
+    with refused(NOT_EXIST, RELEASED):
+        kvplan.execute(PUSH, one.memory, remote)
+    np.testing.assert_array_equal(two.seen, theirs)
+    assert tickets_of(one) == []
+
+
+def test_a_link_that_has_ended_is_not_waited_for(
+    one: Side, two: Side, hanging: Callable[[], None]
+) -> None:
+    remote, lease, link = leased(one, two)
+    task = kvplan.submit(PUSH, one.memory, remote)
+    hanging()
+    link.close()
+    two.transport.end_leases([lease])
+    task.cancel()
+
+
+def test_what_is_large_is_announced_in_rounds(
+    one: Side, two: Side, sim_log: Log, simulator: Controls
+) -> None:
+    ours = one.fill(1)
+    two.fill(2)
+    remote, lease, _ = leased(one, two)
+    count = 1200  # of 120,000 bytes each: 559 are in 64 MiB
+    columns = (two.addresses[0], one.addresses[0], TENSOR)
+    descriptors = Descriptors.from_columns(*(np.full(count, it, np.uint64) for it in columns))
+    with Executor(remote.backend(ThreadPool(1), "put", one.memory)) as executor:
+        sim_log.restart()
+        assert executor.run(descriptors, DEADLINE_S * 1000).status == KVN_OK
+        assert sim_log.counts("HcclBatchGet") == {"HcclBatchGet": 6}  # before each, and after it
+        np.testing.assert_array_equal(two.seen[0], ours[0])
+        simulator.add_fault("HcclBatchPut:4=4")
+        report = executor.run(descriptors, DEADLINE_S * 1000)
+        assert "descriptors 559 to 814" in report.message
+        assert report.unconfirmed == ((0, count),)
+        assert tickets_of(one) == []
+        two.transport.end_leases([lease])
+        report = executor.run(descriptors, DEADLINE_S * 1000)
+        assert report.status == KVN_UNMAPPED
+        assert RELEASED in report.message
+
+
+def test_a_connection_over_which_tickets_are_not_read_is_renewed(
+    one: Side, two: Side, simulator: Controls
+) -> None:
+    _, lease, link = leased(one, two)
+    simulator.add_fault("HcclBatchGet:1=4")
+    two.transport.end_leases([lease])  # by another look
+    assert simulator.faults_left() == 0
+    give_up = time.monotonic() + DEADLINE_S
+    while link.connection().generation == 0:
+        assert time.monotonic() < give_up

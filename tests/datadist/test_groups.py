@@ -416,21 +416,16 @@ def test_groups_by_leases(
         name: Group(mine[name], leases[name], TABLES[name][1], None, num_tokens=TOKENS[name])
         for name in DESCS
     }
-    if machine.name == "ascend":
-        with refused("LLM_FEATURE_NOT_ENABLED", "over hccl is made without a lease"):
-            user.push_groups(back)
-    else:
-        user.push_groups(back)
+    user.push_groups(back)
     other = {"latent": replace(back["latent"], dst_blocks=[6, 5, 2])}
     with refused(INVALID, r"group latent: dst_blocks\[0\]=6 is no block of lease 1 of latent"):
         user.push_groups(other)
     peer.run("datadist.release(leases[1])")
-    moves = [
+    for move in (
         lambda: user.pull_groups(groups),
         lambda: user.push_groups(back),
         lambda: user.submit_push_groups(back).wait(5000),
-    ]
-    for move in moves[: 1 if machine.name == "ascend" else 3]:
+    ):
         with refused("LLM_KV_CACHE_NOT_EXIST", "lease 2 of indexer.* was released"):
             move()
 

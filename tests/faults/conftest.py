@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvplan import LlmDataDist, LLMException, LlmRole, Options, Transfers
+from tests.ascend.fixtures import sim_folder, simulator
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.peer import Peer
 from tests.support.over_tcp import engine_of
@@ -17,6 +18,7 @@ from tests.support.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[..., Peer]
+__all__ = ["sim_folder", "simulator"]  # fixtures
 Attempt = Callable[[Callable[[], object]], "Future[LLMException | None]"]
 
 
@@ -27,8 +29,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> str:
     """What engines are linked over: see tests/support/places.py."""
-    if request.param == "ucx":
-        request.getfixturevalue("ucx")
+    if library := {"ucx": "ucx", "ascend": "simulator"}.get(request.param):
+        request.getfixturevalue(library)
     return str(request.param)
 
 
@@ -44,9 +46,9 @@ def first_unconfirmed(machine: str) -> tuple[int, ...]:
     """What it may be, of a transfer whose memory went when one descriptor was posted.
 
     The server of a request looks before and after it, and may come to it when the memory has gone;
-    so does UCX with each batch. Otherwise one look at the end is for all.
+    so do UCX and HCCL with each batch. Otherwise one look at the end is for all.
     """
-    return (0, 1) if machine in ("tcp", "ucx") else (0,)
+    return (0,) if machine == "host" else (0, 1)
 
 
 @pytest.fixture

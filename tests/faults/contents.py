@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +23,22 @@ def pattern(seed: int, desc: CacheDesc = DESC) -> list[Tensor]:
         )
         for tensor in range(desc.num_tensors)
     ]
+
+
+def own(machine: str, cluster_id: int, arrays: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    """Memory of a program's own with this content, where that machine has it, as it is registered.
+
+    On a device the arrays are views, and addresses are registered.
+    """
+    if machine != "ascend":
+        return arrays, arrays
+    from tests.datadist.machine import machine_of
+
+    device = machine_of(machine, cluster_id)
+    views = [device.zeros(it.shape, it.dtype) for it in arrays]
+    for view, it in zip(views, arrays, strict=True):
+        view[:] = it
+    return views, device.addresses(views)
 
 
 def make_cache(

@@ -1,5 +1,6 @@
 """What a `Peer` has: the names of kvplan and of the wrappers, and helpers of this room."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,4 +25,5 @@ HELPERS = {
 
 def names(machine: str) -> dict[str, Any]:
     known = {name: getattr(room, name) for room in ROOMS for name in room.__all__}
-    return known | HELPERS | {"LlmDataDist": engine_of(machine)}
+    here = {"LlmDataDist": engine_of(machine), "own": partial(contents.own, machine)}
+    return known | HELPERS | here

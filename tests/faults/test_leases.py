@@ -24,7 +24,7 @@ from kvplan import (
 )
 from kvplan.lease import LeaseWord
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
-from tests.faults.contents import DESC, Tensor, pattern
+from tests.faults.contents import DESC, Tensor, own, pattern
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.outcomes import COUNT, unconfirmed
 from tests.faults.peer import Peer
@@ -36,7 +36,7 @@ NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 THEIRS, MINE = [2, 0], [1, 3]
 RELEASED = "lease 1 of cmpl-3 was released"
 
-pytestmark = [pytest.mark.over_tcp, pytest.mark.over_ucx]
+pytestmark = [pytest.mark.over_tcp, pytest.mark.over_ucx, pytest.mark.over_hccl]
 directions = pytest.mark.parametrize("direction", ["pull", "push"])
 memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
 
@@ -46,8 +46,8 @@ def lease_at(peer: Peer, memory: str = "allocated") -> BlockLease:
     blob = peer.run(
         """
         if memory == "registered":
-            arrays = pattern(1)
-            cache = datadist.register_blocks_cache(DESC, arrays)
+            arrays, given = own(1, pattern(1))
+            cache = datadist.register_blocks_cache(DESC, given)
         else:
             cache = datadist.allocate_blocks_cache(DESC)
             arrays = datadist.arrays(cache)
@@ -248,7 +248,7 @@ desc = CacheDesc(4, (4, 1 << 20), DataType.DT_UINT8)
 source = datadist.allocate_blocks_cache(desc)
 for it in datadist.arrays(source):
     it[:] = 1
-datadist.link_clusters([ClusterInfo(9, address)], 10_000).raise_for_status()
+datadist.link_clusters([ClusterInfo(8, address)], 10_000).raise_for_status()
 
 def push(lease):
     try:
@@ -280,12 +280,15 @@ def ends(owner: LlmDataDist, lease: BlockLease) -> bool:
 def test_no_byte_changes_after_a_release(
     make_engine: MakeEngine, make_peer: MakePeer, machine: str, memory: str, does: str
 ) -> None:
-    owner, peer = make_engine(9, heartbeat_timeout_ms=60_000), make_peer(1)
+    owner, peer = make_engine(8, heartbeat_timeout_ms=60_000), make_peer(1)
     peer.run(PUSH, address=owner.listen_address)
+    kept = []  # what is registered
     for _ in range(1 if does == "is killed" else 4):
-        arrays = [np.zeros(LARGE.shape, np.uint8) for _ in range(LARGE.num_tensors)]
         if memory == "registered":
-            cache = owner.register_blocks_cache(LARGE, arrays)
+            empty = [np.zeros(LARGE.shape, np.uint8) for _ in range(LARGE.num_tensors)]
+            arrays, given = own(machine, 8, empty)
+            kept.append(arrays)
+            cache = owner.register_blocks_cache(LARGE, given)
         else:
             cache = owner.allocate_blocks_cache(LARGE)
             arrays = owner.arrays(cache)
@@ -300,7 +303,7 @@ def test_no_byte_changes_after_a_release(
             peer.kill()
         if not ends(owner, lease):  # it was stopped inside of what nobody can take from it
             assert does == "is stopped"
-            assert memory == "allocated" or machine == "ucx"
+            assert memory == "allocated" or machine in ("ucx", "ascend")
             assert owner.leases() == []
             peer.resume()
             while not ends(owner, lease):
@@ -312,8 +315,8 @@ def test_no_byte_changes_after_a_release(
             assert peer.run("thread.join(30); result = why")[0] in ENDS[does, memory]
         assert all((it == 2).all() for it in arrays)
         if does == "is stopped":  # its writes by address were cut off: it links again
-            peer.run("datadist.unlink_clusters([9], 10_000, force=True)")
-            peer.run("datadist.link_clusters([ClusterInfo(9, address)], 10_000).raise_for_status()")
+            peer.run("datadist.unlink_clusters([8], 10_000, force=True)")
+            peer.run("datadist.link_clusters([ClusterInfo(8, address)], 10_000).raise_for_status()")
 
 
 ENDS = {
@@ -397,8 +400,9 @@ HALF = CacheDesc(
 )
 OFFER_HALF = """
 half = replace(desc, shard=Shard(range(1), range(head, head + 1), 1, 2))
-arrays = [np.full(half.shape, 5 + head, np.int32) for _ in range(2)]
-cache = datadist.register_blocks_cache(half, arrays)
+full = [np.full(half.shape, 5 + head, np.int32) for _ in range(2)]
+arrays, given = own(datadist.cluster_id, full)
+cache = datadist.register_blocks_cache(half, given)
 lease = datadist.lease_blocks(cache, [2, 0], tag="cmpl-3")
 result = lease.to_bytes()
 """

@@ -1,12 +1,13 @@
 """What the suites run over, and where the processes of a test are: as the environment says.
 
 By default engines are on this host, linked over local; tests marked `over_tcp` run over TCP too,
-and those marked `over_tcp(only=True)` over TCP alone; those marked `over_ucx` over UCX as well.
+and those marked `over_tcp(only=True)` over TCP alone; those marked `over_ucx` over UCX as
+well, and those marked `over_hccl` on simulated devices.
 Suites whose engines another network namespace has are run by tests/across/.
 
 KVPLAN_TEST_MACHINES: comma-separated; "tcp": all tests of tests/datadist and tests/faults over TCP,
     and over nothing else; "ascend_tcp": those of tests/datadist on simulated devices over TCP;
-    "ucx": those that are marked, over UCX.
+    "ucx", "ascend": those that are marked, over UCX, and on simulated devices.
     (tests/links is about the conversation, and has transports of its own.)
 KVPLAN_TEST_TCP_CONNECTIONS: how many their links have then; else 2.
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
@@ -45,9 +46,13 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
         return
     mark = metafunc.definition.get_closest_marker("over_tcp")
     over_tcp = ["tcp", *(["ascend_tcp"] if "ascend" in usual else [])]
-    over_ucx = ["ucx"] if metafunc.definition.get_closest_marker("over_ucx") else []
-    fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp, *over_ucx]
-    names = MACHINES or (*usual, *(over_tcp if mark else []), *over_ucx)
+    others = [
+        name
+        for name, marker in (("ucx", "over_ucx"), ("ascend", "over_hccl"))
+        if metafunc.definition.get_closest_marker(marker)
+    ]
+    fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp, *others]
+    names = MACHINES or (*usual, *(over_tcp if mark else []), *others)
     known = [it for it in names if it in fit]
     # Not with QUICK=1: what has run on the host, and devices over TCP where both have run alone.
     repeated = () if MACHINES else ("ascend_tcp",) if mark else ("ascend",)

@@ -305,6 +305,20 @@ static int end_failed(kvn_transfer_context *t, int status)
 
 /* ---- the backend ---- */
 
+int kvn_transfer_check_guards(kvn_transfer_context *t)
+{
+    int status = kvn_transfer_read_guards(t);
+    if (status == KVN_OK)
+        status = kvn_transfer_synchronize(t, t->fault);
+    return status == KVN_OK ? compare_guards(t) : end_failed(t, status);
+}
+
+int kvn_transfer_move(kvn_transfer_context *t)
+{
+    const int status = t->transfer->staging ? kvn_transfer_staged(t) : move_directly(t);
+    return status == KVN_OK ? compare_guards(t) : end_failed(t, status);
+}
+
 static int move(kvn_stream_backend *base, kvn_channel *channel, const kvn_columns *shard,
                 const atomic_int *stop, kvn_channel_fault *fault)
 {
@@ -322,11 +336,7 @@ static int move(kvn_stream_backend *base, kvn_channel *channel, const kvn_column
     int status = kvn_communicator_begin(self->communicator, &fault->why);
     if (status != KVN_OK)
         return status;
-    status = self->staging ? kvn_transfer_staged(&t) : move_directly(&t);
-    if (status == KVN_OK)
-        status = compare_guards(&t);
-    else
-        status = end_failed(&t, status);
+    status = self->tickets ? kvn_transfer_announced(&t) : kvn_transfer_move(&t);
     kvn_communicator_end(self->communicator);
     return status;
 }
@@ -387,6 +397,8 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
     }
     self->communicator = communicator;
     self->staging = options->staging;
+    self->tickets = options->tickets;
+    self->tag = options->tag;
     self->is_put = options->direction == KVN_PEER_PUT;
     self->local_on_device = options->local_on_device;
     return &self->backend.base;

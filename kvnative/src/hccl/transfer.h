@@ -12,6 +12,16 @@
 
 #define KVN_HCCL_MAX_BATCH 256
 
+#define KVN_HCCL_TICKETS 256 /* puts with leases of a process at one time */
+
+/* What this process writes to its peers' memory with leases now: a word for each transfer, in the memory of its
+ * device, where owners read it: their tag and a number, or 0. See announced.c. */
+typedef struct kvn_tickets {
+    uint64_t address; /* on the device */
+    atomic_bool is_taken[KVN_HCCL_TICKETS];
+    atomic_uint num_announced;
+} kvn_tickets;
+
 /* What messages call a lease. */
 typedef struct kvn_lease_name {
     char text[128];
@@ -25,11 +35,13 @@ typedef struct kvn_transfer_options {
     uint32_t num_guards;
     const kvn_lease_name *lease_names; /* the last guards are of leases; copied */
     uint32_t num_leases;
+    kvn_tickets *tickets; /* NULL: it is not announced; it is a put with leases otherwise */
+    uint32_t tag;         /* of the owner */
     kvn_staging *staging; /* NULL: local memory is in bound regions */
     bool local_on_device;
 } kvn_transfer_options;
 
-/* The communicator and the staging outlive the backend. NULL with errno set (EINVAL, ENOMEM). */
+/* The communicator, the tickets and the staging outlive the backend. NULL with errno set (EINVAL, ENOMEM). */
 kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
                                  const kvn_transfer_options *options);
 
@@ -49,6 +61,8 @@ typedef struct kvn_transfer {
     uint64_t *guard_words;
     uint32_t num_leases;
     kvn_lease_name *lease_names;
+    kvn_tickets *tickets;
+    uint32_t tag;
 } kvn_transfer;
 
 typedef struct kvn_transfer_context {
@@ -90,6 +104,14 @@ int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault);
 
 /* Issues the reading of the guards' words, to be compared after the stream was waited for. */
 int kvn_transfer_read_guards(kvn_transfer_context *t);
+/* Reads them, and compares; nothing is on the stream before and afterwards. */
+int kvn_transfer_check_guards(kvn_transfer_context *t);
+
+/* Moves the shard and compares the guards; nothing of it is under way on return. */
+int kvn_transfer_move(kvn_transfer_context *t);
+/* The same for a put with leases, which it announces to the owner: KVN_UNMAPPED, with nothing written, if one
+ * has ended before. */
+int kvn_transfer_announced(kvn_transfer_context *t);
 
 /* Through staging memory: issue, wait. On failure it may leave work on the communicator's stream, nothing on
  * others. */

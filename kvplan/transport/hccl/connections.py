@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weakref import finalize, ref
 
 from kvnative._backend import NativeError
+from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.metadata import Metadata
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvnative._hccl import Communicator
+    from kvplan.transport.announced import Tickets
     from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.device import HcclDevice
+
+
+_LOG = Log("kvplan")
 
 
 @dataclass(eq=False)
@@ -76,6 +81,7 @@ class Connections:
         self._mutex = threading.RLock()
         self._current: Connection | None = None
         self._communicators: dict[int, Communicator] = {}  # that are not taken down yet
+        self._opened_ever: set[Communicator] = set()  # less those that HCCL has closed
         self._opened: dict[int, int] = {}  # not prepared yet: the newest region that is bound
         self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
@@ -84,6 +90,7 @@ class Connections:
         self._unused_here: set[int] = set()
         self._unused_there: set[int] = set()
         self._why_closed: LLMException | None = None
+        self._renews = False  # since what a peer writes could not be read
 
     def connect(self, timeout_ms: float) -> None:
         """Make the first connection; blocks until the peer does so too.
@@ -118,6 +125,8 @@ class Connections:
             with self._mutex:
                 self._check_wanted(generation)
                 self._communicators[generation] = communicator
+                self._opened_ever = {it for it in self._opened_ever if it.state != "closed"}
+                self._opened_ever.add(communicator)
                 self._opened[generation] = newest
         except BaseException:
             self._hccl.close(communicator)
@@ -207,6 +216,27 @@ class Connections:
         """Whether `close` was called."""
         return self._why_closed is not None
 
+    @property
+    def is_down(self) -> bool:
+        """Whether it is closed, and the peer cannot write over it any more."""
+        return self.closed and all(it.state == "closed" for it in tuple(self._opened_ever))
+
+    def tickets(self, tag: int) -> Tickets | None:
+        """What the peer is writing to memory of the process with that tag, as it has announced.
+
+        None: that cannot be known now.
+        """
+        if self.closed:
+            return frozenset() if self.is_down else None
+        if (current := self._current) is None:  # nobody can transfer over it yet
+            return frozenset()
+        address = self._peer.generations.tickets
+        words = self._hccl.read_tickets(current.communicator, address)
+        if words is None:
+            self._renew_disturbed(current)
+            return None
+        return frozenset((i, it) for i, it in enumerate(words) if it and it >> 32 == tag)
+
     def _use(self, generation: int, peer_newest: int) -> None:
         with self._mutex:
             made = self._made.pop(generation, None)
@@ -225,6 +255,26 @@ class Connections:
             self._check_wanted(generation)
             finalize(held, self._hccl.background.do, let_go)
             self._made[generation] = held
+
+    def _renew_disturbed(self, connection: Connection) -> None:
+        """Have another made, though perhaps nothing here will ever be transferred over it."""
+        with self._mutex:
+            if self.request_renewal is None or self._renews or self._current is not connection:
+                return
+            if not connection.communicator.disturbed:
+                return
+            self._renews = True
+        name = f"kvplan-hccl-renews-{connection.generation}"
+        threading.Thread(target=self._renew_now, name=name, daemon=True).start()
+
+    def _renew_now(self) -> None:
+        try:
+            if self.request_renewal is not None:
+                self.request_renewal()
+        except LLMException as error:
+            _LOG.info("event=not_renewed peer=%s reason=%s", self._peer, error)
+        finally:
+            self._renews = False
 
     def _take_down(self, communicator: Communicator) -> None:
         self._hccl.background.do(partial(self._hccl.close, communicator))

@@ -6,13 +6,18 @@ import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvnative._backend import NativeError
-from kvnative._hccl import Communicator, Region, Staging
+from kvnative._executor import KVN_OK, Executor
+from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging
+from kvnative._lower import Descriptors
 from kvplan.device.device import device_error
 from kvplan.logs import Log
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
+from kvplan.transport.hccl.metadata import WORD_NBYTES
 from kvplan.transport.hccl.regions import Pinning, Regions
-from kvplan.transport.hccl.registrations import WORD_NBYTES, whole_pages
+from kvplan.transport.hccl.registrations import whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from kvplan.transport.hccl.registrations import GenerationTable
 
 _LOG = Log("kvplan")
+_TICKETS_NBYTES = NUM_TICKETS * WORD_NBYTES
+_LOOK_MS = 500.0  # that it may take to see what a peer writes; what takes longer is given up
 _MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region of a device, of the host
 
 
@@ -104,8 +111,7 @@ class HcclDevice:
         self._pinning = Pinning(device)
         self._traffic_class = traffic_class
         self._service_level = service_level
-        words = generations.ref
-        address, nbytes = whole_pages(device, words.address, words.num_slots * WORD_NBYTES)
+        address, nbytes = whole_pages(device, generations.ref.address, generations.nbytes)
         self._table_region = Region(
             library,
             device.native,
@@ -116,6 +122,7 @@ class HcclDevice:
         )
         self._open: set[Communicator] = set()
         self._mutex = threading.Lock()  # of what is open
+        self._reading = threading.Lock()  # tickets, into words that there are once
         self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:
@@ -167,6 +174,26 @@ class HcclDevice:
             if communicator.state == "closed":
                 self._open.discard(communicator)
         self._finish()
+
+    def read_tickets(self, communicator: Communicator, address: int) -> list[int] | None:
+        """The words of a peer's tickets; None: they cannot be read now."""
+        seen = self.generations.seen
+        columns = (np.array([it], np.uint64) for it in (seen, address, _TICKETS_NBYTES))
+        words = bytearray(_TICKETS_NBYTES)
+        # A signal handler may come back here: then it does not see them.
+        if not self._reading.acquire(timeout=_LOOK_MS / 1000):
+            return None
+        try:
+            with Executor(communicator.backend("get")) as executor:
+                report = executor.run(Descriptors.from_columns(*columns), _LOOK_MS)
+            if report.status != KVN_OK:
+                return None
+            self.device.read(seen, words)
+        except (NativeError, LLMException):
+            return None
+        finally:
+            self._reading.release()
+        return memoryview(words).cast("Q").tolist()
 
     def forget(self, held: HeldRegion) -> None:
         """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""

@@ -10,9 +10,9 @@ import numpy as np
 from kvnative._hccl import MAX_GUARDS, Guards
 from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.transport.announced import tag_of
 from kvplan.transport.base import BaseLink, BasePeerMemory, columns, no_leases
-from kvplan.transport.hccl.metadata import Metadata, Range
-from kvplan.transport.hccl.registrations import WORD_NBYTES
+from kvplan.transport.hccl.metadata import WORD_NBYTES, Metadata, Range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,12 +64,6 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
             LLMException: LLM_FEATURE_NOT_ENABLED: `other` is reached in no way, and why;
                 LLM_TIMEOUT, LLM_LINK_FAILED: the connection could not be renewed; or as `check`.
         """
-        if self._leases and direction == "put":
-            raise LLMException(
-                f"a push to {self._link.peer} over hccl is made without a lease: whether it has "
-                "ended would show when the bytes are there",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
         for _ in range(_TRIES):
             connection = self._link.connection()
             way = self._way(other, connection)
@@ -83,7 +77,10 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         )
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
-        """See `PeerMemory.leased`: transfers read their words where they read the ranges'."""
+        """See `PeerMemory.leased`: transfers read their words where they read the ranges'.
+
+        Pushes are announced, and read all of them before their bytes as well.
+        """
         words = [it for lease in leases if (it := lease.word(self._link.transport)) is not None]
         if len(words) < len(leases):
             raise no_leases(self._link.transport)
@@ -102,12 +99,15 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         key = connection, direction, way
         if (known := self._backends.get(key)) is None:
             local, is_staged = way
+            is_announced = direction == "put" and bool(self._leases)
             made = connection.communicator.backend(
                 direction,
                 self._guards,
                 self._link.hccl.staging if is_staged else None,
                 local,
                 self._leases,
+                self._link.hccl.generations.tickets if is_announced else None,
+                tag_of(self._link.metadata.instance),
             )
             known = self._backends.setdefault(key, made)
         return known

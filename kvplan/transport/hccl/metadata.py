@@ -22,8 +22,9 @@ from kvplan.transport.wire import (
 )
 
 SCHEMA: Final = "kvplan.hccl"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 MAX_SLOTS: Final = 1 << 24
+WORD_NBYTES: Final = 8
 
 _GENERATION_TABLE = {"address": ADDRESS, "num_slots": (1, MAX_SLOTS)}
 _RANGE = range_bounds((0, MAX_SLOTS - 1))
@@ -33,10 +34,18 @@ _TOP = ("instance", "product", "device", "board", "newest", "ranges")
 
 @dataclass(frozen=True, slots=True)
 class GenerationTableRef:
-    """Where the generation table lies in the device's memory: a word of 8 bytes for each slot."""
+    """Where the generation table lies in the device's memory: a word of 8 bytes for each slot.
+
+    The words of tickets follow, by which a writer announces itself to its peers.
+    """
 
     address: int
     num_slots: int
+
+    @property
+    def tickets(self) -> int:
+        """The address of those."""
+        return self.address + WORD_NBYTES * self.num_slots
 
 
 @dataclass(frozen=True, slots=True)

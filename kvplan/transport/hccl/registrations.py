@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvnative._hccl import NUM_TICKETS, Tickets
 from kvplan.logs import Log
 from kvplan.status import LLMException, invalid
-from kvplan.transport.hccl.metadata import MAX_SLOTS, GenerationTableRef, Range
+from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef, Range
 from kvplan.transport.host_memory import host_range
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registrations import (
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable
 
 _LOG = Log("kvplan")
-WORD_NBYTES: Final = 8
 
 
 class GenerationTable:
@@ -38,7 +38,8 @@ class GenerationTable:
 
     A peer that transfers reads the words of the ranges that it used after its bytes, in the order
     of its stream: where one is not what was published, nothing of the transfer counts. Slots of
-    leases follow those of registrations.
+    leases follow those of registrations; then come this process's own tickets, and words that
+    tickets of peers are read into.
 
     Args:
         device: whose memory it lies in.
@@ -55,10 +56,12 @@ class GenerationTable:
         self._lease_slots = Slots(num_leases, MAX_LEASES) if num_leases else None
         self._leases: dict[int, int] = {}  # generations of those that have not ended, by slot
         self._device = device
-        nbytes = (num_slots + num_leases) * WORD_NBYTES
-        self.buffer: DeviceBuffer | None = device.allocate(nbytes)
+        self.nbytes = (num_slots + num_leases + 2 * NUM_TICKETS) * WORD_NBYTES
+        self.buffer: DeviceBuffer | None = device.allocate(self.nbytes)
         self.ref = GenerationTableRef(self.buffer.address, num_slots + num_leases)
-        device.write(self.ref.address, bytes(nbytes))
+        device.write(self.ref.address, bytes(self.nbytes))
+        self.tickets = Tickets(self.ref.tickets, self.buffer)
+        self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # of a peer
         self._mutex = threading.RLock()  # re-entrant: a signal handler may end a lease
 
     def take(self) -> tuple[int, int]:
@@ -127,6 +130,7 @@ class GenerationTable:
     def close(self) -> None:
         """Let go of the memory: no connection reaches it any more."""
         self.buffer = None
+        del self.tickets
 
     def address_of(self, slot: int) -> int:
         """Of a slot's word."""

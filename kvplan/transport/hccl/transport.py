@@ -12,6 +12,7 @@ from kvnative._hccl import HcclLibrary, Staging
 from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.announced import Writers, tag_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.hccl.addresses import device_address, is_over_hccs, table_of, why_not
 from kvplan.transport.hccl.connections import Connections
@@ -79,6 +80,8 @@ class HcclTransport(BaseTransport):
         self.reaches: frozenset[Kind] = self._product.registers
         self._mutex = threading.Lock()
         self._links: set[Connections] = set()
+        tag = tag_of(self._instance)
+        self._writers: Writers[Connections] = Writers(lambda link: link.tickets(tag))
         self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
         try:
             library = HcclLibrary.load(device.native.library)
@@ -144,10 +147,13 @@ class HcclTransport(BaseTransport):
         return self._generations.begin_lease()
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`; no peer writes with them."""
+        """See `Transport.end_leases`; the tickets of each linked peer are read, by a get each."""
         self._check_open()
         for slot, generation in leases:
             self._generations.end_lease(slot, generation)
+        with self._mutex:
+            links = tuple(self._links)
+        self._writers.check(links)
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """See `Transport.metadata`."""
@@ -176,7 +182,7 @@ class HcclTransport(BaseTransport):
         connections = Connections(self._hccl, peer, table, session, self._metadata, is_hccs=is_hccs)
         with self._mutex:
             self._check_open()
-            self._links = {it for it in self._links if not it.closed}
+            self._links = {it for it in self._links if not it.is_down}
             self._links.add(connections)
         try:
             connections.connect(timeout_ms)

@@ -6,16 +6,15 @@ import os
 import secrets
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from kvnative._backend import KVN_TIMEOUT, NativeError
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
-from kvplan.inspection.units import plural
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.transport.announced import Writers, tag_of
 from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.registrations import PATIENCE_S, QUARANTINE, transport_closed
 from kvplan.transport.ucx.library import (
@@ -36,38 +35,14 @@ if TYPE_CHECKING:
 
     from kvnative._ucx import UcxEndpoint
     from kvplan.transport import protocol
+    from kvplan.transport.announced import Tickets
     from kvplan.transport.protocol import Kind, Registrable
     from kvplan.transport.ucx.registrations import UcxRegistration
 
 
-Tickets = frozenset[tuple[int, int]]
-
 _LOG = Log("kvplan")
 _AT_ONCE_MS: Final = 1.0
 _LOOK_MS: Final = 100.0  # that it may take to see what a peer writes
-_NAP_S: Final = 100e-6
-_STALLED_S: Final = 0.02  # for a peer that did not get on when it was last waited for
-
-
-class _Writer:
-    """A peer that may be writing to this process's memory since before a registration ended."""
-
-    def __init__(self, endpoint: UcxEndpoint, tag: int) -> None:
-        self.endpoint = endpoint
-        self.tickets: Tickets | None = None  # that it had then, and has; None: not seen
-        self._tag = tag
-
-    def is_writing(self) -> bool:
-        """Whether one of the transfers that it had announced has not ended; or that is not known.
-
-        Of an endpoint that has failed nothing comes any more.
-        """
-        try:
-            standing = self.endpoint.writing(self._tag, _LOOK_MS)
-        except UcxError as error:
-            return error.status == KVN_TIMEOUT
-        self.tickets = standing if self.tickets is None else self.tickets & standing
-        return bool(self.tickets)
 
 
 class UcxTransport(BaseTransport):
@@ -120,8 +95,7 @@ class UcxTransport(BaseTransport):
         self._worker: UcxWorker | None = worker  # None: closed
         self._mutex = threading.RLock()  # re-entrant: a finalizer may deregister
         self._endpoints: WeakSet[UcxEndpoint] = WeakSet()  # of links
-        # What peers did not end in the last wait, for which the next one is shorter.
-        self._stalled: WeakKeyDictionary[UcxEndpoint, Tickets | None] = WeakKeyDictionary()
+        self._writers = Writers(self._tickets_of)
         try:
             self._registrations = Registrations(worker, max_registrations)
         except BaseException:
@@ -161,13 +135,7 @@ class UcxTransport(BaseTransport):
         """See `Transport.end_leases`; the tickets of each linked peer are read: a round trip."""
         self._check_open()
         self._registrations.end_leases(leases)
-        if late := self._late_writers():
-            raise LLMException(
-                f"{plural(len(late), 'peer')} had begun to write to this process's memory and did "
-                f"not end that within {PATIENCE_S:g} s (stopped, or cut off?): use the blocks "
-                "again when they have, or their links have ended",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
-            )
+        self._writers.check(self._linked())
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
         """See `Transport.metadata`."""
@@ -234,7 +202,7 @@ class UcxTransport(BaseTransport):
 
     def _wait_for_writers(self, ended: Sequence[UcxRegistration]) -> None:
         """Wait for the peers that write, and let go of what they cannot write to any more."""
-        late = self._late_writers() if any(it.writable for it in ended) else []
+        late = self._writers.wait(self._linked()) if any(it.writable for it in ended) else []
         for it in ended:
             if late and it.writable:
                 _LOG.warning(
@@ -249,28 +217,16 @@ class UcxTransport(BaseTransport):
             else:
                 it.release()
 
-    def _late_writers(self) -> list[_Writer]:
-        """Wait for the peers that write now; returns those that have not ended that in time."""
+    def _linked(self) -> tuple[UcxEndpoint, ...]:
         with self._mutex:
-            endpoints = tuple(self._endpoints)
-        writers = [_Writer(it, _tag_of(self._instance)) for it in endpoints]
-        began = time.monotonic()
-        while late := [it for it in writers if it.is_writing()]:
-            patience = _STALLED_S if all(map(self._has_stalled, late)) else PATIENCE_S
-            if time.monotonic() > began + patience:
-                break
-            time.sleep(_NAP_S)
-            writers = late
-        with self._mutex:
-            self._stalled.update((it.endpoint, it.tickets) for it in late)
-        return late
+            return tuple(self._endpoints)
 
-    def _has_stalled(self, it: _Writer) -> bool:
-        """Whether it is where it was at the end of the last wait."""
-        before = self._stalled.get(it.endpoint, frozenset())
-        if before is None or it.tickets is None:
-            return before is it.tickets
-        return it.tickets <= before
+    def _tickets_of(self, endpoint: UcxEndpoint) -> Tickets | None:
+        """What the peer is writing here; of an endpoint that has failed nothing comes any more."""
+        try:
+            return endpoint.writing(tag_of(self._instance), _LOOK_MS)
+        except UcxError as error:
+            return None if error.status == KVN_TIMEOUT else frozenset()
 
     def _endpoint(self, peer: Metadata) -> UcxEndpoint:
         if peer.instance == self._instance:
@@ -283,7 +239,7 @@ class UcxTransport(BaseTransport):
                 generations_rkey=peer.generations.key,
                 tickets_address=peer.tickets.address,
                 tickets_rkey=peer.tickets.key,
-                tag=_tag_of(peer.instance),
+                tag=tag_of(peer.instance),
             )
         except (NativeError, ValueError) as error:
             raise self._unreached(peer, error) from error
@@ -316,8 +272,3 @@ def _open(found: Found, settings: Mapping[str, str], label: str) -> tuple[str, U
             f"UCX {version} ({found.path}) cannot be used: {error}",
             status_code=status_code_of(getattr(error, "status", None)),
         ) from error
-
-
-def _tag_of(instance: str) -> int:
-    """By which a process knows what is written to its memory."""
-    return int(instance[:8], 16)

@@ -1,0 +1,98 @@
+/* Puts with leases: announced, so that an owner that ends a lease can wait for them.
+ *
+ * A writer puts a ticket into a table in the memory of its own device, then reads the generations of what it
+ * writes to in the owner's, and writes if they stand. An owner that ends a lease changes its generation, then
+ * reads the tickets of its peers, and waits until those that it finds are gone. So one of the two sees the
+ * other. What is large goes in rounds, each with a ticket and a check of its own. */
+#include <inttypes.h>
+
+#include "hccl/transfer.h"
+
+#define MAX_ROUND (UINT64_C(64) << 20) /* bytes between two checks: what an owner may wait for */
+
+/* Waits until the device has it. */
+static int write_ticket(kvn_transfer_context *t, unsigned place, uint64_t ticket)
+{
+    return t->device->ops->copy(t->device, KVN_HOST_TO_DEVICE,
+                                t->transfer->tickets->address + place * sizeof ticket,
+                                (uintptr_t)&ticket, sizeof ticket, &t->fault->why);
+}
+
+static bool take_place(kvn_tickets *tickets, unsigned *out)
+{
+    for (unsigned i = 0; i < KVN_HCCL_TICKETS; i++)
+        if (!atomic_exchange(&tickets->is_taken[i], true)) {
+            *out = i;
+            return true;
+        }
+    return false;
+}
+
+/* No ticket is like any before. */
+static int announce(kvn_transfer_context *t, unsigned place)
+{
+    kvn_tickets *tickets = t->transfer->tickets;
+    uint32_t number = atomic_fetch_add(&tickets->num_announced, 1) + 1;
+
+    while (number == 0) /* a word of 0 is none */
+        number = atomic_fetch_add(&tickets->num_announced, 1) + 1;
+    return write_ticket(t, place, (uint64_t)t->transfer->tag << 32 | number);
+}
+
+/* Nothing of the transfer is under way. A place whose ticket cannot be taken out is not used again: owners
+ * take it for a transfer that does not end. */
+static void withdraw(kvn_transfer_context *t, unsigned place)
+{
+    kvn_channel_fault ignored, *fault = t->fault;
+
+    kvn_channel_fault_begin(&ignored);
+    t->fault = &ignored;
+    if (write_ticket(t, place, 0) == KVN_OK)
+        atomic_store(&t->transfer->tickets->is_taken[place], false);
+    t->fault = fault;
+}
+
+/* Of a descriptor at least. */
+static uint64_t end_of_round(const kvn_columns *shard, uint64_t first)
+{
+    uint64_t nbytes = 0, last = first;
+
+    while (last < shard->count && (last == first || nbytes + shard->nbytes[last] <= MAX_ROUND))
+        nbytes += shard->nbytes[last++];
+    return last;
+}
+
+static int move_round(kvn_transfer_context *t, unsigned place)
+{
+    int status = announce(t, place);
+
+    if (status != KVN_OK)
+        return status;
+    status = kvn_transfer_check_guards(t);
+    return status == KVN_OK ? kvn_transfer_move(t) : status;
+}
+
+int kvn_transfer_announced(kvn_transfer_context *t)
+{
+    const kvn_columns *shard = t->shard;
+    uint64_t first = 0, last;
+    unsigned place;
+    int status;
+
+    if (!take_place(t->transfer->tickets, &place))
+        return kvn_fail(&t->fault->why, KVN_FAILED, 0,
+                        "%d transfers with leases are under way, which is the most: wait for one before",
+                        KVN_HCCL_TICKETS);
+    do {
+        last = end_of_round(shard, first);
+        const kvn_columns round = kvn_columns_slice(shard, first, last);
+        t->shard = &round;
+        status = move_round(t, place);
+        t->shard = shard;
+        if (status != KVN_OK && t->fault->failed != KVN_NO_DESCRIPTOR)
+            t->fault->failed += first;
+        first = last;
+    } while (status == KVN_OK && first < shard->count);
+    withdraw(t, place);
+    return status;
+}
