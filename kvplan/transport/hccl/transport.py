@@ -78,7 +78,7 @@ class HcclTransport(BaseTransport):
         self._address = device_address(device, local_comm_res)
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # re-entrant: a signal handler may end a lease
         self._links: set[Connections] = set()
         tag = tag_of(self._instance)
         self._writers: Writers[Connections] = Writers(lambda link: link.tickets(tag))
