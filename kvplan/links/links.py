@@ -29,6 +29,7 @@ from kvplan.validation import check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.control.messages import Hello
+    from kvplan.links.notifying import Inbox
     from kvplan.links.published_table import Publisher
     from kvplan.links.values import LinkStatus
     from kvplan.transport.protocol import Transport
@@ -56,8 +57,7 @@ class Links:
         registry: the caches that are offered.
         transports: in order of preference.
         missing: why other transports are not available, by name.
-        notified: called with the cluster and the data of each notification of a linked peer, in
-            the control thread; raises if it is refused. None: all are.
+        inbox: takes the notifications of linked peers; None: they are refused.
 
     Raises:
         LLMException: the cluster key file cannot be used.
@@ -71,7 +71,7 @@ class Links:
         registry: OfferedCaches,
         transports: Sequence[Transport],
         missing: Mapping[str, str] = MappingProxyType({}),
-        notified: Callable[[int, bytes], None] | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         key_file = options.cluster_key_file
         self._pid = os.getpid()
@@ -83,7 +83,7 @@ class Links:
             role=role,
             options=options,
             registry=registry,
-            notified=notified or _refuse_notification,
+            inbox=inbox,
             transports=tuple(transports),
             missing=missing,
             control=self._control,
@@ -310,13 +310,6 @@ class Links:
         await self._listener.stop()
         self._rendezvous.close()
         await self._transitions.finish(_CLOSING_S)
-
-
-def _refuse_notification(cluster_id: int, data: bytes) -> None:
-    raise LLMException(
-        f"notifications of cluster {cluster_id} are not taken here",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    )
 
 
 def _admit_by_address(hello: Hello) -> None:
