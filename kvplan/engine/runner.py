@@ -261,7 +261,7 @@ class Operation:
         """Of the peer that takes part; None: none does."""
         return None if self.link is None else self.link.cluster_id
 
-    def finish(self, error: LLMException | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """End what was submitted: its bytes have arrived, or `error` says why not.
 
         Raises:
