@@ -223,8 +223,8 @@ class GatherOperations(OperationRunner):
         engine, name = self._running(), _name_of(groups)
         task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
         try:
+            report = engine.prompt.report()
             self._begin(task, groups, rank, coalesce)
-            report = engine.prompt.completions
             if report is not None or task.notices.any:
                 engine.prompt.track(task, report=report, aside=task.notices.any)
         except BaseException:
