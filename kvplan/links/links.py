@@ -147,17 +147,25 @@ class Links:
             LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an impossible address,
                 or timeout_ms < 1. Whether a cluster was linked is in its result.
         """
+        return self._run(self._linking(clusters, timeout_ms))
+
+    async def link_async(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
+        """As `link`, for a coroutine; cancelled, what is not linked by then is not linked."""
+        self._check_usable()
+        return await self._control.run_for(self._linking(clusters, timeout_ms))
+
+    def _linking(
+        self, clusters: Sequence[ClusterInfo], timeout_ms: int
+    ) -> Coroutine[Any, Any, LinkResults]:
         check_clusters(clusters, ClusterInfo)
         calls = [(it.remote_cluster_id, it.endpoint()) for it in clusters]
         timeout_s = _seconds(timeout_ms)
         for cluster_id, _ in calls:
             if cluster_id == self._engine.cluster_id:
                 raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
-        return self._run(
-            LinkResults.of(
-                (cluster_id, self._initiator.link(cluster_id, endpoint, self._handler, timeout_s))
-                for cluster_id, endpoint in calls
-            )
+        return LinkResults.of(
+            (cluster_id, self._initiator.link(cluster_id, endpoint, self._handler, timeout_s))
+            for cluster_id, endpoint in calls
         )
 
     def unlink(
