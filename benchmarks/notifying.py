@@ -201,7 +201,7 @@ def receive_kvplan(*, sleeps: bool) -> None:
             while not poll.poll(None if sleeps else 0):
                 pass
             now = time.monotonic_ns()
-            for _ in arrived:
+            if next(iter(arrived), None) is not None:  # one: the next has a time of its own
                 say(now)
 
 
