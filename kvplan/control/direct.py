@@ -123,7 +123,10 @@ def connect(secret: bytes) -> socket.socket | None:
 
     A process of another user that has taken its name is no way to be notified.
     """
-    connection = _new_socket()
+    try:
+        connection = _new_socket()
+    except OSError:
+        return None
     try:
         connection.connect(_name(secret))
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)

@@ -77,9 +77,13 @@ class Notifications(PollableQueue[Notification]):
         return min(WINDOW, room - 1)
 
     def attach(self, cluster_id: int, direct: socket.socket) -> None:
-        """Take from now on what a peer sends directly; in the control thread."""
-        self._direct[direct.fileno()] = direct, cluster_id
+        """Take from now on what a peer sends directly; in the control thread.
+
+        Raises:
+            OSError: the system has no room to watch it.
+        """
         self._epoll.register(direct, select.EPOLLIN)
+        self._direct[direct.fileno()] = direct, cluster_id
 
     def detach(self, direct: socket.socket) -> None:
         """Take what lies there, and close it; idempotent, in the control thread."""

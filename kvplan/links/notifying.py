@@ -35,7 +35,11 @@ class Inbox(Protocol):
         """
 
     def attach(self, cluster_id: int, direct: socket.socket) -> None:
-        """Take from now on what a peer sends directly."""
+        """Take from now on what a peer sends directly.
+
+        Raises:
+            OSError: the system has no room to watch it.
+        """
 
     def detach(self, direct: socket.socket) -> None:
         """Take what lies there, and close it; idempotent."""
@@ -128,8 +132,12 @@ class Notifier:
         if notify.direct is not None and (connection := connect(notify.direct)) is not None:
             if self._receiving is not None:
                 inbox.detach(self._receiving)
-            inbox.attach(self._cluster_id, connection)
-            self._receiving = connection
+            try:
+                inbox.attach(self._cluster_id, connection)
+                self._receiving = connection
+            except OSError:  # the peer finds that it has ended
+                connection.close()
+                self._receiving = None
         return Notified(window)
 
     def end(self, inbox: Inbox | None) -> None:
