@@ -22,7 +22,7 @@ from kvplan import (
 )
 from kvplan.engine.completion import MAX_UNTAKEN
 from tests.datadist.conftest import MakeEngine
-from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.machine import Machine, on_host_only, where_nobody_serves
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
@@ -136,8 +136,9 @@ def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
 
 
 def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
-    user: LlmDataDist, peer: Peer
+    user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
+    where_nobody_serves(machine)
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     user.completions()

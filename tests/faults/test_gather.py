@@ -406,6 +406,7 @@ def test_each_peer_is_told_of_a_gather_that_is_refused(make_scene: Callable[...,
     scene.assert_over()
 
 
+@pytest.mark.usefixtures("served_by_nobody")
 def test_a_peer_that_cannot_be_notified_is_an_error_of_a_gather_that_is_whole(
     make_scene: Callable[..., Scene],
 ) -> None:
