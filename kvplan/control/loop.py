@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import zmq
 
@@ -21,6 +21,7 @@ from kvplan.status import LLMException, LLMStatusCode
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Outcome: TypeAlias = tuple[BaseException] | tuple[None, _T]
 
 MAX_WORKERS: Final = 1024
 """Threads for blocking calls, made when needed. Both ends of a connection wait for each other in
@@ -55,12 +56,21 @@ class PendingCall(Generic[_T]):
     The two threads share no lock of Python's: a signal that interrupts the waiting one between
     taking and releasing it, as inside `concurrent.futures.Future.result`, would block the loop for
     ever.
+
+    Args:
+        coro: the coroutine.
+        report: is called on the loop with the outcome, if `result` is not; maybe more than once.
     """
 
-    def __init__(self, coro: Coroutine[Any, Any, _T]) -> None:
+    def __init__(
+        self,
+        coro: Coroutine[Any, Any, _T],
+        report: Callable[[_Outcome[_T]], object] | None = None,
+    ) -> None:
         self._coro = coro
         self._task: asyncio.Task[_T] | None = None
-        self._outcomes: SimpleQueue[tuple[BaseException] | tuple[None, _T]] = SimpleQueue()
+        self._outcomes: SimpleQueue[_Outcome[_T]] = SimpleQueue()
+        self._report = report or self._outcomes.put
 
     def begin(self) -> None:
         """Start the coroutine; on the loop."""
@@ -78,7 +88,7 @@ class PendingCall(Generic[_T]):
         """The loop ends, or has ended: the coroutine does not go on."""
         if self._task is None:
             self._coro.close()
-        self._outcomes.put((asyncio.CancelledError(),))
+        self._report((asyncio.CancelledError(),))
 
     def result(self, timeout_ms: float | None) -> _T:
         """Wait for the outcome.
@@ -106,11 +116,11 @@ class PendingCall(Generic[_T]):
     def _done(self, task: asyncio.Task[_T]) -> None:
         self._task = None  # with its error, whose traceback refers to the waiting frame
         if task.cancelled():
-            self._outcomes.put((asyncio.CancelledError(),))
+            self._report((asyncio.CancelledError(),))
         elif (error := task.exception()) is not None:
-            self._outcomes.put((error,))
+            self._report((error,))
         else:
-            self._outcomes.put((None, task.result()))
+            self._report((None, task.result()))
 
 
 class RefusalLog:
@@ -213,6 +223,46 @@ class ControlLoop:
             raise
         finally:
             self._calls.discard(call)
+
+    async def run_for(self, coro: Coroutine[Any, Any, _T]) -> _T:
+        """As `run`, for a coroutine of another loop, which goes on meanwhile.
+
+        Args:
+            coro: is cancelled if the caller is.
+
+        Raises:
+            LLMException: as `run`.
+        """
+        try:
+            loop = self._running()
+            caller = asyncio.get_running_loop()
+        except BaseException:
+            coro.close()
+            raise
+        outcome: asyncio.Future[_Outcome[_T]] = caller.create_future()
+
+        def report(found: _Outcome[_T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                caller.call_soon_threadsafe(_set_outcome, outcome, found)
+
+        call = PendingCall(coro, report)
+        try:
+            self._calls.add(call)
+            _schedule(loop, partial(self._begin, call), otherwise=call.end)
+            found = await outcome
+        except BaseException:
+            _schedule(loop, call.cancel, otherwise=call.end)
+            raise
+        finally:
+            self._calls.discard(call)
+        if found[0] is None:
+            return found[1]
+        try:
+            if isinstance(found[0], asyncio.CancelledError):
+                raise self._stopped()
+            raise found[0]
+        finally:
+            del found  # its traceback refers to this frame
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Have `function(*args)` called on the loop, from any thread.
@@ -388,6 +438,11 @@ def _schedule(
         loop.call_soon_threadsafe(function)
     except RuntimeError:
         otherwise()
+
+
+def _set_outcome(future: asyncio.Future[_Outcome[_T]], outcome: _Outcome[_T]) -> None:
+    if not future.done():  # cancelled, or it has one
+        future.set_result(outcome)
 
 
 def _nothing() -> None: ...

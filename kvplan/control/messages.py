@@ -179,13 +179,19 @@ class Released(_Body, frozen=True):
 
 
 class Notify(_Body, frozen=True):
-    """Request: a notification of my program for yours; yours reads it in the order of mine."""
+    """Request: a notification of my program for yours; yours reads it in the order of mine.
+
+    `direct` is the secret of a listener inside the host: connect there for those to come.
+    """
 
     data: Annotated[bytes, Meta(min_length=1, max_length=MAX_NOTIFICATION_NBYTES)]
+    direct: Token | None = None
 
 
 class Notified(_Body, frozen=True):
-    """Reply to Notify: it is where my program reads."""
+    """Reply to Notify: it is where my program reads, and so many more have room."""
+
+    window: Uint32 = 0
 
 
 class Renew(_Body, frozen=True):

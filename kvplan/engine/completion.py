@@ -11,13 +11,16 @@ from weakref import ref
 
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.execution.task import TransferTask
-from kvplan.status import LLMException
+from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.engine.gather_task import GatherTask
 
 _SHORTEST_TURN_MS: Final = 0.1  # of waiting for one task while others may end
 _LONGEST_TURN_MS: Final = 2.0
+
+MAX_UNTAKEN: Final = 65536
+"""Tasks that have ended and that nobody has taken; further ones are not submitted."""
 
 
 class CompletionThread:
@@ -107,8 +110,8 @@ class CompletionThread:
 class Completions(PollableQueue["TransferTask | GatherTask"]):
     """The submitted tasks of one engine that have ended, in that order; `wait` of each says how.
 
-    It has the tasks in flight, and those that nobody has taken: it grows as long as tasks are
-    submitted and none is taken. A task here keeps what it refers to, but no block of a cache.
+    While 65536 have ended and nobody has taken them, no other can be submitted. A task here keeps
+    what it refers to, its plan above all, but no block of a cache.
     """
 
 
@@ -120,8 +123,6 @@ class PromptCompletionThread:
     Args:
         name: of the thread.
 
-    Attributes:
-        completions: where tasks are reported, once somebody has asked for that.
     """
 
     def __init__(self, name: str) -> None:
@@ -132,14 +133,28 @@ class PromptCompletionThread:
         self._thread: Thread | None = None
         self._cancelled: LLMException | None = None
         self._mutex = RLock()
-        self.completions: Completions | None = None
+        self._completions: Completions | None = None
 
     def open_completions(self) -> Completions:
         """Return where tasks are reported that are submitted from now on."""
         with self._mutex:
-            if self.completions is None:
-                self.completions = Completions()
-            return self.completions
+            if self._completions is None:
+                self._completions = Completions()
+            return self._completions
+
+    def report(self) -> Completions | None:
+        """Return where a task is reported that is about to be submitted; None: nobody has asked.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: too many that have ended were not taken.
+        """
+        if (completions := self._completions) is not None and len(completions) >= MAX_UNTAKEN:
+            raise LLMException(
+                f"{len(completions)} tasks have ended and nobody has taken them from "
+                f"completions(); at most {MAX_UNTAKEN} can",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+        return completions
 
     def track(
         self,
@@ -197,8 +212,8 @@ class PromptCompletionThread:
         if thread is not None:
             self._arrivals.put(None)
             thread.join(timeout_s)
-        if self.completions is not None:
-            self.completions.close()
+        if self._completions is not None:
+            self._completions.close()
 
     def _run(self) -> None:
         flying: list[_Watched] = []

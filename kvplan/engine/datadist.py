@@ -195,6 +195,17 @@ class LlmDataDist(
         results = self._running().links.link(clusters, timeout_ms)
         return self._reported("link_clusters", results, perf_counter() - started)
 
+    async def link_clusters_async(
+        self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000
+    ) -> LinkResults:
+        """As `link_clusters`, for a program that uses asyncio, whose loop goes on meanwhile.
+
+        Cancelled, it ends the handshakes that are under way; links that are made by then stay.
+        """
+        started = perf_counter()
+        results = await self._running().links.link_async(clusters, timeout_ms)
+        return self._reported("link_clusters", results, perf_counter() - started)
+
     def unlink_clusters(
         self,
         clusters: Sequence[ClusterInfo | int],

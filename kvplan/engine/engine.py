@@ -19,7 +19,7 @@ from kvplan.device.choice import open_accelerator
 from kvplan.engine.completion import CompletionThread, PromptCompletionThread
 from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
-from kvplan.engine.notifications import Notification, NotificationCallbacks, Notifications
+from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
 from kvplan.engine.telemetry import logger
@@ -108,7 +108,7 @@ class Engine:
                 self.registry,
                 transports,
                 missing,
-                self._notified,
+                self.notifications,
             )
             held.callback(self.links.close)
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
@@ -118,9 +118,6 @@ class Engine:
 
     def _announce(self) -> None:
         self.links.publish_soon()
-
-    def _notified(self, cluster_id: int, data: bytes) -> None:
-        self.notifications.deliver(Notification(cluster_id, data))
 
     @property
     def inherited(self) -> bool:

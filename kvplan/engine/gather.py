@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvplan.engine.gather_task import GatherError, GatherTask, check_timeout
+from kvplan.engine.gather_task import GatherError, GatherNotices, GatherTask, check_timeout
 from kvplan.engine.groups import GroupOperation, check_groups, joined, named
 from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
@@ -70,6 +70,8 @@ class GatherOperations(OperationRunner):
         rank: int | None = None,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Pull one request into blocks of a local paged cache, from several peers at once.
 
@@ -90,15 +92,19 @@ class GatherOperations(OperationRunner):
                 `plan_gather`.
             timeout_ms: milliseconds that all may take together; None: SyncKvCacheWaitTime.
             coalesce: how slices become segments.
+            notify: sent to the peer of each source, once, when every byte from all of them has
+                arrived, 1 to 4096 bytes: the call succeeds when their engines have it.
+            notify_failure: sent to them instead if the gather fails, as far as their links stand.
 
         Raises:
             TypeError: an argument of another type.
             ValueError: as `GatherTask.wait`.
-            LLMException: as `pull_blocks` and `plan_gather`, before a byte has moved.
+            LLMException: as `pull_blocks` and `plan_gather`, before a byte has moved; every byte
+                has arrived, and a peer could not be notified.
             GatherError: as `GatherTask.wait`; or a source was lost when others had begun.
         """
         group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
-        self._gather({"": group}, rank, coalesce, timeout_ms)
+        self._gather({"": group}, rank, coalesce, timeout_ms, notify, notify_failure)
 
     def plan_gather_blocks(
         self,
@@ -132,10 +138,12 @@ class GatherOperations(OperationRunner):
         dst_token: int = 0,
         rank: int | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> GatherTask:
         """Begin `gather_blocks` and return its task; nothing moves if one of the sources cannot."""
         group = GatherGroup(sources, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token)
-        return self._submit_gather({"": group}, rank, coalesce)
+        return self._submit_gather({"": group}, rank, coalesce, notify, notify_failure)
 
     def gather_groups(
         self,
@@ -144,6 +152,8 @@ class GatherOperations(OperationRunner):
         rank: int | None = None,
         timeout_ms: float | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> None:
         """Pull one request that lies in several caches, from several peers at once.
 
@@ -151,10 +161,10 @@ class GatherOperations(OperationRunner):
 
         Args:
             groups: what to pull, by name; the peers in the same order in each.
-            rank, timeout_ms, coalesce: as of `gather_blocks`.
+            rank, timeout_ms, coalesce, notify, notify_failure: as of `gather_blocks`.
         """
         check_groups(groups, GatherGroup)
-        self._gather(groups, rank, coalesce, timeout_ms)
+        self._gather(groups, rank, coalesce, timeout_ms, notify, notify_failure)
 
     def plan_gather_groups(
         self,
@@ -176,10 +186,12 @@ class GatherOperations(OperationRunner):
         *,
         rank: int | None = None,
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
+        notify: bytes | None = None,
+        notify_failure: bytes | None = None,
     ) -> GatherTask:
         """Begin `gather_groups` and return its task; nothing moves if a source cannot."""
         check_groups(groups, GatherGroup)
-        return self._submit_gather(groups, rank, coalesce)
+        return self._submit_gather(groups, rank, coalesce, notify, notify_failure)
 
     def _gather(
         self,
@@ -187,10 +199,12 @@ class GatherOperations(OperationRunner):
         rank: int | None,
         coalesce: Coalesce | bool,
         timeout_ms: float | None,
+        notify: bytes | None,
+        notify_failure: bytes | None,
     ) -> None:
         check_timeout(timeout_ms)
-        engine = self._running()
-        task = GatherTask(_name_of(groups))
+        engine, name = self._running(), _name_of(groups)
+        task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
         try:
             self._begin(task, groups, rank, coalesce)
             task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
@@ -199,17 +213,23 @@ class GatherOperations(OperationRunner):
             raise
 
     def _submit_gather(
-        self, groups: Mapping[str, GatherGroup], rank: int | None, coalesce: Coalesce | bool
+        self,
+        groups: Mapping[str, GatherGroup],
+        rank: int | None,
+        coalesce: Coalesce | bool,
+        notify: bytes | None,
+        notify_failure: bytes | None,
     ) -> GatherTask:
-        task = GatherTask(_name_of(groups))
+        engine, name = self._running(), _name_of(groups)
+        task = GatherTask(name, GatherNotices(engine, name, notify, notify_failure))
         try:
+            report = engine.prompt.report()
             self._begin(task, groups, rank, coalesce)
+            if report is not None or task.notices.any:
+                engine.prompt.track(task, report=report, aside=task.notices.any)
         except BaseException:
             task.drop()
             raise
-        prompt = self._running().prompt
-        if prompt.completions is not None:
-            prompt.track(task, report=prompt.completions, aside=False)
         return task
 
     def _begin(
@@ -220,24 +240,36 @@ class GatherOperations(OperationRunner):
         coalesce: Coalesce | bool,
     ) -> None:
         """Submit the pulls of a gather; if it raises, `task` has those that have begun."""
-        sources = _Sources(self._running(), groups)
-        with ExitStack() as stack:
-            for operation in sources.operations:
-                stack.enter_context(operation)
-            found = [
-                (index, sources.name(index, plans), sources.prepared(index, plans))
-                for index, plans in enumerate(sources.plans(rank, coalesce))
-                if plans is not None
-            ]
-            for index, name, prepared in found:
-                task.begin(index, name, partial(self._submit, sources.operations[index], prepared))
+        sources = _Sources(self._running(), groups, task.notices)
+        try:
+            with ExitStack() as stack:
+                for operation in sources.operations:
+                    stack.enter_context(operation)
+                found = [
+                    (index, sources.name(index, plans), sources.prepared(index, plans))
+                    for index, plans in enumerate(sources.plans(rank, coalesce))
+                    if plans is not None
+                ]
+                for index, name, prepared in found:
+                    task.begin(
+                        index, name, partial(self._submit, sources.operations[index], prepared)
+                    )
+        except BaseException as error:
+            task.notices.finish(error)
+            raise
 
 
 class _Sources:
     """The sources of a gather: an operation for each, and what they have of each group."""
 
-    def __init__(self, engine: Engine, groups: Mapping[str, GatherGroup]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Mapping[str, GatherGroup],
+        notices: GatherNotices | None = None,
+    ) -> None:
         self._groups = groups
+        self._notices = notices
         numbers = {name: _num_sources(name, group) for name, group in groups.items()}
         if len(set(numbers.values())) > 1:
             raise invalid(
@@ -319,7 +351,11 @@ class _Sources:
             raise invalid(f"{field} is None in all groups; leave it out")
         arguments = {_argument(name, field): key for name, key in keys.items()}
         with self._failing(index):
-            link, caches = operation.peer_caches(arguments, writable=False)
+            try:
+                link, caches = operation.peer_caches(arguments, writable=False)
+            finally:
+                if self._notices is not None and operation.link is not None:
+                    self._notices.add(operation.link)
         self._links.append(link)
         self._found.append(
             {name: (link.side(it), it) for name, it in zip(keys, caches, strict=True)}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
+from functools import partial
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from kvplan.engine.runner import Operation
 from kvplan.execution.task import wait_in_thread
 from kvplan.status import LLMException
 
 if TYPE_CHECKING:
+    from kvplan.engine.engine import Engine
     from kvplan.execution import TransferTask
+    from kvplan.links import PeerLink
 
 _TURN_MS = 10.0
 """How long a failed source may go unseen while others move."""
@@ -41,6 +46,61 @@ class GatherError(LLMException):
         self.stopped = stopped
 
 
+class GatherNotices:
+    """What the peers of a gather are told at its end: each once, however many sources it has.
+
+    Args:
+        engine: that runs it.
+        operation: its name.
+        notify: what they are sent when every byte from all of them has arrived; None: nothing.
+        notify_failure: what they are sent if the gather fails before; None: nothing.
+    """
+
+    def __init__(
+        self, engine: Engine, operation: str, notify: bytes | None, notify_failure: bytes | None
+    ) -> None:
+        self._new = partial(
+            Operation, engine, "notify", notify=notify, notify_failure=notify_failure
+        )
+        self._operation = operation
+        self._operations: dict[PeerLink, Operation] = {}  # begun: the links stay until they end
+        self._mutex = RLock()
+        self._error: LLMException | None = None
+        self.any = self._new().notifies
+
+    def add(self, link: PeerLink) -> None:
+        """The peer of `link` has a source.
+
+        Raises:
+            LLMException: as `Operation`: what is sent is too long, or the link has ended.
+        """
+        if self.any and link not in self._operations:
+            notice = self._operations[link] = self._new().__enter__()
+            notice.link = link
+            link.begin(notice)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Tell them how it ended, if they were not told yet; waits for those who tell them now.
+
+        Args:
+            error: why it failed; None: every byte has arrived.
+
+        Raises:
+            LLMException: every byte has arrived, and a peer could not be told.
+        """
+        with self._mutex:
+            for link in tuple(self._operations):
+                try:
+                    self._operations.pop(link).finish(error)
+                except LLMException as failure:
+                    self._error = self._error or LLMException(
+                        f"{self._operation}: {str(failure.args[0]).removeprefix('notify: ')}",
+                        status_code=failure.status_code,
+                    )
+        if error is None and self._error is not None:
+            raise self._error
+
+
 class GatherTask:
     """The handle of a submitted gather: it is whole, or says which of its sources failed.
 
@@ -51,8 +111,9 @@ class GatherTask:
         tasks: of the sources from which something is taken, by their place in `sources`.
     """
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, notices: GatherNotices) -> None:
         self._operation = operation
+        self.notices = notices
         self.tasks: dict[int, TransferTask] = {}
         self._names: dict[int, str] = {}
         self._given_up = False  # all of it, not for what became of one source
@@ -68,7 +129,7 @@ class GatherTask:
         return moving is None or (moving.wait_done(timeout_ms) and self.done)
 
     def wait(self, timeout_ms: float | None = None) -> None:
-        """Wait until every byte from every source has arrived.
+        """Wait until every byte from every source has arrived, and the peers were told so.
 
         When it raises nothing moves any more: as soon as one source has failed, the others are
         stopped. Blocks of the destination may be written in part then.
@@ -80,6 +141,7 @@ class GatherTask:
             ValueError: timeout_ms < 0 or not a number.
             GatherError: LLM_TIMEOUT when the time passed; otherwise the status of a source that
                 failed. It names each that failed, and each that was stopped for that.
+            LLMException: every byte has arrived, and a peer could not be notified.
         """
         check_timeout(timeout_ms)
         end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
@@ -103,8 +165,10 @@ class GatherTask:
         except BaseException:
             self.drop()
             raise
-        if errors:
-            raise self._failure(errors)
+        failure = self._failure(errors) if errors else None
+        self.notices.finish(failure)
+        if failure is not None:
+            raise failure
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """Stop what is not whole yet; when this returns, no byte is touched any more."""
@@ -135,6 +199,7 @@ class GatherTask:
         for task in tuple(self.tasks.values()):
             with suppress(LLMException):
                 task.wait()
+        self.notices.finish(KeyboardInterrupt())  # of which nobody is told
 
     def begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
         """Submit the part of a source; if it cannot be, the others are stopped."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from threading import RLock, Thread
 from typing import Final, NamedTuple
 
+from kvnative._packets import take_packets
+from kvplan.control.direct import WINDOW
 from kvplan.engine.pollable_queue import PollableQueue
 from kvplan.engine.registry import finalized
 from kvplan.engine.runner import Operation, OperationRunner, check_notification
@@ -47,30 +50,87 @@ class Notifications(PollableQueue[Notification]):
         super().__init__()
         # One for each unread notification of a peer: appending and taking need no lock.
         self._unread: defaultdict[int, deque[None]] = defaultdict(deque)
+        self._direct: dict[int, tuple[socket.socket, int]] = {}  # and its peer, by descriptor
+        # What peers send directly makes it readable without a thread of this process.
+        self._epoll = select.epoll()
+        self._epoll.register(self._fd, select.EPOLLIN)
+        self._polled = self._epoll.fileno()
 
-    def deliver(self, notification: Notification) -> None:
-        """Put in what a peer sends; in the control thread.
-
-        Raises:
-            LLMException: LLM_LINK_BUSY: nobody has read those before; LLM_ENGINE_FINALIZED.
-        """
+    def deliver(self, cluster_id: int, data: bytes, direct: socket.socket | None) -> int:
+        """Put in what a peer sends by a message; see `Inbox.deliver`."""
         if self.closed:
             raise finalized()
-        unread = self._unread[notification.cluster_id]
-        for found, limit in ((len(unread), MAX_UNREAD_OF_ONE), (len(self), MAX_UNREAD)):
-            if found >= limit:
-                raise LLMException(
-                    f"{found} notifications wait to be read, {len(unread)} of them from cluster "
-                    f"{notification.cluster_id}; at most {limit} can",
-                    status_code=LLMStatusCode.LLM_LINK_BUSY,
-                )
+        if direct is not None:
+            self._take_from(direct, cluster_id)
+        unread = self._unread[cluster_id]
+        room = self._room_for(unread)
+        if room <= 0:
+            full = len(unread) >= MAX_UNREAD_OF_ONE
+            raise LLMException(
+                f"{len(unread) if full else len(self._items)} notifications wait to be read, "
+                f"{len(unread)} of them from cluster {cluster_id}; at most "
+                f"{MAX_UNREAD_OF_ONE if full else MAX_UNREAD} can",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
         unread.append(None)
-        self.put(notification)
+        self.put(Notification(cluster_id, data))
+        return min(WINDOW, room - 1)
+
+    def attach(self, cluster_id: int, direct: socket.socket) -> None:
+        """Take from now on what a peer sends directly; in the control thread.
+
+        Raises:
+            OSError: the system has no room to watch it.
+        """
+        self._epoll.register(direct, select.EPOLLIN)
+        self._direct[direct.fileno()] = direct, cluster_id
+
+    def detach(self, direct: socket.socket) -> None:
+        """Take what lies there, and close it; idempotent, in the control thread."""
+        if (fd := direct.fileno()) < 0:
+            return
+        with suppress(OSError):  # the peer was first
+            direct.shutdown(socket.SHUT_RD)  # nothing more arrives, and the peer knows
+        if (found := self._direct.get(fd)) is not None:
+            self._take_from(*found, most=MAX_UNREAD_OF_ONE)
+            self._forget(fd, direct)
+        direct.close()
+
+    def _receive(self) -> None:
+        if os.getpid() != self._pid:  # what arrives is the parent's
+            return
+        for fd, _ in self._epoll.poll(0):
+            if (found := self._direct.get(fd)) is not None:
+                self._take_from(*found)
+
+    def _take_from(self, direct: socket.socket, cluster_id: int, most: int | None = None) -> None:
+        unread = self._unread[cluster_id]
+        most = self._room_for(unread) if most is None else most
+        fd = direct.fileno()
+        if not take_packets(direct, most, cluster_id, self._items, unread, self._fd):
+            self._forget(fd, direct)
+
+    def _room_for(self, unread: deque[None]) -> int:
+        return min(MAX_UNREAD_OF_ONE - len(unread), MAX_UNREAD - len(self._items))
+
+    def _forget(self, fd: int, direct: socket.socket) -> None:
+        """Watch a connection no more, unless another thread was first."""
+        if (found := self._direct.get(fd)) is not None and found[0] is direct:
+            with suppress(OSError):  # in this order: an interrupt may come between
+                self._epoll.unregister(fd)
+            self._direct.pop(fd, None)
 
     def _take(self) -> Notification:
-        notification = super()._take()
+        notification = Notification._make(super()._take())  # a plain tuple if it came directly
         self._unread[notification.cluster_id].pop()
         return notification
+
+    def __del__(self) -> None:
+        super().__del__()
+        with suppress(AttributeError):
+            self._epoll.close()
+            for direct, _ in self._direct.values():
+                direct.close()
 
 
 class NotificationCallbacks:

@@ -31,9 +31,11 @@ class PollableQueue(Generic[_T]):
         self._closed = False
         self._pid = os.getpid()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._polled = self._fd
 
     def __len__(self) -> int:
         """How many are there."""
+        self._receive()
         return len(self._items)
 
     @property
@@ -52,7 +54,7 @@ class PollableQueue(Generic[_T]):
             LLMException: LLM_FAILED: in a forked child.
         """
         self._check_process()
-        return self._fd
+        return self._polled
 
     def wait(self, timeout_ms: float | None = None) -> bool:
         """Wait until something is there; returns whether it is.
@@ -69,8 +71,8 @@ class PollableQueue(Generic[_T]):
         self._check_process()
         end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        while not self._items and not self._closed:
+        poll.register(self._polled, select.POLLIN)
+        while not len(self) and not self._closed:
             left = None if end is None else (end - perf_counter()) * 1000
             if left is not None and left <= 0:
                 break
@@ -120,7 +122,12 @@ class PollableQueue(Generic[_T]):
         if os.getpid() == self._pid:
             os.eventfd_write(self._fd, 1)
 
+    def _receive(self) -> None:
+        """Put in what has arrived elsewhere, where there is such a way."""
+
     def _take(self) -> _T:
+        if not self._items:
+            self._receive()
         return self._items.popleft()
 
     def _settle(self) -> None:

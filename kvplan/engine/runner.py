@@ -261,7 +261,7 @@ class Operation:
         """Of the peer that takes part; None: none does."""
         return None if self.link is None else self.link.cluster_id
 
-    def finish(self, error: LLMException | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """End what was submitted: its bytes have arrived, or `error` says why not.
 
         Raises:
@@ -513,7 +513,7 @@ class OperationRunner:
             self._show(operation, plan)
         engine = operation.engine
         # A gather is reported as one, not its parts.
-        report = None if operation.name.startswith("gather") else engine.prompt.completions
+        report = None if operation.name.startswith("gather") else engine.prompt.report()
         on_outcome = operation.finish if operation.notifies else operation.end
         task = engine.transfers.submit(plan, src, dst, on_outcome)
         try:
@@ -534,7 +534,7 @@ class OperationRunner:
         if plan.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = engine.prompt.completions
+        report = engine.prompt.report()
         on_last: Callable[[LayerTask], None] = engine.completion.track
         if prompt := operation.notifies or report is not None:
             on_last = partial(engine.prompt.track, report=report, aside=operation.notifies)

@@ -14,7 +14,6 @@ from kvplan.control.messages import (
     Find,
     Found,
     Hello,
-    Notified,
     Notify,
     Release,
     Released,
@@ -103,8 +102,12 @@ class PeerHandler:
                     await self._engine.control.in_worker(end_caches)
                 return Released()
             case Notify():
-                self._engine.notified(link.cluster_id, body.data)
-                return Notified()
+                if (inbox := self._engine.inbox) is not None:
+                    return link.notifier.receive(body, inbox)
+                raise LLMException(
+                    f"cluster {self._engine.cluster_id} takes no notifications",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
         raise LLMException(f"{type(body).__name__} is no request")
 
     def on_notice(self, channel: Channel, body: Body) -> None:

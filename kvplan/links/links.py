@@ -29,6 +29,7 @@ from kvplan.validation import check_type, check_width
 
 if TYPE_CHECKING:
     from kvplan.control.messages import Hello
+    from kvplan.links.notifying import Inbox
     from kvplan.links.published_table import Publisher
     from kvplan.links.values import LinkStatus
     from kvplan.transport.protocol import Transport
@@ -56,8 +57,7 @@ class Links:
         registry: the caches that are offered.
         transports: in order of preference.
         missing: why other transports are not available, by name.
-        notified: called with the cluster and the data of each notification of a linked peer, in
-            the control thread; raises if it is refused. None: all are.
+        inbox: takes the notifications of linked peers; None: they are refused.
 
     Raises:
         LLMException: the cluster key file cannot be used.
@@ -71,7 +71,7 @@ class Links:
         registry: OfferedCaches,
         transports: Sequence[Transport],
         missing: Mapping[str, str] = MappingProxyType({}),
-        notified: Callable[[int, bytes], None] | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         key_file = options.cluster_key_file
         self._pid = os.getpid()
@@ -83,7 +83,7 @@ class Links:
             role=role,
             options=options,
             registry=registry,
-            notified=notified or _refuse_notification,
+            inbox=inbox,
             transports=tuple(transports),
             missing=missing,
             control=self._control,
@@ -147,17 +147,25 @@ class Links:
             LLMException: LLM_PARAM_INVALID: no cluster, this engine's own, an impossible address,
                 or timeout_ms < 1. Whether a cluster was linked is in its result.
         """
+        return self._run(self._linking(clusters, timeout_ms))
+
+    async def link_async(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> LinkResults:
+        """As `link`, for a coroutine; cancelled, what is not linked by then is not linked."""
+        self._check_usable()
+        return await self._control.run_for(self._linking(clusters, timeout_ms))
+
+    def _linking(
+        self, clusters: Sequence[ClusterInfo], timeout_ms: int
+    ) -> Coroutine[Any, Any, LinkResults]:
         check_clusters(clusters, ClusterInfo)
         calls = [(it.remote_cluster_id, it.endpoint()) for it in clusters]
         timeout_s = _seconds(timeout_ms)
         for cluster_id, _ in calls:
             if cluster_id == self._engine.cluster_id:
                 raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
-        return self._run(
-            LinkResults.of(
-                (cluster_id, self._initiator.link(cluster_id, endpoint, self._handler, timeout_s))
-                for cluster_id, endpoint in calls
-            )
+        return LinkResults.of(
+            (cluster_id, self._initiator.link(cluster_id, endpoint, self._handler, timeout_s))
+            for cluster_id, endpoint in calls
         )
 
     def unlink(
@@ -310,13 +318,6 @@ class Links:
         await self._listener.stop()
         self._rendezvous.close()
         await self._transitions.finish(_CLOSING_S)
-
-
-def _refuse_notification(cluster_id: int, data: bytes) -> None:
-    raise LLMException(
-        f"notifications of cluster {cluster_id} are not taken here",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    )
 
 
 def _admit_by_address(hello: Hello) -> None:

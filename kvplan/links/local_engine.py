@@ -15,6 +15,7 @@ from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole
 
 if TYPE_CHECKING:
     from kvplan.execution.memory import TensorMemory
+    from kvplan.links.notifying import Inbox
     from kvplan.transport.protocol import Transport
 
 _T = TypeVar("_T")
@@ -159,7 +160,7 @@ class LocalEngine:
         role: of this engine, now.
         options: limits and deadlines.
         registry: the caches that are offered.
-        notified: takes a notification of a linked peer, or raises why not; must not block.
+        inbox: takes the notifications of linked peers; None: they are refused.
         transports: in order of preference.
         missing: why other transports are not available, by name.
         control: the loop that all links run on.
@@ -171,7 +172,7 @@ class LocalEngine:
     role: Callable[[], LlmRole]
     options: LinkOptions
     registry: OfferedCaches
-    notified: Callable[[int, bytes], None]
+    inbox: Inbox | None
     transports: Sequence[Transport]
     missing: Mapping[str, str]
     control: ControlLoop

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Body, Claim, Find, Found, Notified, Notify, Sync, Synced
+from kvplan.control.messages import Body, Claim, Find, Found, Sync, Synced
 from kvplan.links.claims import Claims, PeerClaim
 from kvplan.links.lifecycle import LinkLifecycle
+from kvplan.links.notifying import Notifier
 from kvplan.links.peer_table import (
     PeerCache,
     PeerTable,
@@ -23,7 +24,6 @@ from kvplan.links.peer_table import (
     not_reached,
 )
 from kvplan.links.values import LinkStatus, link_failed
-from kvplan.logs import Log
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LlmRole
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from kvplan.transport.protocol import PeerMemory, Streams, TransportLink
 
 _Reply = TypeVar("_Reply", bound=Body)
+_T = TypeVar("_T")
 _MAX_REQUESTS = 16  # at a time; a peer refuses to serve many more
-_MAX_NOTIFIES = 8  # at a time, besides: they wait for no other request
-
-_log = Log("kvplan.links")
 _MAX_JOINED = 64  # sets of caches whose memory is kept joined
 
 
@@ -77,8 +75,7 @@ class PeerLink(LinkLifecycle):
         self.renewals: Renewals | None = None
         self.publisher: Publisher | None = None
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
-        self._notifying: set[asyncio.Task[None]] = set()
-        self._notify_slots = asyncio.Semaphore(_MAX_NOTIFIES)
+        self.notifier = Notifier(cluster_id)
         self._control = control
         self.wait_s = wait_ms / 1000
         self._claims = Claims(self, control, self._slots, self.wait_s)
@@ -320,24 +317,16 @@ class PeerLink(LinkLifecycle):
             LLMException: LLM_LINK_BUSY: the peer has too many unread; LLM_TIMEOUT, LLM_LINK_FAILED:
                 it may have arrived or not; LLM_NOT_YET_LINK: the link has ended.
         """
-        timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
-        self._wait_for(self._notify(self._live_channel(), data, timeout_s), timeout_s)
+        if not self.notifier.send_directly(data):
+            timeout_s = self.wait_s if timeout_ms is None else timeout_ms / 1000
+            self._wait_for(self.notifier.send(self._live_channel(), data, timeout_s), timeout_s)
 
     def notify_soon(self, data: bytes) -> None:
         """Send a notification and do not wait; whether it was delivered is logged if it was not."""
-        with suppress(LLMException):  # the loop has ended
-            self._control.call_soon(self._begin_notify, data)
-
-    def _begin_notify(self, data: bytes) -> None:
-        task = asyncio.get_running_loop().create_task(self._notify_and_log(data))
-        self._notifying.add(task)  # the loop itself refers to it weakly
-        task.add_done_callback(self._notifying.discard)
-
-    async def _notify_and_log(self, data: bytes) -> None:
-        try:
-            await self._notify(self._live_channel(), data, self.wait_s)
-        except (LLMException, TimeoutError, ChannelClosed) as error:
-            _log.warning("event=not_notified peer=%s reason=%r", self.cluster_id, error)
+        if not self.notifier.send_directly(data):
+            request = self.notifier.defer(), self._live_channel, data, self.wait_s
+            with suppress(LLMException):  # the loop has ended
+                self._control.call_soon(self.notifier.send_later, *request)
 
     def forget(self) -> None:
         """Clear what is cached of the peer's memory; the transport is asked for it again."""
@@ -412,18 +401,12 @@ class PeerLink(LinkLifecycle):
         async with asyncio.timeout(self.wait_s), self._slots:
             return await channel.typed_request(body, expected, self.wait_s)
 
-    async def _notify(self, channel: Channel, data: bytes, timeout_s: float) -> Notified:
-        async with asyncio.timeout(timeout_s), self._notify_slots:  # in order: both are FIFO
-            return await channel.typed_request(Notify(data), Notified, timeout_s)
-
     def _live_channel(self) -> Channel:
         if self.channel is None or not self.is_live:
             raise self.refusal()
         return self.channel
 
-    def _wait_for(
-        self, reply: Coroutine[Any, Any, _Reply], timeout_s: float | None = None
-    ) -> _Reply:
+    def _wait_for(self, reply: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
         """Run a request in the control thread; says why there is no reply."""
         try:
             return self._control.run(reply)

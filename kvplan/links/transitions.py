@@ -276,6 +276,7 @@ class Transitions:
         # In a worker: it waits for peers that write to the caches that end with the claims.
         self._engine.registry.release_holder(link, run=self._engine.control.start_in_worker)
         link.forget()
+        link.notifier.end(self._engine.inbox)
         if link.renewals is not None:
             link.renewals.end(reason)
         if link.channel is not None:

@@ -61,6 +61,65 @@ def test_a_deadline_cancels_what_runs(loop: ControlLoop) -> None:
     assert cancelled.wait(DEADLINE_S)
 
 
+def test_a_coroutine_of_another_loop_gets_results_and_errors(loop: ControlLoop) -> None:
+    async def give(value: int) -> int:
+        return value
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def run() -> list[int]:
+        with pytest.raises(ValueError, match="no"):
+            await loop.run_for(fail())
+        return await asyncio.gather(*(loop.run_for(give(it)) for it in range(3)))
+
+    assert asyncio.run(run()) == [0, 1, 2]
+
+
+def test_a_coroutine_that_is_cancelled_cancels_what_runs(loop: ControlLoop) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def run() -> None:
+        waiting = asyncio.create_task(loop.run_for(wait()))
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await asyncio.to_thread(cancelled.wait, DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_a_coroutine_that_waits_learns_of_the_end() -> None:
+    loop = ControlLoop("short")
+
+    async def run() -> None:
+        with refused(LLMStatusCode.LLM_FAILED, "short does not run"):
+            await loop.run_for(asyncio.sleep(0))
+        loop.start()
+        begun = threading.Event()
+
+        async def wait() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(loop.run_for(wait()))
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        await asyncio.to_thread(loop.stop)
+        for ended in (waiting, loop.run_for(asyncio.sleep(0))):
+            with refused(LLMStatusCode.LLM_ENGINE_FINALIZED, "short does not run"):
+                await ended
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """SIGINT interrupts, also where a shell started the tests in the background: ignoring it."""

@@ -75,6 +75,12 @@ def on_host_only(machine: Machine, why: str) -> None:
         pytest.skip(why)
 
 
+def where_nobody_serves(machine: Machine) -> None:
+    """Skip a test whose peer is stopped while its memory is reached."""
+    if machine.transport == "tcp":
+        pytest.skip("requests are served by the peer's process, though not by its Python")
+
+
 def machine_of(name: str, cluster_id: int) -> Machine:
     """The one of that name, for what belongs to a cluster's engine; a process may have several."""
     if not name.startswith("ascend"):

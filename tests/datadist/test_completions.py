@@ -20,8 +20,9 @@ from kvplan import (
     PlanEvent,
     Transfers,
 )
+from kvplan.engine.completion import MAX_UNTAKEN
 from tests.datadist.conftest import MakeEngine
-from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.machine import Machine, on_host_only, where_nobody_serves
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
@@ -135,8 +136,9 @@ def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
 
 
 def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
-    user: LlmDataDist, peer: Peer
+    user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
+    where_nobody_serves(machine)
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     user.completions()
@@ -212,3 +214,29 @@ def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None
         assert [it.result() for it in made] == [None] * 3
 
     asyncio.run(run())
+
+
+def test_what_nobody_takes_is_bounded_and_can_still_be_taken(user: LlmDataDist, peer: Peer) -> None:
+    peer.run(OFFER)
+    cache = user.allocate_blocks_cache(DESC)
+    completions = user.completions()
+    user.submit_pull_blocks(THEIRS, cache, [0], [0])
+    (task,) = taken(user, 1)
+    for _ in range(MAX_UNTAKEN):
+        completions.put(task)
+    param = KvCacheExtParam(tensor_num_per_layer=1)
+    for submit in (
+        lambda: user.submit_pull_blocks(THEIRS, cache, [0], [0]),
+        lambda: user.submit_copy_blocks(cache, {0: [1]}),
+        lambda: user.submit_gather_blocks([THEIRS], cache, [[0]], [0]),
+        lambda: user.push_layers(
+            cache, CacheIndex(1, 1), src_blocks=[0], dst_blocks=[0], ext_param=param
+        ),
+    ):
+        with refused("LLM_LINK_BUSY", f"{MAX_UNTAKEN} tasks have ended and nobody has taken"):
+            submit()
+    user.pull_blocks(THEIRS, cache, [0], [0])  # it is not reported
+    assert next(iter(completions)) is task
+    last = user.submit_pull_blocks(THEIRS, cache, [0], [0])
+    assert taken(user, MAX_UNTAKEN)[-1] is last
+    assert user.metrics()["in_flight"] == 0

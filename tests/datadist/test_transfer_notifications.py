@@ -22,7 +22,7 @@ from kvplan import (
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine
-from tests.datadist.machine import on_host_only
+from tests.datadist.machine import Machine, on_host_only, where_nobody_serves
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
@@ -230,8 +230,9 @@ def test_bytes_without_their_notification_are_said_to_have_arrived(
 
 
 def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
-    user: LlmDataDist, peer: Peer
+    user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
+    where_nobody_serves(machine)
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     user.pull_blocks(BLOCKS, cache, [0], [0])

@@ -22,6 +22,7 @@ from kvplan import (
     CacheIndex,
     DataType,
     GatherError,
+    GatherGroup,
     GatherTask,
     LinkState,
     LlmDataDist,
@@ -75,12 +76,23 @@ class Scene:
         self.arrays: list[NDArray[np.int32]] = user.arrays(self.cache)
         link(user, *self.peers)
 
-    def gather(self, timeout_ms: float = LONG_MS) -> None:
+    def gather(self, timeout_ms: float = LONG_MS, **more: Any) -> None:
         arguments = (self.sources, self.cache, TABLES, BLOCKS)
-        self.user.gather_blocks(*arguments, timeout_ms=timeout_ms)
+        self.user.gather_blocks(*arguments, timeout_ms=timeout_ms, **more)
 
-    def submit(self) -> GatherTask:
-        return self.user.submit_gather_blocks(self.sources, self.cache, TABLES, BLOCKS)
+    def submit(self, **more: Any) -> GatherTask:
+        return self.user.submit_gather_blocks(self.sources, self.cache, TABLES, BLOCKS, **more)
+
+    def notified(self, peer: int) -> list[bytes]:
+        """What the peer of a source is notified of, once there is something."""
+        found = self.peers[peer].run(
+            """
+            assert datadist.notifications().wait(20_000)
+            result = [(it.cluster_id, it.data) for it in datadist.notifications()]
+            """
+        )
+        assert {cluster_id for cluster_id, _ in found} == {2}
+        return [data for _, data in found]
 
     def assert_arrived(self, *heads: int) -> None:
         for array in self.arrays:
@@ -332,3 +344,89 @@ def test_what_is_counted_and_logged(
     assert counted["statuses"] == {"LLM_SUCCESS": 1, "LLM_FAILED": 1}
     assert counted["nbytes"] == 16384
     assert [it.bytes_pulled for it in scene.user.links()] == [16384, 0]
+
+
+NOTICES = {"notify": b"whole", "notify_failure": b"failed"}
+
+
+@pytest.mark.over_tcp
+def test_each_peer_is_notified_once_when_all_of_it_has_arrived(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(slowly)
+    task = scene.submit(**NOTICES)
+    assert scene.notified(1) == [b"whole"]  # though its own part was there long before
+    scene.assert_arrived(0, 1)
+    assert scene.notified(0) == [b"whole"]
+    task.wait()
+    scene.assert_over()
+    scene.gather(**NOTICES)
+    scene.user.gather_groups(
+        {
+            "all": GatherGroup(scene.sources, scene.cache, TABLES, BLOCKS),
+            "again": GatherGroup(
+                scene.sources, scene.user.allocate_blocks_cache(WHOLE), TABLES, BLOCKS
+            ),
+        },
+        notify=b"groups",
+    )
+    assert [scene.notified(0), scene.notified(1)] == [[b"whole", b"groups"]] * 2
+    scene.assert_over()
+
+
+def test_two_sources_of_one_peer_are_one_notification(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    other = scene.peers[0].run(OFFER, head=1)
+    scene.sources[1] = CacheIndex(PEERS[0], other)
+    scene.gather(**NOTICES)
+    scene.user.notify(PEERS[0], b"last")
+    assert scene.notified(0) == [b"whole", b"last"]
+    scene.assert_over()
+
+
+@pytest.mark.over_tcp
+def test_each_peer_is_told_of_a_failure_whoever_failed(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(never, lambda it: fail_at(it, 1))
+    caught(lambda: scene.gather(FOR_EVER_MS, **NOTICES))
+    assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
+    scene.assert_over()
+    scene = make_scene(never, never)
+    task = scene.submit(**NOTICES)
+    task.cancel()  # nobody waits
+    assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
+    scene.assert_over()
+
+
+def test_each_peer_is_told_of_a_gather_that_is_refused(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    scene.peers[1].run("datadist.unregister_cache(cache.cache_id)")
+    error = caught(lambda: scene.gather(**NOTICES))
+    assert error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
+    scene.assert_over()
+
+
+@pytest.mark.usefixtures("served_by_nobody")
+def test_a_peer_that_cannot_be_notified_is_an_error_of_a_gather_that_is_whole(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(sync_kv_cache_wait_time=200)
+    scene.peers[1].stop()
+    with refused("LLM_TIMEOUT", "gather_blocks: every byte has arrived, and .* cluster 3 has not"):
+        scene.gather(notify=b"whole")
+    scene.assert_arrived(0, 1)
+    scene.peers[1].resume()
+    assert [scene.notified(0), scene.notified(1)] == [[b"whole"]] * 2
+    scene.assert_over()
+
+
+def test_a_notification_that_is_too_long_is_refused_before_anything_moves(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene()
+    with refused("LLM_PARAM_INVALID", r"notify has 4097 bytes; allowed are \[1, 4096\]"):
+        scene.gather(notify=bytes(4097))
+    with pytest.raises(TypeError, match="notify_failure="):
+        scene.submit(notify_failure="text")
+    assert not any(it.any() for it in scene.arrays)
+    scene.assert_over()

@@ -1,0 +1,163 @@
+"""The direct connection of two ends in one host: who gets it, and when a packet has arrived."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from kvnative._packets import LARGEST, take_packets
+from kvplan.control.direct import WINDOW, DirectListener, DirectSender, connect
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[DirectSender, socket.socket]]:
+    listener = DirectListener()
+    receiver = connect(listener.secret)
+    sender = listener.accept()
+    listener.close()
+    assert sender is not None
+    assert receiver is not None
+    with receiver:
+        yield sender, receiver
+
+
+def taken(receiver: socket.socket, most: int = 10_000) -> tuple[list[bytes], bool]:
+    """What has arrived, and whether more may come."""
+    queue: deque[tuple[int, bytes]] = deque()
+    unread: deque[None] = deque()
+    eventfd = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        goes_on = take_packets(receiver, most, 7, queue, unread, eventfd)
+        assert bool(select.select([eventfd], [], [], 0)[0]) is bool(queue)
+    finally:
+        os.close(eventfd)
+    assert {sender for sender, _ in queue} <= {7}
+    assert len(unread) == len(queue)
+    return [data for _, data in queue], goes_on
+
+
+def test_packets_are_kept_whole_and_in_order(ends: tuple[DirectSender, socket.socket]) -> None:
+    sender, receiver = ends
+    packets = [b"x", bytes(LARGEST), b"last"]
+    assert [sender.send(it) for it in packets] == [True] * 3
+    assert taken(receiver, 0) == ([], True)
+    assert taken(receiver, 1) == (packets[:1], True)
+    assert taken(receiver) == (packets[1:], True)
+    assert taken(receiver) == ([], True)
+
+
+def test_no_more_than_the_window_lie_there_until_they_are_taken(
+    ends: tuple[DirectSender, socket.socket],
+) -> None:
+    sender, receiver = ends
+    assert [sender.send(b"%d" % i) for i in range(WINDOW)] == [True] * WINDOW
+    assert sender.send(b"late") is False
+    assert taken(receiver)[0] == [b"%d" % i for i in range(WINDOW)]
+    assert sender.send(b"next") is True
+    sender.grant(0)  # the receiver's queue is full
+    taken(receiver)
+    assert sender.send(b"late") is False
+    sender.grant(1)
+    assert sender.send(b"again") is True
+    assert taken(receiver)[0] == [b"again"]
+
+
+def test_what_the_kernel_has_no_room_for_was_not_sent(
+    ends: tuple[DirectSender, socket.socket],
+) -> None:
+    sender, receiver = ends
+    large = [bytes((i,)) * LARGEST for i in range(WINDOW)]
+    count = [sender.send(it) for it in large].index(False)
+    assert taken(receiver)[0] == large[:count]
+    assert sender.send(b"again") is True
+
+
+def test_a_receiver_that_ends_has_all_that_was_accepted(
+    ends: tuple[DirectSender, socket.socket],
+) -> None:
+    sender, receiver = ends
+    assert sender.send(b"before") is True
+    receiver.shutdown(socket.SHUT_RD)
+    assert sender.send(b"after") is False
+    assert taken(receiver)[0] == [b"before"]
+    assert taken(receiver) == ([], False)
+    receiver.close()
+    assert taken(receiver) == ([], False)
+
+
+def test_a_sender_that_ends_has_sent_what_was_accepted(
+    ends: tuple[DirectSender, socket.socket],
+) -> None:
+    sender, receiver = ends
+    assert sender.send(b"before") is True
+    sender.end()
+    assert sender.send(b"after") is False
+    sender.end()
+    assert taken(receiver) == ([b"before"], False)
+
+
+def test_a_packet_that_is_too_large_ends_it() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for packet in (b"good", bytes(LARGEST + 1), b"behind"):
+            theirs.send(packet)
+        assert taken(ours) == ([b"good"], False)
+
+
+def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
+    listener = DirectListener()
+    name = listener._listener.getsockname()
+    others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+    for it in others:
+        it.connect(name)
+    others[1].send(bytes(16))  # and the others say nothing
+    receiver = connect(listener.secret)
+    sender = listener.accept()
+    assert sender is not None
+    assert sender.send(b"for the receiver")
+    assert receiver is not None
+    assert taken(receiver)[0] == [b"for the receiver"]
+    for it in others:
+        with it:
+            assert it.recv(1) == b""
+    receiver.close()
+    listener.close()
+
+
+def test_without_a_receiver_there_is_no_connection() -> None:
+    listener = DirectListener()
+    assert listener.accept() is None
+    listener.close()
+    assert connect(listener.secret) is None
+    assert connect(bytes(16)) is None
+
+
+@needs_root
+def test_another_user_that_has_the_name_notifies_nobody() -> None:
+    """The name is seen by all; whoever takes it once it is free is not the peer."""
+    listener = DirectListener()
+    name = listener._listener.getsockname()
+    listener.close()
+    ready, done = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.setuid(NOBODY)
+        impostor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        impostor.bind(name)
+        impostor.listen()
+        os.write(ready[1], b"x")
+        os.close(done[1])
+        os.read(done[0], 1)
+        os._exit(0)
+    assert os.read(ready[0], 1) == b"x"
+    assert connect(listener.secret) is None
+    for fd in (*ready, *done):
+        os.close(fd)
+    os.waitpid(child, 0)

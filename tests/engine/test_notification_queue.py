@@ -1,0 +1,119 @@
+"""What arrives directly: no more than the queue has room for, from senders of any kind."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvplan.engine.notifications import MAX_UNREAD, MAX_UNREAD_OF_ONE, Notification, Notifications
+from tests.support.refusals import refused
+
+
+class Sender:
+    """One that sends whatever the kernel takes."""
+
+    def __init__(self, arrived: Notifications, cluster_id: int) -> None:
+        self.theirs, self._ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setblocking(False)
+        self.receiving = self.theirs
+        arrived.attach(cluster_id, self.theirs)
+        self.sent = 0
+
+    def flood(self) -> int:
+        """Fill the socket; returns how many packets that took."""
+        before = self.sent
+        while True:
+            try:
+                self._ours.send(b"%d" % self.sent)
+            except BlockingIOError:
+                return self.sent - before
+            self.sent += 1
+
+    def close(self) -> None:
+        self._ours.close()
+
+
+@pytest.fixture
+def arrived() -> Iterator[Notifications]:
+    arrived = Notifications()
+    yield arrived
+    arrived.close()
+
+
+def is_readable(arrived: Notifications) -> bool:
+    return bool(select.select([arrived], [], [], 0)[0])
+
+
+def test_a_sender_that_minds_no_window_gets_no_more_room(arrived: Notifications) -> None:
+    flooding, other = Sender(arrived, 1), Sender(arrived, 2)
+    while flooding.flood():
+        assert len(arrived) <= MAX_UNREAD_OF_ONE
+    assert len(arrived) == MAX_UNREAD_OF_ONE
+    with refused("LLM_LINK_BUSY", "4096 notifications wait .* 4096 of them from cluster 1"):
+        arrived.deliver(1, b"x", flooding.receiving)
+    assert other.flood() > 0
+    found = list(arrived)
+    assert [int(it.data) for it in found if it.cluster_id == 1] == list(range(flooding.sent))
+    assert [int(it.data) for it in found if it.cluster_id == 2] == list(range(other.sent))
+    assert not is_readable(arrived)
+    for it in (flooding, other):
+        it.close()
+
+
+def test_all_senders_together_have_a_limit_too(arrived: Notifications) -> None:
+    senders = [Sender(arrived, it) for it in range(MAX_UNREAD // MAX_UNREAD_OF_ONE + 1)]
+    while sum([it.flood() for it in senders]):
+        assert len(arrived) <= MAX_UNREAD
+    assert len(arrived) == MAX_UNREAD
+    with refused("LLM_LINK_BUSY", f"{MAX_UNREAD} notifications wait .* at most {MAX_UNREAD} can"):
+        arrived.deliver(99, b"x", None)
+    found = list(arrived)
+    assert len(found) == sum(it.sent for it in senders)
+    for it in senders:
+        it.close()
+
+
+def test_what_comes_by_a_message_is_behind_what_came_directly(arrived: Notifications) -> None:
+    sender = Sender(arrived, 1)
+    count = sender.flood()
+    arrived.deliver(1, b"message", sender.receiving)
+    assert [it.data for it in arrived] == [*(b"%d" % i for i in range(count)), b"message"]
+    sender.close()
+
+
+def test_a_connection_that_ends_makes_nothing_readable_for_ever(arrived: Notifications) -> None:
+    sender = Sender(arrived, 1)
+    count = sender.flood()
+    sender.close()
+    assert len(list(arrived)) == count
+    assert not is_readable(arrived)
+    arrived.detach(sender.receiving)
+    arrived.detach(sender.receiving)
+    assert list(arrived) == []
+
+
+def test_what_lies_there_when_the_link_ends_is_kept(arrived: Notifications) -> None:
+    sender = Sender(arrived, 1)
+    count = sender.flood()
+    arrived.detach(sender.receiving)
+    assert is_readable(arrived)
+    with pytest.raises(OSError, match="Broken pipe"):
+        sender.flood()
+    arrived.close()
+    assert list(arrived) == [Notification(1, b"%d" % i) for i in range(count)]
+    sender.close()
+
+
+def test_a_forked_child_takes_nothing_from_its_parent(arrived: Notifications) -> None:
+    sender = Sender(arrived, 1)
+    count = sender.flood()
+    if not (child := os.fork()):
+        os._exit(len(arrived))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert len(arrived) == count
+    sender.close()
