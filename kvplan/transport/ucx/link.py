@@ -14,7 +14,7 @@ from kvplan.transport.base import BaseLink, BasePeerMemory, columns, link_failed
 from kvplan.transport.ucx.metadata import Metadata, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -100,9 +100,12 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
     detects_freed: Literal["after"] = "after"
     checks_every_range = False
 
-    def __init__(self, endpoint: UcxEndpoint, metadata: Metadata) -> None:
+    def __init__(
+        self, endpoint: UcxEndpoint, metadata: Metadata, on_end: Callable[[], None]
+    ) -> None:
         super().__init__(metadata)
         self._endpoint: UcxEndpoint | None = endpoint  # None: closed
+        self._on_end = on_end  # called before the endpoint ends
         self.way = endpoint.transport
         self.takes_device = "cuda" in endpoint.worker.transports
 
@@ -164,5 +167,6 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
 
     def _disconnect(self, why: LLMException) -> None:
         if (endpoint := self._endpoint) is not None:
+            self._on_end()
             endpoint.close(str(why.args[0]))
             self._endpoint = None  # its descriptor goes with its last user

@@ -6,8 +6,9 @@ import os
 import secrets
 import socket
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from kvnative._backend import KVN_TIMEOUT, NativeError
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
@@ -94,7 +95,10 @@ class UcxTransport(BaseTransport):
         self._version, worker = _open(found, given, label)
         self._worker: UcxWorker | None = worker  # None: closed
         self._mutex = threading.RLock()  # re-entrant: a finalizer may deregister
-        self._endpoints: WeakSet[UcxEndpoint] = WeakSet()  # of links
+        # Of links, and of peers that are observed, each with the instance that it is to.
+        self._endpoints: WeakKeyDictionary[UcxEndpoint, str] = WeakKeyDictionary()
+        # To peers of which a link has ended, and which may write all the same, by instance.
+        self._observed: dict[str, UcxEndpoint] = {}
         self._writers = Writers(self._tickets_of)
         try:
             self._registrations = Registrations(worker, max_registrations)
@@ -120,8 +124,8 @@ class UcxTransport(BaseTransport):
         What a peer is reading goes on, and is not confirmed. A peer that is writing at this moment
         is waited for until that transfer ends, which reports an error; one that has died is not.
         One that does not get on within 1 s (it is stopped, or cut off) keeps the memory from being
-        used again, until it goes on, or its link ends; a warning names it. A second time is fine,
-        and waits for the same.
+        used again, until it goes on, or its link ends, or without RDMA it itself; a warning names
+        it. A second time is fine, and waits for the same.
         """
         self._check_open()
         self._wait_for_writers([self._registrations.end(registration)])
@@ -168,8 +172,9 @@ class UcxTransport(BaseTransport):
         except NativeError as error:
             raise self._unreached(peer, error) from error
         with self._mutex:
-            self._endpoints.add(endpoint)
-        return UcxLink(endpoint, peer)
+            self._endpoints[endpoint] = peer.instance
+        on_end = partial(self._observe, peer) if is_unwatched(endpoint) else _nothing
+        return UcxLink(endpoint, peer, on_end)
 
     def close(self) -> None:
         """Deregister everything, as `deregister`, close the links, and end the thread; idempotent.
@@ -184,6 +189,7 @@ class UcxTransport(BaseTransport):
         if worker is not None:
             self._wait_for_writers(self._registrations.end_all())
             worker.close()
+            self._observed.clear()
             self._registrations.close()
 
     def __repr__(self) -> str:
@@ -219,12 +225,41 @@ class UcxTransport(BaseTransport):
 
     def _linked(self) -> tuple[UcxEndpoint, ...]:
         with self._mutex:
+            for instance, it in tuple(self._observed.items()):
+                if it.failure is not None:  # the peer has died, or closed its transport
+                    del self._observed[instance]
             return tuple(self._endpoints)
 
-    def _tickets_of(self, endpoint: UcxEndpoint) -> Tickets | None:
-        """What the peer is writing here; of an endpoint that has failed nothing comes any more."""
+    def _observe(self, peer: Metadata) -> None:
+        """See what the peer writes without a link: until it knows of the end it may, and can."""
+        if self._closed:
+            return
         try:
-            return endpoint.writing(tag_of(self._instance), _LOOK_MS)
+            endpoint = self._endpoint(peer)
+            endpoint.connect(_LOOK_MS)
+        except (LLMException, NativeError):  # it has died
+            return
+        with self._mutex:
+            self._observed[peer.instance] = endpoint
+            self._endpoints[endpoint] = peer.instance
+
+    def _tickets_of(self, endpoint: UcxEndpoint) -> Tickets | None:
+        """What the peer is writing here; None: it is not known.
+
+        Of an endpoint that has failed nothing comes any more, or another one shows it.
+        """
+        tag = tag_of(self._instance)
+        try:
+            return endpoint.writing(tag, _LOOK_MS)
+        except UcxError as error:
+            if error.status == KVN_TIMEOUT:
+                return None
+        with self._mutex:
+            observed = self._observed.get(self._endpoints.get(endpoint, ""))
+        if observed is None or observed is endpoint:
+            return frozenset()
+        try:
+            return observed.writing(tag, _LOOK_MS)
         except UcxError as error:
             return None if error.status == KVN_TIMEOUT else frozenset()
 
@@ -253,6 +288,17 @@ class UcxTransport(BaseTransport):
         if (worker := self._worker) is None:
             raise transport_closed()
         return worker
+
+
+def is_unwatched(endpoint: UcxEndpoint) -> bool:
+    """Whether a peer may write to this process although this side of the endpoint has ended.
+
+    That is so between processes of one host, where the system copies; RDMA refuses it.
+    """
+    return endpoint.transport.startswith(("cma/", "knem/", "xpmem/"))
+
+
+def _nothing() -> None: ...
 
 
 def _open(found: Found, settings: Mapping[str, str], label: str) -> tuple[str, UcxWorker]:

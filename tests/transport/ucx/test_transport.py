@@ -18,6 +18,7 @@ from kvnative._lower import Descriptors
 from kvplan.execution.memory import HostMemory
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
+from kvplan.transport.registrations import QUARANTINE
 from kvplan.transport.ucx.library import why_no_rdma
 from kvplan.transport.ucx.link import UcxLink, UcxPeerMemory
 from kvplan.transport.ucx.metadata import Metadata
@@ -313,6 +314,49 @@ class TestWriters:
             memory[:] = 7
             assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
         assert (memory == 7).all()
+
+    def test_one_that_is_stopped_is_waited_for_without_a_link(
+        self, transport: UcxTransport, writer: UcxOwner
+    ) -> None:
+        """Nothing else would keep it from writing when it goes on."""
+        memory = np.zeros(NBYTES, np.uint8)
+        lease = transport.begin_lease()
+        with transport.connect(writer.metadata(), timeout_ms=TIMEOUT_MS):
+            registration = self.begin(transport, writer, memory)
+            writer.stop()
+        with refused(LLMStatusCode.LLM_TIMEOUT, "1 peer had begun to write"):
+            transport.end_leases([lease])
+        transport.deregister(registration)
+        writer.resume()
+        give_up = time.monotonic() + TIMEOUT_MS / 1000
+        while not is_over(transport, [lease]):
+            assert time.monotonic() < give_up
+        memory[:] = 7
+        assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
+        assert (memory == 7).all()
+        instance = Metadata.from_bytes(writer.metadata()).instance
+        assert instance in transport._observed
+        writer.run("transport.close(); del held, transport")
+        for _ in range(2):
+            assert is_over(transport, [lease])
+        assert instance not in transport._observed
+
+    def test_memory_is_kept_without_a_link(self, transport: UcxTransport, writer: UcxOwner) -> None:
+        memory, metadata = bytearray(NBYTES), writer.metadata()
+        with transport.connect(metadata, timeout_ms=TIMEOUT_MS):
+            registration = self.begin(transport, writer, np.frombuffer(memory, np.uint8))
+            writer.stop()
+            transport.deregister(registration)
+        with transport.connect(metadata, timeout_ms=TIMEOUT_MS):
+            late = QUARANTINE._held[-1][0]  # who asks whether somebody writes
+            assert late()
+            assert is_held(memory)
+        assert late()
+        writer.kill()
+        give_up = time.monotonic() + TIMEOUT_MS / 1000
+        while is_held(memory):
+            assert time.monotonic() < give_up
+        assert is_over(transport, [])
 
     def test_one_that_has_died_is_not_waited_for(
         self, transport: UcxTransport, writer: UcxOwner
