@@ -53,7 +53,11 @@ cdef extern from "host/generations.h" nogil:
     )
     void kvn_generations_close(kvn_generations *table)
     int kvn_generations_take(
-        kvn_generations *table, bint is_lease, uint64_t *slot, uint64_t *generation,
+        kvn_generations *table, bint is_lease, uint64_t deadline_ns, uint64_t *slot,
+        uint64_t *generation, kvn_failure *failure
+    )
+    int kvn_generations_renew(
+        kvn_generations *table, uint64_t slot, uint64_t generation, uint64_t deadline_ns,
         kvn_failure *failure
     )
     int kvn_generations_release(

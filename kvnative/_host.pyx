@@ -289,13 +289,27 @@ cdef class GenerationTable:
             raise ValueError("the generation table is closed")
         return 0
 
-    def take(self, bint is_lease=False):
-        """(slot, generation) of a new registration or lease. MemoryError: all slots are taken."""
+    def take(self, bint is_lease=False, *, deadline_ns=0):
+        """(slot, generation) of a new registration or lease. MemoryError: all slots are taken.
+
+        Once CLOCK_MONOTONIC has reached `deadline_ns`, peers that map the table find it released; 0:
+        never.
+        """
         cdef uint64_t slot, generation
+        cdef uint64_t deadline = unsigned("deadline_ns", deadline_ns)
         cdef kvn_failure failure
         self.check_open()
-        check(kvn_generations_take(&self.table, is_lease, &slot, &generation, &failure), &failure)
+        check(kvn_generations_take(&self.table, is_lease, deadline, &slot, &generation, &failure),
+              &failure)
         return slot, generation
+
+    def renew(self, slot, generation, deadline_ns):
+        """Gives it another deadline, as of `take`. ValueError when it is not the slot's present one."""
+        cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
+        cdef uint64_t deadline = unsigned("deadline_ns", deadline_ns)
+        cdef kvn_failure failure
+        self.check_open()
+        check(kvn_generations_renew(&self.table, number, expected, deadline, &failure), &failure)
 
     def release(self, slot, generation):
         """Ends a registration. ValueError when it is not the slot's present one."""

@@ -1,5 +1,5 @@
 # The native side of the transport tcp, as C has it.
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from kvnative._device cimport kvn_device
 from kvnative._host cimport kvn_failure
@@ -28,11 +28,13 @@ cdef extern from "tcp/table.h" nogil:
         uint64_t generation
         bint writable
         bint is_on_device
+        int64_t deadline_ns
     ctypedef struct kvn_tcp_table:
         pass
     int kvn_tcp_table_add(kvn_tcp_table *self, uint64_t slot, const kvn_tcp_row *row,
                           kvn_failure *failure)
     bint kvn_tcp_table_remove(kvn_tcp_table *self, uint64_t slot)
+    bint kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns)
 
 cdef extern from "tcp/cipher.h" nogil:
     enum:

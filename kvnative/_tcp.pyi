@@ -40,7 +40,9 @@ class TcpService:
         generation: int,
         *,
         on_device: bool = False,
+        deadline_ns: int = 0,
     ) -> None: ...
+    def renew_range(self, slot: int, deadline_ns: int) -> None: ...
     def remove_range(self, slot: int) -> None: ...
     def link(
         self,

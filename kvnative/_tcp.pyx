@@ -2,7 +2,7 @@
 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport strncpy
 from posix.types cimport pid_t
@@ -133,13 +133,14 @@ cdef class TcpService:
         return self.mutex
 
     def add_range(self, slot: int, address: int, nbytes: int, bint writable, generation: int,
-                  *, bint on_device=False) -> None:
+                  *, bint on_device=False, int64_t deadline_ns=0) -> None:
         """Let peers reach [address, address + nbytes), and write to it if `writable`.
 
         Args:
             slot: a free one, below `max_ranges`.
             generation: distinguishes it from those that had the slot before.
             on_device: it is memory of the service's device.
+            deadline_ns: of CLOCK_MONOTONIC; from then on it is refused; 0: never.
 
         Raises:
             ValueError: the slot is taken or out of range; the range is empty or ends past 2**64;
@@ -155,12 +156,30 @@ cdef class TcpService:
         row.generation = unsigned("generation", generation)
         row.writable = writable
         row.is_on_device = on_device
+        row.deadline_ns = deadline_ns
         self.check_device(on_device)
         with self.lock():
             self.check_open()
             status = kvn_tcp_table_add(kvn_tcp_service_table(self.service), place, &row, &failure)
         if status != KVN_OK:
             raise_failure(&failure)
+
+    def renew_range(self, slot: int, int64_t deadline_ns) -> None:
+        """Give it another deadline, as of `add_range`.
+
+        Raises:
+            ValueError: the slot holds no range.
+            NativeError: the service is closed.
+        """
+        cdef uint64_t place = unsigned("slot", slot)
+        cdef bint was_there = False
+        with self.lock():
+            self.check_open()
+            was_there = kvn_tcp_table_renew(
+                kvn_tcp_service_table(self.service), place, deadline_ns
+            )
+        if not was_there:
+            raise ValueError(f"slot {place} holds no range")
 
     def remove_range(self, slot: int) -> None:
         """End it: on return no byte of it is read or written for a peer.

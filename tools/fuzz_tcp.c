@@ -260,9 +260,10 @@ static void check_sense(kvn_tcp_request *request)
 /* Whether the table let through what is registered, and nothing else. */
 static void check_table(kvn_tcp_request *request)
 {
-    uint64_t removals, offset, good = 0;
+    uint64_t offset, good = 0;
+    kvn_tcp_checked checked;
     bool is_good = true;
-    const kvn_tcp_reason reason = kvn_tcp_table_check(&table, request, &removals, &offset);
+    const kvn_tcp_reason reason = kvn_tcp_table_check(&table, request, &checked, &offset);
 
     for (uint32_t i = 0; i < request->head.num_runs && is_good; i++) {
         const kvn_tcp_run *run = kvn_tcp_run_at(request, i);

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvplan.engine.claims import not_exist
 from kvplan.engine.runner import OperationRunner
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from kvplan.engine.registry import CacheRegistry
     from kvplan.planning.blocks import Blocks
     from kvplan.transport.protocol import Transport
+
+
+_MAX_TTL_MS: Final = 1e12  # some 31 years
 
 
 class Leases:
@@ -44,9 +48,10 @@ class Leases:
         self._mutex = threading.RLock()  # re-entrant: a signal handler may come back here
         self._last_id = 0
         self._live: dict[int, BlockLease] = {}
+        self._deadlines: dict[int, int] = {}  # of those that expire: CLOCK_MONOTONIC, ns
         self._ending: dict[int, BlockLease] = {}  # a peer may still be writing with them
 
-    def begin(self, cache: Cache, blocks: Blocks, tag: str) -> BlockLease:
+    def begin(self, cache: Cache, blocks: Blocks, tag: str, ttl_ms: float | None) -> BlockLease:
         """See `LeaseOperations.lease_blocks`."""
         entry = self._registry.resolve(cache)
         cache_id = entry.cache.cache_id
@@ -54,10 +59,11 @@ class Leases:
             raise invalid(f"cache={cache} must be a paged cache of this engine that peers reach")
         table = block_indices("blocks", blocks, entry.side)
         check_distinct("blocks", table, entry.side)
+        deadline_ns = 0 if ttl_ms is None else _deadline_ns(ttl_ms)
         with self._mutex:
             self._last_id += 1
             lease_id = self._last_id
-        words = self._begin_words()
+        words = self._begin_words(deadline_ns)
         try:
             it = BlockLease(
                 self._cluster_id,
@@ -70,6 +76,8 @@ class Leases:
             )
             with self._mutex:
                 self._live[lease_id] = it
+                if deadline_ns:
+                    self._deadlines[lease_id] = deadline_ns
         except BaseException:
             self._end_words(words)
             raise
@@ -80,23 +88,29 @@ class Leases:
 
     def end(self, lease: BlockLease) -> None:
         """See `LeaseOperations.release`."""
-        if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
-            if lease.cluster_id == self._cluster_id:
-                return  # of this engine before it was restarted: it ended with that
-            raise invalid(
-                f"{lease} is of cluster {lease.cluster_id}; only its owner can release it"
-            )
         with self._mutex:
-            held = self._live.get(lease.lease_id) or self._ending.get(lease.lease_id)
-            if held is None and lease.lease_id <= self._last_id:
+            if self._held(lease) is None:
                 return
-            if held != lease:
-                raise invalid(f"{lease} is not as this engine has made it")
             self._live.pop(lease.lease_id, None)
+            self._deadlines.pop(lease.lease_id, None)
             self._ending[lease.lease_id] = lease
         self._end_words(lease.words)
         with self._mutex:
             self._ending.pop(lease.lease_id, None)
+
+    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
+        """See `LeaseOperations.renew`."""
+        renewed_ns = _deadline_ns(ttl_ms)
+        with self._mutex:
+            if self._held(lease) is None or lease.lease_id not in self._live:
+                raise not_exist(f"{lease} was released")
+            if (deadline_ns := self._deadlines.get(lease.lease_id)) is None:
+                raise invalid(f"{lease} was made without ttl_ms: it does not expire")
+            if (late_ns := time.monotonic_ns() - deadline_ns) >= 0:
+                raise not_exist(f"{lease} expired {late_ns / 1e6:.1f} ms ago: release it")
+            self._deadlines[lease.lease_id] = renewed_ns
+            for it in lease.words:
+                self._transports[it.transport].renew_lease(it.slot, it.generation, renewed_ns)
 
     def end_cache(self, cache_id: int) -> None:
         """End those of a cache that was freed: its memory is looked after where that ends."""
@@ -110,14 +124,27 @@ class Leases:
         with self._mutex:
             return list(self._live.values())
 
-    def _begin_words(self) -> tuple[LeaseWord, ...]:
+    def _held(self, lease: BlockLease) -> BlockLease | None:
+        """With the mutex: whether it was not released, to its end; refuses one of others."""
+        if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
+            if lease.cluster_id == self._cluster_id:
+                return None  # of this engine before it was restarted: it ended with that
+            raise invalid(f"{lease} is of cluster {lease.cluster_id}; only its owner can end it")
+        held = self._live.get(lease.lease_id) or self._ending.get(lease.lease_id)
+        if held is None and lease.lease_id <= self._last_id:
+            return None
+        if held != lease:
+            raise invalid(f"{lease} is not as this engine has made it")
+        return held
+
+    def _begin_words(self, deadline_ns: int) -> tuple[LeaseWord, ...]:
         """A word for each transport that checks leases."""
         words: list[LeaseWord] = []
         refusal = not_exist("the engine has no transport")
         try:
             for name, it in self._transports.items():
                 try:
-                    words.append(LeaseWord(name, *it.begin_lease()))
+                    words.append(LeaseWord(name, *it.begin_lease(deadline_ns)))
                 except LLMException as error:
                     if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
                         raise
@@ -136,10 +163,20 @@ class Leases:
                 all_of_them.callback(self._transports[it.transport].end_leases, ended)
 
 
+def _deadline_ns(ttl_ms: object) -> int:
+    if not isinstance(ttl_ms, (int, float)) or isinstance(ttl_ms, bool):
+        raise TypeError(f"ttl_ms={ttl_ms!r} must be a number")
+    if not 0 < ttl_ms <= _MAX_TTL_MS:
+        raise invalid(f"ttl_ms={ttl_ms} must be in (0, {_MAX_TTL_MS:g}]")
+    return time.monotonic_ns() + int(ttl_ms * 1e6)
+
+
 class LeaseOperations(OperationRunner):
     """Blocks that peers reach only as long as they are one request's: see docs/leases.md."""
 
-    def lease_blocks(self, cache: Cache, blocks: Blocks, *, tag: str = "") -> BlockLease:
+    def lease_blocks(
+        self, cache: Cache, blocks: Blocks, *, tag: str = "", ttl_ms: float | None = None
+    ) -> BlockLease:
         """Lease blocks of a paged cache, for peers to pull from or push to.
 
         Send the lease to them (`to_bytes`, `from_bytes`). Several leases may have one block. They
@@ -149,6 +186,10 @@ class LeaseOperations(OperationRunner):
             cache: of this engine; peers reach it.
             blocks: in the order of the request, each once.
             tag: what messages call it, such as the id of the request: at most 64 characters.
+            ttl_ms: milliseconds after which no transfer with it succeeds; by this process's clock,
+                and checked where the lease is, so that no one has to be alive for it. Its blocks
+                are another request's after `release` only, which waits for peers that write. Not
+                over ucx and hccl. None: it does not expire.
 
         Raises:
             TypeError: an argument of another type.
@@ -156,12 +197,14 @@ class LeaseOperations(OperationRunner):
                 or a bad tag; LLM_KV_CACHE_NOT_EXIST: no such cache; LLM_FEATURE_NOT_ENABLED: no
                 transport of this engine checks leases; LLM_OUT_OF_MEMORY: there are 131,072.
         """
-        return self._running().leases.begin(cache, blocks, tag)
+        return self._running().leases.begin(cache, blocks, tag, ttl_ms)
 
     @contextmanager
-    def leased_blocks(self, cache: Cache, blocks: Blocks, *, tag: str = "") -> Iterator[BlockLease]:
+    def leased_blocks(
+        self, cache: Cache, blocks: Blocks, *, tag: str = "", ttl_ms: float | None = None
+    ) -> Iterator[BlockLease]:
         """`lease_blocks` as a `with` block, at whose end the lease is released."""
-        lease = self.lease_blocks(cache, blocks, tag=tag)
+        lease = self.lease_blocks(cache, blocks, tag=tag, ttl_ms=ttl_ms)
         try:
             yield lease
         finally:
@@ -181,6 +224,17 @@ class LeaseOperations(OperationRunner):
         """
         self._running().leases.end(check_type("lease", lease, BlockLease))
 
+    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
+        """Let a lease that has not expired do so in `ttl_ms` milliseconds from now; peers keep it.
+
+        Raises:
+            TypeError: no BlockLease, or no number.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: it was released or has expired;
+                LLM_PARAM_INVALID: not a lease of this engine, one made without ttl_ms, or ttl_ms
+                is not > 0.
+        """
+        self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
+
     def leases(self) -> list[BlockLease]:
-        """Return the leases of this engine that have not ended."""
+        """Return the leases of this engine that were not released, expired ones among them."""
         return self._running().leases.live()

@@ -34,7 +34,8 @@ def link_failed(message: str) -> LLMException:
 def no_leases(where: str) -> LLMException:
     """Nothing checks leases there: LLM_FEATURE_NOT_ENABLED."""
     return LLMException(
-        f"{where}: leases are not checked by this transport; those that do are in docs/leases.md",
+        f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
+        "docs/leases.md says which are",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
 
@@ -80,8 +81,12 @@ class BaseTransport(ABC):
     def preregister_pool(self, memory: Registrable, keep: object = None) -> None:  # noqa: B027
         """See `Transport.preregister_pool`. Nothing to do: links reach parts at any time."""
 
-    def begin_lease(self) -> tuple[int, int]:
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
         """See `Transport.begin_lease`; refused here."""
+        raise no_leases(self.name)
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`; refused here."""
         raise no_leases(self.name)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:

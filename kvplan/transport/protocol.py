@@ -145,13 +145,19 @@ class Transport(Protocol):
             LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
         """
 
-    def begin_lease(self) -> tuple[int, int]:
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
         """A slot and a generation that peers check beside those of registrations.
 
+        Args:
+            deadline_ns: of CLOCK_MONOTONIC: no transfer with it succeeds from then on; 0: none.
+
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: its peers cannot; LLM_OUT_OF_MEMORY: no room for
-                another lease.
+            LLMException: LLM_FEATURE_NOT_ENABLED: its peers cannot, or not with a deadline;
+                LLM_OUT_OF_MEMORY: no room for another lease.
         """
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """Give a lease that was made with a deadline, and has not ended, another one."""
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """From here on no transfer with one of them succeeds, and no peer writes with it.

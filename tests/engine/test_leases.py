@@ -131,6 +131,31 @@ def test_life(engine: LlmDataDist, cache: Cache) -> None:
     engine.release(second)
 
 
+def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
+    lease = engine.lease_blocks(cache, [3], ttl_ms=60_000)
+    engine.renew(lease, 1e12)
+    for wrong in (0, -1.0, 2e12, float("nan"), float("inf")):
+        with refused("LLM_PARAM_INVALID", "ttl_ms="):
+            engine.renew(lease, wrong)
+        with refused("LLM_PARAM_INVALID", "ttl_ms="):
+            engine.lease_blocks(cache, [3], ttl_ms=wrong)
+    for other in ("1", True, None):
+        with pytest.raises(TypeError, match="ttl_ms="):
+            engine.renew(lease, other)  # type: ignore[arg-type]
+    for_ever = engine.lease_blocks(cache, [3])
+    with refused("LLM_PARAM_INVALID", "without ttl_ms"):
+        engine.renew(for_ever, 5)
+    short = engine.lease_blocks(cache, [4], ttl_ms=1e-6)
+    with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 expired"):
+        engine.renew(short, 5)
+    assert engine.leases() == [lease, for_ever, short]  # its blocks are not free before it ends
+    engine.release(short)
+    with refused("LLM_KV_CACHE_NOT_EXIST", "lease 3 was released"):
+        engine.renew(short, 5)
+    with refused("LLM_PARAM_INVALID", "cluster 7"):
+        engine.renew(LEASE, 5)
+
+
 def test_of_registered_arrays(engine: LlmDataDist) -> None:
     cache = engine.register_blocks_cache(DESC, [np.zeros(DESC.shape, np.float32)] * 2)
     engine.lease_blocks(cache, [1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from kvplan import (
     BlockLease,
-    Cache,
     CacheDesc,
     CacheIndex,
     DataType,
@@ -24,60 +22,18 @@ from kvplan import (
 )
 from kvplan.lease import LeaseWord
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
-from tests.faults.contents import DESC, Tensor, own, pattern
+from tests.faults.contents import own, pattern
 from tests.faults.gate import DEADLINE_S, Gate
+from tests.faults.leased import MINE, NOT_EXIST, RELEASED, THEIRS, here, lease_at, mover, there
 from tests.faults.outcomes import COUNT, unconfirmed
 from tests.faults.peer import Peer
 from tests.faults.states import link_of
 from tests.faults.transfers import LONG_MS, link
 from tests.support.refusals import refused
 
-NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-THEIRS, MINE = [2, 0], [1, 3]
-RELEASED = "lease 1 of cmpl-3 was released"
-
 pytestmark = [pytest.mark.over_tcp, pytest.mark.over_ucx, pytest.mark.over_hccl]
 directions = pytest.mark.parametrize("direction", ["pull", "push"])
 memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
-
-
-def lease_at(peer: Peer, memory: str = "allocated") -> BlockLease:
-    """A lease of blocks THEIRS of a cache of pattern 1, which are `arrays` there."""
-    blob = peer.run(
-        """
-        if memory == "registered":
-            arrays, given = own(1, pattern(1))
-            cache = datadist.register_blocks_cache(DESC, given)
-        else:
-            cache = datadist.allocate_blocks_cache(DESC)
-            arrays = datadist.arrays(cache)
-            for array, tensor in zip(arrays, pattern(1)):
-                array[:] = tensor
-        lease = datadist.lease_blocks(cache, blocks, tag="cmpl-3")
-        result = lease.to_bytes()
-        """,
-        memory=memory,
-        blocks=THEIRS,
-    )
-    return BlockLease.from_bytes(blob)
-
-
-def here(user: LlmDataDist, seed: int | None = None) -> tuple[Cache, list[Tensor]]:
-    cache = user.allocate_blocks_cache(DESC)
-    arrays = user.arrays(cache)
-    for array, tensor in zip(arrays, pattern(seed or 0), strict=True):
-        array[:] = 0 if seed is None else tensor
-    return cache, arrays
-
-
-def mover(user: LlmDataDist, direction: str, lease: BlockLease, cache: Cache) -> Callable[[], None]:
-    if direction == "pull":
-        return lambda: user.pull_blocks(lease, cache, None, MINE, timeout_ms=LONG_MS)
-    return lambda: user.push_blocks(cache, lease, MINE, timeout_ms=LONG_MS)
-
-
-def there(peer: Peer) -> list[list[list[int]]]:
-    return list(peer.run("result = [it.tolist() for it in arrays]"))
 
 
 @memories

@@ -256,6 +256,18 @@ class TestPeer:
         table.take()
         assert look(slots, generations) == 2, "taken again, but by another registration"
         assert look(slots[:2], generations[:2]) == -1
+        free = np.array([7], dtype=np.uint64), np.array([0], dtype=np.uint64)
+        assert look(*free) == 0, "nobody has been given the generation of a free slot"
+        deadline = time.monotonic_ns() + 10**12
+        lasting = table.take(deadline_ns=deadline)
+        column = [np.array([it], dtype=np.uint64) for it in lasting]
+        assert look(*column) == -1
+        table.renew(*lasting, 1)
+        assert look(*column) == 0, "its deadline has passed"
+        table.renew(*lasting, deadline)
+        assert look(*column) == -1
+        with pytest.raises(ValueError, match="not registered"):
+            table.renew(lasting[0], lasting[1] + 2, deadline)
         beyond = np.array([0, 8], dtype=np.uint64)
         assert look(beyond, np.array([1, 0], dtype=np.uint64)) == 1
         with pytest.raises(ValueError, match="4 slots, but 3 generations"):

@@ -3,9 +3,18 @@
 #include <errno.h>
 #include <inttypes.h>
 
+#include "core/clock.h"
+
 #define KVN_GENERATIONS_MAX_SLOTS (UINT64_C(1) << 24)
 
 static _Atomic uint64_t *slots_of(const kvn_generations *table) { return table->memory.address; }
+
+static _Atomic uint64_t *deadlines_of(const kvn_generations *table)
+{
+    return slots_of(table) + table->num_slots;
+}
+
+static uint64_t nbytes_of(uint64_t num_slots) { return 2 * num_slots * sizeof(uint64_t); }
 
 static int bad_num_slots(uint64_t num_slots, kvn_failure *failure)
 {
@@ -24,7 +33,7 @@ int kvn_generations_create(uint64_t num_slots, uint64_t num_leases, kvn_generati
         num_leases = KVN_GENERATIONS_MAX_SLOTS - num_slots;
     out->first_lease = out->next_lease = num_slots;
     out->num_slots = num_slots += num_leases;
-    return kvn_arena_create("kvplan-generations", num_slots * sizeof(uint64_t), 1, &out->memory, failure);
+    return kvn_arena_create("kvplan-generations", nbytes_of(num_slots), 1, &out->memory, failure);
 }
 
 int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
@@ -33,12 +42,12 @@ int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
     *out = (kvn_generations){.memory.fd = -1, .num_slots = num_slots};
     if (num_slots < 1 || num_slots > KVN_GENERATIONS_MAX_SLOTS)
         return bad_num_slots(num_slots, failure);
-    return kvn_arena_import(pid, fd, inode, num_slots * sizeof(uint64_t), 0, &out->memory, failure);
+    return kvn_arena_import(pid, fd, inode, nbytes_of(num_slots), 0, &out->memory, failure);
 }
 
 void kvn_generations_close(kvn_generations *table) { kvn_arena_close(&table->memory); }
 
-int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t *slot,
+int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadline_ns, uint64_t *slot,
                          uint64_t *generation, kvn_failure *failure)
 {
     uint64_t *next = is_lease ? &table->next_lease : &table->next;
@@ -48,8 +57,11 @@ int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t *slot,
     for (uint64_t i = 0; i < count; i++) {
         const uint64_t candidate = first + (*next - first + i) % count;
         uint64_t seen = atomic_load_explicit(&slots_of(table)[candidate], memory_order_relaxed);
-        if (seen % 2 == 0 &&
-            atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, seen + 1)) {
+        if (seen % 2 != 0)
+            continue;
+        /* Whoever knows the generation, which comes second, finds its deadline or a later one. */
+        atomic_store(&deadlines_of(table)[candidate], deadline_ns);
+        if (atomic_compare_exchange_strong(&slots_of(table)[candidate], &seen, seen + 1)) {
             *next = candidate + 1;
             *slot = candidate;
             *generation = seen + 1;
@@ -60,19 +72,40 @@ int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t *slot,
                     "all %" PRIu64 " slots of the generation table are taken", count);
 }
 
+static int not_registered(uint64_t slot, uint64_t generation, kvn_failure *failure)
+{
+    return kvn_fail(failure, KVN_INVALID, 0,
+                    "slot %" PRIu64 " is not registered with generation %" PRIu64, slot, generation);
+}
+
+int kvn_generations_renew(kvn_generations *table, uint64_t slot, uint64_t generation,
+                          uint64_t deadline_ns, kvn_failure *failure)
+{
+    if (slot >= table->num_slots || generation % 2 == 0 ||
+        atomic_load(&slots_of(table)[slot]) != generation)
+        return not_registered(slot, generation, failure);
+    atomic_store(&deadlines_of(table)[slot], deadline_ns);
+    return KVN_OK;
+}
+
 int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,
                             kvn_failure *failure)
 {
     uint64_t expected = generation;
     if (slot >= table->num_slots || generation % 2 == 0 ||
         !atomic_compare_exchange_strong(&slots_of(table)[slot], &expected, generation + 1))
-        return kvn_fail(failure, KVN_INVALID, 0,
-                        "slot %" PRIu64 " is not registered with generation %" PRIu64, slot,
-                        generation);
+        return not_registered(slot, generation, failure);
     /* What the owner writes to the range from here on is ordered after the new generation, so a
      * peer that read any of it also sees that. */
     atomic_thread_fence(memory_order_seq_cst);
     return KVN_OK;
+}
+
+static bool has_expired(const kvn_generations *table, uint64_t slot)
+{
+    const uint64_t deadline =
+        atomic_load_explicit(&deadlines_of(table)[slot], memory_order_acquire);
+    return deadline != 0 && (uint64_t)kvn_now_ns() >= deadline;
 }
 
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const uint64_t *slots,
@@ -80,10 +113,11 @@ uint64_t kvn_generations_first_stale(const kvn_generations *table, const uint64_
 {
     atomic_thread_fence(memory_order_seq_cst); /* the transfer's reads come before the look here */
     for (uint64_t i = 0; i < count; i++) {
-        if (slots[i] >= table->num_slots)
+        if (slots[i] >= table->num_slots || has_expired(table, slots[i]))
             return i;
-        if (atomic_load_explicit(&slots_of(table)[slots[i]], memory_order_acquire) !=
-            generations[i])
+        if (generations[i] % 2 == 0 || /* nobody has been given it: it is of a free slot */
+            atomic_load_explicit(&slots_of(table)[slots[i]], memory_order_acquire) !=
+                generations[i])
             return i;
     }
     return count;

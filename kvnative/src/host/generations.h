@@ -4,7 +4,10 @@
  * is registered; taking and releasing it each add one. A peer remembers the generation that was
  * published to it and looks again before and after each transfer, so a range that its owner has
  * released, or released and registered again for something else, is noticed with no message between
- * the two. A lease is a slot without memory, which a transfer checks beside those of its ranges. */
+ * the two. A lease is a slot without memory, which a transfer checks beside those of its ranges.
+ *
+ * Behind the generations come as many deadlines, in CLOCK_MONOTONIC, which all processes of a host
+ * share; 0: none. A slot whose deadline has passed counts as released, to whoever maps the table. */
 #ifndef KVN_GENERATIONS_H
 #define KVN_GENERATIONS_H
 
@@ -30,12 +33,16 @@ void kvn_generations_close(kvn_generations *table); /* the owner releases every 
 /* The owner's side. KVN_NO_MEMORY when every slot is taken; KVN_INVALID when the slot is not held
  * with that generation. After release returned, no peer reports a success for the range any more.
  */
-int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t *slot,
+int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadline_ns, uint64_t *slot,
                          uint64_t *generation, kvn_failure *failure);
+/* Gives it another deadline. */
+int kvn_generations_renew(kvn_generations *table, uint64_t slot, uint64_t generation,
+                          uint64_t deadline_ns, kvn_failure *failure);
 int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,
                             kvn_failure *failure);
 
-/* The peer's side: index of the first slot whose generation is another one by now, or `count`.
+/* The peer's side: index of the first slot whose generation is another one by now, or whose deadline has
+ * passed, or `count`.
  * A slot out of range counts as such. Everything read before the call was read under the
  * generations that it sees. */
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const uint64_t *slots,

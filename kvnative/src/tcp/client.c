@@ -106,7 +106,7 @@ static void end_refused(kvn_request *it, kvn_tcp_reason reason, const kvn_cursor
         offset -= it->batch.nbytes[index];
     if (reason == KVN_TCP_RELEASED)
         snprintf(it->end.message, sizeof it->end.message,
-                 "descriptor %" PRIu64 ": %s was released by the peer", it->batch.first + index,
+                 "descriptor %" PRIu64 ": %s was released by the peer, or has expired", it->batch.first + index,
                  it->known->leases);
     else
         snprintf(it->end.message, sizeof it->end.message,

@@ -81,15 +81,15 @@ static void refuse(kvn_tcp_server *self, kvn_tcp_reason reason, uint64_t offset)
         self->left = self->end_left = 0;
 }
 
-/* With the table entered. False: something was removed since, and of the request as well. */
+/* With the table entered. False: something was removed or has expired since, and of the request as well. */
 static bool is_still_registered(kvn_tcp_server *self)
 {
     uint64_t offset;
     kvn_tcp_reason reason;
 
-    if (kvn_tcp_table_is_same(self->table, self->removals))
+    if (kvn_tcp_table_is_same(self->table, &self->checked))
         return true;
-    reason = kvn_tcp_table_check(self->table, &self->request, &self->removals, &offset);
+    reason = kvn_tcp_table_check(self->table, &self->request, &self->checked, &offset);
     if (reason == KVN_TCP_MOVED)
         return true;
     refuse(self, reason, offset);
@@ -150,7 +150,7 @@ static void begin(kvn_tcp_server *self)
     self->at = (kvn_tcp_place){0, 0, 0};
     self->is_refused = false;
     self->state = head->kind == KVN_TCP_PULL ? KVN_TCP_WRITES : KVN_TCP_READS_BYTES;
-    reason = kvn_tcp_table_check(self->table, &self->request, &self->removals, &offset);
+    reason = kvn_tcp_table_check(self->table, &self->request, &self->checked, &offset);
     if (reason != KVN_TCP_MOVED)
         refuse(self, reason, offset);
 }

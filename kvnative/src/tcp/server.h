@@ -26,7 +26,7 @@ typedef struct kvn_tcp_server {
     uint32_t end_left;    /* of the second */
     uint64_t left;        /* bytes of the request to be moved */
     uint64_t moved;
-    uint64_t removals;    /* of the table, when the request was checked */
+    kvn_tcp_checked checked; /* the request, in the table */
     kvn_tcp_place at;
     bool is_refused;      /* what is left is read to be dropped, or zeros are sent for it */
     kvn_tcp_answer answer, end;

@@ -65,6 +65,20 @@ void kvn_tcp_table_wait_for_threads(kvn_tcp_table *self)
     }
 }
 
+bool kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns)
+{
+    bool was_there;
+
+    pthread_mutex_lock(&self->mutex);
+    was_there = slot < self->num_rows && self->rows[slot].nbytes != 0;
+    if (was_there) {
+        self->rows[slot].deadline_ns = deadline_ns;
+        atomic_fetch_add(&self->removals, 1); /* whoever has looked at the old one looks again */
+    }
+    pthread_mutex_unlock(&self->mutex);
+    return was_there;
+}
+
 bool kvn_tcp_table_remove(kvn_tcp_table *self, uint64_t slot)
 {
     bool was_there;
@@ -95,8 +109,13 @@ static uint64_t inside(const kvn_tcp_row *row, const kvn_tcp_run *run)
 
 static bool stands(const kvn_tcp_table *self, const kvn_tcp_range *range)
 {
-    return range->slot < self->num_rows && self->rows[range->slot].nbytes != 0 &&
-           self->rows[range->slot].generation == range->generation;
+    const kvn_tcp_row *row;
+
+    if (range->slot >= self->num_rows)
+        return false;
+    row = &self->rows[range->slot];
+    return row->nbytes != 0 && row->generation == range->generation &&
+           (row->deadline_ns == 0 || kvn_now_ns() < row->deadline_ns);
 }
 
 /* `offset`, of bytes of the request, goes up by those of the run that may be moved. */
@@ -123,14 +142,14 @@ static kvn_tcp_reason check_run(const kvn_tcp_table *self, const kvn_tcp_range *
 }
 
 kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request,
-                                   uint64_t *removals, uint64_t *offset)
+                                   kvn_tcp_checked *checked, uint64_t *offset)
 {
     const bool is_write = request->head.kind == KVN_TCP_PUSH;
     kvn_tcp_reason reason = KVN_TCP_MOVED;
 
     *offset = 0;
     pthread_mutex_lock(&self->mutex);
-    *removals = atomic_load(&self->removals);
+    *checked = (kvn_tcp_checked){.removals = atomic_load(&self->removals)};
     for (uint32_t i = 0; i < request->head.num_runs && reason == KVN_TCP_MOVED; i++) {
         const kvn_tcp_run *run = kvn_tcp_run_at(request, i);
         reason = check_run(self, kvn_tcp_range_at(request, run->range), run, is_write, offset);
@@ -140,7 +159,11 @@ kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request
         if (!stands(self, range)) {
             reason = KVN_TCP_RELEASED; /* of those of runs all do */
             *offset = 0;
+            break;
         }
+        const int64_t deadline_ns = self->rows[range->slot].deadline_ns;
+        if (deadline_ns != 0 && (checked->deadline_ns == 0 || deadline_ns < checked->deadline_ns))
+            checked->deadline_ns = deadline_ns;
     }
     pthread_mutex_unlock(&self->mutex);
     return reason;

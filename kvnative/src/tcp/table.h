@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "core/clock.h"
 #include "core/failure.h"
 #include "device/device.h"
 #include "tcp/wire.h"
@@ -19,7 +20,14 @@ typedef struct kvn_tcp_row {
     uint64_t generation;
     bool writable;
     bool is_on_device; /* the table's */
+    int64_t deadline_ns; /* of kvn_now_ns: from then on as if it were free; 0: never */
 } kvn_tcp_row;
+
+/* When a request was looked at: how many rows had been removed, and its earliest deadline, or 0. */
+typedef struct kvn_tcp_checked {
+    uint64_t removals;
+    int64_t deadline_ns;
+} kvn_tcp_checked;
 
 typedef struct kvn_tcp_table {
     pthread_mutex_t mutex;
@@ -40,15 +48,17 @@ int kvn_tcp_table_add(kvn_tcp_table *self, uint64_t slot, const kvn_tcp_row *row
                       kvn_failure *failure);
 /* On return no thread reads or writes it. False: the slot is free. */
 bool kvn_tcp_table_remove(kvn_tcp_table *self, uint64_t slot);
+/* Gives it another deadline. False: the slot is free. */
+bool kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns);
 /* Waits until each thread has left the call that it is in. */
 void kvn_tcp_table_wait_for_threads(kvn_tcp_table *self);
 
 /* Whether all of a checked request is registered as it says; else `offset` is of the first byte that is
- * not. `removals` is how many there were when it was looked at. */
+ * not. */
 kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request,
-                                   uint64_t *removals, uint64_t *offset);
+                                   kvn_tcp_checked *checked, uint64_t *offset);
 
-/* Between these two a thread may move bytes of what it has checked, if `removals` is the same still. */
+/* Between these two a thread may move bytes of what it has checked, if that is the same still. */
 static inline void kvn_tcp_table_enter(kvn_tcp_table *self, unsigned thread)
 {
     atomic_fetch_add(&self->epochs[thread], 1);
@@ -57,9 +67,10 @@ static inline void kvn_tcp_table_leave(kvn_tcp_table *self, unsigned thread)
 {
     atomic_fetch_add(&self->epochs[thread], 1);
 }
-static inline bool kvn_tcp_table_is_same(kvn_tcp_table *self, uint64_t removals)
+static inline bool kvn_tcp_table_is_same(kvn_tcp_table *self, const kvn_tcp_checked *checked)
 {
-    return atomic_load(&self->removals) == removals;
+    return atomic_load(&self->removals) == checked->removals &&
+           (checked->deadline_ns == 0 || kvn_now_ns() < checked->deadline_ns);
 }
 /* Where it lies; NULL: in the memory of the host. */
 static inline const kvn_device *kvn_tcp_table_device(const kvn_tcp_table *self,

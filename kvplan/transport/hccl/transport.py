@@ -13,7 +13,7 @@ from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.announced import Writers, tag_of
-from kvplan.transport.base import BaseTransport, link_failed
+from kvplan.transport.base import BaseTransport, link_failed, no_leases
 from kvplan.transport.hccl.addresses import device_address, is_over_hccs, table_of, why_not
 from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, HcclDevice
@@ -141,9 +141,11 @@ class HcclTransport(BaseTransport):
         self._check_open()
         self._registrations.remove(registration)
 
-    def begin_lease(self) -> tuple[int, int]:
-        """See `Transport.begin_lease`."""
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
+        """See `Transport.begin_lease`; without a deadline, as peers do not know this clock."""
         self._check_open()
+        if deadline_ns:
+            raise no_leases(self.name)
         return self._generations.begin_lease()
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:

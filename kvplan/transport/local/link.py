@@ -122,7 +122,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             raise LLMException(
                 f"{self.peer} has deregistered {it}"
                 if isinstance(it, Range)
-                else f"{it} was released by {self.peer}",
+                else f"{it} was released by {self.peer}, or has expired",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 

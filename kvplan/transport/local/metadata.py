@@ -27,7 +27,7 @@ MAX_SLOTS: Final = 2**24
 """Of a generation table: of registrations and leases."""
 
 SCHEMA: Final = "kvplan.local"
-SCHEMA_VERSION: Final = 2  # of 1 writers did not announce what they write
+SCHEMA_VERSION: Final = 3  # of 2 the generation table had no deadlines
 
 _INT31 = (0, 2**31 - 1)
 _BOOT_ID_LENGTH = 36

@@ -67,7 +67,7 @@ class LocalTransport(BaseTransport):
         """Show this process to its peers.
 
         Args:
-            max_registrations: how many there can be at once; each takes 8 bytes, as do the leases
+            max_registrations: how many there can be at once; each takes 16 bytes, as do the leases
                 that there can be besides.
             permit_any_peer: let every process of this user trace this one, as Yama demands.
 
@@ -136,14 +136,20 @@ class LocalTransport(BaseTransport):
         self._remove(it)
         self._wait_for_writers([it])
 
-    def begin_lease(self) -> tuple[int, int]:
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
         """See `Transport.begin_lease`."""
         with self._registrations.mutex:
             self._check_open()
             try:
-                return self._generations.take(is_lease=True)
+                return self._generations.take(is_lease=True, deadline_ns=deadline_ns)
             except MemoryError as error:
                 raise leases_taken(MAX_LEASES) from error
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`."""
+        with self._registrations.mutex:
+            self._check_open()
+            self._generations.renew(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""

@@ -57,7 +57,8 @@ class Registrations:
         self._slots = Slots(num_slots, MAX_SLOTS)
         self.num_slots = num_slots
         self._lease_slots = Slots(MAX_LEASES, MAX_LEASES)  # those behind the registrations'
-        self._leases: dict[int, int] = {}  # generation of each that has not ended, by slot
+        # Generation and deadline of each that has not ended, by slot.
+        self._leases: dict[int, tuple[int, int]] = {}
         # Held while leases end, taken before the table's. Re-entrant: of a signal handler as well.
         self._ending = threading.RLock()
         self.device = device
@@ -71,8 +72,8 @@ class Registrations:
             for it in self._table.select():
                 if self._table.holds(it):
                     _serve(service, it)
-            for slot, generation in tuple(self._leases.items()):
-                _serve_lease(service, slot, generation)
+            for slot, (generation, deadline_ns) in tuple(self._leases.items()):
+                _serve_lease(service, slot, generation, deadline_ns)
 
     def add(self, memory: Registrable, *, writable: bool) -> TcpRegistration:
         """See `TcpTransport.register`."""
@@ -111,7 +112,7 @@ class Registrations:
         """Of registrations and leases, at most."""
         return self.num_slots + MAX_LEASES
 
-    def begin_lease(self) -> tuple[int, int]:
+    def begin_lease(self, deadline_ns: int) -> tuple[int, int]:
         """See `Transport.begin_lease`."""
         with self._table.mutex:
             self._table.check_open()
@@ -120,10 +121,18 @@ class Registrations:
             except LLMException as error:
                 raise leases_taken(MAX_LEASES) from error
             slot = self.num_slots + number
-            self._leases[slot] = generation
+            self._leases[slot] = generation, deadline_ns
             if self._service is not None:
-                _serve_lease(self._service, slot, generation)
+                _serve_lease(self._service, slot, generation, deadline_ns)
             return slot, generation
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`."""
+        with self._table.mutex:
+            self._leases[slot] = generation, deadline_ns
+            if self._service is not None:
+                with suppress(NativeError):
+                    self._service.renew_range(slot, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""
@@ -131,7 +140,7 @@ class Registrations:
             for slot, generation in leases:
                 with self._table.mutex:
                     service = self._service
-                    if self._leases.get(slot) != generation:
+                    if slot not in self._leases or self._leases[slot][0] != generation:
                         continue  # it has ended before
                 if service is not None:
                     with suppress(ValueError, NativeError):
@@ -183,7 +192,7 @@ def _serve(service: TcpService, registration: TcpRegistration) -> None:
         )
 
 
-def _serve_lease(service: TcpService, slot: int, generation: int) -> None:
+def _serve_lease(service: TcpService, slot: int, generation: int, deadline_ns: int) -> None:
     """Let requests name it: a row without memory, as its one byte is where none can be."""
     with suppress(NativeError):
-        service.add_range(slot, _NOWHERE, 1, False, generation)
+        service.add_range(slot, _NOWHERE, 1, False, generation, deadline_ns=deadline_ns)

@@ -158,10 +158,15 @@ class TcpTransport(BaseTransport):
         way = f"{streams.way}, {plural(count, 'connection')}{encrypted}"
         return TcpLink(native, peer, way, self._device)
 
-    def begin_lease(self) -> tuple[int, int]:
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
         """See `Transport.begin_lease`."""
         self._check_open()
-        return self._registrations.begin_lease()
+        return self._registrations.begin_lease(deadline_ns)
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`."""
+        self._check_open()
+        self._registrations.renew_lease(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`; on return no byte is read or written with them for a peer."""

@@ -16,7 +16,7 @@ from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.announced import Writers, tag_of
-from kvplan.transport.base import BaseTransport, link_failed
+from kvplan.transport.base import BaseTransport, link_failed, no_leases
 from kvplan.transport.registrations import PATIENCE_S, QUARANTINE, transport_closed
 from kvplan.transport.ucx.library import (
     DEVICES,
@@ -130,9 +130,11 @@ class UcxTransport(BaseTransport):
         self._check_open()
         self._wait_for_writers([self._registrations.end(registration)])
 
-    def begin_lease(self) -> tuple[int, int]:
-        """See `Transport.begin_lease`."""
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
+        """See `Transport.begin_lease`; without a deadline, as peers do not know this clock."""
         self._check_open()
+        if deadline_ns:
+            raise no_leases(self.name)
         return self._registrations.begin_lease()
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:

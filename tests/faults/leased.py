@@ -1,0 +1,55 @@
+"""Blocks that a peer has leased, and what moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvplan import BlockLease, Cache, LlmDataDist, LLMStatusCode
+from tests.faults.contents import DESC, Tensor, pattern
+from tests.faults.peer import Peer
+from tests.faults.transfers import LONG_MS
+
+NOT_EXIST: Final = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+RELEASED: Final = "lease 1 of cmpl-3 was released"
+THEIRS, MINE = [2, 0], [1, 3]
+
+
+def lease_at(peer: Peer, memory: str = "allocated", ttl_ms: float | None = None) -> BlockLease:
+    """A lease of blocks THEIRS of a cache of pattern 1, which are `arrays` there."""
+    blob = peer.run(
+        """
+        if memory == "registered":
+            arrays, given = own(1, pattern(1))
+            cache = datadist.register_blocks_cache(DESC, given)
+        else:
+            cache = datadist.allocate_blocks_cache(DESC)
+            arrays = datadist.arrays(cache)
+            for array, tensor in zip(arrays, pattern(1)):
+                array[:] = tensor
+        lease = datadist.lease_blocks(cache, blocks, tag="cmpl-3", ttl_ms=ttl_ms)
+        result = lease.to_bytes()
+        """,
+        memory=memory,
+        blocks=THEIRS,
+        ttl_ms=ttl_ms,
+    )
+    return BlockLease.from_bytes(blob)
+
+
+def here(user: LlmDataDist, seed: int | None = None) -> tuple[Cache, list[Tensor]]:
+    cache = user.allocate_blocks_cache(DESC)
+    arrays = user.arrays(cache)
+    for array, tensor in zip(arrays, pattern(seed or 0), strict=True):
+        array[:] = 0 if seed is None else tensor
+    return cache, arrays
+
+
+def mover(user: LlmDataDist, direction: str, lease: BlockLease, cache: Cache) -> Callable[[], None]:
+    if direction == "pull":
+        return lambda: user.pull_blocks(lease, cache, None, MINE, timeout_ms=LONG_MS)
+    return lambda: user.push_blocks(cache, lease, MINE, timeout_ms=LONG_MS)
+
+
+def there(peer: Peer) -> list[list[list[int]]]:
+    return list(peer.run("result = [it.tolist() for it in arrays]"))

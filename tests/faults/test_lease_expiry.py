@@ -1,0 +1,181 @@
+"""A lease expires before, while and after a peer moves its blocks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvplan import CacheIndex, KvCacheExtParam
+from tests.faults.conftest import Attempt, MakeEngine
+from tests.faults.contents import pattern
+from tests.faults.gate import DEADLINE_S, Gate
+from tests.faults.leased import MINE, NOT_EXIST, THEIRS, here, lease_at, mover, there
+from tests.faults.peer import Peer
+from tests.faults.states import link_of
+from tests.faults.transfers import LONG_MS, link
+from tests.support.refusals import refused
+
+EXPIRED = "lease 1 of cmpl-3 was released .*, or has expired"
+HOUR_MS = 3_600_000.0
+EXPIRE = "datadist.renew(lease, 1e-6)"  # 1 ns from now
+
+pytestmark = pytest.mark.over_tcp
+directions = pytest.mark.parametrize("direction", ["pull", "push"])
+memories = pytest.mark.parametrize("memory", ["allocated", "registered"])
+
+
+@memories
+@directions
+def test_expired_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str) -> None:
+    user, lease = make_engine(2), lease_at(peer, memory, HOUR_MS)
+    cache, _ = here(user, 2)
+    link(user, peer)
+    move = mover(user, direction, lease, cache)
+    move()
+    peer.run(EXPIRE)
+    before = there(peer)
+    for _ in range(2):
+        with refused(NOT_EXIST, EXPIRED):
+            move()
+    assert there(peer) == before
+    peer.run("datadist.release(lease)")
+    user.pull_blocks(CacheIndex(1, lease.cache_id), cache, THEIRS, MINE)
+
+
+@memories
+@directions
+def test_expired_during(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str, memory: str
+) -> None:
+    user, lease = gated(2), lease_at(peer, memory, HOUR_MS)
+    cache, _ = here(user, None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(mover(user, direction, lease, cache))
+    gate.wait()
+    peer.run(EXPIRE + "; datadist.release(lease); [it.fill(9) for it in arrays]")
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+    if direction == "push":
+        assert there(peer) == [[[9] * 64] * 4] * 8
+    mine = link_of(user, 1)
+    assert mine is not None
+    assert (mine.bytes_pulled, mine.bytes_pushed, mine.in_flight) == (0, 0, 0)
+
+
+@directions
+def test_expired_after(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
+) -> None:
+    user, lease = gated(2), lease_at(peer, ttl_ms=HOUR_MS)
+    cache, arrays = here(user, None if direction == "pull" else 2)
+    link(user, peer)
+    call = attempt(mover(user, direction, lease, cache))
+    gate.wait()
+    gate.open()
+    assert call.result(30) is None
+    peer.run(EXPIRE)
+    if direction == "pull":
+        assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
+    else:
+        assert [it[2] for it in there(peer)] == [it[1].tolist() for it in pattern(2)]
+
+
+@directions
+def test_its_time_passes(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
+    """No success begins after it, and no failure comes before it."""
+    user, lease = make_engine(2), lease_at(peer, ttl_ms=HOUR_MS)
+    cache, _ = here(user, 2)
+    link(user, peer)
+    move = mover(user, direction, lease, cache)
+    first, last = peer.run(
+        "import time; first = time.monotonic_ns(); datadist.renew(lease, 100.0); "
+        "result = first + 100_000_000, time.monotonic_ns() + 100_000_000"
+    )
+    moved, give_up = 0, time.monotonic() + DEADLINE_S
+    while (began := time.monotonic_ns()) < last:
+        assert time.monotonic() < give_up
+        try:
+            move()
+            moved += 1
+        except Exception:
+            assert time.monotonic_ns() >= first
+            break
+    with refused(NOT_EXIST, EXPIRED):
+        move()
+    assert moved > 0 or began >= first
+
+
+@directions
+def test_renewed(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
+    """The peer needs nothing for it, and the owner cannot do it once the lease has expired."""
+    user, lease = make_engine(2), lease_at(peer, ttl_ms=100.0)
+    cache, _ = here(user, 2)
+    link(user, peer)
+    renewed = peer.run(
+        """
+        try:
+            datadist.renew(lease, 3_600_000)
+            result = True
+        except LLMException as error:  # the machine was busy for 100 ms
+            result = str(error)
+        """
+    )
+    if renewed is not True:
+        assert "expired" in renewed
+        pytest.skip("the machine was too busy to renew a lease within 100 ms")
+    mover(user, direction, lease, cache)()
+    again = peer.run(
+        """
+        datadist.renew(lease, 1e-6)
+        try:
+            datadist.renew(lease, 1000)
+        except LLMException as error:
+            result = str(error)
+        """
+    )
+    assert "lease 1 of cmpl-3 expired" in again
+    with refused(NOT_EXIST, EXPIRED):
+        mover(user, direction, lease, cache)()
+
+
+PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
+
+
+@memories
+def test_expired_between_two_layers(make_engine: MakeEngine, peer: Peer, memory: str) -> None:
+    user, lease = make_engine(2), lease_at(peer, memory, HOUR_MS)
+    cache, _ = here(user, 5)
+    link(user, peer)
+    task = user.push_layers(cache, lease, src_blocks=MINE, ext_param=PAIRS)
+    task.ready(0)
+    task.ready(1)
+    while task.progress().done != (0, 1):
+        assert not task.done
+    peer.run(EXPIRE + "; datadist.release(lease); [it.fill(9) for it in arrays]")
+    for layer in (2, 3):
+        task.ready(layer)
+    with refused(NOT_EXIST, "was released"):
+        task.wait(LONG_MS)
+    assert there(peer) == [[[9] * 64] * 4] * 8
+
+
+@pytest.mark.usefixtures("served_by_nobody")
+def test_the_owner_is_stopped(make_engine: MakeEngine, peer: Peer) -> None:
+    """Who only reads its memory finds the deadline there."""
+    user, lease = make_engine(2), lease_at(peer, ttl_ms=HOUR_MS)
+    cache, _ = here(user)
+    link(user, peer)
+    pull = mover(user, "pull", lease, cache)
+    pull()
+    peer.run("datadist.renew(lease, 100.0)")
+    peer.stop()
+    try:
+        last = time.monotonic() + DEADLINE_S
+        with refused(NOT_EXIST, EXPIRED):
+            while time.monotonic() < last:
+                pull()
+    finally:
+        peer.resume()
