@@ -292,8 +292,8 @@ cdef class GenerationTable:
     def take(self, bint is_lease=False, *, deadline_ns=0):
         """(slot, generation) of a new registration or lease. MemoryError: all slots are taken.
 
-        Once CLOCK_MONOTONIC has reached `deadline_ns`, peers that map the table find it released; 0:
-        never.
+        Once CLOCK_MONOTONIC has reached `deadline_ns`, peers that map the table find it released;
+        0: never.
         """
         cdef uint64_t slot, generation
         cdef uint64_t deadline = unsigned("deadline_ns", deadline_ns)
@@ -304,7 +304,7 @@ cdef class GenerationTable:
         return slot, generation
 
     def renew(self, slot, generation, deadline_ns):
-        """Gives it another deadline, as of `take`. ValueError when it is not the slot's present one."""
+        """Gives it another deadline, as of `take`. ValueError: it is not the slot's present one."""
         cdef uint64_t number = unsigned("slot", slot), expected = unsigned("generation", generation)
         cdef uint64_t deadline = unsigned("deadline_ns", deadline_ns)
         cdef kvn_failure failure

@@ -202,15 +202,15 @@ def test_hostile_documents(blob: bytes) -> None:
     [
         {"schema": "kvplan.other"},
         {"schema": None},
-        {"schema_version": 3, "fields": "that this version does not know"},
-        {"schema_version": 1},
-        {"schema_version": 2.0},
+        {"schema_version": 4, "fields": "that this version does not know"},
+        {"schema_version": 2},
+        {"schema_version": 3.0},
         {"schema_version": True},
     ],
 )
 def test_another_schema(change: dict[str, Any]) -> None:
     document = {**json.loads(EXAMPLE.to_bytes()), **change}
-    assert "this kvplan reads 'kvplan.local' version 2" in refusal(json.dumps(document).encode())
+    assert "this kvplan reads 'kvplan.local' version 3" in refusal(json.dumps(document).encode())
 
 
 def test_bytes_only() -> None:
