@@ -1,7 +1,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["extents_clash", "first_below"]
+__all__ = ["extents_clash", "first_below", "first_different"]
 
 def first_below(values: NDArray[np.uint64], least: int) -> int: ...
 def extents_clash(
@@ -10,3 +10,6 @@ def extents_clash(
     src_bases: NDArray[np.uint64],
     src_nbytes: int,
 ) -> bool: ...
+def first_different(
+    left: NDArray[np.uint64], right: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+) -> int: ...

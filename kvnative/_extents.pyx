@@ -1,14 +1,14 @@
-"""Extents of tensors in memory: the questions of every binding, answered without their arrays."""
+"""Extents in memory: what bindings ask of tensors, and whether two columns of them hold the same."""
 
 from cpython.buffer cimport PyBuffer_Release
 from libc.stddef cimport size_t
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from kvnative._crossing cimport acquire_uint64
 
-__all__ = ["extents_clash", "first_below"]
+__all__ = ["extents_clash", "first_below", "first_different"]
 
 cdef extern from "core/intervals.h" nogil:
     size_t kvn_first_below(const uint64_t *values, size_t count, uint64_t least)
@@ -65,3 +65,46 @@ def extents_clash(dst_bases, uint64_t dst_nbytes, src_bases, uint64_t src_nbytes
             PyBuffer_Release(&src)
     finally:
         PyBuffer_Release(&dst)
+
+
+def first_different(left, right, nbytes):
+    """Index of the first pair of ranges that differ in a byte, or -1; all are memory of this process.
+
+    Args:
+        left, right, nbytes: contiguous uint64 columns of one length: two addresses, and the bytes
+            from each on. The caller knows that they are mapped.
+
+    Raises:
+        TypeError, ValueError: not such columns.
+    """
+    cdef Py_buffer one, two, lengths
+    cdef size_t index, count
+    acquire_uint64(&one, left, "left")
+    try:
+        acquire_uint64(&two, right, "right")
+        try:
+            acquire_uint64(&lengths, nbytes, "nbytes")
+            try:
+                count = one.shape[0]
+                if <size_t>two.shape[0] != count or <size_t>lengths.shape[0] != count:
+                    raise ValueError("left, right and nbytes differ in length")
+                with nogil:
+                    index = first_different_of(<const uint64_t *>one.buf, <const uint64_t *>two.buf,
+                                               <const uint64_t *>lengths.buf, count)
+                return index if index < count else -1
+            finally:
+                PyBuffer_Release(&lengths)
+        finally:
+            PyBuffer_Release(&two)
+    finally:
+        PyBuffer_Release(&one)
+
+
+cdef size_t first_different_of(const uint64_t *left, const uint64_t *right, const uint64_t *nbytes,
+                               size_t count) noexcept nogil:
+    cdef size_t index
+    for index in range(count):
+        if memcmp(<const void *><uintptr_t>left[index], <const void *><uintptr_t>right[index],
+                  nbytes[index]) != 0:
+            return index
+    return count

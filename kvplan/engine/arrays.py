@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +68,14 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
     for address, copy in zip(memory.addresses.tolist(), copies, strict=True):
         memory.device.read(address, copy.data)
     return copies
+
+
+def block_checksum(tensors: Sequence[NDArray[Any]], block: int) -> str:
+    """BLAKE2b-64 of the bytes that a block, or slot, has in each tensor."""
+    total = blake2b(digest_size=8)
+    for it in tensors:
+        total.update(it[block].reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
 
 
 def write_tensors(desc: CacheDesc, memory: CacheMemory, arrays: Sequence[Any]) -> None:

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvplan.engine.arrays import read_tensors, tensor_arrays, write_tensors
+from kvplan.device.memory import DeviceMemory
+from kvplan.engine.arrays import block_checksum, read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.runner import OperationRunner
+from kvplan.lease import BlockLease
+from kvplan.planning.blocks import block_indices
+from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
 from kvplan.validation import check_type
 
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvplan.execution import TensorMemory
+    from kvplan.planning.blocks import Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +209,42 @@ class CacheOperations(OperationRunner):
         with self._recorded("read_cache") as engine:
             entry = engine.registry.resolve(cache)
             return read_tensors(entry.cache.cache_desc, entry.memory)
+
+    def fingerprint(self, cache: Cache | BlockLease, blocks: Blocks | None = None) -> list[str]:
+        """Return a checksum of each block: to log, and to compare with that of another engine.
+
+        It is BLAKE2b-64, as 16 hex digits, of the bytes that the block has in each tensor, one
+        after another. So equal contents have equal checksums, whatever number the block has.
+
+        Args:
+            cache: only its id matters, if it has one; or a lease of this engine that has not ended.
+            blocks: of a paged cache, or slots of another one; None: those of the lease, or all.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: no such cache, or the lease has ended;
+                LLM_PARAM_INVALID: a block out of range or not of the lease, or a cache that was
+                registered by addresses alone; what its device says.
+        """
+        with self._recorded("fingerprint") as engine:
+            if isinstance(cache, BlockLease):
+                entry = engine.registry.get(engine.leases.standing(cache).cache_id)
+                blocks = cache.named("blocks", blocks)
+            else:
+                entry = engine.registry.resolve(cache)
+            if entry.side is None:
+                raise invalid(f"cache={cache} has no description: what its blocks are is not known")
+            chosen = range(entry.side.count) if blocks is None else blocks
+            table = block_indices("blocks", chosen, entry.side)
+            desc, memory = entry.cache.cache_desc, entry.memory
+            on_device = isinstance(memory, DeviceMemory)
+            memory.check()
+            tensors = (read_tensors if on_device else tensor_arrays)(desc, memory)
+            sums = [block_checksum(tensors, it) for it in table.tolist()]
+            memory.check()
+            if isinstance(cache, BlockLease):
+                engine.leases.standing(cache)  # it was, all the time
+            return sums
 
     def write_cache(self, cache: Cache, arrays: Sequence[Any]) -> None:
         """Fill each tensor, wherever the cache is.

@@ -24,6 +24,7 @@ from kvplan.engine.registry import CacheRegistry
 from kvplan.engine.runner import InFlight
 from kvplan.engine.telemetry import logger
 from kvplan.execution import default_transfers
+from kvplan.execution.verification import verify_every
 from kvplan.inspection.units import plural
 from kvplan.links import Links, LinkState
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -67,6 +68,7 @@ class Engine:
         self.wait_ms: float = options.sync_kv_cache_wait_time
         # Whether caches that say different things are copied as bytes, with a warning.
         self.reinterpret = options.unlike_caches == "warn"
+        self.verify_every = verify_every(options.verify)
         self._reinterpreted: set[frozenset[object]] = set()
         self.completion = CompletionThread(f"kvplan-outcomes-{cluster_id}")
         self.prompt = PromptCompletionThread(f"kvplan-notifying-{cluster_id}")

@@ -43,6 +43,7 @@ class LayerOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> LayerTask:
         """Begin a push of which nothing moves until a layer of its task is made ready.
 
@@ -81,7 +82,11 @@ class LayerOperations(OperationRunner):
                 more); LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with Operation(
-            self._running(), "push_layers", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "push_layers",
+            notify=notify,
+            notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             prepared = _push_layers(
                 operation,

@@ -102,8 +102,7 @@ class Leases:
         """See `LeaseOperations.renew`."""
         renewed_ns = _deadline_ns(ttl_ms)
         with self._mutex:
-            if self._held(lease) is None or lease.lease_id not in self._live:
-                raise not_exist(f"{lease} was released")
+            self.standing(lease)
             if (deadline_ns := self._deadlines.get(lease.lease_id)) is None:
                 raise invalid(f"{lease} was made without ttl_ms: it does not expire")
             if (late_ns := time.monotonic_ns() - deadline_ns) >= 0:
@@ -111,6 +110,17 @@ class Leases:
             self._deadlines[lease.lease_id] = renewed_ns
             for it in lease.words:
                 self._transports[it.transport].renew_lease(it.slot, it.generation, renewed_ns)
+
+    def standing(self, lease: BlockLease) -> BlockLease:
+        """Return a lease of this engine that was not released.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID.
+        """
+        with self._mutex:
+            if self._held(lease) is None or lease.lease_id not in self._live:
+                raise not_exist(f"{lease} was released")
+        return lease
 
     def end_cache(self, cache_id: int) -> None:
         """End those of a cache that was freed: its memory is looked after where that ends."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvplan.device.choice import ACCELERATORS
 from kvplan.engine.pools import PoolConfig
+from kvplan.execution.verification import verify_every
 from kvplan.status import invalid
 from kvplan.transport.choice import MAX_CONNECTIONS, check_devices, check_settings
 from kvplan.validation import UINT32_MAX, check_type, check_width, shown
@@ -179,6 +180,15 @@ def _check_unlike(name: str, value: object) -> None:
         raise invalid(f'{name}={shown(value)} must be "refuse" or "warn"')
 
 
+def _check_verify(name: str, value: object) -> None:
+    try:
+        verify_every(check_type(name, value, str))
+    except ValueError:
+        raise invalid(
+            f'{name}={shown(value)} must be "off", "all" or such as "sample:1/64"'
+        ) from None
+
+
 def _check_congestion(name: str, value: object) -> None:
     """Refuse what is surely no name; which there are is the kernel's to say."""
     if not re.fullmatch("[a-z0-9_-]{0,15}", check_type(name, value, str)):
@@ -246,6 +256,7 @@ ROWS: Final = (
     _number("comm_port", "kvplan.comm_port", low=0, high=_PORT_MAX),
     _string("comm_dir", "kvplan.comm_dir", optional=True),
     Row("unlike_caches", ("kvplan.unlike_caches",), _text, _check_unlike),
+    Row("verify", ("kvplan.verify",), _text, _check_verify),
 )
 """All options that have a field."""
 

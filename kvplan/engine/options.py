@@ -76,6 +76,8 @@ class Options:
         unlike_caches: what is done about a transfer between caches whose data types, shapes or
             layouts cannot match: "refuse" it, or copy the bytes and "warn", once for each pair, as
             the official surface does.
+        verify: read what a transfer has moved again, and compare it with the other side: "off",
+            "all", or "sample:1/64", one descriptor of 64; what is read again costs a transfer more.
         other: options of the reference without meaning here, by key, kept as given.
 
     Raises:
@@ -120,6 +122,7 @@ class Options:
     comm_port: int = 26900
     comm_dir: str | None = None
     unlike_caches: str = "refuse"
+    verify: str = "off"
     other: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

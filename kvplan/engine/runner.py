@@ -16,6 +16,7 @@ from weakref import ref
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import log_operation, logger, status_of
+from kvplan.execution.verification import check_verifiable
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
 from kvplan.planning.groups import GroupPlan
@@ -76,6 +77,7 @@ class Operation:
         speculative: whether the caller can prepare again what `speculated`.
         notify: what the peer is sent when every byte has arrived; None: nothing.
         notify_failure: what it is sent if the operation fails before; None: nothing.
+        verify: read all that has moved again, and compare; False: as the engine's options say.
 
     Attributes:
         name: as given.
@@ -86,6 +88,8 @@ class Operation:
         speculated: whether a key is taken to be the cache's that had it, as far as is known here:
             then the transfer says if that was freed, and before it moves a byte of another.
         notifies: whether its peer may be sent a notification at the end.
+        verify_every: compares one descriptor of so many when they have moved; 0: none.
+        follows_up: whether more is done than to record it, when its bytes have moved.
         engine: that runs it.
         submitted: whether a task ends it, with its outcome.
         started: when, by `perf_counter`.
@@ -96,6 +100,7 @@ class Operation:
     __slots__ = (
         "__weakref__",
         "_claim",
+        "_memories",
         "_moves",
         "_notify",
         "_notify_failure",
@@ -103,6 +108,7 @@ class Operation:
         "cache_id",
         "done",
         "engine",
+        "follows_up",
         "link",
         "name",
         "notifies",
@@ -111,6 +117,7 @@ class Operation:
         "speculated",
         "started",
         "submitted",
+        "verify_every",
     )
 
     def __init__(
@@ -121,12 +128,16 @@ class Operation:
         speculative: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> None:
         self._notify = None if notify is None else check_notification("notify", notify)
         self._notify_failure = notify_failure
         if notify_failure is not None:
             check_notification("notify_failure", notify_failure)
+        self.verify_every = 1 if verify else engine.verify_every
         self.notifies = not (notify is None and notify_failure is None)
+        self.follows_up = bool(self.notifies or self.verify_every)
+        self._memories: tuple[TensorMemory, TensorMemory] | None = None
         self.engine = engine
         self.name = name
         self._speculative = speculative
@@ -265,19 +276,42 @@ class Operation:
         """End what was submitted: its bytes have arrived, or `error` says why not.
 
         Raises:
-            LLMException: they have, and the notification could not be delivered.
+            LLMException: as for `verify` and `send_notification`.
         """
         failure: BaseException | None = error
         try:
             if error is not None:
                 self._send_failure(error)
-            elif self._notify is not None:
+            else:
+                self.verify(None)
+                self.done = True
                 self.send_notification()
         except BaseException as raised:
             failure = raised
+            if error is None and not self.done:
+                self._send_failure(raised)
             raise
         finally:
             self.end(failure)
+
+    def begin_to_move(self, src: TensorMemory, dst: TensorMemory) -> None:
+        """Know what will move between these, where that is compared.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: it cannot be.
+        """
+        if self.verify_every:
+            check_verifiable(src, dst)
+            self._memories = src, dst
+
+    def verify(self, timeout_ms: float | None) -> None:
+        """Every byte has moved: read it again and compare, if that was asked for.
+
+        Raises:
+            LLMException: bytes differ, or could not be read.
+        """
+        if self._memories is not None and self.plan is not None:
+            self.engine.transfers.verify(self.plan, *self._memories, self.verify_every, timeout_ms)
 
     def send_notification(self) -> None:
         """Every byte has arrived: tell the peer, if it is to be told.
@@ -493,6 +527,8 @@ class OperationRunner:
             timeout_ms = operation.engine.wait_ms
         if operation.retried and timeout_ms is not None:
             timeout_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
+        if operation.verify_every:
+            operation.begin_to_move(src, dst)
         try:
             operation.engine.transfers.execute(plan, src, dst, timeout_ms)
         except LLMException as error:
@@ -501,6 +537,8 @@ class OperationRunner:
                 raise
             operation.disable_speculation()  # the key may be another cache's by now
         else:
+            if operation.verify_every:
+                operation.verify(timeout_ms)
             operation.done = True
             if operation.notifies:
                 operation.send_notification()
@@ -514,12 +552,14 @@ class OperationRunner:
         engine = operation.engine
         # A gather is reported as one, not its parts.
         report = None if operation.name.startswith("gather") else engine.prompt.report()
-        on_outcome = operation.finish if operation.notifies else operation.end
+        if operation.verify_every:
+            operation.begin_to_move(src, dst)
+        on_outcome = operation.finish if operation.follows_up else operation.end
         task = engine.transfers.submit(plan, src, dst, on_outcome)
         try:
             operation.submitted = True
-            if operation.notifies or report is not None:
-                engine.prompt.track(task, report=report, aside=operation.notifies)
+            if operation.follows_up or report is not None:
+                engine.prompt.track(task, report=report, aside=operation.follows_up)
             else:
                 engine.completion.track(task)
         except BaseException:  # an interrupt: nobody else could stop it
@@ -536,9 +576,11 @@ class OperationRunner:
         engine = operation.engine
         report = engine.prompt.report()
         on_last: Callable[[LayerTask], None] = engine.completion.track
-        if prompt := operation.notifies or report is not None:
-            on_last = partial(engine.prompt.track, report=report, aside=operation.notifies)
-        on_outcome = operation.finish if operation.notifies else operation.end
+        if operation.verify_every:
+            operation.begin_to_move(src, dst)
+        if prompt := operation.follows_up or report is not None:
+            on_last = partial(engine.prompt.track, report=report, aside=operation.follows_up)
+        on_outcome = operation.finish if operation.follows_up else operation.end
         task = engine.transfers.layered(plan, src, dst, on_outcome, on_last)
         operation.submitted = True
         (engine.prompt if prompt else engine.completion).watch(task)

@@ -57,6 +57,7 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> None:
         """Pull a slot of a remote cache into a slot of a local one.
 
@@ -77,9 +78,15 @@ class RemoteOperations(OperationRunner):
             notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
                 succeeds when its engine has it. None: nothing is sent.
             notify_failure: sent instead if the transfer fails and the link stands.
+            verify: read all that has moved again, and compare it with the other side: LLM_FAILED
+                names what differs. Not on devices. False: as option `kvplan.verify` says.
         """
         with Operation(
-            self._running(), "pull_cache", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "pull_cache",
+            notify=notify,
+            notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             while not operation.done:
                 prepared = _pull_cache(
@@ -124,10 +131,15 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> TransferTask:
         """Begin `pull_cache` and return its task; the key is claimed until the outcome."""
         with Operation(
-            self._running(), "pull_cache", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "pull_cache",
+            notify=notify,
+            notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             prepared = _pull_cache(
                 operation, src, dst, batch_index, size, ext_param, src_offset, dst_offset,
@@ -151,6 +163,7 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> None:
         """Pull into blocks of a local paged cache, from blocks of a remote one or from a slot.
 
@@ -171,6 +184,8 @@ class RemoteOperations(OperationRunner):
             notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
                 succeeds when its engine has it. None: nothing is sent.
             notify_failure: sent instead if the transfer fails and the link stands.
+            verify: read all that has moved again, and compare it with the other side: LLM_FAILED
+                names what differs. Not on devices. False: as option `kvplan.verify` says.
         """
         with Operation(
             self._running(),
@@ -178,6 +193,7 @@ class RemoteOperations(OperationRunner):
             speculative=True,
             notify=notify,
             notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             while not operation.done:
                 prepared = _pull_blocks(
@@ -222,10 +238,15 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> TransferTask:
         """Begin `pull_blocks` and return its task; the key is claimed until the outcome."""
         with Operation(
-            self._running(), "pull_blocks", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "pull_blocks",
+            notify=notify,
+            notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             prepared = _pull_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,
@@ -247,6 +268,7 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> None:
         """Push a slot of a local cache into a slot of a remote one.
 
@@ -263,9 +285,15 @@ class RemoteOperations(OperationRunner):
             notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
                 succeeds when its engine has it. None: nothing is sent.
             notify_failure: sent instead if the transfer fails and the link stands.
+            verify: read all that has moved again, and compare it with the other side: LLM_FAILED
+                names what differs. Not on devices. False: as option `kvplan.verify` says.
         """
         with Operation(
-            self._running(), "push_cache", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "push_cache",
+            notify=notify,
+            notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             while not operation.done:
                 prepared = _push_cache(
@@ -305,10 +333,15 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> TransferTask:
         """Begin `push_cache` and return its task."""
         with Operation(
-            self._running(), "push_cache", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "push_cache",
+            notify=notify,
+            notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             prepared = _push_cache(
                 operation, src, dst, src_batch_index, size, num_tokens, ext_param, coalesce,
@@ -332,6 +365,7 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> None:
         """Push blocks of a local paged cache into blocks of a remote one.
 
@@ -351,6 +385,8 @@ class RemoteOperations(OperationRunner):
             notify: sent to the peer when every byte has arrived, 1 to 4096 bytes: the call
                 succeeds when its engine has it. None: nothing is sent.
             notify_failure: sent instead if the transfer fails and the link stands.
+            verify: read all that has moved again, and compare it with the other side: LLM_FAILED
+                names what differs. Not on devices. False: as option `kvplan.verify` says.
         """
         with Operation(
             self._running(),
@@ -358,6 +394,7 @@ class RemoteOperations(OperationRunner):
             speculative=True,
             notify=notify,
             notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             while not operation.done:
                 prepared = _push_blocks(
@@ -402,10 +439,15 @@ class RemoteOperations(OperationRunner):
         reinterpret: bool = False,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
+        verify: bool = False,
     ) -> TransferTask:
         """Begin `push_blocks` and return its task."""
         with Operation(
-            self._running(), "push_blocks", notify=notify, notify_failure=notify_failure
+            self._running(),
+            "push_blocks",
+            notify=notify,
+            notify_failure=notify_failure,
+            verify=verify,
         ) as operation:
             prepared = _push_blocks(
                 operation, src, dst, src_blocks, dst_blocks, num_tokens, src_token, dst_token,

@@ -20,6 +20,7 @@ from kvnative._executor import (
     Backend,
     Executor,
     NativeError,
+    Report,
     ThreadPool,
     host_backend,
 )
@@ -29,6 +30,7 @@ from kvplan.execution.layer_task import LayerTask
 from kvplan.execution.memory import Addresses, HostMemory, Memory, TensorMemory, memory_of
 from kvplan.execution.overlaps import check_order_free, first_overlapped, written_extents
 from kvplan.execution.task import TransferTask, failure
+from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from kvplan.planning.groups import AnyPlan, GroupPlan
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -182,6 +184,40 @@ class Transfers:
         elif report.status == KVN_CANCELLED:  # `close` did: nobody else has a handle of it
             reason = LLMException("stopped, as the engine or its transfers were closed")
         raise failure(plan, report, memories, "", lost, reason)
+
+    def verify(
+        self,
+        plan: AnyPlan,
+        src: TensorMemory,
+        dst: TensorMemory,
+        every: int = 1,
+        timeout_ms: float | None = None,
+    ) -> None:
+        """Read what `plan` has moved again, and compare it with the other side; none on a device.
+
+        Args:
+            every: look at one descriptor of so many, from a random one on.
+            timeout_ms: milliseconds that it may take.
+
+        Raises:
+            LLMException: LLM_FAILED: bytes differ, and where; else as for `execute`.
+        """
+        scratch = HostMemory.from_arrays([np.empty(SCRATCH_NBYTES, np.uint8)])
+        # What lies in this process on both sides is read by plain copies.
+        remote = dst if src.in_process else src
+        backend, descriptors, memories = self._prepare(plan, src, dst)
+        if not remote.in_process:
+            backend = remote.backend(self._pool, "get", scratch)
+            if self._wrap is not None:
+                backend = self._wrapped_once(self._wrap, remote, backend)
+
+        def read(some: Descriptors, limit_ms: float | None) -> Report:
+            return self._executor.run(some, limit_ms, (plan, *memories, scratch), backend)
+
+        try:
+            verify(plan, descriptors, src, dst, scratch, read, every, timeout_ms)
+        except NativeError as error:
+            raise self._unusable(error) from error
 
     def _prepare(
         self, plan: AnyPlan, src: Memory, dst: Memory

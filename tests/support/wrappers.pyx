@@ -7,7 +7,7 @@ from kvnative._native cimport KVN_FAILED, KVN_NO_DEVICE_MEMORY, KVN_OK, kvn_back
 
 import math
 
-__all__ = ["delay", "fail_at", "limit_bandwidth", "limit_batch", "trace"]
+__all__ = ["delay", "fail_at", "limit_bandwidth", "limit_batch", "swap_at", "trace"]
 
 cdef double NS_PER_MS = 1e6
 
@@ -17,6 +17,7 @@ cdef extern from "wrappers.h" nogil:
     kvn_backend *kvn_delay_create(kvn_backend *inner, int64_t nanoseconds)
     kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_second)
     kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch)
+    kvn_backend *kvn_swap_at_create(kvn_backend *inner, uint64_t descriptor)
     kvn_backend *kvn_trace_create(kvn_backend *inner, int fd)
 
 
@@ -36,6 +37,15 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=KVN_FAILED
     backend.check_process()
     return Backend.adopt(
         kvn_fail_at_create(backend.handle, descriptor, status, code, at_submit), backend, "fail_at")
+
+
+def swap_at(Backend backend not None, uint64_t descriptor) -> Backend:
+    """Write descriptor number `descriptor` and the next one to each other's place, once.
+
+    Both have as many bytes; nothing reports it.
+    """
+    backend.check_process()
+    return Backend.adopt(kvn_swap_at_create(backend.handle, descriptor), backend, "swap_at")
 
 
 def delay(Backend backend not None, double ms) -> Backend:

@@ -28,6 +28,10 @@ kvn_backend *kvn_limit_bandwidth_create(kvn_backend *inner, double bytes_per_sec
  * poll and wait. */
 kvn_backend *kvn_limit_batch_create(kvn_backend *inner, uint64_t max_batch);
 
+/* Of the first batch that has descriptors `descriptor` and the next one, each is written where the other
+ * belongs; both have as many bytes. It is reported as moved. */
+kvn_backend *kvn_swap_at_create(kvn_backend *inner, uint64_t descriptor);
+
 /* Writes one JSON object a line to `fd` when a call of the vtable returns: call, request (a number
  * of its own for each batch), first, count, nbytes, status, us (CLOCK_MONOTONIC, microseconds). */
 kvn_backend *kvn_trace_create(kvn_backend *inner, int fd);
