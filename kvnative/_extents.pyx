@@ -1,4 +1,4 @@
-"""Extents in memory: what bindings ask of tensors, and whether two columns of them hold the same."""
+"""Extents in memory: what bindings ask of tensors, and whether two columns hold the same."""
 
 from cpython.buffer cimport PyBuffer_Release
 from libc.stddef cimport size_t
@@ -68,7 +68,7 @@ def extents_clash(dst_bases, uint64_t dst_nbytes, src_bases, uint64_t src_nbytes
 
 
 def first_different(left, right, nbytes):
-    """Index of the first pair of ranges that differ in a byte, or -1; all are memory of this process.
+    """Index of the first pair of ranges that differ in a byte, or -1; all are in this process.
 
     Args:
         left, right, nbytes: contiguous uint64 columns of one length: two addresses, and the bytes

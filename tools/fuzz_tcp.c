@@ -73,7 +73,9 @@ static kvn_tcp_table table;
 
 static void add(unsigned slot)
 {
-    const kvn_tcp_row row = {(uintptr_t)places[slot], SIZES[slot], generations[slot], slot != READABLE, false};
+    const kvn_tcp_row row = {
+        (uintptr_t)places[slot], SIZES[slot], generations[slot], slot != READABLE, false, 0,
+    };
     kvn_failure failure;
 
     CHECK(kvn_tcp_table_add(&table, slot, &row, &failure) == KVN_OK);

@@ -41,7 +41,7 @@ static void begin_transfer(unsigned index, bool is_push)
 {
     transfer *it = &transfers[index];
     const kvn_tcp_known known = {calloc(1, sizeof(kvn_interval)), calloc(1, sizeof(kvn_tcp_range)), 1};
-    const kvn_tcp_row row = {(uintptr_t)it->far, sizeof it->far, GENERATION, true, false};
+    const kvn_tcp_row row = {(uintptr_t)it->far, sizeof it->far, GENERATION, true, false, 0};
     kvn_failure failure;
 
     memset(it, 0, sizeof *it);
