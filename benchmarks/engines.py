@@ -137,3 +137,20 @@ def lease_overhead(run: Run, name: str) -> Row:
     datadist.deallocate_cache(cache)
     note = f"a block of 4 KiB by key {1e6 * bare:.1f} us; limit: the budget"
     return Row(name, 1e6 * (ours - bare), "us", 1, note=note)
+
+
+@TOPIC.row("verify_pull_ratio")
+def verified_pull(run: Run, name: str) -> Row:
+    """A pull of which every byte is read again and compared, beside one that is not."""
+    datadist = linked_engine(run)
+    cache = datadist.allocate_blocks_cache(PAGED)
+    rng = np.random.default_rng(64)
+    src_blocks, dst_blocks = (rng.permutation(BLOCKS)[:64].tolist() for _ in range(2))
+    pull = partial(datadist.pull_blocks, paged_key(1), cache, src_blocks, dst_blocks)
+    pull(timeout_ms=60_000)
+    nbytes = datadist.plan_pull_blocks(paged_key(1), cache, src_blocks, dst_blocks).nbytes
+    ours, bare = run.medians(timed(partial(pull, verify=True)), timed(pull), rounds=41)
+    datadist.deallocate_cache(cache)
+    note = "64 layers x 2 tensors x 64 blocks of 32 KiB; limit: the pull alone"
+    rates = nbytes / ours / 1e9, "GB/s", nbytes / bare / 1e9
+    return Row(name, *rates, "at least", 0.3, note)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from kvplan.engine.claims import not_exist
 from kvplan.engine.runner import OperationRunner
+from kvplan.engine.telemetry import logger
 from kvplan.lease import BlockLease, LeaseWord
 from kvplan.planning.blocks import block_indices, check_distinct
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -49,6 +50,7 @@ class Leases:
         self._last_id = 0
         self._live: dict[int, BlockLease] = {}
         self._deadlines: dict[int, int] = {}  # of those that expire: CLOCK_MONOTONIC, ns
+        self._callbacks: dict[object, Callable[[BlockLease], object]] = {}
         self._ending: dict[int, BlockLease] = {}  # a peer may still be writing with them
 
     def begin(self, cache: Cache, blocks: Blocks, tag: str, ttl_ms: float | None) -> BlockLease:
@@ -96,7 +98,23 @@ class Leases:
             self._ending[lease.lease_id] = lease
         self._end_words(lease.words)
         with self._mutex:
-            self._ending.pop(lease.lease_id, None)
+            ended = self._ending.pop(lease.lease_id, None) is not None  # once, of several threads
+            callbacks = tuple(self._callbacks.values()) if ended else ()
+        for it in callbacks:
+            try:
+                it(lease)
+            except Exception:
+                logger.exception("on_released: a callback has failed")
+
+    def on_released(self, callback: Callable[[BlockLease], object]) -> Callable[[], None]:
+        """See `LeaseOperations.on_released`."""
+        token = object()
+        self._callbacks[token] = callback
+
+        def remove() -> None:
+            self._callbacks.pop(token, None)
+
+        return remove
 
     def renew(self, lease: BlockLease, ttl_ms: float) -> None:
         """See `LeaseOperations.renew`."""
@@ -244,6 +262,22 @@ class LeaseOperations(OperationRunner):
                 is not > 0.
         """
         self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
+
+    def on_released(self, callback: Callable[[BlockLease], object]) -> Callable[[], None]:
+        """Call `callback` with each lease of this engine whose blocks are free from now on.
+
+        That is when `release` is about to return, or the cache was freed; in the thread that did
+        it. It may release and lease others; what it raises is logged.
+
+        Returns:
+            A function that removes the callback.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback={callback!r} must be callable with a BlockLease")
+        return self._running().leases.on_released(callback)
 
     def leases(self) -> list[BlockLease]:
         """Return the leases of this engine that were not released, expired ones among them."""

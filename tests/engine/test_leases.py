@@ -156,6 +156,28 @@ def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
         engine.renew(LEASE, 5)
 
 
+def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each lease, whatever has ended it; the callback may use the engine."""
+    seen: list[tuple[int, list[BlockLease]]] = []
+    first, second, third = (engine.lease_blocks(cache, [it]) for it in range(3))
+    remove = engine.on_released(lambda it: seen.append((it.lease_id, engine.leases())))
+    broken = engine.on_released(lambda it: 1 // 0)
+    for _ in range(2):
+        engine.release(first)
+    assert seen == [(1, [second, third])]
+    assert "on_released: a callback has failed" in caplog.text
+    broken()
+    engine.deallocate_cache(cache)
+    assert sorted(number for number, _ in seen) == [1, 2, 3]
+    remove()
+    remove()
+    other = engine.allocate_blocks_cache(DESC)
+    engine.release(engine.lease_blocks(other, [0]))
+    assert len(seen) == 3
+    with pytest.raises(TypeError, match="callback="):
+        engine.on_released(None)  # type: ignore[arg-type]
+
+
 def test_of_registered_arrays(engine: LlmDataDist) -> None:
     cache = engine.register_blocks_cache(DESC, [np.zeros(DESC.shape, np.float32)] * 2)
     engine.lease_blocks(cache, [1])
