@@ -38,17 +38,18 @@ class LeaseWord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockLease:
-    """Blocks of a paged cache, for as long as its owner leaves them to one request.
+    """Blocks of a paged cache, or a slot of another one, as long as they are one request's.
 
-    Made by `LlmDataDist.lease_blocks`; peers use it in place of a key and a block table. A transfer
-    with it fails once the owner has ended it, whatever is in the blocks by then.
+    Made by `LlmDataDist.lease_blocks` and `lease_slot`; peers use it in place of a key and a block
+    table. A transfer with it fails once the owner has ended it, whatever is in the blocks by then.
 
     Attributes:
         cluster_id: of the owner.
         instance: of the owner's engine, 16 bytes; after a restart it is another.
         cache_id: of the cache, in the owner.
         lease_id: counts the leases of that engine.
-        blocks: in the order of the request.
+        blocks: in the order of the request; of a contiguous cache the slot alone.
+        paged: whether they are blocks.
         tag: the owner's name for it, such as the id of the request.
         words: what the owner's transports check it by.
     """
@@ -58,6 +59,7 @@ class BlockLease:
     cache_id: int
     lease_id: int
     blocks: tuple[int, ...]
+    paged: bool
     tag: str
     words: tuple[LeaseWord, ...]
 
@@ -73,6 +75,8 @@ class BlockLease:
             )
         if not all(type(it) is int for it in check_type("blocks", self.blocks, tuple)):
             raise TypeError(f"blocks={shown(self.blocks)} must hold int")
+        if not check_type("paged", self.paged, bool) and len(self.blocks) != 1:
+            raise invalid(f"blocks={shown(self.blocks)} must be one slot, as paged is False")
         for it in check_type("words", self.words, tuple):
             check_width("slot", check_type("words", it, LeaseWord).slot, 0, _MOST_SLOTS - 1)
             check_width("generation", it.generation, 0, UINT64_MAX)
@@ -89,6 +93,7 @@ class BlockLease:
                 self.cache_id,
                 self.lease_id,
                 self.blocks,
+                self.paged,
                 self.tag,
                 self.words,
             )
@@ -115,6 +120,7 @@ class BlockLease:
                 it.cache_id,
                 it.lease_id,
                 it.blocks,
+                it.paged,
                 it.tag,
                 it.words,
             )
@@ -127,6 +133,16 @@ class BlockLease:
             if it.transport == transport:
                 return it
         return None
+
+    def slot(self, argument: str) -> int:
+        """The slot of a contiguous cache.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it is of blocks.
+        """
+        if self.paged:
+            raise invalid(f"{argument}={self} is of blocks; a lease of a slot is needed")
+        return self.blocks[0]
 
     def named(self, argument: str, blocks: Blocks | None) -> Blocks:
         """The blocks that a transfer moves: those of the lease, or `blocks`, all of which it has.
@@ -158,6 +174,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     cache_id: int
     lease_id: int
     blocks: tuple[_Block, ...]
+    paged: bool
     tag: str
     words: Annotated[tuple[LeaseWord, ...], Meta(max_length=16)]
 

@@ -53,13 +53,16 @@ class Leases:
         self._callbacks: dict[object, Callable[[BlockLease], object]] = {}
         self._ending: dict[int, BlockLease] = {}  # a peer may still be writing with them
 
-    def begin(self, cache: Cache, blocks: Blocks, tag: str, ttl_ms: float | None) -> BlockLease:
-        """See `LeaseOperations.lease_blocks`."""
+    def begin(
+        self, cache: Cache, blocks: Blocks, tag: str, ttl_ms: float | None, *, paged: bool
+    ) -> BlockLease:
+        """See `LeaseOperations.lease_blocks` and `lease_slot`."""
         entry = self._registry.resolve(cache)
         cache_id = entry.cache.cache_id
-        if entry.side is None or not entry.side.paged or not entry.remote_accessible:
-            raise invalid(f"cache={cache} must be a paged cache of this engine that peers reach")
-        table = block_indices("blocks", blocks, entry.side)
+        if entry.side is None or entry.side.paged is not paged or not entry.remote_accessible:
+            kind = "paged" if paged else "contiguous"
+            raise invalid(f"cache={cache} must be a {kind} cache of this engine that peers reach")
+        table = block_indices("blocks" if paged else "batch_index", blocks, entry.side)
         check_distinct("blocks", table, entry.side)
         deadline_ns = 0 if ttl_ms is None else _deadline_ns(ttl_ms)
         with self._mutex:
@@ -73,6 +76,7 @@ class Leases:
                 cache_id,
                 lease_id,
                 tuple(table.tolist()),
+                paged,
                 tag,
                 words,
             )
@@ -225,7 +229,18 @@ class LeaseOperations(OperationRunner):
                 or a bad tag; LLM_KV_CACHE_NOT_EXIST: no such cache; LLM_FEATURE_NOT_ENABLED: no
                 transport of this engine checks leases; LLM_OUT_OF_MEMORY: there are 131,072.
         """
-        return self._running().leases.begin(cache, blocks, tag, ttl_ms)
+        return self._running().leases.begin(cache, blocks, tag, ttl_ms, paged=True)
+
+    def lease_slot(
+        self, cache: Cache, batch_index: int = 0, *, tag: str = "", ttl_ms: float | None = None
+    ) -> BlockLease:
+        """Lease a slot of a contiguous cache; all else is as for `lease_blocks`.
+
+        Peers use it in place of the key: `pull_cache`, `push_cache`, and `pull_blocks` without
+        `src_blocks`.
+        """
+        check_type("batch_index", batch_index, int)
+        return self._running().leases.begin(cache, [batch_index], tag, ttl_ms, paged=False)
 
     @contextmanager
     def leased_blocks(

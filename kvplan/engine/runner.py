@@ -225,6 +225,8 @@ class Operation:
             found = link.leased(key, writable=writable)
             if (theirs := link.side(found)).paged is not paged:
                 self._refuse_kind(argument, str(key), paged, table)
+            if not paged and (slot := key.slot(argument)) >= theirs.count:
+                _refuse_slot(argument, key, theirs)
             return theirs, slot, link.leased_memory([found], [key], writable=writable)
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
@@ -407,7 +409,7 @@ def check_notification(name: str, data: bytes) -> bytes:
     return data
 
 
-def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
+def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
     if found.paged:
         raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
     raise LLMException(

@@ -43,7 +43,7 @@ class RemoteOperations(OperationRunner):
 
     def pull_cache(
         self,
-        src: CacheIndex | CacheKey,
+        src: CacheIndex | CacheKey | BlockLease,
         dst: Cache,
         batch_index: int = 0,
         size: int = -1,
@@ -65,7 +65,7 @@ class RemoteOperations(OperationRunner):
         prefix's, and an index, never.
 
         Args:
-            src: the remote slot.
+            src: the remote slot, or a lease of it.
             dst: the local cache; only its id matters, if it has one.
             batch_index: the local slot.
             size: bytes of a row to pull; -1: all of the local row, from its offset on.
@@ -97,7 +97,7 @@ class RemoteOperations(OperationRunner):
 
     def plan_pull_cache(
         self,
-        src: CacheIndex | CacheKey,
+        src: CacheIndex | CacheKey | BlockLease,
         dst: Cache,
         batch_index: int = 0,
         size: int = -1,
@@ -118,7 +118,7 @@ class RemoteOperations(OperationRunner):
 
     def submit_pull_cache(
         self,
-        src: CacheIndex | CacheKey,
+        src: CacheIndex | CacheKey | BlockLease,
         dst: Cache,
         batch_index: int = 0,
         size: int = -1,
@@ -257,7 +257,7 @@ class RemoteOperations(OperationRunner):
     def push_cache(
         self,
         src: Cache,
-        dst: CacheIndex,
+        dst: CacheIndex | BlockLease,
         src_batch_index: int = 0,
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
@@ -274,7 +274,7 @@ class RemoteOperations(OperationRunner):
 
         Args:
             src: the local cache; only its id matters, if it has one.
-            dst: the remote slot.
+            dst: the remote slot, or a lease of it.
             src_batch_index: the local slot.
             size: -1: the whole row; nothing else, as in the reference.
             ext_param: the layers.
@@ -305,7 +305,7 @@ class RemoteOperations(OperationRunner):
     def plan_push_cache(
         self,
         src: Cache,
-        dst: CacheIndex,
+        dst: CacheIndex | BlockLease,
         src_batch_index: int = 0,
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
@@ -323,7 +323,7 @@ class RemoteOperations(OperationRunner):
     def submit_push_cache(
         self,
         src: Cache,
-        dst: CacheIndex,
+        dst: CacheIndex | BlockLease,
         src_batch_index: int = 0,
         size: int = -1,
         ext_param: KvCacheExtParam = ALL_LAYERS,
@@ -458,7 +458,7 @@ class RemoteOperations(OperationRunner):
 
 def _pull_cache(
     operation: Operation,
-    src: CacheIndex | CacheKey,
+    src: CacheIndex | CacheKey | BlockLease,
     dst: Cache,
     batch_index: int,
     size: int,
@@ -472,7 +472,7 @@ def _pull_cache(
     """A remote slot into a local one."""
     target, ours = operation.own("dst", dst, paged=False)
     source, slot, theirs = operation.peer(
-        "src", src, (CacheIndex, CacheKey), paged=False, writable=False
+        "src", src, (CacheIndex, CacheKey, BlockLease), paged=False, writable=False
     )
     plan = plan_pull_cache(
         source,
@@ -505,7 +505,7 @@ def _pull_blocks(
 ) -> Prepared:
     """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
     target, ours = operation.own("dst", dst, paged=True)
-    if type(src) is BlockLease:
+    if type(src) is BlockLease and src.paged:
         src_blocks = src.named("src_blocks", src_blocks)
     kinds = (CacheIndex, CacheKey, BlocksCacheKey, BlockLease)
     source, slot, theirs = operation.peer(
@@ -530,7 +530,7 @@ def _pull_blocks(
 def _push_cache(
     operation: Operation,
     src: Cache,
-    dst: CacheIndex,
+    dst: CacheIndex | BlockLease,
     src_batch_index: int,
     size: int,
     num_tokens: int | None,
@@ -543,7 +543,9 @@ def _push_cache(
         check_type("size", size, int)
         raise invalid(f"size={size} must be -1: a push moves the whole row")
     source, ours = operation.own("src", src, paged=False)
-    target, slot, theirs = operation.peer("dst", dst, (CacheIndex,), paged=False, writable=True)
+    target, slot, theirs = operation.peer(
+        "dst", dst, (CacheIndex, BlockLease), paged=False, writable=True
+    )
     plan = plan_push_cache(
         source,
         target,

@@ -161,7 +161,7 @@ def leased(one: Side, two: Side) -> tuple[HcclPeerMemory, tuple[int, int], HcclL
     """Memory of the second, as the first writes to it with a lease, which is this; and its link."""
     link, other = link_both(one, two)
     word = two.transport.begin_lease()
-    it = BlockLease(1, bytes(16), 1, 1, (0,), "cmpl-3", (LeaseWord("hccl", *word),))
+    it = BlockLease(1, bytes(16), 1, 1, (0,), True, "cmpl-3", (LeaseWord("hccl", *word),))
     return two.peer_memory(link, writable=True).leased([it]), word, other
 
 

@@ -21,7 +21,7 @@ from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 64), DataType.DT_FLOAT)
 LEASE = BlockLease(
-    7, bytes(range(16)), 3, 17, (5, 2, 900), "cmpl-3", (LeaseWord("local", 70_000, 9),)
+    7, bytes(range(16)), 3, 17, (5, 2, 900), True, "cmpl-3", (LeaseWord("local", 70_000, 9),)
 )
 tags = st.text(st.characters(categories=("L", "N", "P", "Zs"), include_characters=" "), max_size=64)
 
@@ -46,6 +46,7 @@ def cache(engine: LlmDataDist) -> Cache:
         cache_id=st.integers(0, 2**63 - 1),
         lease_id=st.integers(0, 2**64 - 1),
         blocks=st.lists(st.integers(0, 2**63 - 1), max_size=9).map(tuple),
+        paged=st.just(True),
         tag=tags.filter(str.isprintable),
         words=st.lists(
             st.builds(
@@ -100,6 +101,8 @@ def test_forged(body: bytes) -> None:
         ("tag", "x" * 65, LLMException),
         ("tag", "a\nb", LLMException),
         ("tag", 5, TypeError),
+        ("paged", 1, TypeError),
+        ("paged", False, LLMException),  # three slots
         ("instance", b"short", LLMException),
         ("blocks", (1, True), TypeError),
         ("blocks", [1], TypeError),
@@ -154,6 +157,22 @@ def test_expiry(engine: LlmDataDist, cache: Cache) -> None:
         engine.renew(short, 5)
     with refused("LLM_PARAM_INVALID", "cluster 7"):
         engine.renew(LEASE, 5)
+
+
+def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
+    contiguous = engine.allocate_cache(DESC)
+    lease = engine.lease_slot(contiguous, 7, tag="a")
+    assert (lease.blocks, lease.paged) == ((7,), False)
+    assert BlockLease.from_bytes(lease.to_bytes()) == lease
+    for index in (-1, 8):
+        with refused("LLM_PARAM_INVALID", "batch_index"):
+            engine.lease_slot(contiguous, index)
+    with pytest.raises(TypeError, match="batch_index="):
+        engine.lease_slot(contiguous, True)
+    with refused("LLM_PARAM_INVALID", "must be a contiguous cache"):
+        engine.lease_slot(cache, 0)
+    with refused("LLM_PARAM_INVALID", "must be a paged cache"):
+        engine.lease_blocks(contiguous, [0])
 
 
 def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from kvplan import (
 )
 from kvplan.lease import LeaseWord
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
-from tests.faults.contents import own, pattern
+from tests.faults.contents import DESC, own, pattern
 from tests.faults.gate import DEADLINE_S, Gate
 from tests.faults.leased import MINE, NOT_EXIST, RELEASED, THEIRS, here, lease_at, mover, there
 from tests.faults.outcomes import COUNT, unconfirmed
@@ -399,3 +399,69 @@ def test_a_gather(
         assert list(error.failed) == [1]
         assert RELEASED in str(error)
     assert user.metrics()["in_flight"] == 0
+
+
+SLOT = """
+cache = datadist.allocate_cache(DESC)
+arrays = datadist.arrays(cache)
+for array, tensor in zip(arrays, pattern(1)):
+    array[:] = tensor
+lease = datadist.lease_slot(cache, 2, tag="cmpl-3")
+result = lease.to_bytes()
+"""
+
+
+def test_a_slot(make_engine: MakeEngine, peer: Peer) -> None:
+    user, lease = make_engine(2), BlockLease.from_bytes(peer.run(SLOT))
+    cache = user.allocate_cache(DESC)
+    arrays = user.arrays(cache)
+    link(user, peer)
+    user.pull_cache(lease, cache, 1)
+    assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
+    for it in arrays:
+        it[3] = 7
+    user.push_cache(cache, lease, 3)
+    assert [it[2] for it in there(peer)] == [[7] * 64] * 8
+    assert [it[3] for it in there(peer)] == [it[3].tolist() for it in pattern(1)]
+    paged, blocks = here(user)
+    with refused("LLM_PARAM_INVALID", "src_blocks"):
+        user.pull_blocks(lease, paged, [2], [0])
+    with refused("LLM_PARAM_INVALID", "contiguous"):
+        user.push_blocks(paged, lease, [0])
+    user.pull_blocks(lease, paged, None, [0])
+    assert all((it[0] == 7).all() for it in blocks)
+    peer.run("datadist.release(lease)")
+    for move in (
+        lambda: user.pull_cache(lease, cache, 1),
+        lambda: user.push_cache(cache, lease, 3),
+        lambda: user.pull_blocks(lease, paged, None, [0]),
+    ):
+        with refused(NOT_EXIST, RELEASED):
+            move()
+    of_blocks = lease_at(peer)
+    with refused("LLM_PARAM_INVALID", "paged"):
+        user.pull_cache(of_blocks, cache, 1)
+    with refused("LLM_PARAM_INVALID", "is of blocks; a lease of a slot"):
+        user.pull_cache(replace(lease, paged=True), cache, 1)
+
+
+@directions
+def test_a_slot_released_during(
+    gated: MakeEngine, peer: Peer, gate: Gate, attempt: Attempt, direction: str
+) -> None:
+    user, lease = gated(2), BlockLease.from_bytes(peer.run(SLOT))
+    cache = user.allocate_cache(DESC)
+    link(user, peer)
+    call = attempt(
+        (lambda: user.pull_cache(lease, cache, timeout_ms=LONG_MS))
+        if direction == "pull"
+        else (lambda: user.push_cache(cache, lease, timeout_ms=LONG_MS))
+    )
+    gate.wait()
+    peer.run("datadist.release(lease); [it.fill(9) for it in arrays]")
+    gate.open()
+    error = call.result(30)
+    assert error is not None
+    assert error.status_code is NOT_EXIST, error
+    if direction == "push":
+        assert there(peer) == [[[9] * 64] * 4] * 8
