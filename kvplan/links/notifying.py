@@ -156,7 +156,8 @@ class Notifier:
         try:
             await self.send(channel(), data, timeout_s)
         except (LLMException, TimeoutError, ChannelClosed) as error:
-            _log.warning("event=not_notified peer=%s reason=%r", self._cluster_id, error)
+            # As text: a record that is kept would keep the error, and with it what has failed.
+            _log.warning("event=not_notified peer=%s reason=%s", self._cluster_id, repr(error))
         finally:
             self._later.discard(token)
 

@@ -272,7 +272,7 @@ class Connections:
             if self.request_renewal is not None:
                 self.request_renewal()
         except LLMException as error:
-            _LOG.info("event=not_renewed peer=%s reason=%s", self._peer, error)
+            _LOG.info("event=not_renewed peer=%s reason=%s", self._peer, str(error))
         finally:
             self._renews = False
 
