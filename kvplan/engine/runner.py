@@ -104,6 +104,7 @@ class Operation:
         "_moves",
         "_notify",
         "_notify_failure",
+        "_recorded",
         "_speculative",
         "cache_id",
         "done",
@@ -141,7 +142,7 @@ class Operation:
         self.engine = engine
         self.name = name
         self._speculative = speculative
-        self._moves = self.submitted = False
+        self._moves = self._recorded = self.submitted = False
         self.cache_id = -1
         self._claim: PeerClaim | None = None
         self.started = perf_counter()
@@ -277,13 +278,16 @@ class Operation:
     def finish(self, error: BaseException | None) -> None:
         """End what was submitted: its bytes have arrived, or `error` says why not.
 
+        Called again with an error when it was interrupted.
+
         Raises:
             LLMException: as for `verify` and `send_notification`.
         """
         failure: BaseException | None = error
         try:
             if error is not None:
-                self._send_failure(error)
+                if not self.done:
+                    self._send_failure(error)
             else:
                 self.verify(None)
                 self.done = True
@@ -333,14 +337,15 @@ class Operation:
             ) from None
 
     def _send_failure(self, error: BaseException) -> None:
-        """Tell the peer that it failed, without waiting: the caller has an error already."""
+        """Tell the peer once that it failed, without waiting: the caller has an error already."""
         data, link = self._notify_failure, self.link
+        self._notify_failure = None
         if data is not None and link is not None and isinstance(error, Exception):
             link.notify_soon(data)  # of an interrupt nothing is known
 
     def end(self, error: BaseException | None) -> None:
-        """Give back what the operation holds, and record how it went. Once, whatever it came to."""
-        seconds = perf_counter() - self.started
+        """Give back what the operation holds, and record how it went; idempotent."""
+        recorded, seconds = self._recorded, perf_counter() - self.started
         engine, plan, link = self.engine, self.plan, self.link
         moved = plan if error is None else None  # every byte of it has arrived
         nbytes = 0
@@ -352,8 +357,10 @@ class Operation:
                 nbytes = moved.nbytes
         finally:
             try:
-                status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
-                engine.metrics.record(self.name, status, nbytes, seconds)
+                if not recorded:
+                    status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+                    engine.metrics.record(self.name, status, nbytes, seconds)
+                    self._recorded = True
             finally:
                 engine.in_flight.remove(self)
                 # Last: whoever has unlinked finds the operation counted, and no longer in flight.
@@ -362,6 +369,8 @@ class Operation:
                         link.forget()  # no memory of the peer is taken for granted
                     pulls = self.name.startswith(("pull", "gather"))
                     link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, error)
+        if recorded:
+            return
         if logger.logger.isEnabledFor(logging.INFO if error is None else logging.WARNING):
             log_operation(
                 self.name,

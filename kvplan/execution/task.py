@@ -73,8 +73,9 @@ class TransferTask:
     is None, or it raises. A cancelled await cancels the transfer.
 
     Args:
-        on_outcome: called once, with what went wrong or None, by whoever finds the outcome first:
-            before anyone gets it. If it raises after a success, that is the outcome.
+        on_outcome: called with what went wrong or None, by whoever finds the outcome first: before
+            anyone gets it. If it raises after a success, that is the outcome. Once, or once more
+            with an error if it was interrupted, which may be before its first line.
     """
 
     def __init__(
@@ -192,6 +193,8 @@ class TransferTask:
                 self._error = self._error or LLMException(
                     f"{self.plan.operation} {self.plan.kind}: interrupted after the last byte"
                 )
+                with suppress(LLMException):
+                    on_outcome(self._error)
                 raise
 
     def explain(self) -> str:

@@ -83,6 +83,27 @@ def test_an_interrupted_check_is_no_success(interruption):
         task.wait()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_interrupted_outcome_is_delivered_again_as_a_failure(begun):
+    """An interrupt may strike before the first line of what is called with the outcome."""
+    outcomes = []
+
+    def on_outcome(error):
+        if not outcomes:
+            outcomes.append(error if begun else "not begun")
+            raise KeyboardInterrupt
+        outcomes.append(error)
+
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), on_outcome)
+        with pytest.raises(KeyboardInterrupt):
+            task.wait()
+        for _ in range(2):
+            with refused(LLMStatusCode.LLM_FAILED, "interrupted after the last byte") as caught:
+                task.wait()
+    assert outcomes == [None if begun else "not begun", caught.value]
+
+
 def test_a_second_thread_does_not_overtake_the_check():
     """While one thread still checks the memory, no other may take the transfer for a success."""
     checking, second_waits = threading.Event(), threading.Event()

@@ -394,6 +394,7 @@ def test_each_peer_is_told_of_a_failure_whoever_failed(make_scene: Callable[...,
     task = scene.submit(**NOTICES)
     task.cancel()  # nobody waits
     assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
+    caught(task.wait)  # until the senders have seen that it was received
     scene.assert_over()
 
 
