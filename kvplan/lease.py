@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from kvplan.status import invalid
-from kvplan.validation import UINT64_MAX, check_type, check_width, shown
+from kvplan.validation import INT64_MAX, UINT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
 
 MAX_TAG: Final = 64  # characters
 
-_SCHEMA: Final = b"kvplan.lease.1"
+_SCHEMA: Final = b"kvplan.lease.2"
 _DIGEST_NBYTES: Final = 8
 _INSTANCE_NBYTES: Final = 16
 _MOST_SLOTS: Final = 2**32
@@ -52,6 +53,7 @@ class BlockLease:
         paged: whether they are blocks.
         tag: the owner's name for it, such as the id of the request.
         words: what the owner's transports check it by.
+        tokens: of the request, from the first of its blocks on; None: nobody said how many.
     """
 
     cluster_id: int
@@ -62,6 +64,7 @@ class BlockLease:
     paged: bool
     tag: str
     words: tuple[LeaseWord, ...]
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
@@ -77,6 +80,8 @@ class BlockLease:
             raise TypeError(f"blocks={shown(self.blocks)} must hold int")
         if not check_type("paged", self.paged, bool) and len(self.blocks) != 1:
             raise invalid(f"blocks={shown(self.blocks)} must be one slot, as paged is False")
+        if self.tokens is not None:
+            check_width("tokens", self.tokens, 1, INT64_MAX)
         for it in check_type("words", self.words, tuple):
             check_width("slot", check_type("words", it, LeaseWord).slot, 0, _MOST_SLOTS - 1)
             check_width("generation", it.generation, 0, UINT64_MAX)
@@ -96,6 +101,7 @@ class BlockLease:
                 self.paged,
                 self.tag,
                 self.words,
+                self.tokens,
             )
         )
         return _digest(body) + body
@@ -123,6 +129,7 @@ class BlockLease:
                 it.paged,
                 it.tag,
                 it.words,
+                it.tokens,
             )
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as error:
             raise invalid(f"blob={shown(blob)} is no lease: {error}") from None
@@ -161,6 +168,26 @@ class BlockLease:
                 raise invalid(f"{argument}[{position}]={shown(it)} is no block of {self}")
         return blocks
 
+    def num_tokens(self, argument: str, given: int | None, skipped: int) -> int | None:
+        """How many tokens a transfer of all its blocks moves: `given`, or what it has.
+
+        Args:
+            skipped: tokens before those.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: the request has fewer, or none that are not skipped.
+        """
+        if self.tokens is None or type(skipped) is not int or type(given) not in (int, NoneType):
+            return given  # what is no number the planner refuses
+        left = self.tokens - skipped
+        wanted = left if given is None else given
+        if wanted > left or left < 1:
+            raise invalid(
+                f"{argument}={given} with {skipped} skipped is more than the {self.tokens} tokens "
+                f"of {self}"
+            )
+        return wanted
+
 
 _Block = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, Meta(max_length=32)]
@@ -177,6 +204,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     paged: bool
     tag: str
     words: Annotated[tuple[LeaseWord, ...], Meta(max_length=16)]
+    tokens: int | None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -299,7 +299,7 @@ class _Sources:
                     self._own[name][0],
                     [_table(name, group, index) for index in having],
                     group.dst_blocks,
-                    num_tokens=group.num_tokens,
+                    num_tokens=_num_tokens(name, group),
                     src_token=group.src_token,
                     dst_token=group.dst_token,
                     rank=rank,
@@ -378,6 +378,22 @@ def _table(name: str, group: GatherGroup, index: int) -> Blocks:
     if table is None:
         raise invalid(f"{argument} is None; it must name blocks")
     return table
+
+
+def _num_tokens(name: str, group: GatherGroup) -> int | None:
+    """Tokens of the request: as given, or as leases of all its blocks say."""
+    argument, given = _argument(name, "num_tokens"), group.num_tokens
+    said = {
+        it.num_tokens(argument, given, group.src_token)
+        for it, table in zip(group.sources, group.src_blocks, strict=True)
+        if isinstance(it, BlockLease) and it.tokens is not None and table is None
+    }
+    if len(said) > 1:
+        raise invalid(
+            f"{argument}=None, and the leases are of requests of unequal length: "
+            f"{sorted(filter(None, said))} tokens"
+        )
+    return said.pop() if said else given
 
 
 def _num_sources(name: str, group: GatherGroup) -> int:

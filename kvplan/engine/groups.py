@@ -209,8 +209,12 @@ class GroupOperation(Operation):
         for (name, group), own, peer in zip(groups.items(), here, there, strict=True):
             with named(name):
                 src_blocks, dst_blocks = group.src_blocks, group.dst_blocks
+                num_tokens = group.num_tokens
                 if isinstance(lease := getattr(group, theirs), BlockLease):
                     leases.append(lease)
+                    if (src_blocks if pulls else dst_blocks) is None:
+                        skipped = group.src_token if pulls else group.dst_token
+                        num_tokens = lease.num_tokens("num_tokens", num_tokens, skipped)
                     if pulls:
                         src_blocks = lease.named("src_blocks", src_blocks)
                     else:
@@ -222,7 +226,7 @@ class GroupOperation(Operation):
                     own if pulls else peer,
                     src_blocks,
                     dst_blocks,
-                    num_tokens=group.num_tokens,
+                    num_tokens=num_tokens,
                     src_token=group.src_token,
                     dst_token=group.dst_token,
                     ext_param=group.ext_param,

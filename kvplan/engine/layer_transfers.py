@@ -153,6 +153,8 @@ def _push_layers(
 ) -> Prepared:
     """A local slot into a remote one or into remote blocks, or local blocks into remote ones."""
     if type(dst) is BlockLease:
+        if dst_blocks is None:
+            num_tokens = dst.num_tokens("num_tokens", num_tokens, dst_token)
         dst_blocks = dst.named("dst_blocks", dst_blocks)
     from_blocks, to_blocks = has_blocks(src_blocks), dst_blocks is not None
     if from_blocks and not to_blocks:

@@ -15,11 +15,12 @@ from kvplan.lease import BlockLease, LeaseWord
 from kvplan.planning.blocks import block_indices, check_distinct
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import Cache
-from kvplan.validation import check_type
+from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.registry import CacheRegistry
     from kvplan.planning.blocks import Blocks
+    from kvplan.planning.side import Side
     from kvplan.transport.protocol import Transport
 
 
@@ -54,7 +55,14 @@ class Leases:
         self._ending: dict[int, BlockLease] = {}  # a peer may still be writing with them
 
     def begin(
-        self, cache: Cache, blocks: Blocks, tag: str, ttl_ms: float | None, *, paged: bool
+        self,
+        cache: Cache,
+        blocks: Blocks,
+        tag: str,
+        ttl_ms: float | None,
+        tokens: int | None = None,
+        *,
+        paged: bool,
     ) -> BlockLease:
         """See `LeaseOperations.lease_blocks` and `lease_slot`."""
         entry = self._registry.resolve(cache)
@@ -64,6 +72,8 @@ class Leases:
             raise invalid(f"cache={cache} must be a {kind} cache of this engine that peers reach")
         table = block_indices("blocks" if paged else "batch_index", blocks, entry.side)
         check_distinct("blocks", table, entry.side)
+        if tokens is not None:
+            _check_tokens(tokens, len(table), entry.side)
         deadline_ns = 0 if ttl_ms is None else _deadline_ns(ttl_ms)
         with self._mutex:
             self._last_id += 1
@@ -79,6 +89,7 @@ class Leases:
                 paged,
                 tag,
                 words,
+                tokens,
             )
             with self._mutex:
                 self._live[lease_id] = it
@@ -203,11 +214,26 @@ def _deadline_ns(ttl_ms: object) -> int:
     return time.monotonic_ns() + int(ttl_ms * 1e6)
 
 
+def _check_tokens(tokens: int, num_blocks: int, side: Side) -> None:
+    """Refuse what so many blocks of the cache cannot have."""
+    if side.layout is None or "token" not in side.layout.axes:
+        raise invalid(f"tokens={shown(tokens)} needs a cache whose layout says what a token is")
+    most = num_blocks * side.extent("token")
+    if not 1 <= check_type("tokens", tokens, int) <= most:
+        raise invalid(f"tokens={tokens} must be in [1, {most}], what the blocks hold")
+
+
 class LeaseOperations(OperationRunner):
     """Blocks that peers reach only as long as they are one request's: see docs/leases.md."""
 
     def lease_blocks(
-        self, cache: Cache, blocks: Blocks, *, tag: str = "", ttl_ms: float | None = None
+        self,
+        cache: Cache,
+        blocks: Blocks,
+        *,
+        tag: str = "",
+        ttl_ms: float | None = None,
+        tokens: int | None = None,
     ) -> BlockLease:
         """Lease blocks of a paged cache, for peers to pull from or push to.
 
@@ -222,14 +248,17 @@ class LeaseOperations(OperationRunner):
                 and checked where the lease is, so that no one has to be alive for it. Its blocks
                 are another request's after `release` only, which waits for peers that write. Not
                 over ucx and hccl. None: it does not expire.
+            tokens: of the request, from the first block on. A transfer that names no blocks of the
+                lease moves so many, and none moves more. None: whole blocks.
 
         Raises:
             TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID: a block out of range or given twice, a contiguous cache
-                or a bad tag; LLM_KV_CACHE_NOT_EXIST: no such cache; LLM_FEATURE_NOT_ENABLED: no
-                transport of this engine checks leases; LLM_OUT_OF_MEMORY: there are 131,072.
+            LLMException: LLM_PARAM_INVALID: a block out of range or given twice, a contiguous
+                cache, a bad tag, or more tokens than the blocks hold; LLM_KV_CACHE_NOT_EXIST: no
+                such cache; LLM_FEATURE_NOT_ENABLED: no transport of this engine checks leases;
+                LLM_OUT_OF_MEMORY: there are 131,072.
         """
-        return self._running().leases.begin(cache, blocks, tag, ttl_ms, paged=True)
+        return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens, paged=True)
 
     def lease_slot(
         self, cache: Cache, batch_index: int = 0, *, tag: str = "", ttl_ms: float | None = None
@@ -244,10 +273,16 @@ class LeaseOperations(OperationRunner):
 
     @contextmanager
     def leased_blocks(
-        self, cache: Cache, blocks: Blocks, *, tag: str = "", ttl_ms: float | None = None
+        self,
+        cache: Cache,
+        blocks: Blocks,
+        *,
+        tag: str = "",
+        ttl_ms: float | None = None,
+        tokens: int | None = None,
     ) -> Iterator[BlockLease]:
         """`lease_blocks` as a `with` block, at whose end the lease is released."""
-        lease = self.lease_blocks(cache, blocks, tag=tag, ttl_ms=ttl_ms)
+        lease = self.lease_blocks(cache, blocks, tag=tag, ttl_ms=ttl_ms, tokens=tokens)
         try:
             yield lease
         finally:

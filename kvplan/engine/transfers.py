@@ -506,6 +506,8 @@ def _pull_blocks(
     """Remote blocks, or without `src_blocks` a remote slot, into local blocks."""
     target, ours = operation.own("dst", dst, paged=True)
     if type(src) is BlockLease and src.paged:
+        if src_blocks is None:
+            num_tokens = src.num_tokens("num_tokens", num_tokens, src_token)
         src_blocks = src.named("src_blocks", src_blocks)
     kinds = (CacheIndex, CacheKey, BlocksCacheKey, BlockLease)
     source, slot, theirs = operation.peer(
@@ -576,6 +578,8 @@ def _push_blocks(
     if not has_blocks(src_blocks):
         raise invalid(f"src_blocks={src_blocks} must name a block for each of dst_blocks")
     if type(dst) is BlockLease:
+        if dst_blocks is None:
+            num_tokens = dst.num_tokens("num_tokens", num_tokens, dst_token)
         dst_blocks = dst.named("dst_blocks", dst_blocks)
     elif dst_blocks is None:
         raise TypeError("dst_blocks is None; it must name a block for each of src_blocks")

@@ -1,0 +1,159 @@
+"""A lease says how many tokens of the request its blocks have: none behind them moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import (
+    BlockLease,
+    Cache,
+    CacheDesc,
+    DataType,
+    GatherGroup,
+    Group,
+    KvCacheExtParam,
+    LlmDataDist,
+)
+from tests.datadist.peer import Peer
+from tests.support.refusals import refused
+
+OFFER = """
+desc = CacheDesc(2, (4, 16, 2, 8), DataType.DT_INT32, kv_tensor_format="block token head dim")
+cache = datadist.allocate_blocks_cache(desc)
+arrays = datadist.arrays(cache)
+for it in arrays:
+    it[:] = 7
+lease = datadist.lease_blocks(cache, [2, 0], tag="cmpl-3", tokens=tokens)
+result = lease.to_bytes()
+"""
+DESC = CacheDesc(2, (4, 16, 2, 8), DataType.DT_INT32, kv_tensor_format="block token head dim")
+NUM_TOKENS = 20
+LIMIT = r"more than the 20 tokens of lease \d+ of cmpl-3"
+
+Pull = Callable[[LlmDataDist, BlockLease, Cache, dict[str, Any]], None]
+PULLS: dict[str, Pull] = {
+    "call": lambda user, it, to, more: user.pull_blocks(it, to, None, [1, 3], **more),
+    "task": lambda user, it, to, more: user.submit_pull_blocks(it, to, None, [1, 3], **more).wait(),
+    "gather": lambda user, it, to, more: user.gather_blocks([it], to, [None], [1, 3], **more),
+    "groups": lambda user, it, to, more: user.pull_groups(
+        {"all": Group(src=it, dst=to, src_blocks=None, dst_blocks=[1, 3], **more)}
+    ),
+    "gathered groups": lambda user, it, to, more: user.gather_groups(
+        {"all": GatherGroup([it], to, [None], [1, 3], **more)}
+    ),
+}
+
+
+def push_layers(user: LlmDataDist, lease: BlockLease, src: Cache, more: dict[str, Any]) -> None:
+    param = KvCacheExtParam(tensor_num_per_layer=2)
+    task = user.push_layers(src, lease, src_blocks=[1, 3], ext_param=param, **more)
+    for layer in task.layers:
+        task.ready(layer)
+    task.wait()
+
+
+PUSHES: dict[str, Pull] = {
+    "call": lambda user, it, of, more: user.push_blocks(of, it, [1, 3], **more),
+    "groups": lambda user, it, of, more: user.push_groups(
+        {"all": Group(src=of, dst=it, src_blocks=[1, 3], dst_blocks=None, **more)}
+    ),
+    "layers": push_layers,
+}
+
+
+def leased(peer: Peer, tokens: int | None = NUM_TOKENS) -> BlockLease:
+    return BlockLease.from_bytes(peer.run(OFFER, tokens=tokens))
+
+
+def moved(arrays: list[Any], *blocks: int) -> list[int]:
+    """How many tokens of each block are 7; those behind them are all 0."""
+    counts = []
+    for block in blocks:
+        found = {int((array[block] == 7).all((1, 2)).sum()) for array in arrays}
+        (count,) = found
+        assert all((array[block, :count] == 7).all() for array in arrays)
+        assert not any(array[block, count:].any() for array in arrays)
+        counts.append(count)
+    return counts
+
+
+@pytest.mark.parametrize("how", PULLS)
+def test_a_pull_moves_the_tokens_of_the_request(user: LlmDataDist, peer: Peer, how: str) -> None:
+    lease, cache = leased(peer), user.allocate_blocks_cache(DESC)
+    arrays = user.arrays(cache)
+    PULLS[how](user, lease, cache, {})
+    assert moved(arrays, 0, 1, 2, 3) == [0, 16, 0, 4]
+    for more, there in (
+        ({"num_tokens": 17}, [16, 1]),
+        ({"src_token": 3}, [16, 1]),
+        ({"src_token": 3, "num_tokens": 17}, [16, 1]),
+        ({"src_token": 19, "dst_token": 2, "num_tokens": 1}, None),
+    ):
+        for it in arrays:
+            it[:] = 0
+        PULLS[how](user, lease, cache, more)
+        if there is None:
+            assert all((it[1, 2] == 7).all() and it.sum() == 7 * 16 for it in arrays)
+        else:
+            assert moved(arrays, 1, 3) == there
+    for it in arrays:
+        it[:] = 0
+    for wrong in ({"num_tokens": 21}, {"src_token": 20}, {"src_token": 4, "num_tokens": 17}):
+        with refused("LLM_PARAM_INVALID", LIMIT):
+            PULLS[how](user, lease, cache, wrong)
+    assert not any(it.any() for it in arrays)
+
+
+@pytest.mark.parametrize("how", PUSHES)
+def test_a_push_fills_the_tokens_of_the_request(user: LlmDataDist, peer: Peer, how: str) -> None:
+    lease, cache = leased(peer), user.allocate_blocks_cache(DESC)
+    for it in user.arrays(cache):
+        it[:] = 5
+    PUSHES[how](user, lease, cache, {})
+    there = np.array(peer.run("result = [it[:, :, 0, 0].tolist() for it in arrays]"))
+    assert (there[:, 2] == 5).all()
+    assert (there[:, 0] == [5] * 4 + [7] * 12).all()
+    assert (there[:, [1, 3]] == 7).all()
+    for wrong in ({"num_tokens": 21}, {"dst_token": 20}, {"dst_token": 4, "num_tokens": 17}):
+        with refused("LLM_PARAM_INVALID", LIMIT):
+            PUSHES[how](user, lease, cache, wrong)
+
+
+def test_blocks_that_are_named_are_moved_whole(user: LlmDataDist, peer: Peer) -> None:
+    lease, cache = leased(peer), user.allocate_blocks_cache(DESC)
+    user.pull_blocks(lease, cache, [0], [1])
+    assert moved(user.arrays(cache), 0, 1, 2, 3) == [0, 16, 0, 0]
+
+
+def test_sources_of_a_gather_have_one_request(user: LlmDataDist, peer: Peer) -> None:
+    one, other = leased(peer), leased(peer, 19)
+    cache = user.allocate_blocks_cache(DESC)
+    with refused("LLM_PARAM_INVALID", r"unequal length: \[19, 20\] tokens"):
+        user.gather_blocks([one, other], cache, [None, None], [1, 3])
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 33, 2**64])
+def test_more_tokens_than_the_blocks_hold_are_refused(user: LlmDataDist, tokens: int) -> None:
+    cache = user.allocate_blocks_cache(DESC)
+    with refused("LLM_PARAM_INVALID", rf"tokens={tokens} .*32"):
+        user.lease_blocks(cache, [2, 0], tokens=tokens)
+    assert user.leases() == []
+
+
+def test_tokens_need_a_layout(user: LlmDataDist) -> None:
+    cache = user.allocate_blocks_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))
+    with refused("LLM_PARAM_INVALID", "tokens=3 needs a cache whose layout says what a token is"):
+        user.lease_blocks(cache, [2, 0], tokens=3)
+
+
+def test_they_go_with_the_lease(user: LlmDataDist) -> None:
+    cache = user.allocate_blocks_cache(DESC)
+    with user.leased_blocks(cache, [2, 0], tokens=17) as lease:
+        assert BlockLease.from_bytes(lease.to_bytes()) == lease
+        assert lease.tokens == 17
+    with pytest.raises(TypeError, match="tokens="):
+        user.lease_blocks(cache, [2, 0], tokens="3")  # type: ignore[arg-type]
