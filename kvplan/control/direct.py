@@ -44,6 +44,7 @@ class DirectSender:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        connection.setblocking(False)  # a program's `socket.setdefaulttimeout` would wait for room
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
         self._left = WINDOW  # threads that change it at a time may miscount by a few
         self._has_room = True  # as the receiver has last said
@@ -104,14 +105,13 @@ class DirectListener:
 
     def accept(self) -> DirectSender | None:
         """Return the connection of the receiver, which has answered; None: it did not connect."""
-        try:
-            while True:
+        with suppress(OSError):
+            for _ in range(_BACKLOG + 1):  # so many wait; others who come meanwhile hold up nobody
                 connection, _ = self._listener.accept()
                 if hmac.compare_digest(_first_packet(connection), _token(self.secret)):
                     return DirectSender(connection)
                 connection.close()
-        except OSError:
-            return None
+        return None
 
     def close(self) -> None:
         """Listen no more."""
@@ -144,9 +144,10 @@ def _new_socket() -> socket.socket:
 
 
 def _first_packet(connection: socket.socket) -> bytes:
+    connection.setblocking(False)
     try:
-        return connection.recv(_TOKEN_NBYTES + 1, socket.MSG_DONTWAIT)
-    except BlockingIOError:
+        return connection.recv(_TOKEN_NBYTES + 1)
+    except OSError:  # it has said nothing, or has gone
         return b""
 
 

@@ -70,11 +70,12 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
     return copies
 
 
-def block_checksum(tensors: Sequence[NDArray[Any]], block: int) -> str:
-    """BLAKE2b-64 of the bytes that a block, or slot, has in each tensor."""
+def block_checksum(tensors: Sequence[NDArray[Any]], axis: int, block: int) -> str:
+    """BLAKE2b-64 of the bytes that a block, or slot, has in each tensor; `axis` counts them."""
     total = blake2b(digest_size=8)
     for it in tensors:
-        total.update(it[block].reshape(-1).view(np.uint8).data)
+        row = np.ascontiguousarray(np.moveaxis(it, axis, 0)[block])
+        total.update(row.reshape(-1).view(np.uint8).data)
     return total.hexdigest()
 
 

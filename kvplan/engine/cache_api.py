@@ -240,7 +240,8 @@ class CacheOperations(OperationRunner):
             on_device = isinstance(memory, DeviceMemory)
             memory.check()
             tensors = (read_tensors if on_device else tensor_arrays)(desc, memory)
-            sums = [block_checksum(tensors, it) for it in table.tolist()]
+            axis = desc.batch_dim_index
+            sums = [block_checksum(tensors, axis, it) for it in table.tolist()]
             memory.check()
             if isinstance(cache, BlockLease):
                 engine.leases.standing(cache)  # it was, all the time

@@ -178,17 +178,12 @@ class _CallingThread:
         self._mutex = mutex
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        try:
-            Thread(target=self._run, name=name, daemon=True).start()
-        except BaseException:
-            os.close(self._wake)
-            raise
+        Thread(target=self._run, name=name, daemon=True).start()
 
     def stop(self) -> None:
         """Read no more; a function that is being called ends first, in its own time."""
         self._stopped = True
-        with suppress(OSError):  # it has ended, as the engine was finalized
-            os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         poll = select.poll()
@@ -201,7 +196,7 @@ class _CallingThread:
                 for function in functions:
                     try:
                         function(notification)
-                    except Exception:
+                    except BaseException:  # sys.exit, too: nobody would read what comes next
                         logger.exception("on_notification: a callback has failed")
             if self._notifications.closed and not len(self._notifications):
                 return
@@ -213,6 +208,10 @@ class _CallingThread:
                 return None
             notification = next(iter(self._notifications), None)
             return notification and (notification, list(self._functions.values()))
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # none could be made
+            os.close(self._wake)
 
 
 class NotificationOperations(OperationRunner):

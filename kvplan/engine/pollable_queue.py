@@ -95,20 +95,29 @@ class PollableQueue(Generic[_T]):
 
     async def __aiter__(self) -> AsyncIterator[_T]:
         """Take what is there and what comes, until the engine is finalized."""
+        while True:
+            for item in self:
+                yield item
+            if self._closed and not self._items:
+                return
+            await self._arrival()
+
+    async def _arrival(self) -> None:
+        """Return when the descriptor is readable; watched no longer, or it would keep a loop busy.
+
+        Raises:
+            LLMException: LLM_FAILED: in a forked child.
+        """
         loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
         fd = os.dup(self.fileno())  # a loop watches a descriptor for one reader only
-        arrival = asyncio.Event()
-        loop.add_reader(fd, arrival.set)
         try:
-            while True:
-                arrival.clear()
-                for item in self:
-                    yield item
-                if self._closed and not self._items:
-                    return
-                await arrival.wait()
+            loop.add_reader(fd, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(fd)
         finally:
-            loop.remove_reader(fd)
             os.close(fd)
 
     def put(self, item: _T) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from kvnative._packets import LARGEST, take_packets
 from kvplan.control.direct import WINDOW, DirectListener, DirectSender, connect
 
 NOBODY = 65534
+DEADLINE_S = 10  # only what waits for a socket reaches it
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -130,6 +132,31 @@ def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
             assert it.recv(1) == b""
     receiver.close()
     listener.close()
+
+
+@pytest.fixture
+def default_timeout() -> Iterator[None]:
+    """A program may have set one for the sockets of its own that it makes from then on."""
+    socket.setdefaulttimeout(2 * DEADLINE_S)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.usefixtures("default_timeout")
+def test_the_timeout_of_a_programs_sockets_holds_up_nobody(
+    ends: tuple[DirectSender, socket.socket],
+) -> None:
+    sender, receiver = ends
+    began = time.monotonic()
+    while sender.send(bytes(LARGEST)):
+        pass
+    taken(receiver)
+    listener = DirectListener()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(listener._listener.getsockname())
+        assert listener.accept() is None
+    listener.close()
+    assert time.monotonic() - began < DEADLINE_S
 
 
 def test_without_a_receiver_there_is_no_connection() -> None:

@@ -7,6 +7,8 @@ import gc
 import os
 import queue
 import select
+import selectors
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from kvplan import ClusterInfo, LlmDataDist, LLMException, Notification
 from kvplan.engine.notifications import MAX_UNREAD_OF_ONE
 from tests.datadist.conftest import MakePeer
 from tests.datadist.peer import Peer
+from tests.support.held import Held
 from tests.support.refusals import refused
 
 WAIT_MS = 20_000  # only a hanging test reaches it
@@ -133,6 +136,51 @@ def test_two_tasks_may_read_and_a_cancelled_one_loses_nothing(
         return found
 
     assert asyncio.run(run()) == [b"0", b"1"]
+
+
+class CountingSelector(selectors.DefaultSelector):
+    """Counts how often a loop has come round."""
+
+    rounds = 0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.rounds += 1
+        return super().select(timeout)
+
+
+def test_a_loop_rests_while_its_reader_is_busy_with_one_of_several(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    peer.run("for i in range(2): datadist.notify(2, b'%d' % i)")
+    selector = CountingSelector()
+
+    async def read() -> int:
+        async for _ in user.notifications():
+            before = selector.rounds
+            await asyncio.to_thread(peer.run, "sum(range(1_000_000))")
+            return selector.rounds - before
+        return -1
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        assert 0 < runner.run(read()) < 20
+
+
+def test_a_callback_that_exits_ends_neither_itself_nor_another(
+    user: LlmDataDist, peer: Peer
+) -> None:
+    seen: queue.Queue[Notification] = queue.Queue()
+    user.on_notification(lambda _: sys.exit("not today"))
+    user.on_notification(seen.put)
+    peer.run("for i in range(2): datadist.notify(2, b'%d' % i)")
+    assert [seen.get(timeout=20).data for _ in range(2)] == [b"0", b"1"]
+
+
+def test_callbacks_leave_no_descriptor_and_no_thread(user: LlmDataDist) -> None:
+    held = Held.now()
+    for _ in range(3):
+        user.on_notification(print)()
+    held.check_new_threads(set())
+    held.check_nothing_new()
 
 
 def test_a_callback_gets_each_and_another_is_not_stopped_by_it(

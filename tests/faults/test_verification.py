@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvnative._executor import Backend
-from kvplan import Cache, CacheIndex, KvCacheExtParam, LlmDataDist, Transfers
+from kvplan import Cache, CacheDesc, CacheIndex, DataType, KvCacheExtParam, LlmDataDist, Transfers
 from tests.faults.conftest import MakeEngine
 from tests.faults.contents import pattern
 from tests.faults.leased import MINE, NOT_EXIST, RELEASED, THEIRS, here, lease_at, there
@@ -155,6 +156,29 @@ def test_fingerprints_agree(make_engine: MakeEngine, peer: Peer) -> None:
     assert "lease 1 of cmpl-3 was released" in told
     with refused("LLM_PARAM_INVALID", "only its owner"):
         user.fingerprint(lease)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((2, 4, 8, 2, 16), "kv block token head dim"), ((1, 1, 4, 8), None)],
+)
+def test_fingerprints_are_of_blocks_wherever_they_lie_in_a_tensor(
+    make_engine: MakeEngine, shape: tuple[int, ...], layout: str | None
+) -> None:
+    """As those of a cache whose first dimension counts blocks."""
+    user = make_engine(2)
+    axis = shape.index(4)
+    lying = user.allocate_blocks_cache(
+        CacheDesc(2, shape, DataType.DT_INT8, batch_dim_index=axis, kv_tensor_format=layout)
+    )
+    plain = user.allocate_blocks_cache(CacheDesc(2, (4, math.prod(shape) // 4), DataType.DT_INT8))
+    chance = np.random.default_rng(1)
+    for one, other in zip(user.arrays(lying), user.arrays(plain), strict=True):
+        one[...] = chance.integers(-128, 128, shape)
+        for block in range(4):
+            other[block] = one.take(block, axis=axis).ravel()
+    assert user.fingerprint(lying) == user.fingerprint(plain)
+    assert len(set(user.fingerprint(lying))) == 4
 
 
 @pytest.mark.parametrize("wrong", ["", "on", "sample:1/0", "sample:2/3", "sample:1/-4", "all "])
