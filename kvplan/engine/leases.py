@@ -141,8 +141,13 @@ class Leases:
             if (late_ns := time.monotonic_ns() - deadline_ns) >= 0:
                 raise not_exist(f"{lease} expired {late_ns / 1e6:.1f} ms ago: release it")
             self._deadlines[lease.lease_id] = renewed_ns
-            for it in lease.words:
-                self._transports[it.transport].renew_lease(it.slot, it.generation, renewed_ns)
+            try:
+                self._renew_words(lease, renewed_ns)
+            except LLMException as error:  # it has expired on one of them: on all, then
+                self._deadlines[lease.lease_id] = deadline_ns
+                with suppress(LLMException):
+                    self._renew_words(lease, deadline_ns)
+                raise not_exist(f"{lease} expired just now: release it") from error
 
     def standing(self, lease: BlockLease) -> BlockLease:
         """Return a lease of this engine that was not released.
@@ -199,6 +204,10 @@ class Leases:
             raise refusal
         return tuple(words)
 
+    def _renew_words(self, lease: BlockLease, deadline_ns: int) -> None:
+        for it in lease.words:
+            self._transports[it.transport].renew_lease(it.slot, it.generation, deadline_ns)
+
     def _end_words(self, words: Iterable[LeaseWord]) -> None:
         with ExitStack() as all_of_them:  # whichever of them a peer holds up
             for it in words:
@@ -246,8 +255,8 @@ class LeaseOperations(OperationRunner):
             tag: what messages call it, such as the id of the request: at most 64 characters.
             ttl_ms: milliseconds after which no transfer with it succeeds; by this process's clock,
                 and checked where the lease is, so that no one has to be alive for it. Its blocks
-                are another request's after `release` only, which waits for peers that write. Not
-                over ucx and hccl. None: it does not expire.
+                are another request's after `release` only, which waits for peers that write. Over
+                ucx and hccl a thread of this process ends it then. None: it does not expire.
             tokens: of the request, from the first block on. A transfer that names no blocks of the
                 lease moves so many, and none moves more. None: whole blocks.
 

@@ -86,8 +86,8 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
             raise no_leases(self._link.transport)
         for lease, word in zip(leases, words, strict=True):
             if word.slot >= self._link.metadata.generations.num_slots or not word.generation:
-                raise LLMException(
-                    f"{lease} was released by {self._link.peer}",  # none is where none can be
+                raise LLMException(  # none is where none can be
+                    f"{lease} was released by {self._link.peer}, or has expired",
                     status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
                 )
         made = self._copy()

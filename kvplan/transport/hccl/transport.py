@@ -13,13 +13,14 @@ from kvplan.device.device import device_error
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.announced import Writers, tag_of
-from kvplan.transport.base import BaseTransport, link_failed, no_leases
+from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.hccl.addresses import device_address, is_over_hccs, table_of, why_not
 from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
 from kvplan.transport.hccl.registrations import GenerationTable, HcclRegistration, Registrations
+from kvplan.transport.lease_expiry import LeaseExpiry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,6 +87,7 @@ class HcclTransport(BaseTransport):
         try:
             library = HcclLibrary.load(device.native.library)
             self._generations = GenerationTable(device, max_registrations)
+            self._expiry = LeaseExpiry(self._generations.end_lease, f"kvplan-leases-{device.id}")
             buffer_nbytes = staging_nbytes // (_BUFFERS * _BUFFER_SETS)
             staging = (
                 Staging(
@@ -142,16 +144,27 @@ class HcclTransport(BaseTransport):
         self._registrations.remove(registration)
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`; without a deadline, as peers do not know this clock."""
+        """See `Transport.begin_lease`; a thread ends it, as peers do not know this clock."""
         self._check_open()
+        slot, generation = self._generations.begin_lease()
         if deadline_ns:
-            raise no_leases(self.name)
-        return self._generations.begin_lease()
+            try:
+                self._expiry.add(slot, generation, deadline_ns)
+            except BaseException:  # no more threads, or an interrupt
+                self.end_leases([(slot, generation)])
+                raise
+        return slot, generation
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`."""
+        self._check_open()
+        self._expiry.renew(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`; the tickets of each linked peer are read, by a get each."""
         self._check_open()
         for slot, generation in leases:
+            self._expiry.forget(slot, generation)
             self._generations.end_lease(slot, generation)
         with self._mutex:
             links = tuple(self._links)
@@ -205,6 +218,7 @@ class HcclTransport(BaseTransport):
                 return
             self._closed = True
             links, self._links = list(self._links), set()
+        self._expiry.close()
         for connections in links:
             connections.close(link_failed("the transport is closed"))
         self._registrations.close()

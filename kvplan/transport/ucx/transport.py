@@ -16,7 +16,8 @@ from kvplan.execution.task import status_code_of
 from kvplan.logs import Log
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.announced import Writers, tag_of
-from kvplan.transport.base import BaseTransport, link_failed, no_leases
+from kvplan.transport.base import BaseTransport, link_failed
+from kvplan.transport.lease_expiry import LeaseExpiry
 from kvplan.transport.registrations import PATIENCE_S, QUARANTINE, transport_closed
 from kvplan.transport.ucx.library import (
     DEVICES,
@@ -105,6 +106,8 @@ class UcxTransport(BaseTransport):
         except BaseException:
             worker.close()
             raise
+        end = self._registrations.end_leases
+        self._expiry = LeaseExpiry(lambda *lease: end([lease]), "kvplan-ucx-leases")
 
     @property
     def reaches(self) -> frozenset[Kind]:
@@ -131,16 +134,29 @@ class UcxTransport(BaseTransport):
         self._wait_for_writers([self._registrations.end(registration)])
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`; without a deadline, as peers do not know this clock."""
+        """See `Transport.begin_lease`; a thread ends it, as peers do not know this clock."""
         self._check_open()
+        slot, generation = self._registrations.begin_lease()
         if deadline_ns:
-            raise no_leases(self.name)
-        return self._registrations.begin_lease()
+            try:
+                self._expiry.add(slot, generation, deadline_ns)
+            except BaseException:  # no more threads, or an interrupt
+                self.end_leases([(slot, generation)])
+                raise
+        return slot, generation
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """See `Transport.renew_lease`."""
+        self._check_open()
+        self._expiry.renew(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`; the tickets of each linked peer are read: a round trip."""
         self._check_open()
-        self._registrations.end_leases(leases)
+        ended = list(leases)
+        for it in ended:
+            self._expiry.forget(*it)
+        self._registrations.end_leases(ended)
         self._writers.check(self._linked())
 
     def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
@@ -189,6 +205,7 @@ class UcxTransport(BaseTransport):
             self._closed = True
             worker, self._worker = self._worker, None  # its files go with its last user
         if worker is not None:
+            self._expiry.close()
             self._wait_for_writers(self._registrations.end_all())
             worker.close()
             self._observed.clear()

@@ -1,0 +1,112 @@
+"""What ends leases at their deadlines, for transports whose peers do not know this clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from kvplan import LLMException
+from kvplan.transport.lease_expiry import LeaseExpiry
+from tests.support.refusals import refused
+
+NAME = "kvplan-test-leases"
+HOUR_NS = 3_600 * 10**9
+WAIT_S = 20
+
+
+class Ended:
+    """The leases that were ended, in order, and when."""
+
+    def __init__(self) -> None:
+        self.leases: SimpleQueue[tuple[tuple[int, int], int]] = SimpleQueue()
+        self.failures = 0  # of the next calls
+
+    def end(self, slot: int, generation: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise LLMException("the device is gone")
+        self.leases.put(((slot, generation), time.monotonic_ns()))
+
+    def next(self) -> tuple[tuple[int, int], int]:
+        return self.leases.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def ended() -> Ended:
+    return Ended()
+
+
+@pytest.fixture
+def expiry(ended: Ended) -> Iterator[LeaseExpiry]:
+    expiry = LeaseExpiry(ended.end, NAME)
+    yield expiry
+    expiry.close()
+    assert NAME not in {it.name for it in threading.enumerate()}
+
+
+def test_in_the_order_of_their_deadlines_and_not_before(ended: Ended, expiry: LeaseExpiry) -> None:
+    now = time.monotonic_ns()
+    deadlines = {(slot, 7): now + slot * 1_000_000 for slot in (30, 10, 20, 40)}
+    for lease, deadline_ns in deadlines.items():
+        expiry.add(*lease, deadline_ns)
+    for slot in (10, 20, 30, 40):
+        lease, when = ended.next()
+        assert lease == (slot, 7)
+        assert when >= deadlines[lease]
+
+
+def test_one_whose_deadline_has_passed_has_ended_on_return(
+    ended: Ended, expiry: LeaseExpiry
+) -> None:
+    expiry.add(1, 3, time.monotonic_ns() - 1)
+    assert ended.leases.get_nowait()[0] == (1, 3)
+    expiry.add(2, 3, time.monotonic_ns() + HOUR_NS)
+    expiry.renew(2, 3, 1)
+    assert ended.leases.get_nowait()[0] == (2, 3)
+
+
+def test_renewed_and_forgotten_ones_stay(ended: Ended, expiry: LeaseExpiry) -> None:
+    soon = time.monotonic_ns() + 5_000_000
+    for slot in (1, 2):
+        expiry.add(slot, 5, soon)
+    for _ in range(2):
+        expiry.renew(1, 5, soon + HOUR_NS)
+    expiry.forget(2, 5)
+    expiry.forget(9, 5)  # nobody's
+    expiry.add(3, 5, soon + 1)
+    assert ended.next()[0] == (3, 5)  # after both could have been
+    assert ended.leases.empty()
+    expiry.renew(1, 5, soon)  # and back again
+    assert ended.next()[0] == (1, 5)
+
+
+def test_what_has_ended_is_not_renewed(ended: Ended, expiry: LeaseExpiry) -> None:
+    expiry.add(1, 3, 1)
+    expiry.add(2, 3, time.monotonic_ns() + HOUR_NS)
+    expiry.forget(2, 3)
+    for slot in (1, 2, 3):
+        with refused("LLM_KV_CACHE_NOT_EXIST", "has expired"):
+            expiry.renew(slot, 3, time.monotonic_ns() + HOUR_NS)
+
+
+def test_what_could_not_be_ended_is_tried_again(
+    ended: Ended, expiry: LeaseExpiry, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended.failures = 2
+    expiry.add(1, 3, 1)
+    assert ended.next()[0] == (1, 3)
+    assert [it.getMessage().split()[0] for it in caplog.records] == ["event=lease_not_ended"] * 2
+
+
+def test_none_after_it_was_closed(ended: Ended, expiry: LeaseExpiry) -> None:
+    soon = time.monotonic_ns() + 1_000_000
+    expiry.add(1, 3, soon)
+    expiry.close()
+    count = ended.leases.qsize()
+    while time.monotonic_ns() < soon + 2_000_000:
+        pass
+    assert ended.leases.qsize() == count
