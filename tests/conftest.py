@@ -10,6 +10,7 @@ no test finds UCX: those that want it ask for the fixture `ucx`.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -51,6 +52,13 @@ def _simulated_devices_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "kvsim"
     folder.mkdir(exist_ok=True)
     os.environ["KVSIM_DIR"] = str(folder)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave all that was collected out of later collections of garbage: it is not a test's."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

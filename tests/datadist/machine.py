@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
-import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from kvplan import LlmDataDist, Transfers
@@ -71,12 +70,16 @@ class Across(Host):
 
 def on_host_only(machine: Machine, why: str) -> None:
     """Skip a test that asks for something that device memory has not."""
+    import pytest  # a peer, which imports this module, has no use for it
+
     if machine.name.startswith("ascend"):
         pytest.skip(why)
 
 
 def where_nobody_serves(machine: Machine) -> None:
     """Skip a test whose peer is stopped while its memory is reached."""
+    import pytest
+
     if machine.transport == "tcp":
         pytest.skip("requests are served by the peer's process, though not by its Python")
 

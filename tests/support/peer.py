@@ -8,6 +8,7 @@ the exception if it dies, else it is written to stderr when the peer is closed.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -226,6 +227,7 @@ def main(module: str, *arguments: str) -> None:
     """The process of a peer, whose stdin is the connection to the tests."""
     faulthandler.enable()
     names = importlib.import_module(module).names(*arguments) if module else {}
+    gc.freeze()  # what was imported is no garbage of a test
     serve(Connection(0), names)
 
 

@@ -20,8 +20,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:  # peers, which import this, start in two thirds of the time without
+    import pytest
 
 MACHINES = tuple(filter(None, os.environ.get("KVPLAN_TEST_MACHINES", "").split(",")))
 TCP_CONNECTIONS = int(os.environ.get("KVPLAN_TEST_TCP_CONNECTIONS", "2"))
@@ -42,6 +44,8 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
         fixture: that has the machine's name as its parameter, if the test uses it.
         usual: machines of tests that are not marked.
     """
+    import pytest
+
     if fixture not in metafunc.fixturenames:
         return
     mark = metafunc.definition.get_closest_marker("over_tcp")
