@@ -55,14 +55,18 @@ def test_every_row_has_one_name_and_one_topic() -> None:
 
 @pytest.mark.slow
 def test_benchmarks_and_tools_use_what_is_there() -> None:
-    """Most run on request only: a name that has gone from kvplan would not be missed for long."""
-    options = ["--explicit-package-bases", "--check-untyped-defs", "--ignore-missing-imports"]
+    """Most run on request only: a name that has gone from kvplan would not be missed for long.
+
+    With the options of `make types`, whose cache it then finds.
+    """
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "benchmarks", "tools"],
+        [sys.executable, "-m", "mypy", "--explicit-package-bases", "benchmarks", "tools"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert re.search(r"\(checked [0-9]+ source files\)|no issues found", checked.stdout), checked
     gone = re.compile(r"\[(attr-defined|call-arg|name-defined|import-not-found)\]$")
-    assert [it for it in checked.stdout.splitlines() if gone.search(it)] == []
+    peers = re.compile(r' module named "(nixl_cu12|mooncake\.engine)" ')  # make bench-peers
+    lines = [it for it in checked.stdout.splitlines() if not peers.search(it)]
+    assert [it for it in lines if gone.search(it)] == []
