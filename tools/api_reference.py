@@ -40,6 +40,7 @@ PUBLIC = (
     "kvplan.planning",
     "kvplan.planning.reference",
     "kvplan.run",
+    "kvplan.serving",
     "kvplan.transport.local",
     "kvplan.transport.protocol",
     "kvplan.transport.tcp.transport",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -50,6 +51,10 @@ class Tokenizer:
         """The text of `ids`; special tokens too, for here a wrong one must be seen."""
         text: str = self._bpe.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def save(self, path: Path) -> None:
+        """Write it as other libraries read it (tokenizer.json)."""
+        self._bpe.save(str(path))
 
     def chat(self, request: str) -> list[int]:
         """Token ids of a chat in which the user said `request` and the assistant is next."""

@@ -1,0 +1,1 @@
+"""Two vLLM servers with kvplan between them: one prefills, the other decodes."""

@@ -1,0 +1,19 @@
+"""What a serving engine needs besides transfers: see docs/serving.md."""
+
+from kvplan.serving.book import LeaseBook
+from kvplan.serving.exchange import Exchange, ExchangeOptions
+from kvplan.serving.puller import PullResult, PullState, Target
+from kvplan.serving.reference import Compatibility, Reference, Source, token_digest
+
+__all__ = [
+    "Compatibility",
+    "Exchange",
+    "ExchangeOptions",
+    "LeaseBook",
+    "PullResult",
+    "PullState",
+    "Reference",
+    "Source",
+    "Target",
+    "token_digest",
+]

@@ -1,0 +1,206 @@
+"""The producer's book: leases of requests that have finished, until their consumers are done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Protocol
+
+from kvplan.lease import MAX_TAG, BlockLease
+from kvplan.logs import Log
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.types import Cache
+
+logger = Log("kvplan.serving")
+
+
+class Leasing(Protocol):
+    """What the book needs of a kvplan engine."""
+
+    def lease_blocks(
+        self, cache: Cache, blocks: Sequence[int], *, tag: str = "", ttl_ms: float | None = None
+    ) -> BlockLease:
+        """As `LlmDataDist.lease_blocks`."""
+
+    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
+        """As `LlmDataDist.renew`."""
+
+    def release(self, lease: BlockLease) -> None:
+        """As `LlmDataDist.release`."""
+
+
+@dataclass
+class _Held:
+    """A finished request whose blocks are kept."""
+
+    request: str
+    lease: BlockLease
+    digest: bytes
+    deadline: float
+    done: set[int] = field(default_factory=set)  # cluster ids of readers
+
+
+class NotYetError(Exception):
+    """The request has not been entered; it may be soon."""
+
+
+class LeaseBook:
+    """Requests that have finished, each with a lease of its blocks; for several threads.
+
+    A request's blocks are free when all its readers are done, when nobody has renewed its lease for
+    `ttl_ms`, or on `abort`: once its lease has ended then, `take_freed` returns it, one time.
+
+    Args:
+        engine: gives the leases.
+        cache: what they are of.
+        ttl_ms: milliseconds that a lease lasts if nobody renews it.
+        clock: seconds that never go back.
+        on_freed: called when `take_freed` has something to return.
+    """
+
+    def __init__(
+        self,
+        engine: Leasing,
+        cache: Cache,
+        ttl_ms: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_freed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._ttl_ms = ttl_ms
+        self._clock = clock
+        self._on_freed = on_freed
+        self._mutex = RLock()
+        self._held: dict[int, _Held] = {}
+        self._stuck: dict[int, _Held] = {}  # a peer may still be writing to them
+        self._freed: set[str] = set()
+        self._last = -1
+
+    def __len__(self) -> int:
+        """How many requests hold blocks."""
+        return len(self._held) + len(self._stuck)
+
+    def enter(self, sequence: int, request: str, blocks: Sequence[int], digest: bytes) -> None:
+        """Lease the blocks of a request that has finished; if that fails, they are free at once.
+
+        Args:
+            sequence: of the reference; greater than all before.
+            request: what `take_freed` calls it.
+            blocks: in the order of its tokens.
+            digest: of what was computed.
+        """
+        tag = "".join(it if it.isprintable() else "?" for it in request[:MAX_TAG])
+        try:
+            lease = self._engine.lease_blocks(self._cache, blocks, tag=tag, ttl_ms=self._ttl_ms)
+        except LLMException as error:
+            logger.warning("request %s cannot be leased, and is not kept: %s", request, error)
+            with self._mutex:
+                self._last = max(self._last, sequence)
+            self._report(request)
+            return
+        with self._mutex:
+            deadline = self._clock() + self._ttl_ms / 1000
+            self._held[sequence] = _Held(request, lease, digest, deadline)
+            self._last = max(self._last, sequence)
+
+    def lease_of(self, sequence: int, digest: bytes) -> BlockLease:
+        """Return the lease of a request, for a consumer that means the same tokens.
+
+        Raises:
+            NotYetError: no request as late as this was entered.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: it has ended, or was of other tokens.
+        """
+        with self._mutex:
+            held = self._held.get(sequence)
+            if held is None and sequence > self._last:
+                raise NotYetError
+        if held is None:
+            raise _gone(f"request {sequence} has ended: its blocks may be another's")
+        if held.digest != digest:
+            raise _gone(f"request {sequence} is {held.request}, which was of other tokens")
+        return held.lease
+
+    def renew(self, sequences: Iterable[int]) -> None:
+        """Let leases last `ttl_ms` from now; those that have ended stay so."""
+        for sequence in sequences:
+            with self._mutex:
+                if (held := self._held.get(sequence)) is None:
+                    continue
+                try:
+                    self._engine.renew(held.lease, self._ttl_ms)
+                except LLMException:  # it has expired: `expire` frees it
+                    continue
+                held.deadline = self._clock() + self._ttl_ms / 1000
+
+    def finish(self, sequence: int, digest: bytes, reader: int, readers: int) -> None:
+        """One of `readers` needs the blocks no more; after the last they are free."""
+        with self._mutex:
+            held = self._held.get(sequence)
+            if held is None or held.digest != digest:
+                return
+            held.done.add(reader)
+            if len(held.done) < readers:
+                return
+        self._free(sequence)
+
+    def abort(self, request: str) -> None:
+        """Free the blocks of a request, whoever reads them; an unknown one is fine."""
+        with self._mutex:
+            found = [it for it, held in self._held.items() if held.request == request]
+        for sequence in found:
+            self._free(sequence)
+
+    def expire(self) -> None:
+        """Free the blocks of leases whose time has passed, and of those that peers held up."""
+        now = self._clock()
+        with self._mutex:
+            late = [it for it, held in self._held.items() if held.deadline <= now]
+            late += self._stuck
+        for sequence in late:
+            if (held := self._held.get(sequence)) is not None:
+                logger.warning(
+                    "request %s was not fetched in %g ms: its blocks are free",
+                    held.request,
+                    self._ttl_ms,
+                )
+            self._free(sequence)
+
+    @property
+    def has_freed(self) -> bool:
+        """Whether `take_freed` has something to return."""
+        return bool(self._freed)
+
+    def take_freed(self) -> set[str]:
+        """Return the requests whose blocks have become free since the last call."""
+        with self._mutex:
+            freed, self._freed = self._freed, set()
+        return freed
+
+    def _free(self, sequence: int) -> None:
+        with self._mutex:
+            held = self._held.pop(sequence, None) or self._stuck.pop(sequence, None)
+        if held is None:
+            return
+        try:
+            self._engine.release(held.lease)
+        except LLMException as error:
+            if error.status_code is LLMStatusCode.LLM_TIMEOUT:
+                logger.warning("blocks of request %s stay in use: %s", held.request, error)
+                with self._mutex:
+                    self._stuck[sequence] = held
+                return
+            if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
+                logger.warning("request %s: %s", held.request, error)
+        self._report(held.request)
+
+    def _report(self, request: str) -> None:
+        with self._mutex:
+            self._freed.add(request)
+        self._on_freed()
+
+
+def _gone(message: str) -> LLMException:
+    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

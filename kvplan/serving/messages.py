@@ -1,0 +1,126 @@
+"""What serving engines say to each other: each message is one notification of kvplan engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from kvplan.status import invalid
+from kvplan.validation import shown
+
+PROTOCOL: Final = 1
+"""Version of these messages; engines of different versions refuse each other."""
+
+MAX_PART: Final = 3500  # bytes of a lease in one message; a notification has at most 4096
+MAX_FIELDS: Final = 3500  # bytes of what is compared
+
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """What this side's cache and model are; answered with the other side's.
+
+    Attributes:
+        fields: name and value of each.
+        answer: whether it is the answer.
+    """
+
+    fields: dict[str, str]
+    answer: bool
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Asks for the lease of a finished request.
+
+    Attributes:
+        number: of the asker, for the answer.
+        instance, sequence, digest: of the reference.
+    """
+
+    number: Number
+    instance: bytes
+    sequence: Number
+    digest: bytes
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A part of a lease, in the order of the parts.
+
+    Attributes:
+        number: of the ask.
+        part, parts: which of how many.
+        data: a piece of `BlockLease.to_bytes`.
+    """
+
+    number: Number
+    part: Number
+    parts: Number
+    data: bytes
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Why there is no lease, or no agreement.
+
+    Attributes:
+        number: of the ask.
+        reason: for people.
+    """
+
+    number: Number
+    reason: str
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """This reader needs the blocks of a request no more, or never did.
+
+    Attributes:
+        instance, sequence, digest: of the reference.
+        readers: how many have to say so before the blocks are free.
+    """
+
+    instance: bytes
+    sequence: Number
+    digest: bytes
+    readers: Annotated[int, Meta(ge=1, le=4096)]
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """These requests are still waited for: their leases shall not expire yet.
+
+    Attributes:
+        instance, sequences: of the references.
+    """
+
+    instance: bytes
+    sequences: Annotated[tuple[Number, ...], Meta(max_length=256)]
+
+
+Message = Hello | Ask | Grant | Refusal | Done | Renew
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """The notification that a message is."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Read and check a notification.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: it is none of the messages.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"data={shown(data)} is no message of kvplan.serving: {error}") from None
+
+
+def grants(number: int, lease: bytes) -> list[Grant]:
+    """The parts in which a lease is sent."""
+    pieces = [lease[at : at + MAX_PART] for at in range(0, len(lease), MAX_PART)]
+    return [Grant(number, part, len(pieces), it) for part, it in enumerate(pieces)]

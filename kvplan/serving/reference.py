@@ -1,0 +1,139 @@
+"""What goes with a request from producer to consumer, and what has to be the same on both."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvplan.serving.messages import MAX_FIELDS, PROTOCOL, Number
+from kvplan.status import invalid
+from kvplan.validation import shown
+
+
+def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
+    """16 bytes that say which tokens a cache was computed of.
+
+    Args:
+        tokens: their ids, from the first on.
+        extra: what else the cache depends on, such as the name of an adapter.
+    """
+    digest = blake2b(array("q", tokens).tobytes(), digest_size=16, person=b"kvplan.tokens.1")
+    for it in extra:
+        text = it.encode()
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """A kvplan engine that has a part of a request's cache: a worker of the producer.
+
+    Attributes:
+        cluster_id: of the engine.
+        address: where it listens.
+    """
+
+    cluster_id: Annotated[int, Meta(ge=0, le=2**53 - 1)]  # what each JSON library keeps
+    address: Annotated[str, Meta(max_length=256)]
+
+
+_Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2}){1,32}$")]
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A reference as a JSON object."""
+
+    protocol: int
+    instance: _Hex
+    sequence: Number
+    digest: _Hex
+    num_tokens: Annotated[int, Meta(ge=1)]
+    sources: Annotated[tuple[Source, ...], Meta(min_length=1, max_length=1024)]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Where the cache of a finished request is, which travels with the request to the consumer.
+
+    Attributes:
+        instance: of the producer; another after a restart.
+        sequence: of the request there; rises by one, and is used once.
+        digest: of what was computed (`token_digest`); the consumer compares it with its own.
+        num_tokens: that were computed, from the first on.
+        sources: the producer's workers, by rank.
+    """
+
+    instance: bytes
+    sequence: int
+    digest: bytes
+    num_tokens: int
+    sources: tuple[Source, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object, for any channel."""
+        wire = _Wire(
+            PROTOCOL,
+            self.instance.hex(),
+            self.sequence,
+            self.digest.hex(),
+            self.num_tokens,
+            self.sources,
+        )
+        plain: dict[str, Any] = msgspec.to_builtins(wire)
+        return plain
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Reference:
+        """Check and read what `to_dict` has made.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it is no reference, or of another version.
+        """
+        try:
+            wire = msgspec.convert(dict(given), _Wire)
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
+            raise invalid(f"reference={shown(given)} is none of kvplan.serving: {error}") from None
+        if wire.protocol != PROTOCOL:
+            raise invalid(
+                f"reference has protocol={wire.protocol} of kvplan.serving, and here is {PROTOCOL}"
+            )
+        return cls(
+            bytes.fromhex(wire.instance),
+            wire.sequence,
+            bytes.fromhex(wire.digest),
+            wire.num_tokens,
+            wire.sources,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """What has to be the same on both sides, so that one's cache means something to the other.
+
+    Args:
+        fields: name and value of each, in the order in which they are compared.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: more than fits into a message.
+    """
+
+    fields: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if (nbytes := sum(len(f"{k}{v}".encode()) + 8 for k, v in self.fields.items())) > (
+            MAX_FIELDS
+        ):
+            raise invalid(f"fields has {nbytes} bytes; at most {MAX_FIELDS} fit into a message")
+
+    def difference(self, theirs: Mapping[str, str]) -> str:
+        """Which field differs, and how; empty if none does."""
+        for name in (*self.fields, *(it for it in theirs if it not in self.fields)):
+            ours, other = self.fields.get(name), theirs.get(name)
+            if ours != other:
+                return f"{name} is {shown(ours)} here and {shown(other)} there"
+        return ""

@@ -1,0 +1,18 @@
+"""The connector that vLLM loads, see docs/vllm.md; vLLM is imported with `KvplanConnector`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvplan.vllm.connector import KvplanConnector
+
+__all__ = ["KvplanConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from kvplan.vllm.connector import KvplanConnector
+
+        return KvplanConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

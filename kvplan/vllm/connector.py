@@ -1,0 +1,221 @@
+"""`KvplanConnector`, as vLLM calls it: each method hands over to the half that lives there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.request import Request
+
+from kvplan.vllm.options import ConnectorOptions
+from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
+from kvplan.vllm.step import Step, WorkerAddress
+from kvplan.vllm.worker import ConnectorWorker, Model
+
+
+@dataclass
+class KvplanMetadata(KVConnectorMetadata):
+    """A step, as vLLM carries it from the scheduler to the workers."""
+
+    step: Step
+
+
+@dataclass
+class KvplanHandshake(KVConnectorHandshakeMetadata):
+    """A worker's address, as vLLM carries it to the scheduler."""
+
+    address: WorkerAddress
+
+
+class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
+    """Disaggregated prefill over kvplan: the decoding engine fetches what the other has computed.
+
+    Args:
+        vllm_config: its kv_transfer_config has `kv_connector_extra_config`, see docs/vllm.md.
+        role: which half this is.
+        kv_cache_config: of the paged cache.
+
+    Raises:
+        NotImplementedError: a model whose cache is of several kinds, or of another one than full
+            attention; pipeline or context parallelism.
+        TypeError, LLMException: options that cannot be.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check_supported(vllm_config, kv_cache_config)
+        options = ConnectorOptions.of(self._kv_transfer_config.kv_connector_extra_config)
+        _log_like_vllm(options.explain)
+        engine_id = self._kv_transfer_config.engine_id or ""
+        self._failed_blocks: set[int] = set()
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = ConnectorScheduler(engine_id)
+        else:
+            config = vllm_config.model_config
+            model = Model(
+                name=options.model or config.model,
+                num_heads=config.get_total_num_kv_heads(),
+                rank=get_tensor_model_parallel_rank(),
+                ranks=get_tensor_model_parallel_world_size(),
+                block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                num_blocks=kv_cache_config.num_blocks,
+                packing=_packing(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
+                produces=self._kv_transfer_config.is_kv_producer,
+                consumes=self._kv_transfer_config.is_kv_consumer,
+            )
+            self._worker = ConnectorWorker(instance_of(engine_id), model, options)
+
+    # In the scheduler.
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn where consumers reach the workers."""
+        self._in_scheduler.set_workers(
+            {rank: it.address for rank, it in metadata.items() if isinstance(it, KvplanHandshake)}
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived."""
+        self._in_scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens can be fetched; that is between steps."""
+        missing = self._in_scheduler.missing_tokens(request, num_computed_tokens)
+        return missing, missing > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """A request has blocks for what is fetched."""
+        self._in_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the workers do with this step."""
+        return KvplanMetadata(self._in_scheduler.take_step())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks are kept for a consumer, and what it has to be given."""
+        return self._in_scheduler.finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`, which vLLM does not call where it has groups of caches."""
+        return self._in_scheduler.finished(request, block_ids[0])
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the cache of this worker."""
+        self._in_worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Where consumers reach this worker."""
+        address = self._in_worker.address
+        return None if address is None else KvplanHandshake(address)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin what the scheduler said with this step."""
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, KvplanMetadata):
+            self._in_worker.begin(metadata.step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: requests run when all of their layers are here."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: what is computed stays where it is until it is fetched."""
+
+    def wait_for_save(self) -> None:
+        """Nothing, likewise."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Which requests have been fetched, whether or not that failed, and which are free."""
+        results = self._in_worker.results()
+        self._failed_blocks |= results.failed_blocks
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks of requests that failed: vLLM computes them, or fails the request."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def shutdown(self) -> None:
+        """End what this half has."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _in_scheduler(self) -> ConnectorScheduler:
+        assert self._scheduler is not None, "called in a worker"
+        return self._scheduler
+
+    @property
+    def _in_worker(self) -> ConnectorWorker:
+        assert self._worker is not None, "called in the scheduler"
+        return self._worker
+
+
+def _packing(spec: Any) -> str:
+    """How attention orders what is inside of a block, where that is its own matter."""
+    if current_platform.device_type != "cpu":
+        return "plain"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
+
+
+def _log_like_vllm(explain: bool) -> None:
+    """Let what kvplan says stand in vLLM's log; of each request only if that is wanted."""
+    logger = logging.getLogger("kvplan.serving")
+    logger.setLevel(logging.INFO if explain else logging.WARNING)
+    for name in ("kvplan.serving", "kvplan.vllm"):
+        it = logging.getLogger(name)
+        it.propagate = False
+        it.handlers = logging.getLogger("vllm").handlers[:]
+    logging.getLogger("kvplan.vllm").setLevel(logging.INFO)
+
+
+def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
+    """Refuse what this connector has not."""
+    groups = caches.kv_cache_groups
+    kinds = {type(it.kv_cache_spec) for it in groups}
+    if len(groups) != 1 or not all(issubclass(it, FullAttentionSpec) for it in kinds):
+        names = ", ".join(sorted(it.__name__ for it in kinds))
+        raise NotImplementedError(
+            f"KvplanConnector: a cache of {len(groups)} groups ({names}); one group of full "
+            "attention is supported"
+        )
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise NotImplementedError(f"KvplanConnector: {name}={getattr(parallel, name)}; not 1")

@@ -1,0 +1,71 @@
+"""What `kv_connector_extra_config` says, read and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvplan.serving import ExchangeOptions
+from kvplan.status import invalid
+from kvplan.validation import check_type, shown
+
+_PORT_MAX = 65535
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """The keys of `kv_connector_extra_config`, besides those of `ExchangeOptions`.
+
+    Attributes:
+        mode: "pull": the consumer fetches what the producer has finished.
+        listen: "ip:port" where a producer's workers listen: the first at this port, the others
+            at the next ones; port 0: at any.
+        model: the name that both sides have to agree on; empty: that which vLLM was given.
+        explain: log how each request was fetched; so does KVPLAN_EXPLAIN=1.
+        engine: options of the kvplan engine, such as {"kvplan.cluster_key_file": "..."}.
+        exchange: time limits.
+
+    Raises:
+        TypeError, LLMException: LLM_PARAM_INVALID: a value, or a key, that cannot be.
+    """
+
+    mode: str = "pull"
+    listen: str = "127.0.0.1:0"
+    model: str = ""
+    explain: bool = False
+    engine: Mapping[str, str] = field(default_factory=dict)
+    exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
+
+    def __post_init__(self) -> None:
+        if check_type("mode", self.mode, str) != "pull":
+            raise invalid(f'mode={shown(self.mode)} must be "pull"')
+        _, _, port = check_type("listen", self.listen, str).rpartition(":")
+        if not port.isdecimal() or int(port) > _PORT_MAX:
+            raise invalid(f'listen={shown(self.listen)} must be "ip:port"')
+        check_type("model", self.model, str)
+        check_type("explain", self.explain, bool)
+        for key, value in self.engine.items():
+            check_type("a key of engine", key, str)
+            check_type(f"engine[{key!r}]", value, str)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> ConnectorOptions:
+        """Read what a user has given vLLM."""
+        limits = {it.name for it in fields(ExchangeOptions)}
+        mine = {it.name for it in fields(cls)} - {"exchange"}
+        if unknown := sorted(extra.keys() - limits - mine):
+            raise invalid(
+                f"kv_connector_extra_config has {shown(unknown[0])}; known are "
+                f"{', '.join(sorted(limits | mine))}"
+            )
+        given = {key: value for key, value in extra.items() if key in mine}
+        given.setdefault("explain", os.environ.get("KVPLAN_EXPLAIN", "") not in ("", "0"))
+        exchange = ExchangeOptions(**{k: v for k, v in extra.items() if k in limits})
+        return cls(**given, exchange=exchange)
+
+    def listen_of(self, rank: int) -> str:
+        """Where the worker of that rank listens."""
+        host, _, port = self.listen.rpartition(":")
+        return f"{host}:{int(port) + rank if int(port) else 0}"

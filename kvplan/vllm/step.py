@@ -1,0 +1,53 @@
+"""What the scheduler's half of the connector says to the workers' halves with each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvplan.serving import Reference, Target
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A request that has finished here, whose blocks consumers may fetch.
+
+    Attributes:
+        sequence, digest: of its reference.
+        request: its id.
+        blocks: of the worker's cache.
+    """
+
+    sequence: int
+    request: str
+    blocks: tuple[int, ...]
+    digest: bytes
+
+
+@dataclass
+class Step:
+    """What is new since the last step; requests by their ids.
+
+    Attributes:
+        offers: have finished here.
+        expected: have arrived, and will be fetched.
+        fetched: have blocks now.
+        dropped: are not needed of the producer any more.
+    """
+
+    offers: list[Offer] = field(default_factory=list)
+    expected: dict[str, Reference] = field(default_factory=dict)
+    fetched: dict[str, tuple[Reference, Target]] = field(default_factory=dict)
+    dropped: dict[str, Reference] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where consumers reach a worker.
+
+    Attributes:
+        cluster_id: of its kvplan engine.
+        address: where that listens.
+    """
+
+    cluster_id: int
+    address: str

@@ -1,0 +1,29 @@
+"""A producer's worker in a process of its own."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from kvplan.serving import Source
+from tests.support import peer
+
+
+class Peer(peer.Peer):
+    """What it runs can use its `worker`."""
+
+    module = "tests.serving.peer_process"
+
+    def __init__(self, cluster_id: int, **options: Any) -> None:
+        super().__init__()
+        try:
+            code = "worker = Worker(cluster_id, **options); result = worker.source.address"
+            address = self.run(code, cluster_id=cluster_id, options=options)
+        except BaseException:
+            self.close()
+            raise
+        self.source = Source(cluster_id, str(address))
+
+    @cached_property
+    def worker(self) -> peer.Remote:
+        return peer.Remote(self, "worker")

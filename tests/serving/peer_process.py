@@ -1,0 +1,10 @@
+"""What a `Peer` has: workers by name, which its tests make."""
+
+from typing import Any
+
+from kvplan.serving import Source
+from tests.serving.worker import Worker
+
+
+def names() -> dict[str, Any]:
+    return {"Worker": Worker, "Source": Source}

@@ -1,0 +1,158 @@
+"""The producer's book: when blocks are free, and who gets a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, LLMStatusCode
+from kvplan.serving import LeaseBook
+from kvplan.serving.book import NotYetError
+from tests.support.refusals import refused
+
+CACHE = Cache(CacheDesc(num_tensors=1, shape=(8, 4), data_type=DataType.DT_FLOAT), 1)
+
+
+class Engine:
+    """Gives leases, and can refuse to."""
+
+    def __init__(self) -> None:
+        self.live: list[BlockLease] = []
+        self.renewed: list[BlockLease] = []
+        self.refusal: LLMStatusCode | None = None
+
+    def lease_blocks(
+        self, cache: Cache, blocks: Sequence[int], *, tag: str = "", ttl_ms: float | None = None
+    ) -> BlockLease:
+        self._refuse()
+        lease = BlockLease(1, bytes(16), 1, len(self.live), tuple(blocks), True, tag, ())
+        self.live.append(lease)
+        return lease
+
+    def renew(self, lease: BlockLease, ttl_ms: float) -> None:
+        self._refuse()
+        self.renewed.append(lease)
+
+    def release(self, lease: BlockLease) -> None:
+        self._refuse()
+        self.live.remove(lease)
+
+    def _refuse(self) -> None:
+        if self.refusal is not None:
+            raise LLMException("as the test says", status_code=self.refusal)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def clock() -> Callable[[float], float]:
+    """Called with seconds: goes on; with 0: the time."""
+    now = [100.0]
+
+    def clock(seconds: float = 0) -> float:
+        now[0] += seconds
+        return now[0]
+
+    return clock
+
+
+@pytest.fixture
+def book(engine: Engine, clock: Callable[[float], float]) -> Iterator[LeaseBook]:
+    """Of leases of 5 s, with request "a" of sequence 0."""
+    book = LeaseBook(engine, CACHE, 5_000, clock=lambda: clock(0))
+    book.enter(0, "a", [3, 1], b"digest")
+    yield book
+    assert len(book) == len(engine.live)
+
+
+def test_a_lease_names_the_blocks_and_the_request(book: LeaseBook) -> None:
+    lease = book.lease_of(0, b"digest")
+    assert (lease.blocks, lease.tag) == ((3, 1), "a")
+
+
+def test_it_is_given_for_the_same_tokens_alone(book: LeaseBook) -> None:
+    with refused("LLM_KV_CACHE_NOT_EXIST", "request 0 is a, which was of other tokens"):
+        book.lease_of(0, b"another")
+
+
+def test_what_comes_later_may_come_yet(book: LeaseBook) -> None:
+    with pytest.raises(NotYetError):
+        book.lease_of(1, b"digest")
+
+
+def test_the_last_reader_frees(book: LeaseBook, engine: Engine) -> None:
+    book.finish(0, b"digest", reader=7, readers=2)
+    book.finish(0, b"digest", reader=7, readers=2)
+    assert (book.take_freed(), len(engine.live)) == (set(), 1)
+    book.finish(0, b"digest", reader=8, readers=2)
+    assert (book.take_freed(), engine.live) == ({"a"}, [])
+    assert book.take_freed() == set()
+    with refused("LLM_KV_CACHE_NOT_EXIST", "request 0 has ended"):
+        book.lease_of(0, b"digest")
+
+
+def test_a_reader_of_other_tokens_frees_nothing(book: LeaseBook) -> None:
+    book.finish(0, b"another", reader=7, readers=1)
+    assert book.take_freed() == set()
+
+
+def test_time_frees_what_nobody_renews(
+    book: LeaseBook, clock: Callable[[float], float], engine: Engine
+) -> None:
+    book.enter(1, "b", [3], b"digest")  # block 3 belongs to both
+    clock(4)
+    book.renew([1, 5])
+    book.expire()
+    assert book.take_freed() == set()
+    clock(2)
+    book.expire()
+    assert book.take_freed() == {"a"}
+    assert [it.tag for it in engine.renewed] == ["b"]
+
+
+def test_an_expired_lease_is_not_renewed(
+    book: LeaseBook, clock: Callable[[float], float], engine: Engine
+) -> None:
+    clock(4)
+    engine.refusal = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    book.renew([0])
+    engine.refusal = None
+    clock(2)
+    book.expire()
+    assert book.take_freed() == {"a"}
+
+
+def test_abort_frees_at_once(book: LeaseBook) -> None:
+    book.abort("b")
+    assert book.take_freed() == set()
+    book.abort("a")
+    assert book.take_freed() == {"a"}
+
+
+def test_what_a_peer_still_writes_to_is_not_free_yet(book: LeaseBook, engine: Engine) -> None:
+    engine.refusal = LLMStatusCode.LLM_TIMEOUT
+    book.abort("a")
+    assert (book.take_freed(), len(book)) == (set(), 1)
+    with refused("LLM_KV_CACHE_NOT_EXIST", "has ended"):
+        book.lease_of(0, b"digest")
+    engine.refusal = None
+    book.expire()
+    assert book.take_freed() == {"a"}
+
+
+def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
+    engine.refusal = LLMStatusCode.LLM_OUT_OF_MEMORY
+    book.enter(1, "b", [4], b"digest")
+    assert book.take_freed() == {"b"}
+    with refused("LLM_KV_CACHE_NOT_EXIST", "request 1 has ended"):
+        book.lease_of(1, b"digest")
+    engine.refusal = None
+
+
+def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:
+    book.enter(1, "x\n" * 100, [4], b"digest")
+    assert book.lease_of(1, b"digest").tag == "x?" * 32

@@ -1,0 +1,202 @@
+"""A producer in another process, a consumer here: requests that are fetched, and that are not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from kvplan import LLMException
+from kvplan.serving import PullResult, Target
+from tests.serving.peer import Peer
+from tests.serving.worker import INSTANCE, Worker, reference
+
+MakeWorker = Callable[..., Worker]
+MakePeer = Callable[..., Peer]
+
+
+def failed(result: PullResult, match: str) -> bool:
+    """Whether it failed, and says so."""
+    assert isinstance(result.error, LLMException)
+    with pytest.raises(LLMException, match=match):
+        raise result.error
+    return True
+
+
+def test_a_request_is_fetched_and_then_free(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    assert consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]).error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+    assert peer.worker.freed() == {"request-11"}
+    assert peer.run("result = worker.engine.leases()") == []
+
+
+def test_only_missing_tokens_move(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    consumer.compute(12, [7], 8)  # whatever is there is kept
+    assert consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30], first=8).error is None
+    assert consumer.has(11, [7, 1, 30], 8, 21)
+    assert consumer.has(12, [7], 0, 8)
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(8, 4), (4, 8), (8, 8)])
+def test_block_sizes_may_differ(
+    make_peer: MakePeer, make_worker: MakeWorker, theirs: int, mine: int
+) -> None:
+    peer, consumer = make_peer(block_tokens=theirs), make_worker(block_tokens=mine)
+    peer.worker.finish(0, 11, [4, 9, 2, 0, 8][: -(-19 // theirs)], 19)
+    blocks = [7, 1, 30, 3, 5][: -(-19 // mine)]
+    assert consumer.fetch(reference([peer.source], 0, 11, 19), blocks).error is None
+    assert consumer.has(11, blocks, 0, 19)
+
+
+@pytest.mark.parametrize(("owners", "readers"), [(1, 2), (2, 1), (2, 2), (2, 4), (8, 1)])
+def test_numbers_of_workers_may_differ(
+    make_worker: MakeWorker, make_peer: MakePeer, owners: int, readers: int
+) -> None:
+    peer = make_peer(10, ranks=owners)
+    options = [{"rank": it, "ranks": owners} for it in range(owners)]
+    sources = [peer.source]
+    for rank in range(1, owners):  # in one process, which is enough of another one
+        code = f"w{rank} = Worker({10 + rank}, **options); result = w{rank}.source.address"
+        address = peer.run(code, options=options[rank])
+        sources.append(type(peer.source)(10 + rank, address))
+    names = ["worker", *(f"w{it}" for it in range(1, owners))]
+    for it in names:
+        peer.run(f"{it}.finish(0, 11, [4, 9], 13)")
+    for rank in range(readers):
+        consumer = make_worker(100 + rank, rank=rank, ranks=readers)
+        assert consumer.fetch(reference(sources, 0, 11, 13), [7, 1]).error is None
+        assert consumer.has(11, [7, 1], 0, 13)
+    for it in names:
+        assert peer.run(f"result = {it}.freed()") == {"request-11"}
+
+
+def test_a_reference_that_is_used_again_is_refused(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    stale = reference([peer.source], 0, 11, 21)
+    assert consumer.fetch(stale, [7, 1, 30]).error is None
+    assert peer.worker.freed() == {"request-11"}
+    peer.worker.finish(1, 12, [4, 9, 2], 21)
+    assert failed(consumer.fetch(stale, [8, 3, 6]), "request 0 has ended")
+    assert consumer.fetch(reference([peer.source], 1, 12, 21), [8, 3, 6]).error is None
+    assert consumer.has(12, [8, 3, 6], 0, 21)
+
+
+def test_a_reference_of_other_tokens_is_refused_and_frees_nothing(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    mixed_up = reference([peer.source], 0, 12, 21)
+    assert failed(consumer.fetch(mixed_up, [7, 1, 30]), "of other tokens")
+    assert consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]).error is None
+
+
+def test_a_reference_of_another_process_is_refused(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(instance=b"after a restart!"), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    before = reference([peer.source], 0, 11, 21, instance=INSTANCE)
+    assert failed(consumer.fetch(before, [7, 1, 30]), "another process: it has restarted")
+
+
+def test_what_does_not_fit_is_named(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(model="large"), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    result = consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30])
+    assert failed(result, "model is 'tiny' here and 'large' there")
+
+
+def test_a_consumer_may_ask_before_the_producer_knows(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(), make_worker()
+    early = reference([peer.source], 0, 11, 21)
+    consumer.exchange.fetch("mine", early, Target([7, 1, 30]))
+    peer.run(  # it waits for the question
+        """
+        import select
+        while not worker.exchange._waiting:
+            select.select([], [], [], 0.001)
+        worker.finish(0, 11, [4, 9, 2], 21)
+        """
+    )
+    assert consumer.exchange.wait(60_000)
+    assert [it.error for it in consumer.exchange.take_results()] == [None]
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+
+
+def test_a_request_that_never_finishes_is_refused(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(enter_timeout_ms=20), make_worker()
+    result = consumer.fetch(reference([peer.source], 5, 11, 21), [7, 1, 30])
+    assert failed(result, "request 5 has not finished here")
+
+
+def test_what_is_dropped_is_free(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    consumer.exchange.drop("mine", reference([peer.source], 0, 11, 21))
+    assert peer.worker.freed() == {"request-11"}
+    assert consumer.exchange.take_results() == []
+
+
+def test_what_nobody_fetches_expires(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(lease_ttl_ms=50), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    assert peer.worker.freed() == {"request-11"}
+    assert failed(consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]), "has ended")
+
+
+def test_what_is_expected_does_not_expire(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer = make_peer(lease_ttl_ms=400)
+    consumer = make_worker(renew_interval_ms=50)
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    peer.worker.finish(1, 12, [5], 8)
+    wanted = reference([peer.source], 0, 11, 21)
+    consumer.exchange.expect("mine", wanted)
+    assert peer.worker.freed() == {"request-12"}  # after its 400 ms, those of the other too
+    peer.worker.finish(2, 13, [5], 8)
+    assert peer.worker.freed() == {"request-13"}
+    assert consumer.fetch(wanted, [7, 1, 30]).error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+
+
+def test_a_producer_that_dies_fails_what_is_asked_of_it(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    assert consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]).error is None
+    peer.process.send_signal(signal.SIGKILL)
+    peer.process.wait()
+    assert failed(consumer.fetch(reference([peer.source], 1, 12, 21), [7, 1, 30]), "cluster 1|link")
+
+
+def test_an_aborted_request_is_free_and_refused(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    peer.run("worker.exchange.abort('request-11')")
+    assert peer.worker.freed() == {"request-11"}
+    assert failed(consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]), "has ended")
+
+
+def test_a_lease_of_many_blocks_comes_in_parts(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(blocks=4096, block_tokens=1), make_worker(blocks=512)
+    peer.worker.finish(0, 11, list(range(4095, 95, -1)), 4000)
+    blocks = list(range(500))
+    assert consumer.fetch(reference([peer.source], 0, 11, 4000), blocks).error is None
+    assert consumer.has(11, blocks, 0, 4000)

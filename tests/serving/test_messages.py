@@ -1,0 +1,153 @@
+"""What is said between serving engines, and what travels with a request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvplan.serving import Compatibility, ExchangeOptions, Reference, Source, token_digest
+from kvplan.serving.messages import Ask, Done, Grant, Hello, Refusal, Renew, decode, encode, grants
+from kvplan.serving.ranks import heads_of, read_from, readers_of
+from tests.support.refusals import refused
+
+REFERENCE = Reference(b"instance", 7, b"digest", 100, (Source(5, "10.0.0.1:26000"), Source(6, "b")))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello({"model": "m"}, answer=True),
+        Ask(2**62, b"instance", 7, bytes(16)),
+        Grant(1, 0, 2, bytes(3500)),
+        Refusal(1, "x" * 1000),
+        Done(b"instance", 7, bytes(16), 4),
+        Renew(b"instance", tuple(range(256))),
+    ],
+)
+def test_a_message_is_a_notification(message: Any) -> None:
+    data = encode(message)
+    assert len(data) <= 4096
+    assert decode(data) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"hello",
+        msgspec.msgpack.encode([9, 1]),
+        msgspec.msgpack.encode([4, b"i", -1, b"d", 1]),
+        msgspec.msgpack.encode([4, b"i", 1, b"d", 0]),
+        encode(Refusal(1, "x"))[:-1],
+    ],
+)
+def test_anything_else_is_refused(data: bytes) -> None:
+    with refused("LLM_PARAM_INVALID", "is no message of kvplan.serving"):
+        decode(data)
+
+
+def test_a_lease_is_sent_in_parts() -> None:
+    lease = bytes(it % 251 for it in range(8000))
+    parts = grants(3, lease)
+    assert [(it.number, it.part, it.parts, len(it.data)) for it in parts] == [
+        (3, 0, 3, 3500),
+        (3, 1, 3, 3500),
+        (3, 2, 3, 1000),
+    ]
+    assert b"".join(it.data for it in parts) == lease
+
+
+def test_a_reference_travels_as_json() -> None:
+    assert Reference.from_dict(json.loads(json.dumps(REFERENCE.to_dict()))) == REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"protocol": 2}, "protocol=2 of kvplan.serving, and here is 1"),
+        ({"sequence": -1}, "is none of kvplan.serving"),
+        ({"sequence": "7"}, "is none of kvplan.serving"),
+        ({"instance": "no hex"}, "is none of kvplan.serving"),
+        ({"sources": []}, "is none of kvplan.serving"),
+        ({"sources": [[1, 2]]}, "is none of kvplan.serving"),
+        ({"num_tokens": 0}, "is none of kvplan.serving"),
+        ({"surplus": 1}, "is none of kvplan.serving"),
+    ],
+)
+def test_what_is_no_reference_is_refused(change: dict[str, Any], match: str) -> None:
+    with refused("LLM_PARAM_INVALID", match):
+        Reference.from_dict(REFERENCE.to_dict() | change)
+
+
+def test_a_digest_is_of_the_tokens_and_of_what_else_counts() -> None:
+    digests = {
+        token_digest([1, 2]),
+        token_digest([2, 1]),
+        token_digest([1]),
+        token_digest([1, 2], "adapter"),
+        token_digest([1, 2], "adap", "ter"),
+    }
+    assert (len(digests), {len(it) for it in digests}) == (5, {16})
+    assert token_digest([1, 2], "adapter") == token_digest((1, 2), "adapter")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "difference"),
+    [
+        ({"model": "m", "dtype": "bf16"}, ""),
+        ({"model": "n", "dtype": "fp8"}, "model is 'm' here and 'n' there"),
+        ({"model": "m"}, "dtype is 'bf16' here and None there"),
+        ({"model": "m", "dtype": "bf16", "new": "1"}, "new is None here and '1' there"),
+    ],
+)
+def test_the_first_field_that_differs_is_named(theirs: dict[str, str], difference: str) -> None:
+    assert Compatibility({"model": "m", "dtype": "bf16"}).difference(theirs) == difference
+
+
+def test_fields_that_fit_into_no_message_are_refused() -> None:
+    with refused("LLM_PARAM_INVALID", "at most 3500 fit into a message"):
+        Compatibility({"model": "m" * 4000})
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "owners", "sources"),
+    [
+        (0, 1, 1, [0]),
+        (1, 2, 1, [0]),
+        (0, 1, 2, [0, 1]),
+        (1, 2, 4, [2, 3]),
+        (3, 4, 4, [3]),
+        (0, 1, 16, [0, 2, 4, 6, 8, 10, 12, 14]),  # each head twice
+        (15, 16, 2, [1]),
+    ],
+)
+def test_workers_read_from_those_that_have_their_heads(
+    rank: int, ranks: int, owners: int, sources: list[int]
+) -> None:
+    assert read_from(rank, ranks, owners, num_heads=8) == sources
+
+
+@pytest.mark.parametrize(
+    ("ranks", "owners", "counts"),
+    [(1, 2, [1, 1]), (2, 1, [2]), (4, 2, [2, 2]), (1, 16, [1, 0] * 8), (16, 8, [2] * 8)],
+)
+def test_readers_are_counted(ranks: int, owners: int, counts: list[int]) -> None:
+    assert readers_of(ranks, owners, num_heads=8) == counts
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    assert heads_of(5, 16, 8) == range(2, 3)
+    with refused("LLM_PARAM_INVALID", "num_heads=8 and 3 workers: neither divides the other"):
+        heads_of(0, 3, 8)
+
+
+def test_time_limits_are_checked() -> None:
+    with refused("LLM_PARAM_INVALID", "lease_ttl_ms=0 must be > 0"):
+        ExchangeOptions(lease_ttl_ms=0)
+    with pytest.raises(TypeError, match="pull_timeout_ms='5' must be a number"):
+        ExchangeOptions(pull_timeout_ms="5")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="max_pulls"):
+        ExchangeOptions(max_pulls=1.5)  # type: ignore[arg-type]

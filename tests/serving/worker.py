@@ -1,0 +1,141 @@
+"""A worker of a serving engine, as far as its cache goes: used by tests, and by their peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard
+from kvplan.serving import (
+    Compatibility,
+    Exchange,
+    ExchangeOptions,
+    PullResult,
+    Reference,
+    Source,
+    Target,
+    token_digest,
+)
+from kvplan.serving.ranks import heads_of
+
+LAYERS, HEADS, DIM = 2, 4, 8
+INSTANCE = bytes(range(16))
+DEADLINE_MS = 60_000.0  # only a hanging test reaches it
+
+
+def contents(request: int, tokens: int) -> NDArray[np.float32]:
+    """What a model computes of a request: of each layer, head, token and element."""
+    whole = np.random.default_rng(request).random((LAYERS, HEADS, 4096, DIM), np.float32)
+    return whole[:, :, :tokens]
+
+
+def prompt(request: int, tokens: int) -> list[int]:
+    return [(request * 7919 + it * 31) % 50_000 for it in range(tokens)]
+
+
+class Worker:
+    """An engine, a paged cache, and their exchange."""
+
+    def __init__(
+        self,
+        cluster_id: int,
+        *,
+        block_tokens: int = 8,
+        blocks: int = 32,
+        rank: int = 0,
+        ranks: int = 1,
+        model: str = "tiny",
+        instance: bytes = INSTANCE,
+        engine_options: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        heads = heads_of(rank, ranks, HEADS)
+        self.block_tokens, self.heads = block_tokens, heads
+        self.engine = LlmDataDist(cluster_id, LlmRole.MIX)
+        self.engine.initialize({"ListenIpInfo": "127.0.0.1:0"} | (engine_options or {}))
+        self.cache = self.engine.allocate_blocks_cache(
+            CacheDesc(
+                num_tensors=LAYERS,
+                shape=(blocks, len(heads), block_tokens, DIM),
+                data_type=DataType.DT_FLOAT,
+                placement=Placement.HOST,
+                kv_tensor_format="block head token dim",
+                shard=Shard(range(LAYERS), heads, LAYERS, HEADS),
+            )
+        )
+        self.exchange = Exchange(
+            self.engine,
+            self.cache,
+            Compatibility({"model": model, "layers": str(LAYERS)}),
+            instance,
+            rank=rank,
+            ranks=ranks,
+            num_heads=HEADS,
+            options=ExchangeOptions(**options),
+        )
+
+    @property
+    def source(self) -> Source:
+        assert self.engine.listen_address
+        return Source(self.engine.cluster_id, self.engine.listen_address)
+
+    def compute(self, request: int, blocks: Sequence[int], tokens: int) -> None:
+        """Fill blocks as the model does with the first tokens of a request."""
+        arrays = self.engine.arrays(self.cache)
+        whole = contents(request, tokens)
+        for position in range(tokens):
+            block, slot = blocks[position // self.block_tokens], position % self.block_tokens
+            for layer, array in enumerate(arrays):
+                array[block, :, slot] = whole[layer, self.heads.start : self.heads.stop, position]
+
+    def has(self, request: int, blocks: Sequence[int], first: int, tokens: int) -> bool:
+        """Whether blocks hold these tokens of a request."""
+        arrays = self.engine.arrays(self.cache)
+        whole = contents(request, tokens)
+        return all(
+            np.array_equal(
+                array[blocks[it // self.block_tokens], :, it % self.block_tokens],
+                whole[layer, self.heads.start : self.heads.stop, it],
+            )
+            for layer, array in enumerate(arrays)
+            for it in range(first, tokens)
+        )
+
+    def finish(self, sequence: int, request: int, blocks: Sequence[int], tokens: int) -> None:
+        """Compute a request, and offer it."""
+        self.compute(request, blocks, tokens)
+        digest = token_digest(prompt(request, tokens))
+        self.exchange.enter(sequence, f"request-{request}", blocks, digest)
+
+    def fetch(
+        self, reference: Reference, blocks: Sequence[int], first: int = 0, name: str = "mine"
+    ) -> PullResult:
+        """Fetch a request, and return how it ended."""
+        self.exchange.fetch(name, reference, Target(blocks, first))
+        assert self.exchange.wait(DEADLINE_MS)
+        (result,) = self.exchange.take_results()
+        assert (result.request, result.blocks) == (name, tuple(blocks))
+        return result
+
+    def freed(self) -> set[str]:
+        """The requests whose blocks have become free, once there is one."""
+        assert self.exchange.wait(DEADLINE_MS)
+        return self.exchange.take_freed()
+
+    def close(self) -> None:
+        self.exchange.close()
+        self.engine.finalize()
+
+
+def reference(
+    sources: Sequence[Source],
+    sequence: int,
+    request: int,
+    tokens: int,
+    instance: bytes = INSTANCE,
+) -> Reference:
+    digest = token_digest(prompt(request, tokens))
+    return Reference(instance, sequence, digest, tokens, tuple(sources))

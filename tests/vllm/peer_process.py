@@ -1,0 +1,11 @@
+"""What a `Peer` has: the prefilling worker."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.vllm.worker import VllmWorker
+
+
+def names() -> dict[str, Any]:
+    return {"np": np, "VllmWorker": VllmWorker}

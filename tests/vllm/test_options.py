@@ -1,0 +1,57 @@
+"""What a user writes into kv_connector_extra_config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplan.vllm.options import ConnectorOptions
+from tests.support.refusals import refused
+
+
+def test_without_any_the_defaults_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPLAN_EXPLAIN", raising=False)
+    options = ConnectorOptions.of({})
+    assert (options.mode, options.explain) == ("pull", False)
+    assert options.exchange.lease_ttl_ms == 30_000
+
+
+def test_time_limits_and_options_of_the_engine_are_among_them() -> None:
+    given = {"lease_ttl_ms": 5, "engine": {"kvplan.encrypt": "1"}, "listen": "10.0.0.1:26000"}
+    options = ConnectorOptions.of(given)
+    assert options.exchange.lease_ttl_ms == 5
+    assert options.engine == {"kvplan.encrypt": "1"}
+    assert [options.listen_of(it) for it in (0, 3)] == ["10.0.0.1:26000", "10.0.0.1:26003"]
+    assert ConnectorOptions().listen_of(3) == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(("text", "explain"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_says_explain(
+    monkeypatch: pytest.MonkeyPatch, text: str, explain: bool
+) -> None:
+    monkeypatch.setenv("KVPLAN_EXPLAIN", text)
+    assert ConnectorOptions.of({}).explain is explain
+    assert ConnectorOptions.of({"explain": True}).explain
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"mode": "push"}, "mode='push' must be \"pull\""),
+        ({"lease_ttl": 5}, "kv_connector_extra_config has 'lease_ttl'; known are engine, enter_"),
+        ({"listen": "10.0.0.1"}, "listen='10.0.0.1' must be \"ip:port\""),
+        ({"listen": "10.0.0.1:70000"}, 'must be "ip:port"'),
+        ({"pull_timeout_ms": 0}, "pull_timeout_ms=0 must be > 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(extra: dict[str, Any], match: str) -> None:
+    with refused("LLM_PARAM_INVALID", match):
+        ConnectorOptions.of(extra)
+
+
+def test_values_of_other_types_are_refused() -> None:
+    with pytest.raises(TypeError, match="explain"):
+        ConnectorOptions.of({"explain": "yes"})
+    with pytest.raises(TypeError, match=r"kvplan\.encrypt"):
+        ConnectorOptions.of({"engine": {"kvplan.encrypt": 1}})

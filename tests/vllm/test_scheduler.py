@@ -1,0 +1,167 @@
+"""The scheduler's half: what it says to the workers of each request, and what vLLM is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplan.serving import Reference, Target, token_digest
+from kvplan.vllm.scheduler import ConnectorScheduler
+from kvplan.vllm.step import Step, WorkerAddress
+
+PROMPT = list(range(100, 170))
+
+
+def request(name: str = "r1", status: str = "FINISHED_LENGTH_CAPPED", **values: Any) -> Any:
+    given = {
+        "request_id": name,
+        "kv_transfer_params": None,
+        "prompt_token_ids": PROMPT,
+        "num_computed_tokens": len(PROMPT),
+        "status": SimpleNamespace(name=status),
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": [],
+    }
+    return SimpleNamespace(**(given | values))
+
+
+@pytest.fixture
+def producer() -> ConnectorScheduler:
+    scheduler = ConnectorScheduler("an engine's id")
+    scheduler.set_workers({1: WorkerAddress(12, "b:2"), 0: WorkerAddress(11, "a:1")})
+    return scheduler
+
+
+@pytest.fixture
+def consumer() -> ConnectorScheduler:
+    return ConnectorScheduler("another's")
+
+
+def finished(producer: ConnectorScheduler, name: str = "p1", **values: Any) -> dict[str, Any]:
+    """What travels with a request that has finished."""
+    given = {"kv_transfer_params": {"do_remote_decode": True}} | values
+    held, params = producer.finished(request(name, **given), [5, 6, 7])
+    assert held
+    assert params
+    return params
+
+
+def test_a_request_that_is_finished_is_offered(producer: ConnectorScheduler) -> None:
+    params = finished(producer)
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+    reference = Reference.from_dict(params["kvplan"])
+    (offer,) = producer.take_step().offers
+    assert (offer.request, offer.blocks) == ("p1", (5, 6, 7))
+    assert (offer.sequence, offer.digest) == (reference.sequence, reference.digest)
+    assert reference.instance == producer.instance
+    assert [(it.cluster_id, it.address) for it in reference.sources] == [(11, "a:1"), (12, "b:2")]
+    assert producer.take_step() == Step()
+
+
+def test_each_request_is_offered_once_under_a_number_of_its_own(
+    producer: ConnectorScheduler,
+) -> None:
+    for name in ("p1", "p2", "p3"):
+        finished(producer, name)
+    offers = producer.take_step().offers
+    assert [it.sequence for it in offers] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"status": SimpleNamespace(name="FINISHED_ABORTED")},
+        {"prompt_token_ids": None},
+        {"num_computed_tokens": 0},
+    ],
+)
+def test_others_are_not_kept(producer: ConnectorScheduler, values: dict[str, Any]) -> None:
+    given = {"kv_transfer_params": {"do_remote_decode": True}} | values
+    assert producer.finished(request(**given), [5]) == (False, None)
+    assert producer.take_step() == Step()
+
+
+def test_what_was_generated_is_not_offered(producer: ConnectorScheduler) -> None:
+    params = finished(producer, num_computed_tokens=len(PROMPT) + 3)
+    reference = Reference.from_dict(params["kvplan"])
+    assert (reference.num_tokens, reference.digest) == (len(PROMPT), token_digest(PROMPT, "", ""))
+
+
+def test_a_request_is_expected_and_then_fetched(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler
+) -> None:
+    arriving = request(kv_transfer_params=finished(producer))
+    consumer.arrived(arriving)
+    (reference,) = consumer.take_step().expected.values()
+    assert reference == Reference.from_dict(arriving.kv_transfer_params["kvplan"])
+    assert consumer.missing_tokens(arriving, 32) == 38
+    assert consumer.missing_tokens(arriving, 32) == 38  # it may be asked often
+    consumer.allocated(arriving, [1, 2, 3], 38)
+    assert consumer.take_step().fetched == {"r1": (reference, Target((1, 2, 3), 32))}
+    assert consumer.missing_tokens(arriving, 0) == 0  # after a failure it is computed here
+    consumer.allocated(arriving, [1, 2, 3], 0)
+    assert consumer.finished(arriving, [1, 2, 3]) == (False, None)
+    assert consumer.take_step() == Step()
+
+
+def test_what_is_here_already_is_dropped(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler
+) -> None:
+    arriving = request(kv_transfer_params=finished(producer))
+    consumer.arrived(arriving)
+    assert consumer.missing_tokens(arriving, 70) == 0
+    consumer.allocated(arriving, [1, 2, 3], 0)
+    step = consumer.take_step()
+    assert (set(step.dropped), step.fetched) == ({"r1"}, {})
+
+
+def test_what_is_aborted_before_it_has_blocks_is_dropped(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler
+) -> None:
+    arriving = request(kv_transfer_params=finished(producer), status="FINISHED_ABORTED")
+    consumer.arrived(arriving)
+    assert consumer.finished(arriving, []) == (False, None)
+    assert set(consumer.take_step().dropped) == {"r1"}
+
+
+def test_a_request_is_asked_for_by_its_own_tokens(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler
+) -> None:
+    others = [1, *PROMPT[1:]]
+    consumer.arrived(request(kv_transfer_params=finished(producer), prompt_token_ids=others))
+    (reference,) = consumer.take_step().expected.values()
+    assert reference.digest == token_digest(others, "", "") != token_digest(PROMPT, "", "")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lora_request": SimpleNamespace(lora_name="an adapter")},
+        {"cache_salt": "salt"},
+        {"mm_features": [SimpleNamespace(identifier="an image")]},
+    ],
+)
+def test_more_than_tokens_counts(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler, values: dict[str, Any]
+) -> None:
+    params = finished(producer, **values)
+    consumer.arrived(request("same", kv_transfer_params=params, **values))
+    consumer.arrived(request("plain", kv_transfer_params=params))
+    expected = consumer.take_step().expected
+    theirs = Reference.from_dict(params["kvplan"])
+    assert expected["same"].digest == theirs.digest != expected["plain"].digest
+
+
+@pytest.mark.parametrize("reference", [None, {}, {"protocol": 9}, {"remote_block_ids": [1]}])
+def test_what_is_no_reference_is_computed_here(
+    consumer: ConnectorScheduler, reference: dict[str, Any] | None
+) -> None:
+    arriving = request(kv_transfer_params={"do_remote_prefill": True, "kvplan": reference})
+    consumer.arrived(arriving)
+    assert consumer.missing_tokens(arriving, 0) == 0
+    assert consumer.take_step() == Step()

@@ -1,0 +1,97 @@
+"""A worker of vLLM on a CPU, as its connector sees it; used by tests, and by their peers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.vllm.options import ConnectorOptions
+from kvplan.vllm.scheduler import ConnectorScheduler
+from kvplan.vllm.worker import ConnectorWorker, Model
+
+LAYERS, BLOCKS, HEADS, DIM = 2, 8, 2, 4
+
+
+class CpuTensor:
+    """What is used of a torch tensor: an array that says where it is, and has `view`."""
+
+    device = SimpleNamespace(type="cpu")
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array
+        self.shape, self.ndim = array.shape, array.ndim
+        self.__array_interface__ = array.__array_interface__
+
+    def view(self, shape: tuple[int, ...]) -> CpuTensor:
+        return CpuTensor(self.array.reshape(shape))
+
+
+class VllmWorker:
+    """Both halves of a connector, and the cache of its worker.
+
+    Attributes:
+        layers: an array for each, as vLLM shows them; layer 10 comes after layer 9.
+    """
+
+    def __init__(
+        self, engine_id: str, *, produces: bool = True, block_tokens: int = 32, **options: Any
+    ) -> None:
+        shape = (BLOCKS, HEADS, block_tokens, 2 * DIM)
+        self.layers = {f"model.layers.{9 + it}.attn": np.zeros(shape, np.float32) for it in (1, 0)}
+        model = Model(
+            name="tiny",
+            num_heads=HEADS,
+            rank=0,
+            ranks=1,
+            block_tokens=block_tokens,
+            num_blocks=BLOCKS,
+            packing="vec",
+            produces=produces,
+            consumes=not produces,
+        )
+        self.scheduler = ConnectorScheduler(engine_id)
+        self.worker = ConnectorWorker(self.scheduler.instance, model, ConnectorOptions.of(options))
+        self.worker.register({name: CpuTensor(it) for name, it in self.layers.items()})
+        if (address := self.worker.address) is not None:
+            self.scheduler.set_workers({0: address})
+
+    def packed(self, layer: int) -> NDArray[np.float32]:
+        """A layer as attention on CPUs has it: (block, head, keys or values, content)."""
+        array = self.layers[f"model.layers.{layer}.attn"]
+        return array.reshape(BLOCKS, HEADS, 2, -1)
+
+    def finish(self, name: str, prompt: list[int], blocks: list[int]) -> dict[str, Any]:
+        """Let a request finish; returns what travels with it."""
+        request = self.request(name, prompt, {"do_remote_decode": True})
+        _, params = self.scheduler.finished(request, blocks)
+        assert params is not None
+        self.worker.begin(self.scheduler.take_step())
+        return params
+
+    def fetch(self, request: Any, blocks: list[int], computed: int = 0) -> None:
+        """Let a request arrive and have blocks."""
+        self.scheduler.arrived(request)
+        missing = self.scheduler.missing_tokens(request, computed)
+        self.scheduler.allocated(request, blocks, missing)
+        self.worker.begin(self.scheduler.take_step())
+
+    def request(self, name: str, prompt: list[int], params: dict[str, Any]) -> Any:
+        return SimpleNamespace(
+            request_id=name,
+            kv_transfer_params=params,
+            prompt_token_ids=prompt,
+            num_computed_tokens=len(prompt),
+            status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+            lora_request=None,
+            cache_salt=None,
+            mm_features=[],
+        )
+
+    def results(self) -> tuple[set[str], set[str], set[int]]:
+        """What vLLM is told after a step, once there is something."""
+        assert self.worker.exchange.wait(60_000)
+        found = self.worker.results()
+        return found.sent, found.received, found.failed_blocks
