@@ -23,12 +23,19 @@ class LeaseExpiry:
     Args:
         end: ends a lease by slot and generation, if it has not ended; peers find that at once.
         name: of the thread that does it, from the first deadline on.
+        clock: nanoseconds that never go back.
     """
 
-    def __init__(self, end: Callable[[int, int], None], name: str) -> None:
+    def __init__(
+        self,
+        end: Callable[[int, int], None],
+        name: str,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._end = end
         self._name = name
-        self._deadlines: dict[tuple[int, int], int] = {}  # of CLOCK_MONOTONIC, ns
+        self._clock = clock
+        self._deadlines: dict[tuple[int, int], int] = {}
         # What `_deadlines` held at some time, by deadline; what it does not hold any more is old.
         self._order: list[tuple[int, int, int]] = []
         self._changed = threading.Condition()  # re-entrant: a signal handler may end a lease
@@ -85,14 +92,14 @@ class LeaseExpiry:
             while not self._closed:
                 left_s = None
                 if self._order:
-                    left_ns = self._order[0][0] - time.monotonic_ns()
+                    left_ns = self._order[0][0] - self._clock()
                     left_s = min(max(left_ns, 0) / 1e9, threading.TIMEOUT_MAX)
                 self._changed.wait(left_s)
                 self._end_late()
 
     def _end_late(self) -> None:
         """With the lock: end all whose deadline has passed."""
-        while self._order and self._order[0][0] <= time.monotonic_ns():
+        while self._order and self._order[0][0] <= self._clock():
             deadline_ns, slot, generation = heappop(self._order)
             if self._deadlines.get((slot, generation)) != deadline_ns:
                 continue
@@ -100,7 +107,7 @@ class LeaseExpiry:
                 self._end(slot, generation)
             except LLMException as error:
                 _LOG.warning("event=lease_not_ended slot=%d reason=%s", slot, error)
-                self._deadlines[slot, generation] = retried_ns = time.monotonic_ns() + _RETRY_NS
+                self._deadlines[slot, generation] = retried_ns = self._clock() + _RETRY_NS
                 heappush(self._order, (retried_ns, slot, generation))
             else:
                 self._deadlines.pop((slot, generation), None)

@@ -14,6 +14,7 @@ from kvplan.transport.lease_expiry import LeaseExpiry
 from tests.support.refusals import refused
 
 NAME = "kvplan-test-leases"
+MS_NS = 10**6
 HOUR_NS = 3_600 * 10**9
 WAIT_S = 20
 
@@ -69,19 +70,22 @@ def test_one_whose_deadline_has_passed_has_ended_on_return(
     assert ended.leases.get_nowait()[0] == (2, 3)
 
 
-def test_renewed_and_forgotten_ones_stay(ended: Ended, expiry: LeaseExpiry) -> None:
-    soon = time.monotonic_ns() + 5_000_000
+def test_renewed_and_forgotten_ones_stay(ended: Ended) -> None:
+    now = 0
+    expiry = LeaseExpiry(ended.end, NAME, lambda: now)
     for slot in (1, 2):
-        expiry.add(slot, 5, soon)
+        expiry.add(slot, 5, MS_NS)
     for _ in range(2):
-        expiry.renew(1, 5, soon + HOUR_NS)
+        expiry.renew(1, 5, HOUR_NS)
     expiry.forget(2, 5)
     expiry.forget(9, 5)  # nobody's
-    expiry.add(3, 5, soon + 1)
+    expiry.add(3, 5, MS_NS + 1)
+    now = MS_NS + 1
     assert ended.next()[0] == (3, 5)  # after both could have been
     assert ended.leases.empty()
-    expiry.renew(1, 5, soon)  # and back again
+    expiry.renew(1, 5, MS_NS)  # and back again
     assert ended.next()[0] == (1, 5)
+    expiry.close()
 
 
 def test_what_has_ended_is_not_renewed(ended: Ended, expiry: LeaseExpiry) -> None:
