@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvplan.vllm.options import ConnectorOptions
@@ -114,7 +115,19 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do with this step."""
-        return KvplanMetadata(self._in_scheduler.take_step())
+        scheduler, state = self._in_scheduler, scheduler_output.kv_connector_block_state
+
+        def blocks_of(request: str) -> list[int] | None:
+            blocks = None if state is None else state.get_block_ids(request)
+            return None if blocks is None else blocks[0]
+
+        scheduler.preempted(scheduler_output.preempted_req_ids or ())
+        scheduler.computing(scheduler_output.num_scheduled_tokens, blocks_of)
+        return KvplanMetadata(scheduler.take_step())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers have reported."""
+        self._in_scheduler.fetched(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -139,6 +152,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         address = self._in_worker.address
         return None if address is None else KvplanHandshake(address)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the model runs: prepare to push what it computes."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, KvplanMetadata):
+            self._in_worker.before(connector_metadata.step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin what the scheduler said with this step."""
         metadata = self._get_connector_metadata()
@@ -151,10 +170,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: what is computed stays where it is until it is fetched."""
+        """A layer is computed: it is pushed where a consumer waits for it."""
+        self._in_worker.layer_ready(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing, likewise."""
+        """The model has run; nothing is waited for, as blocks are kept until they have moved."""
+        self._in_worker.after()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Which requests have been fetched, whether or not that failed, and which are free."""

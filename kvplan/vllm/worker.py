@@ -68,6 +68,7 @@ class ConnectorWorker:
         self._instance = instance
         self._model = model
         self._options = options
+        self._layers: dict[str, int] = {}
         self._engine: LlmDataDist | None = None
         self._exchange: Exchange | None = None
 
@@ -80,6 +81,7 @@ class ConnectorWorker:
         """
         model, options = self._model, self._options
         names = sorted(layers, key=_position)
+        self._layers = {name: index for index, name in enumerate(names)}
         tensors, layout, unit = readable([layers[name] for name in names])
         shard = Shard(
             layers=range(len(names)),
@@ -113,6 +115,7 @@ class ConnectorWorker:
                 rank=model.rank,
                 ranks=model.ranks,
                 num_heads=model.num_heads,
+                push=options.mode == "push",
                 token_unit=unit,
                 options=options.exchange,
             )
@@ -148,17 +151,34 @@ class ConnectorWorker:
             return None
         return WorkerAddress(self._engine.cluster_id, self._engine.listen_address)
 
+    def before(self, step: Step) -> None:
+        """Prepare to push what the step computes; blocks that it overwrites are not read."""
+        if step.chunks or step.moved:
+            self.exchange.begin_step(step.chunks, step.moved)
+
+    def layer_ready(self, layer: str) -> None:
+        """A layer of the step is computed."""
+        self.exchange.layer_ready(self._layers[layer])
+
+    def after(self) -> None:
+        """All layers of the step are computed."""
+        self.exchange.end_step()
+
     def begin(self, step: Step) -> None:
         """Do what the scheduler says; nothing of it is waited for."""
         exchange = self.exchange
-        for offer in step.offers:
-            exchange.enter(offer.sequence, offer.request, offer.blocks, offer.digest)
+        for it in step.offers:
+            exchange.enter(it.sequence, it.request, it.blocks, it.digest, it.transfer)
+        for transfer in step.refused:
+            exchange.refuse(transfer, "was not finished by its producer")
         for request, reference in step.expected.items():
             exchange.expect(request, reference)
         for request, (reference, target) in step.fetched.items():
             exchange.fetch(request, reference, target)
         for request, reference in step.dropped.items():
             exchange.drop(request, reference)
+        for request in step.cancelled:
+            exchange.cancel(request)
 
     def results(self) -> Results:
         """What has ended since the last call."""
