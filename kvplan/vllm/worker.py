@@ -158,7 +158,8 @@ class ConnectorWorker:
 
     def layer_ready(self, layer: str) -> None:
         """A layer of the step is computed."""
-        self.exchange.layer_ready(self._layers[layer])
+        if (index := self._layers.get(layer)) is not None:  # others have no tensors of their own
+            self.exchange.layer_ready(index)
 
     def after(self) -> None:
         """All layers of the step are computed."""
