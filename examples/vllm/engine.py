@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from examples.vllm.report import ROOT, Answer
+
 START_S, ANSWER_S = 300.0, 300.0
 
 ENVIRONMENT = {
@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_SERVER_DEV_MODE": "1",  # servers forget their prefix cache on request
 }
 SMALL = {
     "dtype": "float32",
@@ -33,21 +34,6 @@ SMALL = {
     "block_size": 32,
     "disable_log_stats": False,
 }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """How a request ended.
-
-    Attributes:
-        tokens: that were generated.
-        reason: why it ended: "length", "stop" or "error".
-        params: for the engine that goes on with it.
-    """
-
-    tokens: list[int]
-    reason: str | None
-    params: dict[str, Any] | None
 
 
 class EngineDiedError(Exception):

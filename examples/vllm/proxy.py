@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,17 +28,11 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 BODY_MAX = 256 << 20  # bytes: images are in it
 REST_S = 5.0  # how long a server that failed is asked last
 KEPT_S = 2.0  # connections that are idle: vLLM's servers close them after 5 s
-OWN_HEADERS = frozenset(  # of one connection, or made anew by aiohttp
-    [
-        "connection",
-        "content-encoding",
-        "content-length",
-        "host",
-        "keep-alive",
-        "transfer-encoding",
-        "upgrade",
-    ]
-)
+REQUEST_ID = "X-Request-Id"
+OWN_HEADERS = {  # of one connection, or made anew
+    *("connection", "content-encoding", "content-length", "host", "keep-alive"),
+    *("transfer-encoding", "upgrade", REQUEST_ID.lower()),
+}
 
 
 class Servers:
@@ -68,17 +62,12 @@ class Call:
     Attributes:
         request: as aiohttp has it.
         body: its JSON object.
-        headers: what servers are given of its headers; X-Request-Id is among them.
+        name: what logs call it, here and in the servers: its X-Request-Id, or a new one.
     """
 
     request: web.Request
     body: dict[str, Any]
-    headers: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        """What logs call it, here and in the servers."""
-        return self.headers["X-Request-Id"]
+    name: str
 
     @classmethod
     async def read(cls, request: web.Request) -> Call:
@@ -93,10 +82,12 @@ class Call:
             raise Refused(400, f"the body is no JSON: {error}") from None
         if not isinstance(body, dict):
             raise Refused(400, f"the body is {type(body).__name__} and no JSON object")
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in OWN_HEADERS}
-        if not request.headers.get("X-Request-Id"):
-            headers["X-Request-Id"] = uuid.uuid4().hex
-        return cls(request, body, headers)
+        return cls(request, body, request.headers.get(REQUEST_ID) or uuid.uuid4().hex)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What servers are given of the client's headers."""
+        return _passed(self.request.headers) | {REQUEST_ID: self.name}
 
     def stays(self) -> str:
         """Why its prompt cannot be computed elsewhere; empty if it can."""
@@ -176,7 +167,7 @@ class Proxy:
             return await self.pull(call)
         except Refused as refused:
             logger.warning("%s: %s", call.name, refused)
-            return refused.response({"X-Request-Id": call.name})
+            return refused.response({REQUEST_ID: call.name})
         except ConnectionResetError:  # while an answer was passed on
             logger.info("%s: the client has gone", call.name)
             raise
@@ -277,8 +268,7 @@ class Proxy:
     async def _pass_on(
         self, call: Call, url: str, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
-        headers = {k: v for k, v in response.headers.items() if k.lower() not in OWN_HEADERS}
-        headers["X-Request-Id"] = call.name
+        headers = _passed(response.headers) | {REQUEST_ID: call.name}
         passed = web.StreamResponse(status=response.status, headers=headers)
         await passed.prepare(call.request)
         try:
@@ -311,6 +301,11 @@ class Proxy:
 def _said(error: BaseException) -> str:
     """An error in words: some have none of their own."""
     return str(error) or type(error).__name__
+
+
+def _passed(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers without those of one connection, and without the request's id."""
+    return {k: v for k, v in headers.items() if k.lower() not in OWN_HEADERS}
 
 
 def _authorization(request: web.Request) -> dict[str, str]:
