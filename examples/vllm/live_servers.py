@@ -313,12 +313,18 @@ class Served:
         )
 
     async def preempted(self) -> None:
-        """More tokens than the cache has room for."""
+        """More tokens than the cache has room for: 8 requests that begin with 8 blocks each."""
         await self.forget()
-        numbers = list(range(11, 17))
-        alone = await self.answers(self.decode, numbers, max_tokens=150)
+        text = [token for it in self.prompts for token in it]
+        asked = [text[at : at + 250] for at in range(0, 250 * AT_ONCE, 250)]
+
+        async def of(to: Service) -> list[Answer]:
+            all_at_once = (self.client.complete(to, it, max_tokens=120) for it in asked)
+            return await asyncio.gather(*all_at_once)
+
+        alone = await of(self.decode)
         before = self.counted("num_preemptions_total", self.small)
-        found = await self.answers(self.to_small, numbers, max_tokens=150)
+        found = await of(self.to_small)
         preempted = self.counted("num_preemptions_total", self.small) - before
         problems = differences(alone, found)
         if not preempted:

@@ -58,6 +58,9 @@ class LeaseBook:
         ttl_ms: milliseconds that a lease lasts if nobody renews it.
         clock: seconds that never go back.
         on_freed: called when `take_freed` has something to return.
+
+    Attributes:
+        expired: how many requests nobody fetched, and nobody renewed, in time.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class LeaseBook:
         self._stuck: dict[int, _Held] = {}  # a peer may still be writing to them
         self._freed: set[str] = set()
         self._last = -1
+        self.expired = 0
 
     def __len__(self) -> int:
         """How many requests hold blocks."""
@@ -161,6 +165,7 @@ class LeaseBook:
             late += self._stuck
         for sequence in late:
             if (held := self._held.get(sequence)) is not None:
+                self.expired += 1
                 logger.warning(
                     "request %s was not fetched in %g ms: its blocks are free",
                     held.request,

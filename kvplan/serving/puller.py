@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvplan.inspection.units import plural
+from kvplan.inspection.units import nbytes_text, plural
 from kvplan.lease import BlockLease
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.logs import Log
@@ -66,12 +66,19 @@ class PullResult:
         error: None: every byte has arrived.
         blocks, first_token: of the target, whose content from there on is not to be used after an
             error.
+        tokens, nbytes: that were missing, and have been moved if there is no error.
+        wait_ms: from when the request was known until it was moved, or had failed.
+        move_ms: how long the transfer took.
     """
 
     request: str
     error: Exception | None
     blocks: tuple[int, ...]
     first_token: int
+    tokens: int = 0
+    nbytes: int = 0
+    wait_ms: float = 0.0
+    move_ms: float = 0.0
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Pull:
         readers: how many read each source, by its cluster id.
         target: where it goes; None: nowhere, it is not needed.
         note: what was moved, for the log.
+        nbytes, move_ms: of the transfer.
         spare: sources that nobody reads, and that are told so.
         said_done: whether the sources know that they can free the blocks.
     """
@@ -94,6 +102,8 @@ class Pull:
     target: asyncio.Future[Target | None]
     state: PullState = PullState.LINKING
     note: str = ""
+    nbytes: int = 0
+    move_ms: float = 0.0
     said_done: bool = False
     spare: tuple[Source, ...] = ()
 
@@ -146,6 +156,9 @@ class Puller:
         self._rank = rank
         self._link_timeout_ms = link_timeout_ms
         self._pull_timeout_ms = pull_timeout_ms
+        desc = cache.cache_desc
+        units = desc.batch_size * desc.shape[desc.seq_len_dim_index]
+        self._unit_nbytes = desc.nbytes // units
         self._workers = workers
         self._report = report
         self._numbers = itertools.count()
@@ -166,18 +179,31 @@ class Puller:
         if target is not None and error is None:
             pull.state = PullState.MOVING
             try:
-                await self._in_thread(self._move, pull, leases, target)
+                await self._in_thread(self._timed_move, pull, leases, target)
             except Exception as raised:
                 error = raised
         self.pulls.pop(pull.request, None)
         pull.state = PullState.DONE if error is None else PullState.FAILED
         if target is not None:
             took_ms = (time.perf_counter() - started) * 1000
+            wait_ms = took_ms - pull.move_ms
             if error is None:
-                logger.info("%s: %s in %.1f ms", pull.request, pull.note, took_ms)
+                text = "%s: %s in %.1f ms, after %.1f ms"
+                logger.info(text, pull.request, pull.note, pull.move_ms, wait_ms)
             else:
                 logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
-            self._report(PullResult(pull.request, error, tuple(target.blocks), target.first_token))
+            self._report(
+                PullResult(
+                    pull.request,
+                    error,
+                    tuple(target.blocks),
+                    target.first_token,
+                    pull.reference.num_tokens - target.first_token,
+                    pull.nbytes,
+                    wait_ms,
+                    pull.move_ms,
+                )
+            )
         await self._say_done(pull)
 
     def receive(self, cluster_id: int, message: Message) -> None:
@@ -292,13 +318,24 @@ class Puller:
             for it in self._engine.links()
         )
 
+    def _timed_move(self, pull: Pull, leases: Sequence[BlockLease], target: Target) -> None:
+        started = time.perf_counter()
+        try:
+            self._move(pull, leases, target)
+        finally:
+            pull.move_ms = (time.perf_counter() - started) * 1000
+
     def _move(self, pull: Pull, leases: Sequence[BlockLease], target: Target) -> None:
         """Pull what is missing; on return, or error, no byte is touched any more."""
         total, missing = pull.reference.num_tokens, target.first_token
         if missing % self._unit:
             raise invalid(f"first_token={missing} must be a multiple of {self._unit}")
-        pull.note = f"{total - missing} of {total} tokens from {plural(len(leases), 'worker')}"
         first, end = missing // self._unit, -(-total // self._unit)
+        pull.nbytes = (end - first) * self._unit_nbytes
+        pull.note = (
+            f"{total - missing} of {total} tokens ({nbytes_text(pull.nbytes)}) from "
+            f"{plural(len(leases), 'worker')}"
+        )
         if len(leases) > 1:
             self._engine.gather_blocks(
                 leases,

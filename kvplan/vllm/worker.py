@@ -15,6 +15,7 @@ from kvplan.serving import Compatibility, Exchange
 from kvplan.serving.ranks import heads_of
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, LlmRole
+from kvplan.vllm.figures import Figures
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.step import Step, WorkerAddress
 
@@ -70,6 +71,8 @@ class ConnectorWorker:
         self._options = options
         self._engine: LlmDataDist | None = None
         self._exchange: Exchange | None = None
+        self._figures = Figures()
+        self._expired = 0
 
     def register(self, layers: Mapping[str, Any]) -> None:
         """Take the cache that vLLM has allocated: a tensor for each layer.
@@ -151,6 +154,7 @@ class ConnectorWorker:
     def begin(self, step: Step) -> None:
         """Do what the scheduler says; nothing of it is waited for."""
         exchange = self.exchange
+        self._figures.count("offered", len(step.offers))
         for offer in step.offers:
             exchange.enter(offer.sequence, offer.request, offer.blocks, offer.digest)
         for request, reference in step.expected.items():
@@ -167,9 +171,19 @@ class ConnectorWorker:
         failed: set[int] = set()
         for it in exchange.take_results():
             received.add(it.request)
+            self._figures.ended(it)
             if it.error is not None:
                 failed.update(it.blocks[it.first_token // self._model.block_tokens :])
-        return Results(exchange.take_freed(), received, failed)
+        freed, expired = exchange.take_freed(), exchange.book.expired
+        self._figures.count("freed", len(freed))
+        self._figures.count("expired", expired - self._expired)
+        self._expired = expired
+        return Results(freed, received, failed)
+
+    def take_figures(self) -> Figures:
+        """What has happened since the last call."""
+        figures, self._figures = self._figures, Figures()
+        return figures
 
     def close(self) -> None:
         """End the exchange and the engine; idempotent."""
