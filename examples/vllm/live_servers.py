@@ -179,7 +179,7 @@ class Served:
         yield self.leaves_in_stream
         yield self.leaves_at_random
         yield self.preempted
-        yield self.nothing_leaks
+        yield self.measured
         yield self.stopped
         yield self.killed
         yield self.nothing_leaks
@@ -270,7 +270,8 @@ class Served:
         long = {"model": "model", "prompt": [5] * 4000, "max_tokens": 2}
         for body, status in (("no JSON", 400), (json.dumps([1]), 400), (json.dumps(long), 400)):
             url = f"{self.to_decode.url}/v1/completions"
-            async with self.client.session.post(url, data=body) as response:
+            headers = {"Content-Type": "application/json"}
+            async with self.client.session.post(url, data=body, headers=headers) as response:
                 text = await response.text()
                 if response.status != status or '"error"' not in text:
                     problems.append(f"{body[:20]}: {response.status} {text[:200]}")
@@ -348,6 +349,27 @@ class Served:
             return [f"{it.name} still uses {usage:.1%} of its blocks"] if usage else []
 
         return [text for it in self.servers for text in await held(it)]
+
+    async def measured(self) -> None:
+        """What /metrics says of all that was before."""
+        ours, theirs = self.prefill.metrics(), self.decode.metrics()
+        name = "vllm:kvplan_"
+        counts = {
+            "fetched requests": theirs[f"{name}requests_fetched_total"],
+            "fetched MiB": theirs[f"{name}bytes_fetched_total"] / 2**20,
+            "transfers": theirs[f"{name}transfer_seconds_count"],
+            "offered": ours[f"{name}requests_offered_total"],
+            "freed": ours[f"{name}requests_freed_total"],
+        }
+        problems = [f"{what} is 0" for what, value in counts.items() if not value]
+        if counts["offered"] != counts["freed"]:
+            problems.append("what was offered is not free")
+        counts["ms each"] = 1000 * theirs[f"{name}transfer_seconds_sum"] / counts["transfers"]
+        self.report.check(
+            "/metrics says what was fetched, offered and freed",
+            problems,
+            ", ".join(f"{value:.0f} {what}" for what, value in counts.items()),
+        )
 
     async def nothing_leaks(self) -> None:
         self.report.check("no block is held when all has ended", await self.leaks())

@@ -119,6 +119,7 @@ class _Peer:
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
     greeted: asyncio.Future[str] | None = None  # how it differs; empty: not at all
+    failure: tuple[float, Source | None, LLMException | None] = 0.0, None, None  # the last one
 
 
 class Puller:
@@ -267,25 +268,37 @@ class Puller:
     async def _greet(self, source: Source) -> None:
         """Link with a producer, and compare what both are, once."""
         peer = self._peers.setdefault(source.cluster_id, _Peer())
+        asked = time.monotonic()
         async with peer.mutex:
             if peer.greeted is not None and self._is_linked(source):
                 self._check(source, peer.greeted.result())
                 return
-            peer.greeted = None
-            cluster = ClusterInfo(source.cluster_id, source.address)
-            results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
-            if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
-                results.raise_for_status()
-            greeted = asyncio.get_running_loop().create_future()
-            peer.greeted = greeted
+            when, what, error = peer.failure
+            if error is not None and what == source and when >= asked:
+                # It was tried meanwhile. Otherwise all that wait would, one after another.
+                raise LLMException(str(error.args[0]), status_code=error.status_code)
             try:
-                fields = dict(self._compatibility.fields)
-                await self.notify(source.cluster_id, Hello(fields, answer=False))
-                difference = await self._answer(source, greeted)
-            except BaseException:
-                peer.greeted = None
+                difference = await self._meet(peer, source)
+            except LLMException as error:
+                peer.failure = time.monotonic(), source, error
                 raise
             self._check(source, difference)
+
+    async def _meet(self, peer: _Peer, source: Source) -> str:
+        peer.greeted = None
+        cluster = ClusterInfo(source.cluster_id, source.address)
+        results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
+        if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
+            results.raise_for_status()
+        greeted = asyncio.get_running_loop().create_future()
+        peer.greeted = greeted
+        try:
+            fields = dict(self._compatibility.fields)
+            await self.notify(source.cluster_id, Hello(fields, answer=False))
+            return await self._answer(source, greeted)
+        except BaseException:
+            peer.greeted = None
+            raise
 
     def _check(self, source: Source, difference: str) -> None:
         if difference:

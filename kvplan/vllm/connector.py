@@ -144,8 +144,14 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         address = self._in_worker.address
         return None if address is None else KvplanHandshake(address)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin what the scheduler said with this step, before it computes."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, KvplanMetadata):
+            self._worker.prepare(connector_metadata.step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin what the scheduler said with this step."""
+        """Begin what must not come before that."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, KvplanMetadata):
             self._in_worker.begin(metadata.step)

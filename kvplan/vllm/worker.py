@@ -73,6 +73,7 @@ class ConnectorWorker:
         self._exchange: Exchange | None = None
         self._figures = Figures()
         self._expired = 0
+        self._on_host = True
 
     def register(self, layers: Mapping[str, Any]) -> None:
         """Take the cache that vLLM has allocated: a tensor for each layer.
@@ -84,6 +85,7 @@ class ConnectorWorker:
         model, options = self._model, self._options
         names = sorted(layers, key=_position)
         tensors, layout, unit = readable([layers[name] for name in names])
+        self._on_host = tensors[0].device.type == "cpu"
         shard = Shard(
             layers=range(len(names)),
             heads=heads_of(model.rank, model.ranks, model.num_heads),
@@ -151,18 +153,31 @@ class ConnectorWorker:
             return None
         return WorkerAddress(self._engine.cluster_id, self._engine.listen_address)
 
-    def begin(self, step: Step) -> None:
-        """Do what the scheduler says; nothing of it is waited for."""
+    def prepare(self, step: Step) -> None:
+        """Do what need not wait for the step's computation; nothing of it is waited for.
+
+        A consumer may be waiting for an offer, and a step can take seconds. Blocks are written when
+        vLLM has cleared them: where the host computes, that is so already; elsewhere in `begin`.
+        """
         exchange = self.exchange
         self._figures.count("offered", len(step.offers))
         for offer in step.offers:
             exchange.enter(offer.sequence, offer.request, offer.blocks, offer.digest)
         for request, reference in step.expected.items():
             exchange.expect(request, reference)
-        for request, (reference, target) in step.fetched.items():
-            exchange.fetch(request, reference, target)
         for request, reference in step.dropped.items():
             exchange.drop(request, reference)
+        if self._on_host:
+            self._fetch(step)
+
+    def begin(self, step: Step) -> None:
+        """Do the rest: the step's computation is under way."""
+        if not self._on_host:
+            self._fetch(step)
+
+    def _fetch(self, step: Step) -> None:
+        for request, (reference, target) in step.fetched.items():
+            self.exchange.fetch(request, reference, target)
 
     def results(self) -> Results:
         """What has ended since the last call."""
