@@ -62,6 +62,9 @@ class LeaseBook:
         ttl_ms: milliseconds that a lease lasts if nobody renews it.
         clock: seconds that never go back.
         on_freed: called when `take_freed` has something to return.
+
+    Attributes:
+        expired: how many requests nobody fetched, and nobody renewed, in time.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class LeaseBook:
         self._transfers: dict[str, int] = {}  # sequences of those that are held
         self._ended: dict[str, str] = {}  # transfers, and how, the oldest first
         self._early: dict[str, list[tuple[bytes, int, int]]] = {}  # `finish` before `enter`
+        self.expired = 0
 
     def __len__(self) -> int:
         """How many requests hold blocks."""
@@ -210,6 +214,7 @@ class LeaseBook:
             late += self._stuck
         for sequence in late:
             if (held := self._held.get(sequence)) is not None:
+                self.expired += 1
                 logger.warning(
                     "request %s was not fetched in %g ms: its blocks are free",
                     held.request,

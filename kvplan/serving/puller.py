@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvplan.inspection.units import plural
+from kvplan.inspection.units import nbytes_text, plural
 from kvplan.lease import MAX_TAG, BlockLease
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.logs import Log
@@ -78,12 +78,21 @@ class PullResult:
         error: None: every byte has arrived.
         blocks, first_token: of the target, whose content from there on is not to be used after an
             error.
+        tokens, nbytes: that were missing, and have been moved if there is no error.
+        wait_ms: from when the request was known until it was moved, or had failed.
+        move_ms: how long the transfer took, after what was pushed.
+        pushed: of these tokens those that were there when their producer had finished.
     """
 
     request: str
     error: Exception | None
     blocks: tuple[int, ...]
     first_token: int
+    tokens: int = 0
+    nbytes: int = 0
+    wait_ms: float = 0.0
+    move_ms: float = 0.0
+    pushed: int = 0
 
 
 @dataclass
@@ -95,6 +104,8 @@ class Pull:
         readers: how many read each source, by its cluster id.
         target: where it goes; None: nowhere, it is not needed.
         note: what was moved, for the log.
+        pushed: tokens that were there when it had finished.
+        nbytes, move_ms: of the transfer.
         spare: sources that nobody reads, and that are told so.
         said_done: whether the sources know that they can free the blocks.
         cancelled: why it is not needed any more.
@@ -109,6 +120,9 @@ class Pull:
     target: asyncio.Future[Target | None]
     state: PullState = PullState.LINKING
     note: str = ""
+    pushed: int = 0
+    nbytes: int = 0
+    move_ms: float = 0.0
     said_done: bool = False
     spare: tuple[Source, ...] = ()
     cancelled: LLMException | None = None
@@ -148,6 +162,7 @@ class _Peer:
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
     greeted: asyncio.Future[str] | None = None  # how it differs; empty: not at all
+    failure: tuple[float, Source | None, LLMException | None] = 0.0, None, None  # the last one
 
 
 class Puller:
@@ -193,6 +208,9 @@ class Puller:
         self._link_timeout_ms = link_timeout_ms
         self._pull_timeout_ms = pull_timeout_ms
         self._prefill_timeout_ms = prefill_timeout_ms
+        desc = cache.cache_desc
+        units = desc.batch_size * desc.shape[desc.seq_len_dim_index]
+        self._unit_nbytes = desc.nbytes // units
         self._workers = workers
         self._report = report
         self._numbers = itertools.count()
@@ -220,7 +238,7 @@ class Puller:
                     goal = self._goal(pull, target)
                     granted = await self._ask_all(pull, goal)
                 pull.state = PullState.MOVING
-                await self._in_thread(self._move, pull, granted, target)
+                await self._in_thread(self._timed_move, pull, granted, target)
             except Exception as raised:
                 error = raised
                 self._end_asks(pull, LLMException("another worker has failed"))
@@ -230,11 +248,25 @@ class Puller:
         pull.state = PullState.DONE if error is None else PullState.FAILED
         if target is not None:
             took_ms = (time.perf_counter() - started) * 1000
+            wait_ms = took_ms - pull.move_ms
             if error is None:
-                logger.info("%s: %s in %.1f ms", pull.request, pull.note, took_ms)
+                text = "%s: %s in %.1f ms, after %.1f ms"
+                logger.info(text, pull.request, pull.note, pull.move_ms, wait_ms)
             else:
                 logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
-            self._report(PullResult(pull.request, error, tuple(target.blocks), target.first_token))
+            self._report(
+                PullResult(
+                    pull.request,
+                    error,
+                    tuple(target.blocks),
+                    target.first_token,
+                    pull.reference.num_tokens - target.first_token,
+                    pull.nbytes,
+                    wait_ms,
+                    pull.move_ms,
+                    pull.pushed,
+                )
+            )
         await self._say_done(pull)
 
     def receive(self, cluster_id: int, message: Message) -> None:
@@ -357,25 +389,37 @@ class Puller:
     async def _greet(self, source: Source) -> None:
         """Link with a producer, and compare what both are, once."""
         peer = self._peers.setdefault(source.cluster_id, _Peer())
+        asked = time.monotonic()
         async with peer.mutex:
             if peer.greeted is not None and self._is_linked(source):
                 self._check(source, peer.greeted.result())
                 return
-            peer.greeted = None
-            cluster = ClusterInfo(source.cluster_id, source.address)
-            results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
-            if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
-                results.raise_for_status()
-            greeted = asyncio.get_running_loop().create_future()
-            peer.greeted = greeted
+            when, what, error = peer.failure
+            if error is not None and what == source and when >= asked:
+                # It was tried meanwhile. Otherwise all that wait would, one after another.
+                raise LLMException(str(error.args[0]), status_code=error.status_code)
             try:
-                fields = dict(self._compatibility.fields)
-                await self.notify(source.cluster_id, Hello(fields, answer=False))
-                difference = await self._answer(source, greeted, self._pull_timeout_ms)
-            except BaseException:
-                peer.greeted = None
+                difference = await self._meet(peer, source)
+            except LLMException as error:
+                peer.failure = time.monotonic(), source, error
                 raise
             self._check(source, difference)
+
+    async def _meet(self, peer: _Peer, source: Source) -> str:
+        peer.greeted = None
+        cluster = ClusterInfo(source.cluster_id, source.address)
+        results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
+        if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
+            results.raise_for_status()
+        greeted = asyncio.get_running_loop().create_future()
+        peer.greeted = greeted
+        try:
+            fields = dict(self._compatibility.fields)
+            await self.notify(source.cluster_id, Hello(fields, answer=False))
+            return await self._answer(source, greeted, self._pull_timeout_ms)
+        except BaseException:
+            peer.greeted = None
+            raise
 
     def _check(self, source: Source, difference: str) -> None:
         if difference:
@@ -408,19 +452,31 @@ class Puller:
             for it in self._engine.links()
         )
 
+    def _timed_move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
+        started = time.perf_counter()
+        try:
+            self._move(pull, granted, target)
+        finally:
+            pull.move_ms = (time.perf_counter() - started) * 1000
+
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         """Pull what is missing; on return, or error, no byte is touched any more."""
         total, missing = pull.reference.num_tokens, target.first_token
         if missing % self._unit:
             raise invalid(f"first_token={missing} must be a multiple of {self._unit}")
-        pushed = max(missing, min(it.pushed for it in granted))
+        pushed = min(total, max(missing, min(it.pushed for it in granted)))
+        pull.pushed = pushed - missing
         leases = [it.lease for it in granted]
-        pull.note = f"{total - missing} of {total} tokens from {plural(len(leases), 'worker')}"
-        if pushed > missing:
-            pull.note += f", {min(pushed, total) - missing} of them pushed"
-        if pushed >= total:
-            return
         first, end = pushed // self._unit, -(-total // self._unit)
+        pull.nbytes = (end - missing // self._unit) * self._unit_nbytes
+        pull.note = (
+            f"{total - missing} of {total} tokens ({nbytes_text(pull.nbytes)}) from "
+            f"{plural(len(leases), 'worker')}"
+        )
+        if pull.pushed:
+            pull.note += f", {pull.pushed} of them pushed"
+        if pushed == total:
+            return
         if len(leases) > 1:
             self._engine.gather_blocks(
                 leases,

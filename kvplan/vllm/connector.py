@@ -17,6 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,6 +30,7 @@ from vllm.v1.request import Request
 
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
+from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, Model
 
@@ -153,13 +158,13 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return None if address is None else KvplanHandshake(address)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Before the model runs: prepare to push what it computes."""
+        """Begin what the scheduler said with this step, before it computes."""
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, KvplanMetadata):
-            self._in_worker.before(connector_metadata.step)
+        if self._worker is not None and isinstance(connector_metadata, KvplanMetadata):
+            self._worker.prepare(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin what the scheduler said with this step."""
+        """Begin what must not come before that."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, KvplanMetadata):
             self._in_worker.begin(metadata.step)
@@ -175,7 +180,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """The model has run; nothing is waited for, as blocks are kept until they have moved."""
-        self._in_worker.after()
+        self._in_worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Which requests have been fetched, whether or not that failed, and which are free."""
@@ -189,6 +194,30 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         """The blocks of requests that failed: vLLM computes them, or fails the request."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has happened since the last call; None: nothing, as always in the scheduler."""
+        if self._worker is None or (figures := self._worker.take_figures()).is_empty:
+            return None
+        return KvplanStats(figures.data)
+
+    # In the process of the server.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Figures of workers, which have come as plain data."""
+        return KvplanStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """What a server shows of them."""
+        return KvplanMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End what this half has."""

@@ -91,6 +91,37 @@ def test_the_blocks_of_a_request_that_fails_are_named(prefill: Peer, decode: Vll
     assert decode.results() == (set(), {"d2"}, {5, 7})
 
 
+def test_both_sides_count(prefill: Peer, decode: VllmWorker) -> None:
+    params = start(prefill, [6, 1, 3])
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0], computed=32)
+    decode.results()
+    decode.fetch(decode.request("d2", PROMPT, params), [2, 5, 7])
+    decode.results()
+    data = decode.worker.take_figures().data
+    assert (data["tokens"], data["failed"]) == ([38], {"kv_cache_not_exist": 1})
+    assert data["nbytes"] == [2 * 2 * 2 * 2 * 32 * 4 * 4]  # blocks, layers, heads, keys and values
+    assert decode.worker.take_figures().is_empty
+    prefill.run("result = worker.results()")
+    data = prefill.run("result = worker.worker.take_figures().data")
+    assert (data["offered"], data["freed"], data["expired"]) == (1, 1, 0)
+
+
+def test_an_offer_does_not_wait_for_the_computation_of_its_step(
+    prefill: Peer, decode: VllmWorker
+) -> None:
+    params = prefill.run(
+        """
+        worker = VllmWorker("prefill")
+        request = worker.request("p1", prompt, {"do_remote_decode": True})
+        _, result = worker.scheduler.finished(request, [6, 1, 3])
+        worker.worker.prepare(worker.scheduler.take_step())
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    assert decode.results() == (set(), {"d1"}, set())
+
+
 def test_a_request_of_other_tokens_fails(prefill: Peer, decode: VllmWorker) -> None:
     params = start(prefill, [6, 1, 3])
     decode.fetch(decode.request("d1", PROMPT[::-1], params), [2, 4, 0])
