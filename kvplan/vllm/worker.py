@@ -88,6 +88,11 @@ class ConnectorWorker:
         self._layers = {name: index for index, name in enumerate(names)}
         tensors, layout, unit = readable([layers[name] for name in names])
         self._on_host = tensors[0].device.type == "cpu"
+        if options.mode == "push" and not self._on_host:
+            raise invalid(
+                'mode="push" needs a cache in host memory; elsewhere a layer is not computed when '
+                f'vLLM says so, and this one is on {tensors[0].device.type}: use mode="pull"'
+            )
         shard = Shard(
             layers=range(len(names)),
             heads=heads_of(model.rank, model.ranks, model.num_heads),
