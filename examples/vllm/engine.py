@@ -9,14 +9,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from examples.vllm.report import ROOT, Answer
+
 START_S, ANSWER_S = 300.0, 300.0
 
 ENVIRONMENT = {
@@ -25,6 +27,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_SERVER_DEV_MODE": "1",  # servers forget their prefix cache on request
 }
 SMALL = {
     "dtype": "float32",
@@ -33,21 +36,6 @@ SMALL = {
     "block_size": 32,
     "disable_log_stats": False,
 }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """How a request ended.
-
-    Attributes:
-        tokens: that were generated.
-        reason: why it ended: "length", "stop" or "error".
-        params: for the engine that goes on with it.
-    """
-
-    tokens: list[int]
-    reason: str | None
-    params: dict[str, Any] | None
 
 
 class EngineDiedError(Exception):
@@ -59,20 +47,26 @@ class Engine:
 
     Args:
         name: of its log in `folder`.
-        core: the only one that it computes on.
+        core: the only one that it computes on; several workers: as vLLM has it, such as "0|1".
         connector: `kv_transfer_config`; None: it works alone.
+        environment: further variables.
         arguments: of vllm.LLM, besides those of SMALL.
+
+    Attributes:
+        took_s: seconds that the engine itself needed for the last prompts.
     """
 
     def __init__(
         self,
         name: str,
         folder: Path,
-        core: int,
+        core: int | str,
         connector: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> None:
         self.name = name
+        self.took_s = 0.0
         self.log = folder / f"{name}.log"
         self._connection, theirs = Pipe()
         with self.log.open("ab") as log:
@@ -82,7 +76,12 @@ class Engine:
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=os.environ | ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(core)},
+                env={
+                    **os.environ,
+                    **ENVIRONMENT,
+                    "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                    **(environment or {}),
+                },
                 start_new_session=True,  # so that it ends with all that it has started
             )
         theirs.close()
@@ -98,26 +97,28 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        tokens: int,
+        tokens: int | Sequence[int],
         params: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[Answer]:
-        """Generate greedily, all prompts at once."""
+        """Generate greedily, all prompts at once; `tokens` of each."""
         self.begin(prompts, tokens, params)
         return self.ended()
 
     def begin(
         self,
         prompts: Sequence[Sequence[int]],
-        tokens: int,
+        tokens: int | Sequence[int],
         params: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> None:
         """Begin to generate; `ended` has the answers."""
         given = [None] * len(prompts) if params is None else list(params)
-        self._send("generate", [list(it) for it in prompts], tokens, given)
+        counts = [tokens] * len(prompts) if isinstance(tokens, int) else list(tokens)
+        self._send("generate", [list(it) for it in prompts], counts, given)
 
     def ended(self) -> list[Answer]:
         """The answers to the prompts that were begun."""
-        return [Answer(*it) for it in self._receive(ANSWER_S)]
+        self.took_s, answers = self._receive(ANSWER_S)
+        return [Answer(*it) for it in answers]
 
     def forget(self) -> None:
         """Let it forget its prefix cache."""
@@ -125,13 +126,27 @@ class Engine:
         self._receive(ANSWER_S)
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges of vLLM, by name."""
+        """What vLLM counts, by name; of a histogram its sum and count."""
         self._send("metrics")
         return dict(self._receive(ANSWER_S))
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
+        os.killpg(self._process.pid, number)
+
+    def cpu_s(self) -> float:
+        """Seconds of processors that all of its processes have used."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = stat.read_text().rpartition(") ")[2].split()
+                if int(fields[2]) == self._process.pid:  # of this process group
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         """End it as the system does that has no memory left."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self._process.wait()
 
     def close(self) -> None:
@@ -175,31 +190,29 @@ def serve(connection: Connection) -> None:
                 sampling = [
                     SamplingParams(
                         temperature=0,
-                        max_tokens=tokens,
+                        max_tokens=count,
                         ignore_eos=True,
                         extra_args=None if it is None else {"kv_transfer_params": dict(it)},
                     )
-                    for it in params
+                    for it, count in zip(params, tokens, strict=True)
                 ]
+                began = time.perf_counter()
                 outputs = engine.generate(
                     [{"prompt_token_ids": it} for it in prompts], sampling, use_tqdm=False
                 )
-                connection.send(
-                    [
-                        (
-                            list(it.outputs[0].token_ids),
-                            it.outputs[0].finish_reason,
-                            it.kv_transfer_params,
-                        )
-                        for it in outputs
-                    ]
-                )
+                took_s = time.perf_counter() - began
+                ended = [(it.outputs[0], it.kv_transfer_params) for it in outputs]
+                answers = [(list(it.token_ids), it.finish_reason, of) for it, of in ended]
+                connection.send((took_s, answers))
             case ("forget",):
                 connection.send(engine.reset_prefix_cache())
             case ("metrics",):
                 found: dict[str, float] = {}
                 for it in engine.get_metrics():
-                    found[it.name] = found.get(it.name, 0.0) + getattr(it, "value", 0.0)
+                    for name, of in (("", "value"), ("_sum", "sum"), ("_count", "count")):
+                        if hasattr(it, of):
+                            key = it.name + name
+                            found[key] = found.get(key, 0.0) + getattr(it, of)
                 connection.send(found)
 
 

@@ -2,264 +2,39 @@
 
 One line for each check; exits with 1 if one has failed. Every answer is compared with what one
 engine alone generates: it has to be the same, or an error, never something else.
+
+`python -m examples.vllm.live PART...` makes only some of the checks.
 """
 
 from __future__ import annotations
 
-import json
-import socket
+import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer
+from examples.vllm import beside_nixl, live_engines, live_parallel, live_servers
+from examples.vllm.report import FOLDER, Report
 
-from examples.vllm.engine import Answer, Engine
-
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "build" / "vllm"
-TOKENS = 24  # that are generated for each prompt
-FINISH = {"do_remote_decode": True}
-LENGTHS = (5, 17, 31, 32, 33, 64, 96, 100, 128, 150, 200, 256, 333, 500, 640, 800, 1000, 1300)
-SHARED = (700, 1900)  # lengths of those that begin as the one before them, on to its middle
-
-
-def connector(role: str, **options: Any) -> dict[str, Any]:
-    """What a user gives as --kv-transfer-config."""
-    return {
-        "kv_connector": "KvplanConnector",
-        "kv_connector_module_path": "kvplan.vllm",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"explain": True, **options},
-    }
-
-
-def prompts() -> list[list[int]]:
-    """20 prompts of 5 to 1,900 tokens: text of this project; two begin as another one does."""
-    text = "\n".join((ROOT / "docs" / it).read_text() for it in ("guide.md", "links.md"))
-    ids: list[int] = Tokenizer.from_file(str(FOLDER / "model/tokenizer.json")).encode(text).ids
-    made, at = [], 0
-    for length in LENGTHS:
-        made.append(ids[at : at + length])
-        at += length
-    for length in SHARED:
-        half = made[-1][: len(made[-1]) // 2]
-        made.append(half + ids[at : at + length - len(half)])
-        at += length
-    return made
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-class Report:
-    """Says how each check went, as soon as it is known."""
-
-    def __init__(self) -> None:
-        self.failed = 0
-        self._began = time.perf_counter()
-
-    def say(self, what: str) -> None:
-        print(f"{time.perf_counter() - self._began:5.0f} s  {what}", flush=True)
-
-    def check(self, name: str, problems: Sequence[str], detail: str = "") -> None:
-        self.failed += bool(problems)
-        self.say(f"{'FAILED' if problems else 'ok    '}  {name}{detail and ': '}{detail}")
-        for it in problems:
-            print(f"           {it}", flush=True)
-
-
-def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Answers that are neither right nor an error."""
-    return [
-        f"prompt {number}: {it.tokens} ({it.reason}), and alone {right.tokens}"
-        for number, (right, it) in enumerate(zip(expected, found, strict=True))
-        if it.tokens != right.tokens and it.reason != "error"
-    ]
-
-
-def leaks(*engines: Engine) -> list[str]:
-    """Engines whose requests have all ended, and that still hold blocks of their caches."""
-    found = []
-    for it in engines:
-        usage = 1.0
-        end = time.monotonic() + 30  # what a consumer has fetched is free a step later
-        while usage and time.monotonic() < end:
-            it.generate([[1, 2, 3]], 1)
-            usage = it.metrics()["vllm:kv_cache_usage_perc"]
-        if usage:
-            found.append(f"{it.name} still uses {usage:.1%} of its blocks")
-    return found
-
-
-class Live:
-    """The checks, in the order in which they are made."""
-
-    def __init__(self, report: Report, held: ExitStack) -> None:
-        self.report, self.held = report, held
-        self.prompts = prompts()
-        self.listen = f"127.0.0.1:{free_port()}"
-        self.prefill = self.start(
-            "prefill", 0, "kv_producer", listen=self.listen, lease_ttl_ms=10_000
-        )
-        self.decode = self.start("decode", 1, "kv_consumer", renew_interval_ms=2_000)
-        self.prefill.started()
-        self.decode.started()
-        report.say("two engines are up")
-        self.alone = self.prefill.generate(self.prompts, TOKENS)
-        self.prefill.forget()
-        report.say(f"one engine alone has answered {len(self.prompts)} prompts")
-
-    def start(
-        self, name: str, core: int, role: str, block_size: int = 32, **options: Any
-    ) -> Engine:
-        engine = Engine(name, FOLDER, core, connector(role, **options), block_size=block_size)
-        self.held.callback(engine.close)
-        return engine
-
-    def checks(self) -> Iterator[Callable[[], None]]:
-        yield self.same_tokens
-        yield self.prefix_hits
-        yield self.stale
-        yield self.mixed_up
-        yield self.malformed
-        yield self.nothing_leaks
-        yield self.killed
-        yield self.restarted
-
-    def finished(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Let the prefill engine compute prompts; returns what travels with them."""
-        answers = self.prefill.generate(
-            [self.prompts[it] for it in numbers], 1, [FINISH] * len(numbers)
-        )
-        return [it.params or {} for it in answers]
-
-    def decoded(self, numbers: Sequence[int], params: Sequence[dict[str, Any]]) -> list[Answer]:
-        return self.decode.generate([self.prompts[it] for it in numbers], TOKENS, params)
-
-    def right(self, numbers: Sequence[int], found: Sequence[Answer]) -> list[str]:
-        return differences([self.alone[it] for it in numbers], found)
-
-    def fetched(self) -> float:
-        """Tokens that vLLM itself counts as fetched, so far."""
-        return self.decode.metrics()["vllm:external_prefix_cache_hits"]
-
-    def same_tokens(self) -> None:
-        numbers = range(len(self.prompts))
-        before = self.fetched()
-        problems = self.right(numbers, self.decoded(numbers, self.finished(numbers)))
-        fetched = self.fetched() - before
-        total = sum(map(len, self.prompts))
-        if fetched < total / 2:
-            problems.append(f"only {fetched:.0f} of {total} tokens were fetched")
-        self.report.check(
-            "tokens are those of one engine alone",
-            problems,
-            f"{len(numbers)} prompts at once, {fetched:.0f} of {total} tokens fetched",
-        )
-
-    def prefix_hits(self) -> None:
-        self.decode.forget()
-        first, second = len(self.prompts) - 2, len(self.prompts) - 1
-        problems = self.right([first], self.decoded([first], self.finished([first])))
-        before = self.fetched()
-        problems += self.right([second], self.decoded([second], self.finished([second])))
-        fetched, whole = self.fetched() - before, len(self.prompts[second])
-        if not 0 < fetched < whole:
-            problems.append(f"{fetched:.0f} of {whole} tokens were fetched")
-        self.report.check(
-            "only what the prefix cache lacks moves",
-            problems,
-            f"{fetched:.0f} of {whole} tokens",
-        )
-
-    def stale(self) -> None:
-        """Parameters are used again when their blocks are another request's."""
-        numbers = [13, 14, 15]
-        self.decode.forget()
-        params = self.finished(numbers)
-        problems = self.right(numbers, self.decoded(numbers, params))
-        self.prefill.forget()
-        others = [16, 17, 18]
-        self.finished(others)  # nobody fetches them; they are in the blocks now
-        self.decode.forget()
-        problems += self.right(numbers, self.decoded(numbers, params))
-        self.report.check("stale parameters bring no other tokens", problems)
-
-    def mixed_up(self) -> None:
-        """Each request comes with the parameters of another."""
-        numbers = [9, 10, 11, 12]
-        self.decode.forget()
-        params = self.finished(numbers)
-        problems = self.right(numbers, self.decoded(numbers, params[1:] + params[:1]))
-        problems += self.right(numbers, self.decoded(numbers, params))
-        self.report.check("parameters of other requests bring no other tokens", problems)
-
-    def malformed(self) -> None:
-        """Parameters that no producer has made."""
-        self.decode.forget()
-        (params,) = self.finished([10])
-        whole = params["kvplan"]
-        changed = [
-            {**whole, "sequence": whole["sequence"] + 1000},
-            {**whole, "digest": "00" * 16},
-            {**whole, "sources": [[1, "127.0.0.1:1"]]},
-            {**whole, "num_tokens": 10**6},
-            {"protocol": 99},
-        ]
-        numbers = [10] * len(changed)
-        found = self.decoded(numbers, [{**params, "kvplan": it} for it in changed])
-        problems = self.right(numbers, found)
-        problems += self.right([10], self.decoded([10], [json.loads(json.dumps(params))]))
-        self.report.check("parameters that nobody has made bring no other tokens", problems)
-
-    def nothing_leaks(self) -> None:
-        self.report.check("no block is held when all has ended", leaks(self.prefill, self.decode))
-
-    def killed(self) -> None:
-        numbers = list(range(6, 18))
-        self.decode.forget()
-        params = self.finished(numbers)
-        self.decode.begin([self.prompts[it] for it in numbers], TOKENS, params)
-        self.prefill.kill()
-        problems = self.right(numbers, self.decode.ended())
-        self.decode.forget()
-        problems += self.right(numbers, self.decoded(numbers, params))
-        self.report.check("a prefill engine that is killed brings no other tokens", problems)
-
-    def restarted(self) -> None:
-        self.prefill = self.start("prefill-64", 0, "kv_producer", 64, listen=self.listen)
-        self.prefill.started()
-        numbers = range(len(self.prompts))
-        self.decode.forget()
-        before = self.fetched()
-        problems = self.right(numbers, self.decoded(numbers, self.finished(numbers)))
-        fetched = self.fetched() - before
-        if not fetched:
-            problems.append("nothing was fetched")
-        problems += leaks(self.prefill, self.decode)
-        self.report.check(
-            "another one at the same address, with blocks of 64 tokens, goes on",
-            problems,
-            f"{fetched:.0f} tokens fetched",
-        )
+PARTS = {
+    "engines": live_engines.run,
+    "servers": live_servers.run,
+    "parallel": live_parallel.run,
+    "nixl": beside_nixl.run,
+}
 
 
 def main() -> int:
+    """Make the checks that are asked for."""
+    parser = argparse.ArgumentParser(prog="python -m examples.vllm.live", description=__doc__)
+    parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; all, if none is given")
+    asked = parser.parse_args().part or list(PARTS)
+    if unknown := sorted(set(asked) - set(PARTS)):
+        parser.error(f"{unknown[0]} is none of {', '.join(PARTS)}")
     for it in FOLDER.glob("*.log"):
         it.unlink()
     report = Report()
-    with ExitStack() as held:
-        for check in Live(report, held).checks():
-            check()
+    for name in asked:
+        report.say(f"{name}:")
+        PARTS[name](report)
     report.say(f"{report.failed} failed" if report.failed else "all is well")
     return 1 if report.failed else 0
 

@@ -3,9 +3,11 @@
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.exchange import Exchange, ExchangeOptions
 from kvplan.serving.puller import PullResult, PullState, Target
+from kvplan.serving.pusher import Chunk
 from kvplan.serving.reference import Compatibility, Reference, Source, token_digest
 
 __all__ = [
+    "Chunk",
     "Compatibility",
     "Exchange",
     "ExchangeOptions",

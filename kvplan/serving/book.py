@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvplan.lease import MAX_TAG, BlockLease
 from kvplan.logs import Log
@@ -14,6 +14,9 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
+
+_MOST_REMEMBERED: Final = 4096  # transfers that have ended, or that readers do not need
+_ENDED: Final = "has ended: its blocks may be another's"
 
 
 class Leasing(Protocol):
@@ -39,6 +42,7 @@ class _Held:
     lease: BlockLease
     digest: bytes
     deadline: float
+    transfer: str = ""
     done: set[int] = field(default_factory=set)  # cluster ids of readers
 
 
@@ -58,6 +62,9 @@ class LeaseBook:
         ttl_ms: milliseconds that a lease lasts if nobody renews it.
         clock: seconds that never go back.
         on_freed: called when `take_freed` has something to return.
+
+    Attributes:
+        expired: how many requests nobody fetched, and nobody renewed, in time.
     """
 
     def __init__(
@@ -78,12 +85,23 @@ class LeaseBook:
         self._stuck: dict[int, _Held] = {}  # a peer may still be writing to them
         self._freed: set[str] = set()
         self._last = -1
+        self._transfers: dict[str, int] = {}  # sequences of those that are held
+        self._ended: dict[str, str] = {}  # transfers, and how, the oldest first
+        self._early: dict[str, list[tuple[bytes, int, int]]] = {}  # `finish` before `enter`
+        self.expired = 0
 
     def __len__(self) -> int:
         """How many requests hold blocks."""
         return len(self._held) + len(self._stuck)
 
-    def enter(self, sequence: int, request: str, blocks: Sequence[int], digest: bytes) -> None:
+    def enter(
+        self,
+        sequence: int,
+        request: str,
+        blocks: Sequence[int],
+        digest: bytes,
+        transfer: str = "",
+    ) -> None:
         """Lease the blocks of a request that has finished; if that fails, they are free at once.
 
         Args:
@@ -91,6 +109,7 @@ class LeaseBook:
             request: what `take_freed` calls it.
             blocks: in the order of its tokens.
             digest: of what was computed.
+            transfer: what consumers may have asked for already; empty: nothing.
         """
         tag = "".join(it if it.isprintable() else "?" for it in request[:MAX_TAG])
         try:
@@ -99,29 +118,55 @@ class LeaseBook:
             logger.warning("request %s cannot be leased, and is not kept: %s", request, error)
             with self._mutex:
                 self._last = max(self._last, sequence)
+            if transfer:
+                self.end_transfer(transfer, f"could not be leased: {error}")
             self._report(request)
             return
         with self._mutex:
             deadline = self._clock() + self._ttl_ms / 1000
-            self._held[sequence] = _Held(request, lease, digest, deadline)
+            self._held[sequence] = _Held(request, lease, digest, deadline, transfer)
             self._last = max(self._last, sequence)
+            if transfer:
+                self._transfers[transfer] = sequence
+            early = self._early.pop(transfer, ())
+        for it in early:
+            self.finish(sequence, *it)
 
-    def lease_of(self, sequence: int, digest: bytes) -> BlockLease:
-        """Return the lease of a request, for a consumer that means the same tokens.
+    def lease_of(self, sequence: int, digest: bytes, transfer: str = "") -> tuple[int, BlockLease]:
+        """Return sequence and lease of a request, for a consumer that means the same tokens.
+
+        Args:
+            sequence, digest: of the reference.
+            transfer: what is asked for instead of a sequence, if it is not empty.
 
         Raises:
-            NotYetError: no request as late as this was entered.
+            NotYetError: no request as late as this, or of this name, was entered.
             LLMException: LLM_KV_CACHE_NOT_EXIST: it has ended, or was of other tokens.
         """
         with self._mutex:
+            if transfer:
+                sequence = self._transfers.get(transfer, -1)
+                if sequence < 0 and transfer not in self._ended:
+                    raise NotYetError
             held = self._held.get(sequence)
             if held is None and sequence > self._last:
                 raise NotYetError
+            how = self._ended.get(transfer, _ENDED)
+        name = transfer or f"request {sequence}"
         if held is None:
-            raise _gone(f"request {sequence} has ended: its blocks may be another's")
+            raise _gone(f"{name} {how}")
         if held.digest != digest:
-            raise _gone(f"request {sequence} is {held.request}, which was of other tokens")
-        return held.lease
+            raise _gone(f"{name} is {held.request}, which was of other tokens")
+        return sequence, held.lease
+
+    def end_transfer(self, transfer: str, how: str) -> None:
+        """Remember that a transfer has ended, and how, for consumers that ask later."""
+        with self._mutex:
+            self._transfers.pop(transfer, None)
+            self._early.pop(transfer, None)
+            self._ended[transfer] = how
+            if len(self._ended) > _MOST_REMEMBERED:
+                del self._ended[next(iter(self._ended))]
 
     def renew(self, sequences: Iterable[int]) -> None:
         """Let leases last `ttl_ms` from now; those that have ended stay so."""
@@ -135,9 +180,17 @@ class LeaseBook:
                     continue
                 held.deadline = self._clock() + self._ttl_ms / 1000
 
-    def finish(self, sequence: int, digest: bytes, reader: int, readers: int) -> None:
+    def finish(
+        self, sequence: int, digest: bytes, reader: int, readers: int, transfer: str = ""
+    ) -> None:
         """One of `readers` needs the blocks no more; after the last they are free."""
         with self._mutex:
+            if transfer:
+                sequence = self._transfers.get(transfer, -1)
+                if sequence < 0 and transfer not in self._ended:  # it is still being computed
+                    self._early.setdefault(transfer, []).append((digest, reader, readers))
+                    if len(self._early) > _MOST_REMEMBERED:
+                        del self._early[next(iter(self._early))]
             held = self._held.get(sequence)
             if held is None or held.digest != digest:
                 return
@@ -161,6 +214,7 @@ class LeaseBook:
             late += self._stuck
         for sequence in late:
             if (held := self._held.get(sequence)) is not None:
+                self.expired += 1
                 logger.warning(
                     "request %s was not fetched in %g ms: its blocks are free",
                     held.request,
@@ -194,6 +248,8 @@ class LeaseBook:
                 return
             if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
                 logger.warning("request %s: %s", held.request, error)
+        if held.transfer:
+            self.end_transfer(held.transfer, _ENDED)
         self._report(held.request)
 
     def _report(self, request: str) -> None:

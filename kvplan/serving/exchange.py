@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
+from kvplan.links import LinkState
 from kvplan.logs import Log
 from kvplan.serving.book import LeaseBook, NotYetError
 from kvplan.serving.messages import (
@@ -24,6 +25,7 @@ from kvplan.serving.messages import (
     grants,
 )
 from kvplan.serving.puller import Pull, Puller, PullResult, Target
+from kvplan.serving.pusher import Chunk, Goal, Pusher
 from kvplan.serving.ranks import read_from, readers_of
 from kvplan.serving.reference import Compatibility, Reference
 from kvplan.status import LLMException, invalid
@@ -31,6 +33,7 @@ from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
+    from kvplan.lease import BlockLease
     from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
@@ -45,6 +48,7 @@ class ExchangeOptions:
         renew_interval_ms: how often a consumer renews what it waits for.
         link_timeout_ms: for a link with a producer.
         pull_timeout_ms: for an answer of a producer, and for a transfer.
+        prefill_timeout_ms: for a producer that was asked before it has computed the request.
         enter_timeout_ms: how long a consumer that asks first is kept waiting for `enter`.
         max_pulls: transfers at once; more wait.
 
@@ -57,6 +61,7 @@ class ExchangeOptions:
     renew_interval_ms: float = 5_000
     link_timeout_ms: int = 5_000
     pull_timeout_ms: float = 30_000
+    prefill_timeout_ms: float = 120_000
     enter_timeout_ms: float = 5_000
     max_pulls: int = 16
 
@@ -87,6 +92,8 @@ class Exchange:
             same, and a restarted one has others.
         rank, ranks: of this worker under tensor parallelism.
         num_heads: KV heads of the model.
+        push: as a producer, push requests while they are computed, where consumers ask for that;
+            as a consumer, ask for that.
         token_unit: how many tokens the engine packs together, such that no part of them can be
             moved: the axis `token` of the cache's layout counts these units. 1: tokens.
         options: time limits.
@@ -102,6 +109,7 @@ class Exchange:
         rank: int = 0,
         ranks: int = 1,
         num_heads: int = 1,
+        push: bool = False,
         token_unit: int = 1,
         options: ExchangeOptions | None = None,
     ) -> None:
@@ -112,20 +120,35 @@ class Exchange:
         self._rank, self._ranks, self._num_heads = rank, ranks, num_heads
         self._workers = ThreadPoolExecutor(options.max_pulls, "kvplan-serving")
         self._results: deque[PullResult] = deque()
-        self._waiting: dict[int, list[tuple[int, Ask]]] = {}  # for `enter`, by sequence
+        # For `enter`, by sequence or transfer.
+        self._waiting: dict[int | str, list[tuple[int, Ask]]] = {}
+        self._parts: dict[tuple[int, int], list[bytes]] = {}  # of goals that are not whole
         self._running: set[asyncio.Task[None]] = set()
         self._news = Condition()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
         self.book = LeaseBook(engine, cache, options.lease_ttl_ms, on_freed=self._wake)
+        desc = cache.cache_desc
+        block_tokens = desc.shape[desc.seq_len_dim_index] * token_unit
+        self._pusher = Pusher(
+            engine,
+            cache,
+            block_tokens=block_tokens,
+            token_unit=token_unit,
+            timeout_ms=options.pull_timeout_ms,
+        )
+        self._pushes = push
         self._puller = Puller(
             engine,
             cache,
             compatibility,
+            block_tokens=block_tokens,
             token_unit=token_unit,
             rank=rank,
+            push=push,
             link_timeout_ms=options.link_timeout_ms,
             pull_timeout_ms=options.pull_timeout_ms,
+            prefill_timeout_ms=options.prefill_timeout_ms,
             workers=self._workers,
             report=self._report,
         )
@@ -135,12 +158,44 @@ class Exchange:
 
     # The producer's side.
 
-    def enter(self, sequence: int, request: str, blocks: Sequence[int], digest: bytes) -> None:
+    def enter(
+        self,
+        sequence: int,
+        request: str,
+        blocks: Sequence[int],
+        digest: bytes,
+        transfer: str = "",
+    ) -> None:
         """Offer the blocks of a request that has finished: see `LeaseBook.enter`.
 
         They are the consumers' until `take_freed` returns the request.
         """
-        self.book.enter(sequence, request, blocks, digest)
+        self.book.enter(sequence, request, blocks, digest, transfer)
+        self._call(self._answer_waiting)
+
+    def begin_step(self, chunks: Sequence[Chunk], moved: Iterable[str] = ()) -> None:
+        """Say what the model computes next, so that it is pushed where consumers wait for it.
+
+        Args:
+            chunks: of each request that has a transfer.
+            moved: transfers whose blocks are not theirs any more, as they were preempted or
+                aborted: on return none of these is read.
+        """
+        for it in moved:
+            self._pusher.cancel(it)
+        self._pusher.begin(chunks)
+
+    def layer_ready(self, layer: int) -> None:
+        """Say that a layer of the step is computed: it is pushed now."""
+        self._pusher.layer_ready(layer)
+
+    def end_step(self) -> None:
+        """Say that the model has computed all layers of the step."""
+        self._pusher.computed()
+
+    def refuse(self, transfer: str, reason: str) -> None:
+        """Say to consumers of a transfer that it will not be computed; see `begin_step`, too."""
+        self.book.end_transfer(transfer, reason)
         self._call(self._answer_waiting)
 
     def abort(self, request: str) -> None:
@@ -166,6 +221,10 @@ class Exchange:
         It fails, at the latest when its time is over, rather than to bring other tokens' content.
         """
         self._call(self._fetch, request, reference, target)
+
+    def cancel(self, request: str) -> None:
+        """End a fetch whose request is not needed any more; its result follows, mostly an error."""
+        self._call(self._puller.cancel, request)
 
     def drop(self, request: str, reference: Reference) -> None:
         """Fetch nothing of a request: its producer may free it. No result follows."""
@@ -213,6 +272,7 @@ class Exchange:
             async for it in self._engine.notifications():
                 self._receive(it.cluster_id, it.data)
         finally:
+            self._pusher.close()
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
@@ -266,11 +326,10 @@ class Exchange:
                     logger.warning("cluster %d does not fit: %s", cluster_id, difference)
                 self._say(cluster_id, Hello(dict(self._compatibility.fields), answer=True))
             case Ask():
-                self._answer(cluster_id, message, may_wait=True)
+                if self._take_goal(cluster_id, message):
+                    self._answer(cluster_id, message, may_wait=True)
             case Done() if message.instance == self._instance:
-                self._in_thread(
-                    self.book.finish, message.sequence, message.digest, cluster_id, message.readers
-                )
+                self._in_thread(self._finish, cluster_id, message)
             case Renew() if message.instance == self._instance:
                 self.book.renew(message.sequences)
             case _:
@@ -282,9 +341,11 @@ class Exchange:
             self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
             return
         try:
-            lease = self.book.lease_of(ask.sequence, ask.digest)
+            sequence, lease = self.book.lease_of(ask.sequence, ask.digest, ask.transfer)
         except NotYetError:
-            if may_wait:
+            if ask.transfer:  # for as long as the consumer waits
+                self._waiting.setdefault(ask.transfer, []).append((cluster_id, ask))
+            elif may_wait:
                 self._waiting.setdefault(ask.sequence, []).append((cluster_id, ask))
                 self._loop.call_later(self._options.enter_timeout_ms / 1000, self._give_up, ask)
             else:
@@ -292,14 +353,49 @@ class Exchange:
         except LLMException as error:
             self._refuse(cluster_id, ask, str(error.args[0]))
         else:
-            self._say(cluster_id, *grants(ask.number, lease.to_bytes()))
+            self._spawn(self._grant(cluster_id, ask, sequence, lease))
+
+    async def _grant(self, cluster_id: int, ask: Ask, sequence: int, lease: BlockLease) -> None:
+        pushed = await self._pusher.settle(cluster_id, ask.transfer, self._workers)
+        self._say(cluster_id, *grants(ask.number, sequence, pushed, lease.to_bytes()))
+
+    def _take_goal(self, cluster_id: int, ask: Ask) -> bool:
+        """Take a part of where a consumer wants a transfer; returns whether it was the last."""
+        key = cluster_id, ask.number
+        parts = self._parts.setdefault(key, [])
+        parts.append(ask.data)
+        if len(parts) < ask.parts:
+            return False
+        del self._parts[key]
+        data = b"".join(parts)
+        if data and self._pushes and ask.instance == self._instance:
+            try:
+                goal = Goal.from_bytes(data)
+            except LLMException as error:
+                logger.warning("cluster %d: %s", cluster_id, error)
+            else:
+                self._pusher.add(cluster_id, ask.transfer, ask.digest, goal)
+        return True
+
+    def _finish(self, cluster_id: int, done: Done) -> None:
+        """A reader needs a request no more: it waits for nothing, and nothing moves to it."""
+        if done.transfer:
+            self._pusher.remove(cluster_id, done.transfer)
+            self._call(self._forget_waiting, cluster_id, done.transfer)
+        self.book.finish(done.sequence, done.digest, cluster_id, done.readers, done.transfer)
+
+    def _forget_waiting(self, cluster_id: int, transfer: str) -> None:
+        rest = [it for it in self._waiting.pop(transfer, ()) if it[0] != cluster_id]
+        if rest:
+            self._waiting[transfer] = rest
 
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
         self._say(cluster_id, Refusal(ask.number, reason[:1000]))
 
     def _answer_waiting(self) -> None:
-        for sequence in sorted(self._waiting):
-            for cluster_id, ask in self._waiting.pop(sequence):
+        waiting, self._waiting = self._waiting, {}
+        for asks in waiting.values():
+            for cluster_id, ask in asks:
                 self._answer(cluster_id, ask, may_wait=True)
 
     def _give_up(self, ask: Ask) -> None:
@@ -361,3 +457,20 @@ class Exchange:
             await asyncio.sleep(min(1.0, self._options.lease_ttl_ms / 4000))
             if len(self.book):
                 await self._loop.run_in_executor(self._workers, self.book.expire)
+            self._forget_unlinked()
+
+    def _forget_unlinked(self) -> None:
+        """Forget what consumers wait for that are not there any more."""
+        waiting = [(it, name) for name, asks in self._waiting.items() for it, _ in asks]
+        transfers = self._pusher.transfers()
+        if not (waiting or transfers or self._parts):
+            return
+        links = self._engine.links()
+        linked = {it.cluster_id for it in links if it.state is LinkState.LINKED}
+        for cluster_id, name in waiting:
+            if cluster_id not in linked and isinstance(name, str):
+                self._forget_waiting(cluster_id, name)
+        for cluster_id, name in transfers:
+            if cluster_id not in linked:
+                self._in_thread(self._pusher.remove, cluster_id, name)
+        self._parts = {key: it for key, it in self._parts.items() if key[0] in linked}

@@ -14,9 +14,12 @@ PROTOCOL: Final = 1
 """Version of these messages; engines of different versions refuse each other."""
 
 MAX_PART: Final = 3500  # bytes of a lease in one message; a notification has at most 4096
+MAX_PARTS: Final = 8192
+MAX_TRANSFER: Final = 128  # characters
 MAX_FIELDS: Final = 3500  # bytes of what is compared
 
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Transfer = Annotated[str, Meta(max_length=MAX_TRANSFER)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -32,17 +35,23 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Asks for the lease of a finished request.
+    """Asks for the lease of a request, which is answered when it has finished.
 
     Attributes:
         number: of the asker, for the answer.
-        instance, sequence, digest: of the reference.
+        instance, sequence, digest, transfer: of the reference.
+        part, parts, data: a piece of `Goal.to_bytes`, where the producer shall push what it
+            computes; parts come in their order.
     """
 
     number: Number
     instance: bytes
     sequence: Number
     digest: bytes
+    transfer: Transfer = ""
+    part: Number = 0
+    parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
+    data: bytes = b""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -50,11 +59,15 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     Attributes:
         number: of the ask.
+        sequence: of the request there.
+        pushed: tokens before this one are where the asker wanted them; 0: none was pushed.
         part, parts: which of how many.
         data: a piece of `BlockLease.to_bytes`.
     """
 
     number: Number
+    sequence: Number
+    pushed: Number
     part: Number
     parts: Number
     data: bytes
@@ -76,7 +89,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """This reader needs the blocks of a request no more, or never did.
 
     Attributes:
-        instance, sequence, digest: of the reference.
+        instance, sequence, digest, transfer: of the reference.
         readers: how many have to say so before the blocks are free.
     """
 
@@ -84,6 +97,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
     sequence: Number
     digest: bytes
     readers: Annotated[int, Meta(ge=1, le=4096)]
+    transfer: Transfer = ""
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -120,7 +134,12 @@ def decode(data: bytes) -> Message:
         raise invalid(f"data={shown(data)} is no message of kvplan.serving: {error}") from None
 
 
-def grants(number: int, lease: bytes) -> list[Grant]:
+def pieces(data: bytes) -> list[bytes]:
+    """What of a lease, or of more, goes into one message each; at least one piece."""
+    return [data[at : at + MAX_PART] for at in range(0, len(data), MAX_PART)] or [b""]
+
+
+def grants(number: int, sequence: int, pushed: int, lease: bytes) -> list[Grant]:
     """The parts in which a lease is sent."""
-    pieces = [lease[at : at + MAX_PART] for at in range(0, len(lease), MAX_PART)]
-    return [Grant(number, part, len(pieces), it) for part, it in enumerate(pieces)]
+    parts = pieces(lease)
+    return [Grant(number, sequence, pushed, part, len(parts), it) for part, it in enumerate(parts)]

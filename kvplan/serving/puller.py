@@ -12,11 +12,22 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvplan.inspection.units import plural
-from kvplan.lease import BlockLease
+from kvplan.inspection.units import nbytes_text, plural
+from kvplan.lease import MAX_TAG, BlockLease
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.logs import Log
-from kvplan.serving.messages import Ask, Done, Grant, Hello, Message, Refusal, Renew, encode
+from kvplan.serving.messages import (
+    Ask,
+    Done,
+    Grant,
+    Hello,
+    Message,
+    Refusal,
+    Renew,
+    encode,
+    pieces,
+)
+from kvplan.serving.pusher import Goal
 from kvplan.serving.reference import Compatibility, Reference, Source
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
@@ -30,6 +41,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 _LOOK_S = 0.25  # whether a peer that has to answer is still linked
+_RELEASE_S = 1.0  # whether a peer that is stopped still writes
 _MOST_RENEWED = 256  # in one message
 
 
@@ -38,7 +50,7 @@ class PullState(Enum):
 
     LINKING = "LINKING"
     ASKED = "ASKED"
-    """Its producer was asked for the lease, or has given it, and nobody has said where to."""
+    """Its producer was asked for the lease, or has given it; it may compute and push it still."""
     MOVING = "MOVING"
     DONE = "DONE"
     FAILED = "FAILED"
@@ -66,12 +78,21 @@ class PullResult:
         error: None: every byte has arrived.
         blocks, first_token: of the target, whose content from there on is not to be used after an
             error.
+        tokens, nbytes: that were missing, and have been moved if there is no error.
+        wait_ms: from when the request was known until it was moved, or had failed.
+        move_ms: how long the transfer took, after what was pushed.
+        pushed: of these tokens those that were there when their producer had finished.
     """
 
     request: str
     error: Exception | None
     blocks: tuple[int, ...]
     first_token: int
+    tokens: int = 0
+    nbytes: int = 0
+    wait_ms: float = 0.0
+    move_ms: float = 0.0
+    pushed: int = 0
 
 
 @dataclass
@@ -83,8 +104,13 @@ class Pull:
         readers: how many read each source, by its cluster id.
         target: where it goes; None: nowhere, it is not needed.
         note: what was moved, for the log.
+        pushed: tokens that were there when it had finished.
+        nbytes, move_ms: of the transfer.
         spare: sources that nobody reads, and that are told so.
         said_done: whether the sources know that they can free the blocks.
+        cancelled: why it is not needed any more.
+        asks: the numbers of what its sources have not answered.
+        sequence: what its sources call it, as soon as that is known.
     """
 
     request: str
@@ -94,13 +120,40 @@ class Pull:
     target: asyncio.Future[Target | None]
     state: PullState = PullState.LINKING
     note: str = ""
+    pushed: int = 0
+    nbytes: int = 0
+    move_ms: float = 0.0
     said_done: bool = False
     spare: tuple[Source, ...] = ()
+    cancelled: LLMException | None = None
+    asks: set[int] = field(default_factory=set)
+    sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.reference.transfer:
+            self.sequence = self.reference.sequence
 
     def done(self, source: Source) -> Done:
         """What frees the blocks at a source, once all readers have said it."""
         it, readers = self.reference, self.readers[source.cluster_id]
-        return Done(it.instance, it.sequence, it.digest, readers)
+        return Done(it.instance, it.sequence, it.digest, readers, it.transfer)
+
+
+@dataclass(frozen=True)
+class _Granted:
+    """A source's answer: its lease of the request, what it calls it, and what it has pushed."""
+
+    lease: BlockLease
+    sequence: int
+    pushed: int
+
+
+@dataclass
+class _Answer:
+    """What a source is asked for, and the parts of its answer."""
+
+    granted: asyncio.Future[_Granted]
+    parts: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -109,6 +162,7 @@ class _Peer:
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
     greeted: asyncio.Future[str] | None = None  # how it differs; empty: not at all
+    failure: tuple[float, Source | None, LLMException | None] = 0.0, None, None  # the last one
 
 
 class Puller:
@@ -118,10 +172,12 @@ class Puller:
         engine: moves the bytes.
         cache: where to.
         compatibility: what a producer must agree to.
+        block_tokens: tokens of a block.
         token_unit: tokens that the cache's layout counts as one.
         rank: of this worker among those that read the same.
-        link_timeout_ms, pull_timeout_ms: milliseconds for a link, and for all of a request from
-            when its target is known.
+        push: let producers push what they still compute.
+        link_timeout_ms, pull_timeout_ms: milliseconds for a link, and for an answer or a transfer.
+        prefill_timeout_ms: for the answer of a producer that still computes the request.
         workers: threads in which transfers are waited for.
         report: called with each result.
     """
@@ -132,24 +188,33 @@ class Puller:
         cache: Cache,
         compatibility: Compatibility,
         *,
+        block_tokens: int,
         token_unit: int,
         rank: int,
+        push: bool,
         link_timeout_ms: int,
         pull_timeout_ms: float,
+        prefill_timeout_ms: float,
         workers: Executor,
         report: Callable[[PullResult], None],
     ) -> None:
         self._engine = engine
         self._cache = cache
         self._compatibility = compatibility
+        self._block_tokens = block_tokens
         self._unit = token_unit
         self._rank = rank
+        self._push = push
         self._link_timeout_ms = link_timeout_ms
         self._pull_timeout_ms = pull_timeout_ms
+        self._prefill_timeout_ms = prefill_timeout_ms
+        desc = cache.cache_desc
+        units = desc.batch_size * desc.shape[desc.seq_len_dim_index]
+        self._unit_nbytes = desc.nbytes // units
         self._workers = workers
         self._report = report
         self._numbers = itertools.count()
-        self._asks: dict[int, tuple[asyncio.Future[BlockLease], list[bytes]]] = {}
+        self._asks: dict[int, _Answer] = {}
         self._peers: dict[int, _Peer] = {}
         self.pulls: dict[str, Pull] = {}
 
@@ -157,27 +222,51 @@ class Puller:
         """Fetch one request, and report how it ended if it had a target."""
         started = time.perf_counter()
         error: Exception | None = None
-        leases: Sequence[BlockLease] = ()
+        granted: Sequence[_Granted] = ()
+        early = not pull.reference.transfer  # what has finished is asked for at once
         try:
-            leases = await asyncio.gather(*(self._lease(pull, it) for it in pull.sources))
+            await asyncio.gather(*(self._greet(it) for it in pull.sources))
+            if early:
+                granted = await self._ask_all(pull)
         except Exception as raised:  # of whatever kind: each request has a result
             error = raised
         target = await pull.target
         if target is not None and error is None:
-            pull.state = PullState.MOVING
+            goal = None
             try:
-                await self._in_thread(self._move, pull, leases, target)
+                if not early:
+                    goal = self._goal(pull, target)
+                    granted = await self._ask_all(pull, goal)
+                pull.state = PullState.MOVING
+                await self._in_thread(self._timed_move, pull, granted, target)
             except Exception as raised:
                 error = raised
+                self._end_asks(pull, LLMException("another worker has failed"))
+            if goal is not None:
+                await self._release(pull, goal)
         self.pulls.pop(pull.request, None)
         pull.state = PullState.DONE if error is None else PullState.FAILED
         if target is not None:
             took_ms = (time.perf_counter() - started) * 1000
+            wait_ms = took_ms - pull.move_ms
             if error is None:
-                logger.info("%s: %s in %.1f ms", pull.request, pull.note, took_ms)
+                text = "%s: %s in %.1f ms, after %.1f ms"
+                logger.info(text, pull.request, pull.note, pull.move_ms, wait_ms)
             else:
                 logger.warning("%s: not fetched after %.1f ms: %s", pull.request, took_ms, error)
-            self._report(PullResult(pull.request, error, tuple(target.blocks), target.first_token))
+            self._report(
+                PullResult(
+                    pull.request,
+                    error,
+                    tuple(target.blocks),
+                    target.first_token,
+                    pull.reference.num_tokens - target.first_token,
+                    pull.nbytes,
+                    wait_ms,
+                    pull.move_ms,
+                    pull.pushed,
+                )
+            )
         await self._say_done(pull)
 
     def receive(self, cluster_id: int, message: Message) -> None:
@@ -189,27 +278,38 @@ class Puller:
             return
         if not isinstance(message, Grant | Refusal) or message.number not in self._asks:
             return
-        lease, parts = self._asks[message.number]
-        if lease.done():
+        answer = self._asks[message.number]
+        if answer.granted.done():
             return
         if isinstance(message, Refusal):
-            lease.set_exception(_gone(f"cluster {cluster_id} refuses: {message.reason}"))
+            answer.granted.set_exception(_gone(f"cluster {cluster_id} refuses: {message.reason}"))
             return
-        parts.append(message.data)
-        if len(parts) < message.parts:
+        answer.parts.append(message.data)
+        if len(answer.parts) < message.parts:
             return
         try:
-            lease.set_result(BlockLease.from_bytes(b"".join(parts)))
+            lease = BlockLease.from_bytes(b"".join(answer.parts))
+            answer.granted.set_result(_Granted(lease, message.sequence, message.pushed))
         except LLMException as error:
-            lease.set_exception(error)
+            answer.granted.set_exception(error)
+
+    def cancel(self, request: str) -> None:
+        """End a request that is not needed any more; one whose bytes move ends by itself."""
+        pull = self.pulls.get(request)
+        if pull is None or pull.cancelled is not None:
+            return
+        pull.cancelled = LLMException("it is not needed any more")
+        self._end_asks(pull, pull.cancelled)
 
     async def renew(self) -> None:
         """Say to all producers which requests are still waited for."""
         waited: dict[tuple[int, bytes], list[int]] = {}
         for pull in self.pulls.values():
+            if pull.sequence is None:  # it is still being computed
+                continue
             for it in pull.sources:
                 key = it.cluster_id, pull.reference.instance
-                waited.setdefault(key, []).append(pull.reference.sequence)
+                waited.setdefault(key, []).append(pull.sequence)
         for (cluster_id, instance), sequences in waited.items():
             for at in range(0, len(sequences), _MOST_RENEWED):
                 message = Renew(instance, tuple(sequences[at : at + _MOST_RENEWED]))
@@ -222,44 +322,104 @@ class Puller:
         """Send a message."""
         await self._in_thread(self._engine.notify, cluster_id, encode(message))
 
-    async def _lease(self, pull: Pull, source: Source) -> BlockLease:
-        await self._greet(source)
+    def _end_asks(self, pull: Pull, reason: LLMException) -> None:
+        """Wait for no more answers."""
+        for number in pull.asks:
+            if not self._asks[number].granted.done():
+                self._asks[number].granted.set_exception(reason)
+
+    async def _ask_all(self, pull: Pull, goal: Goal | None = None) -> Sequence[_Granted]:
         pull.state = PullState.ASKED
+        data = b"" if goal is None else goal.to_bytes()
+        return await asyncio.gather(*(self._ask(pull, it, data) for it in pull.sources))
+
+    async def _ask(self, pull: Pull, source: Source, data: bytes) -> _Granted:
+        """Ask a source for its lease, and wait until it has finished the request."""
+        if pull.cancelled is not None:
+            raise pull.cancelled
         number = next(self._numbers)
-        lease: asyncio.Future[BlockLease] = asyncio.get_running_loop().create_future()
-        self._asks[number] = lease, []
-        reference = pull.reference
+        answer = _Answer(asyncio.get_running_loop().create_future())
+        self._asks[number] = answer
+        pull.asks.add(number)
+        it, parts = pull.reference, pieces(data)
         try:
-            await self.notify(
-                source.cluster_id,
-                Ask(number, reference.instance, reference.sequence, reference.digest),
-            )
-            return await self._answer(source, lease)
+            for part, piece in enumerate(parts):
+                await self.notify(
+                    source.cluster_id,
+                    Ask(
+                        number,
+                        it.instance,
+                        it.sequence,
+                        it.digest,
+                        it.transfer,
+                        part,
+                        len(parts),
+                        piece,
+                    ),
+                )
+            timeout_ms = self._prefill_timeout_ms if it.transfer else self._pull_timeout_ms
+            granted = await self._answer(source, answer.granted, timeout_ms)
+            pull.sequence = granted.sequence
+            return granted
         finally:
+            pull.asks.discard(number)
             del self._asks[number]
+
+    def _goal(self, pull: Pull, target: Target) -> Goal | None:
+        """Lease the blocks that lack tokens, for producers to push to."""
+        block = target.first_token // self._block_tokens
+        if not self._push or block >= len(target.blocks):
+            return None
+        tag = "".join(it if it.isprintable() else "?" for it in pull.request[:MAX_TAG])
+        lease = self._engine.lease_blocks(self._cache, target.blocks[block:], tag=tag)
+        return Goal(lease, block * self._block_tokens, target.first_token)
+
+    async def _release(self, pull: Pull, goal: Goal) -> None:
+        """On return no producer writes to the target any more; one that is stopped holds it up."""
+        while True:
+            try:
+                await self._in_thread(self._engine.release, goal.lease)
+            except LLMException as error:
+                logger.warning("%s: its blocks are not released: %s", pull.request, error)
+                if error.status_code is LLMStatusCode.LLM_TIMEOUT:
+                    await asyncio.sleep(_RELEASE_S)
+                    continue
+            return
 
     async def _greet(self, source: Source) -> None:
         """Link with a producer, and compare what both are, once."""
         peer = self._peers.setdefault(source.cluster_id, _Peer())
+        asked = time.monotonic()
         async with peer.mutex:
             if peer.greeted is not None and self._is_linked(source):
                 self._check(source, peer.greeted.result())
                 return
-            peer.greeted = None
-            cluster = ClusterInfo(source.cluster_id, source.address)
-            results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
-            if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
-                results.raise_for_status()
-            greeted = asyncio.get_running_loop().create_future()
-            peer.greeted = greeted
+            when, what, error = peer.failure
+            if error is not None and what == source and when >= asked:
+                # It was tried meanwhile. Otherwise all that wait would, one after another.
+                raise LLMException(str(error.args[0]), status_code=error.status_code)
             try:
-                fields = dict(self._compatibility.fields)
-                await self.notify(source.cluster_id, Hello(fields, answer=False))
-                difference = await self._answer(source, greeted)
-            except BaseException:
-                peer.greeted = None
+                difference = await self._meet(peer, source)
+            except LLMException as error:
+                peer.failure = time.monotonic(), source, error
                 raise
             self._check(source, difference)
+
+    async def _meet(self, peer: _Peer, source: Source) -> str:
+        peer.greeted = None
+        cluster = ClusterInfo(source.cluster_id, source.address)
+        results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
+        if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
+            results.raise_for_status()
+        greeted = asyncio.get_running_loop().create_future()
+        peer.greeted = greeted
+        try:
+            fields = dict(self._compatibility.fields)
+            await self.notify(source.cluster_id, Hello(fields, answer=False))
+            return await self._answer(source, greeted, self._pull_timeout_ms)
+        except BaseException:
+            peer.greeted = None
+            raise
 
     def _check(self, source: Source, difference: str) -> None:
         if difference:
@@ -268,9 +428,9 @@ class Puller:
                 status_code=LLMStatusCode.LLM_PARAM_INVALID,
             )
 
-    async def _answer(self, source: Source, answer: asyncio.Future[_T]) -> _T:
+    async def _answer(self, source: Source, answer: asyncio.Future[_T], timeout_ms: float) -> _T:
         """Wait for a peer, as long as it is linked."""
-        end = time.monotonic() + self._pull_timeout_ms / 1000
+        end = time.monotonic() + timeout_ms / 1000
         while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
             if not self._is_linked(source):
                 raise LLMException(
@@ -281,7 +441,7 @@ class Puller:
             if time.monotonic() > end:
                 raise LLMException(
                     f"cluster {source.cluster_id} at {source.address} did not answer in "
-                    f"{self._pull_timeout_ms:g} ms",
+                    f"{timeout_ms:g} ms",
                     status_code=LLMStatusCode.LLM_TIMEOUT,
                 )
         return answer.result()
@@ -292,13 +452,31 @@ class Puller:
             for it in self._engine.links()
         )
 
-    def _move(self, pull: Pull, leases: Sequence[BlockLease], target: Target) -> None:
+    def _timed_move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
+        started = time.perf_counter()
+        try:
+            self._move(pull, granted, target)
+        finally:
+            pull.move_ms = (time.perf_counter() - started) * 1000
+
+    def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         """Pull what is missing; on return, or error, no byte is touched any more."""
         total, missing = pull.reference.num_tokens, target.first_token
         if missing % self._unit:
             raise invalid(f"first_token={missing} must be a multiple of {self._unit}")
-        pull.note = f"{total - missing} of {total} tokens from {plural(len(leases), 'worker')}"
-        first, end = missing // self._unit, -(-total // self._unit)
+        pushed = min(total, max(missing, min(it.pushed for it in granted)))
+        pull.pushed = pushed - missing
+        leases = [it.lease for it in granted]
+        first, end = pushed // self._unit, -(-total // self._unit)
+        pull.nbytes = (end - missing // self._unit) * self._unit_nbytes
+        pull.note = (
+            f"{total - missing} of {total} tokens ({nbytes_text(pull.nbytes)}) from "
+            f"{plural(len(leases), 'worker')}"
+        )
+        if pull.pushed:
+            pull.note += f", {pull.pushed} of them pushed"
+        if pushed == total:
+            return
         if len(leases) > 1:
             self._engine.gather_blocks(
                 leases,

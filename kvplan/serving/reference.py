@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvplan.serving.messages import MAX_FIELDS, PROTOCOL, Number
+from kvplan.serving.messages import MAX_FIELDS, MAX_TRANSFER, PROTOCOL, Number, Transfer
 from kvplan.status import invalid
 from kvplan.validation import shown
 
@@ -28,6 +28,19 @@ def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
         text = it.encode()
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()
+
+
+def check_transfer(transfer: object) -> str:
+    """Check the name of a transfer; empty: there is none.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: no printable text of 1 to 128 characters.
+    """
+    if not isinstance(transfer, str) or len(transfer) > MAX_TRANSFER or not transfer.isprintable():
+        raise invalid(
+            f"transfer={shown(transfer)} must be of at most {MAX_TRANSFER} printable characters"
+        )
+    return transfer
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -50,22 +63,25 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     protocol: int
     instance: _Hex
-    sequence: Number
-    digest: _Hex
-    num_tokens: Annotated[int, Meta(ge=1)]
     sources: Annotated[tuple[Source, ...], Meta(min_length=1, max_length=1024)]
+    sequence: Number = 0
+    digest: Annotated[str, Meta(pattern="^([0-9a-f]{2}){0,32}$")] = ""
+    num_tokens: Annotated[int, Meta(ge=0)] = 0
+    transfer: Transfer = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where the cache of a finished request is, which travels with the request to the consumer.
+    """Where the cache of a request is, or will be, which travels with it to the consumer.
 
     Attributes:
         instance: of the producer; another after a restart.
-        sequence: of the request there; rises by one, and is used once.
+        sequence: of the request there, which rises by one and is used once; 0 beside a transfer.
         digest: of what was computed (`token_digest`); the consumer compares it with its own.
         num_tokens: that were computed, from the first on.
         sources: the producer's workers, by rank.
+        transfer: what producer and consumer were told to call the request, before it had finished;
+            empty: it has finished, and has a sequence.
     """
 
     instance: bytes
@@ -73,16 +89,23 @@ class Reference:
     digest: bytes
     num_tokens: int
     sources: tuple[Source, ...]
+    transfer: str = ""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.transfer or f"request {self.sequence}"
 
     def to_dict(self) -> dict[str, Any]:
         """As a JSON object, for any channel."""
         wire = _Wire(
             PROTOCOL,
             self.instance.hex(),
+            self.sources,
             self.sequence,
             self.digest.hex(),
             self.num_tokens,
-            self.sources,
+            self.transfer,
         )
         plain: dict[str, Any] = msgspec.to_builtins(wire)
         return plain
@@ -102,12 +125,18 @@ class Reference:
             raise invalid(
                 f"reference has protocol={wire.protocol} of kvplan.serving, and here is {PROTOCOL}"
             )
+        if not wire.transfer and not (wire.digest and wire.num_tokens):
+            raise invalid(
+                f"reference={shown(given)} must have digest and num_tokens of a request that has "
+                "finished, or transfer, the name of one that will"
+            )
         return cls(
             bytes.fromhex(wire.instance),
             wire.sequence,
             bytes.fromhex(wire.digest),
             wire.num_tokens,
             wire.sources,
+            check_transfer(wire.transfer),
         )
 
 

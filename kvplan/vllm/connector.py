@@ -17,14 +17,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
+from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, Model
 
@@ -114,7 +120,19 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do with this step."""
-        return KvplanMetadata(self._in_scheduler.take_step())
+        scheduler, state = self._in_scheduler, scheduler_output.kv_connector_block_state
+
+        def blocks_of(request: str) -> list[int] | None:
+            blocks = None if state is None else state.get_block_ids(request)
+            return None if blocks is None else blocks[0]
+
+        scheduler.preempted(scheduler_output.preempted_req_ids or ())
+        scheduler.computing(scheduler_output.num_scheduled_tokens, blocks_of)
+        return KvplanMetadata(scheduler.take_step())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers have reported."""
+        self._in_scheduler.fetched(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -139,8 +157,14 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         address = self._in_worker.address
         return None if address is None else KvplanHandshake(address)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin what the scheduler said with this step, before it computes."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, KvplanMetadata):
+            self._worker.prepare(connector_metadata.step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin what the scheduler said with this step."""
+        """Begin what must not come before that."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, KvplanMetadata):
             self._in_worker.begin(metadata.step)
@@ -151,10 +175,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: what is computed stays where it is until it is fetched."""
+        """A layer is computed: it is pushed where a consumer waits for it."""
+        self._in_worker.layer_ready(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing, likewise."""
+        """The model has run; nothing is waited for, as blocks are kept until they have moved."""
+        self._in_worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Which requests have been fetched, whether or not that failed, and which are free."""
@@ -168,6 +194,30 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         """The blocks of requests that failed: vLLM computes them, or fails the request."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has happened since the last call; None: nothing, as always in the scheduler."""
+        if self._worker is None or (figures := self._worker.take_figures()).is_empty:
+            return None
+        return KvplanStats(figures.data)
+
+    # In the process of the server.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Figures of workers, which have come as plain data."""
+        return KvplanStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """What a server shows of them."""
+        return KvplanMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End what this half has."""

@@ -19,7 +19,8 @@ class ConnectorOptions:
     """The keys of `kv_connector_extra_config`, besides those of `ExchangeOptions`.
 
     Attributes:
-        mode: "pull": the consumer fetches what the producer has finished.
+        mode: "pull": the consumer fetches what the producer has finished; "push": the producer
+            sends each layer while it computes the next, to consumers of this mode.
         listen: "ip:port" where a producer's workers listen: the first at this port, the others
             at the next ones; port 0: at any.
         model: the name that both sides have to agree on; empty: that which vLLM was given.
@@ -39,8 +40,8 @@ class ConnectorOptions:
     exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
 
     def __post_init__(self) -> None:
-        if check_type("mode", self.mode, str) != "pull":
-            raise invalid(f'mode={shown(self.mode)} must be "pull"')
+        if check_type("mode", self.mode, str) not in ("pull", "push"):
+            raise invalid(f'mode={shown(self.mode)} must be "pull" or "push"')
         _, _, port = check_type("listen", self.listen, str).rpartition(":")
         if not port.isdecimal() or int(port) > _PORT_MAX:
             raise invalid(f'listen={shown(self.listen)} must be "ip:port"')

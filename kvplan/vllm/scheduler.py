@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
 from kvplan.logs import Log
-from kvplan.serving import Reference, Source, Target, token_digest
+from kvplan.serving import Chunk, Reference, Source, Target, token_digest
+from kvplan.serving.reference import check_transfer
 from kvplan.status import LLMException
 from kvplan.vllm.step import Offer, Step, WorkerAddress
 
@@ -32,6 +34,21 @@ class Request(Protocol):
     mm_features: Sequence[Any]
 
 
+@dataclass
+class _Computed:
+    """A request that is computed here, and that a consumer may wait for.
+
+    Attributes:
+        whole: whether all of its prompt was scheduled.
+    """
+
+    request: Request
+    transfer: str
+    digest: bytes
+    num_tokens: int
+    whole: bool = False
+
+
 class ConnectorScheduler:
     """Lives in the process of vLLM's scheduler, and says to the workers what to do.
 
@@ -44,6 +61,8 @@ class ConnectorScheduler:
         self._sources: tuple[Source, ...] = ()
         self._next = 0
         self._pending: dict[str, Reference] = {}  # arrived, and without blocks
+        self._fetching: set[str] = set()  # have blocks, and are not reported yet
+        self._computing: dict[str, _Computed] = {}  # here, for a consumer that may wait already
         self._step = Step()
 
     def set_workers(self, workers: Mapping[int, WorkerAddress]) -> None:
@@ -56,7 +75,12 @@ class ConnectorScheduler:
         """A request was added: let the workers prepare if it is to be fetched."""
         params = request.kv_transfer_params or {}
         tokens = request.prompt_token_ids
-        if not params.get("do_remote_prefill") or not tokens:
+        if not tokens:
+            return
+        if params.get("do_remote_decode") and (transfer := _transfer(request)):
+            digest = token_digest(tokens, *_extra(request))
+            self._computing[request.request_id] = _Computed(request, transfer, digest, len(tokens))
+        if not params.get("do_remote_prefill"):
             return
         try:
             theirs = Reference.from_dict(params.get(REFERENCE) or {})
@@ -64,13 +88,14 @@ class ConnectorScheduler:
             logger.warning("%s: its prompt is computed here: %s", request.request_id, error)
             return
         # What is asked for is what this side means: other tokens are refused by the producer.
-        num_tokens = min(theirs.num_tokens, len(tokens))
+        num_tokens = len(tokens) if theirs.transfer else min(theirs.num_tokens, len(tokens))
         mine = Reference(
             theirs.instance,
             theirs.sequence,
             token_digest(tokens[:num_tokens], *_extra(request)),
             num_tokens,
             theirs.sources,
+            theirs.transfer,
         )
         self._pending[request.request_id] = self._step.expected[request.request_id] = mine
 
@@ -85,6 +110,7 @@ class ConnectorScheduler:
             return
         if num_external > 0:
             target = Target(tuple(blocks), reference.num_tokens - num_external)
+            self._fetching.add(request.request_id)
             self._step.fetched[request.request_id] = reference, target
         else:  # all of it is here already
             self._step.dropped[request.request_id] = reference
@@ -95,21 +121,59 @@ class ConnectorScheduler:
         """A request has ended; returns whether its blocks are kept, and what goes with it."""
         if (reference := self._pending.pop(request.request_id, None)) is not None:
             self._step.dropped[request.request_id] = reference
+        if request.request_id in self._fetching:  # still: it was aborted
+            self._step.cancelled.append(request.request_id)
+        computed = self._computing.pop(request.request_id, None)
         params, tokens = request.kv_transfer_params or {}, request.prompt_token_ids
-        if not params.get("do_remote_decode") or request.status.name not in _KEPT:
-            return False, None
         num_tokens = min(request.num_computed_tokens, len(tokens or ()))
-        if not tokens or not num_tokens or not blocks:
+        kept = params.get("do_remote_decode") and request.status.name in _KEPT
+        if not kept or not tokens or not num_tokens or not blocks:
+            if computed is not None:
+                self._step.moved.append(computed.transfer)
+                self._step.refused.append(computed.transfer)
             return False, None
+        transfer = "" if computed is None else computed.transfer
         digest = token_digest(tokens[:num_tokens], *_extra(request))
         sequence, self._next = self._next, self._next + 1
-        self._step.offers.append(Offer(sequence, request.request_id, tuple(blocks), digest))
+        self._step.offers.append(
+            Offer(sequence, request.request_id, tuple(blocks), digest, transfer)
+        )
         reference = Reference(self.instance, sequence, digest, num_tokens, self._sources)
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             REFERENCE: reference.to_dict(),
         }
+
+    def computing(
+        self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
+    ) -> None:
+        """What the step that is scheduled now computes, of requests that consumers wait for.
+
+        Args:
+            scheduled: how many tokens of each request, by its id.
+            blocks_of: the blocks of a request that is scheduled.
+        """
+        for name in scheduled.keys() & self._computing.keys():
+            it = self._computing[name]
+            end = it.request.num_computed_tokens + scheduled[name]
+            if not it.whole and (blocks := blocks_of(name)):
+                it.whole = end >= it.num_tokens
+                end = min(end, it.num_tokens)
+                self._step.chunks.append(
+                    Chunk(it.transfer, it.digest, tuple(blocks), end, it.whole)
+                )
+
+    def preempted(self, requests: Iterable[str]) -> None:
+        """Requests that have lost their blocks: they are computed again, in others."""
+        for name in requests:
+            if (it := self._computing.get(name)) is not None:
+                it.whole = False
+                self._step.moved.append(it.transfer)
+
+    def fetched(self, requests: Iterable[str]) -> None:
+        """Requests whose fetch the workers have reported."""
+        self._fetching.difference_update(requests)
 
     def take_step(self) -> Step:
         """What the workers do with the next step."""
@@ -120,6 +184,17 @@ class ConnectorScheduler:
 def instance_of(engine_id: str) -> bytes:
     """What names an engine in references."""
     return blake2b(engine_id.encode(), digest_size=16, person=b"kvplan.vllm").digest()
+
+
+def _transfer(request: Request) -> str:
+    """What the consumer of a request was told to call it; empty: nothing."""
+    given = (request.kv_transfer_params or {}).get(REFERENCE)
+    transfer = given.get("transfer", "") if isinstance(given, dict) else ""
+    try:
+        return check_transfer(transfer)
+    except LLMException as error:
+        logger.warning("%s: nobody can wait for it: %s", request.request_id, error)
+        return ""
 
 
 def _extra(request: Request) -> list[str]:

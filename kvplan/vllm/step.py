@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvplan.serving import Reference, Target
+from kvplan.serving import Chunk, Reference, Target
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,14 @@ class Offer:
         sequence, digest: of its reference.
         request: its id.
         blocks: of the worker's cache.
+        transfer: what its consumer was told to call it before; empty: nothing.
     """
 
     sequence: int
     request: str
     blocks: tuple[int, ...]
     digest: bytes
+    transfer: str = ""
 
 
 @dataclass
@@ -32,12 +34,20 @@ class Step:
         expected: have arrived, and will be fetched.
         fetched: have blocks now.
         dropped: are not needed of the producer any more.
+        cancelled: were to be fetched, and are not needed any more.
+        chunks: what this step computes of requests that have a transfer.
+        moved: transfers whose blocks are not theirs any more.
+        refused: transfers that will not be finished.
     """
 
     offers: list[Offer] = field(default_factory=list)
     expected: dict[str, Reference] = field(default_factory=dict)
     fetched: dict[str, tuple[Reference, Target]] = field(default_factory=dict)
     dropped: dict[str, Reference] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

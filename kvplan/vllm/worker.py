@@ -15,6 +15,7 @@ from kvplan.serving import Compatibility, Exchange
 from kvplan.serving.ranks import heads_of
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, LlmRole
+from kvplan.vllm.figures import Figures
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.step import Step, WorkerAddress
 
@@ -68,8 +69,12 @@ class ConnectorWorker:
         self._instance = instance
         self._model = model
         self._options = options
+        self._layers: dict[str, int] = {}
         self._engine: LlmDataDist | None = None
         self._exchange: Exchange | None = None
+        self._figures = Figures()
+        self._expired = 0
+        self._on_host = True
 
     def register(self, layers: Mapping[str, Any]) -> None:
         """Take the cache that vLLM has allocated: a tensor for each layer.
@@ -80,7 +85,14 @@ class ConnectorWorker:
         """
         model, options = self._model, self._options
         names = sorted(layers, key=_position)
+        self._layers = {name: index for index, name in enumerate(names)}
         tensors, layout, unit = readable([layers[name] for name in names])
+        self._on_host = tensors[0].device.type == "cpu"
+        if options.mode == "push" and not self._on_host:
+            raise invalid(
+                'mode="push" needs a cache in host memory; elsewhere a layer is not computed when '
+                f'vLLM says so, and this one is on {tensors[0].device.type}: use mode="pull"'
+            )
         shard = Shard(
             layers=range(len(names)),
             heads=heads_of(model.rank, model.ranks, model.num_heads),
@@ -113,6 +125,7 @@ class ConnectorWorker:
                 rank=model.rank,
                 ranks=model.ranks,
                 num_heads=model.num_heads,
+                push=options.mode == "push",
                 token_unit=unit,
                 options=options.exchange,
             )
@@ -148,17 +161,47 @@ class ConnectorWorker:
             return None
         return WorkerAddress(self._engine.cluster_id, self._engine.listen_address)
 
-    def begin(self, step: Step) -> None:
-        """Do what the scheduler says; nothing of it is waited for."""
+    def prepare(self, step: Step) -> None:
+        """Do what need not wait for the step's computation; nothing of it is waited for.
+
+        A consumer may be waiting for an offer, and a step can take seconds. Blocks are written when
+        vLLM has cleared them: where the host computes, that is so already; elsewhere in `begin`.
+        What the step overwrites is not pushed any more on return.
+        """
         exchange = self.exchange
-        for offer in step.offers:
-            exchange.enter(offer.sequence, offer.request, offer.blocks, offer.digest)
+        self._figures.count("offered", len(step.offers))
+        if step.chunks or step.moved:
+            exchange.begin_step(step.chunks, step.moved)
+        for it in step.offers:
+            exchange.enter(it.sequence, it.request, it.blocks, it.digest, it.transfer)
+        for transfer in step.refused:
+            exchange.refuse(transfer, "was not finished by its producer")
         for request, reference in step.expected.items():
             exchange.expect(request, reference)
-        for request, (reference, target) in step.fetched.items():
-            exchange.fetch(request, reference, target)
         for request, reference in step.dropped.items():
             exchange.drop(request, reference)
+        for request in step.cancelled:
+            exchange.cancel(request)
+        if self._on_host:
+            self._fetch(step)
+
+    def layer_ready(self, layer: str) -> None:
+        """A layer of the step is computed."""
+        if (index := self._layers.get(layer)) is not None:  # others have no tensors of their own
+            self.exchange.layer_ready(index)
+
+    def computed(self) -> None:
+        """All layers of the step are computed."""
+        self.exchange.end_step()
+
+    def begin(self, step: Step) -> None:
+        """Do the rest: the step's computation is under way."""
+        if not self._on_host:
+            self._fetch(step)
+
+    def _fetch(self, step: Step) -> None:
+        for request, (reference, target) in step.fetched.items():
+            self.exchange.fetch(request, reference, target)
 
     def results(self) -> Results:
         """What has ended since the last call."""
@@ -167,9 +210,19 @@ class ConnectorWorker:
         failed: set[int] = set()
         for it in exchange.take_results():
             received.add(it.request)
+            self._figures.ended(it)
             if it.error is not None:
                 failed.update(it.blocks[it.first_token // self._model.block_tokens :])
-        return Results(exchange.take_freed(), received, failed)
+        freed, expired = exchange.take_freed(), exchange.book.expired
+        self._figures.count("freed", len(freed))
+        self._figures.count("expired", expired - self._expired)
+        self._expired = expired
+        return Results(freed, received, failed)
+
+    def take_figures(self) -> Figures:
+        """What has happened since the last call."""
+        figures, self._figures = self._figures, Figures()
+        return figures
 
     def close(self) -> None:
         """End the exchange and the engine; idempotent."""

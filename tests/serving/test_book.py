@@ -70,7 +70,8 @@ def book(engine: Engine, clock: Callable[[float], float]) -> Iterator[LeaseBook]
 
 
 def test_a_lease_names_the_blocks_and_the_request(book: LeaseBook) -> None:
-    lease = book.lease_of(0, b"digest")
+    sequence, lease = book.lease_of(0, b"digest")
+    assert sequence == 0
     assert (lease.blocks, lease.tag) == ((3, 1), "a")
 
 
@@ -155,4 +156,4 @@ def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
 
 def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:
     book.enter(1, "x\n" * 100, [4], b"digest")
-    assert book.lease_of(1, b"digest").tag == "x?" * 32
+    assert book.lease_of(1, b"digest")[1].tag == "x?" * 32

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
+import time
 from collections.abc import Callable
 
 import pytest
 
 from kvplan import LLMException
-from kvplan.serving import PullResult, Target
+from kvplan.serving import PullResult, Source, Target
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
 
@@ -180,6 +182,36 @@ def test_a_producer_that_dies_fails_what_is_asked_of_it(
     peer.process.send_signal(signal.SIGKILL)
     peer.process.wait()
     assert failed(consumer.fetch(reference([peer.source], 1, 12, 21), [7, 1, 30]), "cluster 1|link")
+
+
+def test_requests_wait_for_a_producer_that_does_not_answer_together(
+    make_worker: MakeWorker,
+) -> None:
+    consumer = make_worker(link_timeout_ms=400)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Source(77, f"127.0.0.1:{silent.getsockname()[1]}")
+        wanted = reference([source], 0, 11, 21)
+        began = time.monotonic()
+        assert failed(consumer.fetch(wanted, [7, 1, 30]), "no answer")
+        alone = time.monotonic() - began
+        began = time.monotonic()
+        for number in range(8):
+            consumer.exchange.fetch(f"mine-{number}", wanted, Target([7, 1, 30]))
+        found: list[PullResult] = []
+        while len(found) < 8:
+            assert consumer.exchange.wait(60_000)
+            found += consumer.exchange.take_results()
+    assert all(failed(it, "no answer") for it in found)
+    assert time.monotonic() - began < 4 * alone  # and not 8
+
+
+def test_a_result_says_how_much_was_moved(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    result = consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30], first=8)
+    assert (result.tokens, result.nbytes) == (13, 2 * 4 * 13 * 8 * 4)  # layers, heads, tokens, ...
+    assert result.move_ms > 0
+    assert result.wait_ms > 0
 
 
 def test_an_aborted_request_is_free_and_refused(

@@ -21,9 +21,11 @@ REFERENCE = Reference(b"instance", 7, b"digest", 100, (Source(5, "10.0.0.1:26000
     [
         Hello({"model": "m"}, answer=True),
         Ask(2**62, b"instance", 7, bytes(16)),
-        Grant(1, 0, 2, bytes(3500)),
+        Ask(2**62, b"instance", 0, bytes(16), "x" * 128, 1, 2, bytes(3500)),
+        Grant(1, 7, 0, 0, 2, bytes(3500)),
         Refusal(1, "x" * 1000),
         Done(b"instance", 7, bytes(16), 4),
+        Done(b"instance", 0, bytes(16), 4, "transfer"),
         Renew(b"instance", tuple(range(256))),
     ],
 )
@@ -51,7 +53,8 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 def test_a_lease_is_sent_in_parts() -> None:
     lease = bytes(it % 251 for it in range(8000))
-    parts = grants(3, lease)
+    parts = grants(3, 7, 64, lease)
+    assert {(it.sequence, it.pushed) for it in parts} == {(7, 64)}
     assert [(it.number, it.part, it.parts, len(it.data)) for it in parts] == [
         (3, 0, 3, 3500),
         (3, 1, 3, 3500),
@@ -64,6 +67,13 @@ def test_a_reference_travels_as_json() -> None:
     assert Reference.from_dict(json.loads(json.dumps(REFERENCE.to_dict()))) == REFERENCE
 
 
+def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
+    known = {key: REFERENCE.to_dict()[key] for key in ("protocol", "instance", "sources")}
+    reference = Reference.from_dict(known | {"transfer": "cmpl-1"})
+    assert (reference.transfer, reference.digest, reference.num_tokens) == ("cmpl-1", b"", 0)
+    assert Reference.from_dict(reference.to_dict()) == reference
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -73,7 +83,11 @@ def test_a_reference_travels_as_json() -> None:
         ({"instance": "no hex"}, "is none of kvplan.serving"),
         ({"sources": []}, "is none of kvplan.serving"),
         ({"sources": [[1, 2]]}, "is none of kvplan.serving"),
-        ({"num_tokens": 0}, "is none of kvplan.serving"),
+        ({"num_tokens": -1}, "is none of kvplan.serving"),
+        ({"num_tokens": 0}, "must have digest and num_tokens"),
+        ({"digest": ""}, "must have digest and num_tokens"),
+        ({"transfer": "x" * 129}, "is none of kvplan.serving"),
+        ({"transfer": "a\n"}, "at most 128 printable characters"),
         ({"surplus": 1}, "is none of kvplan.serving"),
     ],
 )

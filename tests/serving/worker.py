@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard
 from kvplan.serving import (
+    Chunk,
     Compatibility,
     Exchange,
     ExchangeOptions,
@@ -49,6 +51,7 @@ class Worker:
         ranks: int = 1,
         model: str = "tiny",
         instance: bytes = INSTANCE,
+        push: bool = False,
         engine_options: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -74,6 +77,7 @@ class Worker:
             rank=rank,
             ranks=ranks,
             num_heads=HEADS,
+            push=push,
             options=ExchangeOptions(**options),
         )
 
@@ -82,14 +86,33 @@ class Worker:
         assert self.engine.listen_address
         return Source(self.engine.cluster_id, self.engine.listen_address)
 
-    def compute(self, request: int, blocks: Sequence[int], tokens: int) -> None:
-        """Fill blocks as the model does with the first tokens of a request."""
+    def compute(
+        self,
+        request: int,
+        blocks: Sequence[int],
+        tokens: int,
+        first: int = 0,
+        layers: Sequence[int] = range(LAYERS),
+    ) -> None:
+        """Fill blocks as the model does with tokens of a request."""
         arrays = self.engine.arrays(self.cache)
         whole = contents(request, tokens)
-        for position in range(tokens):
+        for position in range(first, tokens):
             block, slot = blocks[position // self.block_tokens], position % self.block_tokens
-            for layer, array in enumerate(arrays):
-                array[block, :, slot] = whole[layer, self.heads.start : self.heads.stop, position]
+            for layer in layers:
+                content = whole[layer, self.heads.start : self.heads.stop, position]
+                arrays[layer][block, :, slot] = content
+
+    def step(
+        self, request: int, blocks: Sequence[int], first: int, end: int, tokens: int, name: str
+    ) -> None:
+        """Compute the tokens from `first` to `end` of a request of `tokens`, layer by layer."""
+        digest = token_digest(prompt(request, tokens))
+        self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)])
+        for layer in range(LAYERS):
+            self.compute(request, blocks, end, first, [layer])
+            self.exchange.layer_ready(layer)
+        self.exchange.end_step()
 
     def has(self, request: int, blocks: Sequence[int], first: int, tokens: int) -> bool:
         """Whether blocks hold these tokens of a request."""
@@ -107,8 +130,19 @@ class Worker:
     def finish(self, sequence: int, request: int, blocks: Sequence[int], tokens: int) -> None:
         """Compute a request, and offer it."""
         self.compute(request, blocks, tokens)
+        self.enter(sequence, request, blocks, tokens)
+
+    def enter(
+        self, sequence: int, request: int, blocks: Sequence[int], tokens: int, name: str = ""
+    ) -> None:
+        """Offer a request that is computed."""
         digest = token_digest(prompt(request, tokens))
-        self.exchange.enter(sequence, f"request-{request}", blocks, digest)
+        self.exchange.enter(sequence, f"request-{request}", blocks, digest, name)
+
+    def wait_asked(self, name: str, readers: int = 1) -> None:
+        """Wait until consumers have asked for a transfer."""
+        while len(self.exchange._waiting.get(name, ())) < readers:
+            select.select([], [], [], 0.001)
 
     def fetch(
         self, reference: Reference, blocks: Sequence[int], first: int = 0, name: str = "mine"
@@ -136,6 +170,7 @@ def reference(
     request: int,
     tokens: int,
     instance: bytes = INSTANCE,
+    transfer: str = "",
 ) -> Reference:
     digest = token_digest(prompt(request, tokens))
-    return Reference(instance, sequence, digest, tokens, tuple(sources))
+    return Reference(instance, sequence, digest, tokens, tuple(sources), transfer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplan.serving import Reference, Target, token_digest
+from kvplan.serving import Chunk, Reference, Target, token_digest
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.step import Step, WorkerAddress
 
@@ -103,6 +103,7 @@ def test_a_request_is_expected_and_then_fetched(
     assert consumer.missing_tokens(arriving, 32) == 38  # it may be asked often
     consumer.allocated(arriving, [1, 2, 3], 38)
     assert consumer.take_step().fetched == {"r1": (reference, Target((1, 2, 3), 32))}
+    consumer.fetched(["r1"])
     assert consumer.missing_tokens(arriving, 0) == 0  # after a failure it is computed here
     consumer.allocated(arriving, [1, 2, 3], 0)
     assert consumer.finished(arriving, [1, 2, 3]) == (False, None)
@@ -165,3 +166,77 @@ def test_what_is_no_reference_is_computed_here(
     consumer.arrived(arriving)
     assert consumer.missing_tokens(arriving, 0) == 0
     assert consumer.take_step() == Step()
+
+
+def computing(name: str = "p1", computed: int = 0, **values: Any) -> Any:
+    """A request that has arrived at its producer, whose consumer may wait for it already."""
+    params = {"do_remote_decode": True, "kvplan": {"transfer": "cmpl-1"}}
+    return request(name, kv_transfer_params=params, num_computed_tokens=computed, **values)
+
+
+def test_of_a_request_with_a_transfer_each_step_says_what_it_computes(
+    producer: ConnectorScheduler,
+) -> None:
+    it = computing(computed=32)  # which the prefix cache had
+    producer.arrived(it)
+    blocks = {"p1": [5, 6, 7], "other": [8]}
+    producer.computing({"p1": 20, "other": 3}, blocks.get)
+    digest = token_digest(PROMPT, "", "")
+    assert producer.take_step().chunks == [Chunk("cmpl-1", digest, (5, 6, 7), 52, False)]
+    it.num_computed_tokens = 52
+    producer.computing({"p1": 18}, blocks.get)
+    assert producer.take_step().chunks == [Chunk("cmpl-1", digest, (5, 6, 7), 70, True)]
+    it.num_computed_tokens = 70
+    producer.computing({"p1": 1}, blocks.get)  # what it generates is nobody's
+    assert producer.take_step() == Step()
+    held, params = producer.finished(it, [5, 6, 7])
+    assert held
+    assert params
+    (offer,) = producer.take_step().offers
+    assert (offer.transfer, offer.digest) == ("cmpl-1", digest)
+
+
+def test_a_request_that_is_preempted_is_computed_again(producer: ConnectorScheduler) -> None:
+    it = computing()
+    producer.arrived(it)
+    producer.computing({"p1": 70}, {"p1": [5, 6, 7]}.get)
+    producer.take_step()
+    producer.preempted({"p1", "other"})
+    assert producer.take_step().moved == ["cmpl-1"]
+    producer.computing({"p1": 70}, {"p1": [1, 2, 3]}.get)
+    (chunk,) = producer.take_step().chunks
+    assert (chunk.blocks, chunk.end, chunk.last) == ((1, 2, 3), 70, True)
+
+
+def test_consumers_of_a_request_that_is_aborted_are_told(producer: ConnectorScheduler) -> None:
+    it = computing(status=SimpleNamespace(name="FINISHED_ABORTED"))
+    producer.arrived(it)
+    assert producer.finished(it, [5]) == (False, None)
+    assert producer.take_step() == Step(moved=["cmpl-1"], refused=["cmpl-1"])
+
+
+def test_a_request_that_has_not_finished_is_expected_by_its_name(
+    producer: ConnectorScheduler, consumer: ConnectorScheduler
+) -> None:
+    known = finished(producer)["kvplan"]  # what an earlier answer said of the producer
+    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
+    params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-1"}}
+    arriving = request(kv_transfer_params=params)
+    consumer.arrived(arriving)
+    (reference,) = consumer.take_step().expected.values()
+    assert (reference.transfer, reference.num_tokens) == ("cmpl-1", len(PROMPT))
+    assert reference.digest == token_digest(PROMPT, "", "")
+    assert consumer.missing_tokens(arriving, 32) == 38
+    consumer.allocated(arriving, [1, 2, 3], 38)
+    consumer.take_step()
+    assert consumer.finished(arriving, [1, 2, 3]) == (False, None)
+    assert consumer.take_step().cancelled == ["r1"]  # nobody waits for it any more
+
+
+@pytest.mark.parametrize("transfer", [7, "x" * 129, "a\n", None])
+def test_a_transfer_that_has_no_name_is_none(producer: ConnectorScheduler, transfer: Any) -> None:
+    it = computing()
+    it.kv_transfer_params["kvplan"] = {"transfer": transfer}
+    producer.arrived(it)
+    producer.computing({"p1": 70}, {"p1": [5, 6, 7]}.get)
+    assert producer.take_step() == Step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,37 @@ def test_the_blocks_of_a_request_that_fails_are_named(prefill: Peer, decode: Vll
     assert decode.results() == (set(), {"d2"}, {5, 7})
 
 
+def test_both_sides_count(prefill: Peer, decode: VllmWorker) -> None:
+    params = start(prefill, [6, 1, 3])
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0], computed=32)
+    decode.results()
+    decode.fetch(decode.request("d2", PROMPT, params), [2, 5, 7])
+    decode.results()
+    data = decode.worker.take_figures().data
+    assert (data["tokens"], data["failed"]) == ([38], {"kv_cache_not_exist": 1})
+    assert data["nbytes"] == [2 * 2 * 2 * 2 * 32 * 4 * 4]  # blocks, layers, heads, keys and values
+    assert decode.worker.take_figures().is_empty
+    prefill.run("result = worker.results()")
+    data = prefill.run("result = worker.worker.take_figures().data")
+    assert (data["offered"], data["freed"], data["expired"]) == (1, 1, 0)
+
+
+def test_an_offer_does_not_wait_for_the_computation_of_its_step(
+    prefill: Peer, decode: VllmWorker
+) -> None:
+    params = prefill.run(
+        """
+        worker = VllmWorker("prefill")
+        request = worker.request("p1", prompt, {"do_remote_decode": True})
+        _, result = worker.scheduler.finished(request, [6, 1, 3])
+        worker.worker.prepare(worker.scheduler.take_step())
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    assert decode.results() == (set(), {"d1"}, set())
+
+
 def test_a_request_of_other_tokens_fails(prefill: Peer, decode: VllmWorker) -> None:
     params = start(prefill, [6, 1, 3])
     decode.fetch(decode.request("d1", PROMPT[::-1], params), [2, 4, 0])
@@ -116,3 +148,49 @@ def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
 def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
     with refused("LLM_PARAM_INVALID", "must have tensors of 4 dimensions"):
         decode.worker.register({"layers.0": CpuTensor(np.zeros((8, 64), np.float32))})
+
+
+def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
+    decode = VllmWorker("decode", produces=False, mode="push")
+    known = start(prefill, [6, 1, 3], mode="push")["kvplan"]
+    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
+    params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-2"}}
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    prefill.run(
+        """
+        import select
+        while not worker.worker.exchange._waiting:
+            select.select([], [], [], 0.001)
+        params = {"do_remote_decode": True, "kvplan": {"transfer": "cmpl-2"}}
+        request = worker.request("p2", prompt, params)
+        request.num_computed_tokens = 0
+        worker.scheduler.arrived(request)
+        worker.scheduler.computing({"p2": 70}, {"p2": [5, 0, 7]}.get)
+        worker.worker.prepare(worker.scheduler.take_step())
+        for layer in (9, 10):
+            worker.packed(layer)[[5, 0, 7]] = layer
+            worker.worker.layer_ready(f"model.layers.{layer}.attn")
+            worker.worker.layer_ready("model.layers.11.attn")  # it shares those of another
+        worker.worker.computed()
+        request.num_computed_tokens = 70
+        worker.scheduler.finished(request, [5, 0, 7])
+        worker.worker.prepare(worker.scheduler.take_step())
+        """,
+        prompt=PROMPT,
+    )
+    assert decode.worker.exchange.wait(60_000)
+    (result,) = decode.worker.exchange.take_results()
+    assert (result.error, result.pushed) == (None, 70)
+    for layer in (9, 10):
+        assert np.all(decode.packed(layer)[[2, 4, 0]] == layer)
+        assert not decode.packed(layer)[[1, 3, 5, 6, 7]].any()
+    decode.worker.close()
+
+
+def test_push_needs_host_memory() -> None:
+    it = VllmWorker("prefill", mode="push")
+    layer = CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32))
+    layer.device = SimpleNamespace(type="cuda")
+    with refused("LLM_PARAM_INVALID", "needs a cache in host memory.*on cuda"):
+        it.worker.register({"layers.0": layer})
+    it.worker.close()

@@ -68,7 +68,7 @@ class VllmWorker:
         request = self.request(name, prompt, {"do_remote_decode": True})
         _, params = self.scheduler.finished(request, blocks)
         assert params is not None
-        self.worker.begin(self.scheduler.take_step())
+        self.step()
         return params
 
     def fetch(self, request: Any, blocks: list[int], computed: int = 0) -> None:
@@ -76,7 +76,13 @@ class VllmWorker:
         self.scheduler.arrived(request)
         missing = self.scheduler.missing_tokens(request, computed)
         self.scheduler.allocated(request, blocks, missing)
-        self.worker.begin(self.scheduler.take_step())
+        self.step()
+
+    def step(self) -> None:
+        """Let vLLM make a step."""
+        step = self.scheduler.take_step()
+        self.worker.prepare(step)
+        self.worker.begin(step)
 
     def request(self, name: str, prompt: list[int], params: dict[str, Any]) -> Any:
         return SimpleNamespace(

@@ -1,0 +1,263 @@
+"""kvplan's connector beside vLLM's NixlConnector, in the same run and in turns.
+
+Both pairs of engines live at the same time, on the same two cores, and one of them is stopped
+(SIGSTOP) while the other is measured. A prompt of 1,899 tokens has 42 MiB of KV cache: first in
+blocks that lie one after another, as in a fresh cache, then in blocks that are scattered, as in
+one that has been in use. Rows, as those of `make bench`, go to build/vllm.jsonl.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.table import Row
+from examples.vllm.engine import Engine
+from examples.vllm.report import (
+    FOLDER,
+    ROOT,
+    TOKENS,
+    Answer,
+    Report,
+    connector,
+    free_port,
+    prompts,
+)
+
+JSON_LINES = ROOT / "build" / "vllm.jsonl"
+BLOCKS = 500
+LENGTH = 1899  # tokens of the prompt
+ROUNDS, EACH = 3, 2  # turns of a pair, and requests in each
+IDLE_S = 10.0
+FINISH = {"do_remote_decode": True}
+
+
+def nixl(role: str) -> dict[str, Any]:
+    """NixlConnector on a CPU."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+class Pair:
+    """Two engines with one connector between them.
+
+    Args:
+        transfer: the metric of vLLM with the times of its transfers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        held: ExitStack,
+        configs: tuple[Mapping[str, Any], Mapping[str, Any]],
+        transfer: str,
+    ) -> None:
+        self.name, self._transfer = name, transfer
+        engines = []
+        for core, (role, config) in enumerate(zip(("prefill", "decode"), configs, strict=True)):
+            environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            engines.append(
+                Engine(
+                    f"{name}-{role}",
+                    FOLDER,
+                    core,
+                    config,
+                    environment,
+                    num_gpu_blocks_override=BLOCKS,
+                )
+            )
+            held.callback(engines[-1].close)
+        self.prefill, self.decode = self.engines = engines
+
+    def send(self, number: signal.Signals) -> None:
+        """Stop it, or let it go on."""
+        for it in self.engines:
+            it.send(number)
+
+    def finished(self, prompt: list[int]) -> Mapping[str, Any]:
+        """Let one compute a prompt."""
+        return self.prefill.generate([prompt], 1, [FINISH])[0].params or {}
+
+    def first_token(self, prompt: list[int]) -> tuple[float, float]:
+        """Seconds until the other has generated a token, and those of the transfer alone."""
+        params = self.finished(prompt)
+        self.decode.forget()
+        before = self.decode.metrics()
+        self.decode.generate([prompt], 1, [params])
+        after = self.decode.metrics()
+        count = after[f"{self._transfer}_count"] - before.get(f"{self._transfer}_count", 0.0)
+        if count != 1:
+            raise RuntimeError(f"{self.name}: {count:.0f} transfers instead of 1")
+        moved = after[f"{self._transfer}_sum"] - before.get(f"{self._transfer}_sum", 0.0)
+        return self.decode.took_s, moved
+
+    def descriptors(self) -> float:
+        """How many descriptors have been moved so far, if it counts them."""
+        return self.decode.metrics().get("vllm:nixl_num_descriptors_sum", 0.0)
+
+    def scatter(self) -> None:
+        """Use all blocks for requests that end in another order than they have begun in."""
+        chance = random.Random(1)
+        prompts = [[it, *chance.choices(range(1000), k=3)] for it in range(BLOCKS)]
+        tokens = [chance.randrange(1, 8) for _ in prompts]
+        for it in self.engines:
+            it.forget()
+            it.begin(prompts, tokens)
+        for it in self.engines:
+            it.ended()
+
+    def stale(self, first: list[list[int]], others: list[list[int]]) -> list[Answer]:
+        """What is answered to parameters that are used again when others have the blocks."""
+        params = [self.finished(it) for it in first]
+        self.decode.forget()
+        self.decode.generate(first, TOKENS, params)
+        self.prefill.forget()
+        for _ in range(3):  # until no block is as it was
+            self.prefill.generate(others, 1)
+            self.prefill.forget()
+        self.decode.forget()
+        return self.decode.generate(first, TOKENS, params)
+
+
+class Beside:
+    """The measurements, in the order in which they are made."""
+
+    def __init__(self, report: Report, held: ExitStack) -> None:
+        self.report = report
+        self.prompts = prompts()
+        text = [token for it in self.prompts for token in it]
+        self.prompt = text[:LENGTH]
+        self.ours = Pair(
+            "kvplan",
+            held,
+            (connector("kv_producer"), connector("kv_consumer")),
+            "vllm:kvplan_transfer_seconds",
+        )
+        self.theirs = Pair(
+            "nixl",
+            held,
+            (nixl("kv_producer"), nixl("kv_consumer")),
+            "vllm:nixl_xfer_time_seconds",
+        )
+        self.pairs = (self.ours, self.theirs)
+        self.alone = Engine("alone", FOLDER, 0, num_gpu_blocks_override=BLOCKS)
+        held.callback(self.alone.close)
+        for it in (*self.ours.engines, *self.theirs.engines, self.alone):
+            it.started()
+        report.say("two pairs of engines, and one alone, are up")
+
+    def run(self) -> None:
+        """Measure all, and say it."""
+        asked = self.prompts[13:16]
+        right = self.alone.generate(asked, TOKENS)
+        self.alone.send(signal.SIGSTOP)
+        self.theirs.send(signal.SIGSTOP)
+        for pair in self.pairs:
+            self._alone_on_machine(pair)
+            pair.first_token(self.prompt)  # links, and touches pages
+        contiguous = self._turns("in blocks one after another")
+        for pair in self.pairs:
+            self._alone_on_machine(pair)
+            pair.scatter()
+            pair.first_token(self.prompt)
+        scattered = self._turns("in scattered blocks")
+        idle = self._idle()
+        for pair in self.pairs:
+            self._alone_on_machine(pair)
+            found = pair.stale(asked, self.prompts[16:19])
+            wrong = sum(a.tokens != b.tokens for a, b in zip(right, found, strict=True))
+            text = f"{pair.name}: stale parameters, {wrong} of {len(asked)} answers are of others"
+            if pair is self.ours:
+                self.report.check(text, ["other tokens"] if wrong else [])
+            else:
+                self.report.say(f"note    {text}")
+        self._rows(contiguous, scattered, idle)
+
+    def _alone_on_machine(self, pair: Pair) -> None:
+        for it in self.pairs:
+            it.send(signal.SIGCONT if it is pair else signal.SIGSTOP)
+
+    def _turns(self, where: str) -> list[tuple[float, float]]:
+        """Medians of both pairs: seconds to the first token, and of the transfer."""
+        found: dict[str, list[tuple[float, float]]] = {it.name: [] for it in self.pairs}
+        before = 0.0
+        for _ in range(ROUNDS):
+            for pair in self.pairs:
+                self._alone_on_machine(pair)
+                if pair is self.theirs and not before:
+                    before = pair.descriptors()
+                found[pair.name] += [pair.first_token(self.prompt) for _ in range(EACH)]
+        descriptors = (self.theirs.descriptors() - before) / (ROUNDS * EACH)
+        medians = []
+        for pair in self.pairs:
+            first, moved = zip(*found[pair.name], strict=True)
+            medians.append((statistics.median(first), statistics.median(moved)))
+            self.report.say(
+                f"note    {pair.name}, {where} ({descriptors:.0f} descriptors of NIXL): transfer "
+                f"{medians[-1][1] * 1000:.1f} ms ({min(moved) * 1000:.1f} to "
+                f"{max(moved) * 1000:.1f}), first token {medians[-1][0] * 1000:.0f} ms "
+                f"({min(first) * 1000:.0f} to {max(first) * 1000:.0f})"
+            )
+        return medians
+
+    def _idle(self) -> dict[str, float]:
+        """Percent of a core that idle engines use: of a pair, and of two without connector."""
+        percent: dict[str, float] = {}
+        for pair in self.pairs:
+            self._alone_on_machine(pair)
+            percent[pair.name] = self._used(*pair.engines)
+            pair.send(signal.SIGSTOP)
+        self.alone.send(signal.SIGCONT)
+        percent["alone"] = 2 * self._used(self.alone)
+        self.alone.send(signal.SIGSTOP)
+        text = ", ".join(f"{name} {value:.1f}" for name, value in percent.items())
+        self.report.say(f"note    percent of a core that two idle engines use: {text}")
+        return percent
+
+    @staticmethod
+    def _used(*engines: Engine) -> float:
+        time.sleep(1.0)  # what was stopped finds out
+        began, before = time.monotonic(), sum(it.cpu_s() for it in engines)
+        time.sleep(IDLE_S)
+        used = sum(it.cpu_s() for it in engines) - before
+        return 100 * used / (time.monotonic() - began)
+
+    def _rows(
+        self,
+        contiguous: list[tuple[float, float]],
+        scattered: list[tuple[float, float]],
+        idle: dict[str, float],
+    ) -> None:
+        rows = []
+        for name, which, target in (
+            ("vllm_transfer_over_nixl", 1, 0.7),
+            ("vllm_ttft_over_nixl", 0, 1.0),
+        ):
+            cases = {"contiguous": contiguous, "scattered": scattered}
+            pairs = {case: (ours[which], theirs[which]) for case, (ours, theirs) in cases.items()}
+            ratios = {case: ours / theirs for case, (ours, theirs) in pairs.items()}
+            worst = max(ratios, key=ratios.__getitem__)
+            ours, theirs = pairs[worst]
+            rows.append(
+                Row(name, 1000 * ours, "ms", 1000 * theirs, target=target, note=worst, cases=ratios)
+            )
+        own = max(0.0, idle["kvplan"] - idle["alone"])
+        rows.append(Row("vllm_idle_cpu_percent", own, "% of a core", 2.0, cases=idle))
+        JSON_LINES.write_text("".join(f"{it.to_json()}\n" for it in rows))
+        for it in rows:
+            self.report.say(f"{'met   ' if it.met else 'MISSED'}  {'  '.join(it.cells())}")
+
+
+def run(report: Report) -> None:
+    """Measure."""
+    with ExitStack() as held:
+        Beside(report, held).run()

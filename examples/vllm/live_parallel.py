@@ -1,0 +1,90 @@
+"""Tensor parallelism of unlike sizes: each worker fetches its heads from those that have them.
+
+vLLM takes the cores of several workers as "0|1". All engines here share two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from examples.vllm.engine import Engine
+from examples.vllm.live_engines import FINISH, leaks
+from examples.vllm.model import make_even
+from examples.vllm.report import FOLDER, TOKENS, Report, connector, differences, prompts
+
+MODEL = FOLDER / "model-even"
+BLOCKS = 400
+
+
+class Parallel:
+    """Engines of one and two workers, all of which give and fetch."""
+
+    def __init__(self, report: Report, held: ExitStack) -> None:
+        self.report, self.held = report, held
+        self.prompts = prompts()
+        if not (MODEL / "config.json").exists():
+            make_even(FOLDER / "model", MODEL)
+        self.one = self.engine("parallel-1", 1)
+        self.two = self.engine("parallel-2", 2)
+        self.other = self.engine("parallel-2b", 2)
+        for it in (self.one, self.two, self.other):
+            it.started()
+        self.report.say("engines of one, two and two workers are up")
+        self.alone = self.one.generate(self.prompts, TOKENS)
+
+    def engine(self, name: str, workers: int) -> Engine:
+        it = Engine(
+            name,
+            FOLDER,
+            "|".join(map(str, range(workers))),
+            connector("kv_both"),
+            model=str(MODEL),
+            tensor_parallel_size=workers,
+            num_gpu_blocks_override=BLOCKS,
+        )
+        self.held.callback(it.close)
+        return it
+
+    def run(self) -> None:
+        """Make the checks."""
+        self.moves("1 -> 2", self.one, self.two)
+        self.moves("2 -> 1", self.two, self.one)
+        self.moves("2 -> 2", self.two, self.other)
+
+    def moves(self, name: str, prefill: Engine, decode: Engine) -> None:
+        for it in (prefill, decode):
+            it.forget()
+        numbers = range(len(self.prompts))
+        before = fetched(decode)
+        params = finished(prefill, [self.prompts[it] for it in numbers])
+        found = decode.generate([self.prompts[it] for it in numbers], TOKENS, params)
+        moved, total = fetched(decode) - before, sum(map(len, self.prompts))
+        problems = differences(self.alone, found)
+        problems += ["answers are errors"] if any(it.reason == "error" for it in found) else []
+        if moved < total / 2:
+            problems.append(f"only {moved:.0f} of {total} tokens were fetched")
+        problems += leaks(prefill, decode)
+        self.report.check(
+            f"tensor parallelism {name}: tokens are those of one worker alone, no block leaks",
+            problems,
+            f"{moved:.0f} of {total} tokens fetched",
+        )
+
+
+def finished(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Let an engine compute prompts; returns what travels with them."""
+    answers = engine.generate(prompts, 1, [FINISH] * len(prompts))
+    return [it.params or {} for it in answers]
+
+
+def fetched(engine: Engine) -> float:
+    """Tokens that vLLM itself counts as fetched, so far."""
+    return engine.metrics()["vllm:external_prefix_cache_hits"]
+
+
+def run(report: Report) -> None:
+    """Make the checks."""
+    with ExitStack() as held:
+        Parallel(report, held).run()

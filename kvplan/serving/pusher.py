@@ -1,0 +1,261 @@
+"""The producer's pushes: requests move while they are computed, each layer when it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvplan.lease import BlockLease
+from kvplan.logs import Log
+from kvplan.serving.messages import Number
+from kvplan.status import LLMException, invalid
+from kvplan.validation import shown
+
+if TYPE_CHECKING:
+    from kvplan.engine.datadist import LlmDataDist
+    from kvplan.execution import LayerTask
+    from kvplan.types import Cache
+
+logger = Log("kvplan.serving")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Where a consumer wants a request that is still being computed.
+
+    Attributes:
+        lease: of the consumer's blocks that lack tokens.
+        lease_token: the token with which the first of them begins.
+        first_token: the first that is missing.
+    """
+
+    lease: BlockLease
+    lease_token: int
+    first_token: int
+
+    def to_bytes(self) -> bytes:
+        """For messages."""
+        return msgspec.msgpack.encode((self.lease.to_bytes(), self.lease_token, self.first_token))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Goal:
+        """Read what `to_bytes` has made.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it is not whole, or was changed.
+        """
+        try:
+            lease, begin, first = msgspec.msgpack.decode(data, type=tuple[bytes, Number, Number])
+        except (msgspec.DecodeError, ValueError) as error:
+            raise invalid(f"data={shown(data)} is no goal: {error}") from None
+        if first < begin:
+            raise invalid(f"first_token={first} must be >= lease_token={begin}")
+        return cls(BlockLease.from_bytes(lease), begin, first)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step of the model computes of a request.
+
+    Attributes:
+        transfer: what its consumer was told to call it.
+        digest: of all its tokens.
+        blocks: of the local cache, from its first token on.
+        end: the tokens before this one are computed when the step has ended.
+        last: whether these are all.
+    """
+
+    transfer: str
+    digest: bytes
+    blocks: Sequence[int]
+    end: int
+    last: bool
+
+
+@dataclass
+class _Push:
+    """A request on its way to one consumer.
+
+    Attributes:
+        begun: tokens before this one are in a task.
+        arrived: tokens before this one are there.
+        tasks: in the order of their tokens, with the end of each.
+        broken: it goes no further; the consumer fetches the rest.
+    """
+
+    digest: bytes
+    goal: Goal
+    begun: int
+    arrived: int
+    tasks: deque[tuple[LayerTask, int]] = field(default_factory=deque)
+    broken: bool = False
+
+
+class Pusher:
+    """Pushes what the model computes to consumers that have said where to.
+
+    `begin`, `layer_ready` and `computed` are called by the thread that runs the model, in this
+    order in each step; the others by any thread.
+
+    Args:
+        engine: moves the bytes.
+        cache: where from.
+        block_tokens: tokens of a block: what is not the end of a request is pushed by whole blocks.
+        token_unit: tokens that the cache's layout counts as one.
+        timeout_ms: milliseconds that a push may last after its last layer was computed.
+    """
+
+    def __init__(
+        self,
+        engine: LlmDataDist,
+        cache: Cache,
+        *,
+        block_tokens: int,
+        token_unit: int,
+        timeout_ms: float,
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._block_tokens = block_tokens
+        self._unit = token_unit
+        self._timeout_ms = timeout_ms
+        self._mutex = RLock()
+        self._pushes: dict[str, dict[int, _Push]] = {}  # by transfer and cluster id
+        self._step: list[LayerTask] = []  # of the step that the model is in
+
+    def add(self, cluster_id: int, transfer: str, digest: bytes, goal: Goal) -> None:
+        """A consumer waits for a transfer: push to it from the next step on."""
+        with self._mutex:
+            push = _Push(digest, goal, goal.first_token, goal.first_token)
+            self._pushes.setdefault(transfer, {})[cluster_id] = push
+
+    def remove(self, cluster_id: int, transfer: str) -> None:
+        """A consumer does not wait any more; on return nothing moves to it."""
+        with self._mutex:
+            found = self._pushes.get(transfer, {})
+            push = found.pop(cluster_id, None)
+            if not found:
+                self._pushes.pop(transfer, None)
+        if push is not None:
+            _cancel(push)
+
+    def cancel(self, transfer: str) -> None:
+        """The blocks of a request are not its own any more; on return none of them is read.
+
+        What has arrived stays where it is; if the request is computed again it is pushed from
+        there on.
+        """
+        with self._mutex:
+            for push in self._pushes.get(transfer, {}).values():
+                _cancel(push)
+                push.tasks.clear()
+                push.begun = push.arrived
+
+    def transfers(self) -> list[tuple[int, str]]:
+        """Cluster id and name of all that consumers wait for."""
+        with self._mutex:
+            return [(it, name) for name, pushes in self._pushes.items() for it in pushes]
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Prepare what the next step computes: layers move as they become ready."""
+        with self._mutex:
+            self._step = []
+            for chunk in chunks:
+                for cluster_id, push in self._pushes.get(chunk.transfer, {}).items():
+                    if push.broken or push.digest != chunk.digest:
+                        continue
+                    try:
+                        self._begin(push, chunk)
+                    except LLMException as error:
+                        push.broken = True
+                        logger.warning(
+                            "%s: not pushed to cluster %d: %s", chunk.transfer, cluster_id, error
+                        )
+
+    def layer_ready(self, layer: int) -> None:
+        """A layer of the step is computed."""
+        for it in self._step:
+            it.ready(layer)
+
+    def computed(self) -> None:
+        """The step has ended: all of its layers are computed, whether or not each was told."""
+        for it in self._step:
+            for layer in it.layers:
+                it.ready(layer)
+        self._step = []
+
+    async def settle(self, cluster_id: int, transfer: str, threads: Executor) -> int:
+        """Wait for what is on its way to a consumer; the tokens before the result are there.
+
+        Returns:
+            0: nothing was pushed.
+        """
+        with self._mutex:
+            push = self._pushes.get(transfer, {}).get(cluster_id)
+        if push is None:
+            return 0
+        loop = asyncio.get_running_loop()
+        while push.tasks:
+            task, _ = push.tasks[0]
+            with suppress(LLMException):  # `_arrived` says it
+                await loop.run_in_executor(threads, task.wait, self._timeout_ms)
+            self._take_ended(push, transfer, cluster_id)
+        return push.arrived if push.arrived > push.goal.first_token else 0
+
+    def close(self) -> None:
+        """End all pushes."""
+        for cluster_id, transfer in self.transfers():
+            self.remove(cluster_id, transfer)
+
+    def _begin(self, push: _Push, chunk: Chunk) -> None:
+        """With the lock: make a task of the whole blocks that the step completes."""
+        unit, whole = self._unit, chunk.end // self._block_tokens * self._block_tokens
+        end = chunk.end if chunk.last else whole
+        first_unit, end_unit = push.begun // unit, -(-end // unit)
+        if push.begun % unit or end <= push.begun:
+            return
+        task = self._engine.push_layers(
+            self._cache,
+            push.goal.lease,
+            src_blocks=chunk.blocks[: -(-end // self._block_tokens)],
+            num_tokens=end_unit - first_unit,
+            src_token=first_unit,
+            dst_token=first_unit - push.goal.lease_token // unit,
+        )
+        push.begun = end
+        push.tasks.append((task, end))
+        self._step.append(task)
+
+    def _take_ended(self, push: _Push, transfer: str, cluster_id: int) -> None:
+        with self._mutex:
+            while push.tasks and push.tasks[0][0].done:
+                task, end = push.tasks.popleft()
+                try:
+                    task.wait()
+                except LLMException as error:
+                    if not push.broken:
+                        logger.warning(
+                            "%s: only %d tokens were pushed to cluster %d: %s",
+                            transfer,
+                            push.arrived,
+                            cluster_id,
+                            error,
+                        )
+                    push.broken = True
+                if not push.broken:
+                    push.arrived = end
+
+
+def _cancel(push: _Push) -> None:
+    for task, _ in push.tasks:
+        task.cancel()
+        with suppress(LLMException):  # that it was cancelled
+            task.wait()

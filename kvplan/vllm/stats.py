@@ -1,0 +1,100 @@
+"""A worker's figures as vLLM carries them to its log, and to a server's /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvplan.vllm.figures import Figures
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class KvplanStats(KVConnectorStats):
+    """Figures of a worker, or of several, of some time."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.reset()
+        if data:
+            self._figures.add(data)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._figures = Figures()
+        self.data = self._figures.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add those of another worker, or of a later time."""
+        self._figures.add(other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What is logged of them."""
+        return self._figures.summary()
+
+    def is_empty(self) -> bool:
+        """Whether nothing has happened."""
+        return self._figures.is_empty
+
+
+class KvplanMetrics(KVConnectorPromMetrics):
+    """Counters and histograms of all workers of an engine.
+
+    Their names begin as vLLM's own do: it is by this that vLLM finds those of an engine before.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        add = self._counter
+        self._fetched = add("requests_fetched", "Requests whose KV cache was fetched.")
+        self._failed = add("requests_failed", "Requests that could not be fetched.", "reason")
+        self._tokens = add("tokens_fetched", "Tokens whose KV cache was fetched.")
+        self._nbytes = add("bytes_fetched", "Bytes of KV cache that were fetched.")
+        self._counts = {
+            "offered": add("requests_offered", "Finished requests whose blocks were kept."),
+            "freed": add("requests_freed", "Requests whose kept blocks are free again."),
+            "expired": add("requests_expired", "Requests that nobody fetched in time."),
+        }
+        self._transfer = self._histogram("transfer_seconds", "Time that a transfer took.")
+        self._wait = self._histogram("wait_seconds", "Time from a request's arrival to that.")
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add figures of some time."""
+        data, labels = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
+        self._fetched.labels(*labels).inc(len(data["tokens"]))
+        self._tokens.labels(*labels).inc(sum(data["tokens"]))
+        self._nbytes.labels(*labels).inc(sum(data["nbytes"]))
+        for name, counter in self._counts.items():
+            counter.labels(*labels).inc(data[name])
+        for reason, number in data["failed"].items():
+            self._failed.labels(*labels, reason).inc(number)
+        for histogram, name in ((self._transfer, "transfer_s"), (self._wait, "wait_s")):
+            for value in data[name]:
+                histogram.labels(*labels).observe(value)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        made = self._counter_cls(
+            name=f"vllm:kvplan_{name}", documentation=text, labelnames=[*self._labelnames, *labels]
+        )
+        if not labels:
+            self._show(made)
+        return made
+
+    def _histogram(self, name: str, text: str) -> Any:
+        made = self._histogram_cls(
+            name=f"vllm:kvplan_{name}",
+            documentation=text,
+            buckets=_SECONDS,
+            labelnames=self._labelnames,
+        )
+        self._show(made)
+        return made
+
+    def _show(self, metric: Any) -> None:
+        """Let it be 0 in /metrics, and not absent, as long as nothing has happened."""
+        for values in self.per_engine_labelvalues.values():
+            metric.labels(*values)

@@ -1,0 +1,231 @@
+"""Requests that move while their producer, another process, computes them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from kvplan.serving import PullResult, Target
+from tests.serving.peer import Peer
+from tests.serving.test_exchange import MakePeer, MakeWorker, failed
+from tests.serving.worker import Worker, reference
+
+NAME = "cmpl-11"
+
+
+def ask(peer: Peer, consumer: Worker, blocks: list[int], tokens: int, first: int = 0) -> None:
+    """Ask for a request before it is computed; on return the producer knows it."""
+    wanted = reference([peer.source], 0, 11, tokens, transfer=NAME)
+    consumer.exchange.fetch("mine", wanted, Target(blocks, first))
+    peer.run(f"worker.wait_asked({NAME!r})")
+
+
+def result(consumer: Worker) -> PullResult:
+    assert consumer.exchange.wait(60_000)
+    (it,) = consumer.exchange.take_results()
+    return it
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(8, 8), (4, 8), (8, 4)])
+def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
+    make_peer: MakePeer,
+    make_worker: MakeWorker,
+    theirs: int,
+    mine: int,
+) -> None:
+    peer = make_peer(push=True, block_tokens=theirs)
+    consumer = make_worker(push=True, block_tokens=mine)
+    blocks = [7, 1, 30, 3, 5, 9][: -(-21 // mine)]
+    ask(peer, consumer, blocks, 21)
+    from_ = [4, 9, 2, 0, 8, 6][: -(-21 // theirs)]
+    for first, end in ((0, 5), (5, 19), (19, 21)):
+        peer.run(f"worker.step(11, {from_}, {first}, {end}, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 11, {from_}, 21, {NAME!r})")
+    it = result(consumer)
+    assert it.error is None
+    assert consumer.has(11, blocks, 0, 21)
+    assert it.pushed == 21
+    assert peer.worker.freed() == {"request-11"}
+    assert peer.run("result = worker.exchange._pusher.transfers()") == []
+    assert consumer.engine.leases() == []
+
+
+def test_a_layer_moves_before_the_next_is_computed(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    ask(peer, consumer, [7], 8)
+    peer.run(
+        f"""
+        from kvplan.serving import Chunk, token_digest
+        from tests.serving.worker import prompt
+        digest = token_digest(prompt(11, 8))
+        worker.exchange.begin_step([Chunk({NAME!r}, digest, [4], 8, True)])
+        worker.compute(11, [4], 8)
+        worker.exchange.layer_ready(0)
+        """
+    )
+    first, second = consumer.engine.arrays(consumer.cache)
+    while not first[7].all():  # 1 KiB, whose last word is there soon
+        pass
+    assert not second[7].any()
+    peer.run(f"worker.exchange.end_step(); worker.enter(0, 11, [4], 8, {NAME!r})")
+    assert result(consumer).error is None
+    assert consumer.has(11, [7], 0, 8)
+
+
+def test_only_what_is_missing_is_pushed(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    consumer.compute(12, [7], 8)
+    ask(peer, consumer, [7, 1, 30], 21, first=8)
+    peer.run(f"worker.step(11, [4, 9, 2], 0, 21, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
+    it = result(consumer)
+    assert it.error is None
+    assert consumer.has(12, [7], 0, 8)
+    assert consumer.has(11, [7, 1, 30], 8, 21)
+    assert it.pushed == 13
+
+
+def test_a_consumer_that_comes_late_fetches_the_beginning_too(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    peer.run(f"worker.step(11, [4, 9, 2], 0, 10, 21, {NAME!r})")
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9, 2], 10, 21, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
+    it = result(consumer)
+    assert it.error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+    assert it.pushed == 21
+
+
+@pytest.mark.parametrize(("producer", "consumes"), [(True, False), (False, True), (False, False)])
+def test_where_only_one_side_pushes_what_is_finished_is_pulled(
+    make_peer: MakePeer,
+    make_worker: MakeWorker,
+    producer: bool,
+    consumes: bool,
+) -> None:
+    peer, consumer = make_peer(push=producer), make_worker(push=consumes)
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9, 2], 0, 21, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
+    it = result(consumer)
+    assert it.error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+    assert it.pushed == 0
+
+
+def test_one_that_asks_after_it_was_finished_pulls_it(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    peer.run(f"worker.step(11, [4, 9, 2], 0, 21, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
+    wanted = reference([peer.source], 0, 11, 21, transfer=NAME)
+    assert consumer.fetch(wanted, [7, 1, 30]).error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+    assert failed(consumer.fetch(wanted, [7, 1, 30]), "cmpl-11 has ended")
+
+
+def test_other_tokens_are_never_pushed(make_peer: MakePeer, make_worker: MakeWorker) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(12, [4, 9, 2], 0, 21, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 12, [4, 9, 2], 21, {NAME!r})")
+    assert failed(result(consumer), "of other tokens")
+    assert not any(it.any() for it in consumer.engine.arrays(consumer.cache))
+
+
+def test_a_request_that_is_computed_again_is_pushed_from_its_new_blocks(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(
+        f"""
+        worker.step(11, [4, 9], 0, 12, 21, {NAME!r})
+        worker.exchange.begin_step([], [{NAME!r}])  # it was preempted
+        worker.exchange.end_step()
+        worker.compute(12, [4, 9], 16)  # another's now
+        worker.step(11, [3, 5, 6], 0, 21, 21, {NAME!r})
+        worker.enter(0, 11, [3, 5, 6], 21, {NAME!r})
+        """
+    )
+    assert result(consumer).error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+
+
+def test_a_request_that_its_producer_aborts_fails(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9], 0, 12, 21, {NAME!r})")
+    peer.run(f"worker.exchange.begin_step([], [{NAME!r}])")
+    peer.run(f"worker.exchange.refuse({NAME!r}, 'was aborted')")
+    assert failed(result(consumer), "cmpl-11 was aborted")
+
+
+def test_a_request_that_is_cancelled_gets_no_more_bytes_and_is_free(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9, 2], 0, 8, 21, {NAME!r})")
+    consumer.exchange.cancel("mine")
+    assert failed(result(consumer), "not needed any more")
+    consumer.compute(13, [7, 1, 30], 21)  # the blocks are another's
+    peer.run(f"worker.step(11, [4, 9, 2], 8, 21, 21, {NAME!r})")
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
+    assert peer.worker.freed() == {"request-11"}
+    assert consumer.has(13, [7, 1, 30], 0, 21)
+
+
+def test_a_producer_that_dies_in_between_fails_the_request(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9], 0, 12, 21, {NAME!r})")
+    peer.process.send_signal(signal.SIGKILL)
+    peer.process.wait()
+    assert failed(result(consumer), "broke before it answered")
+    assert consumer.engine.leases() == []
+
+
+def test_a_request_that_is_never_computed_fails_in_time(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True, prefill_timeout_ms=300)
+    ask(peer, consumer, [7, 1, 30], 21)
+    assert failed(result(consumer), "did not answer in 300 ms")
+
+
+@pytest.mark.parametrize(("owners", "readers"), [(1, 2), (2, 1), (2, 2)])
+def test_each_worker_pushes_the_heads_that_it_has(
+    make_worker: MakeWorker, make_peer: MakePeer, owners: int, readers: int
+) -> None:
+    peer = make_peer(10, push=True, ranks=owners)
+    sources = [peer.source]
+    for rank in range(1, owners):
+        code = f"w{rank} = Worker({10 + rank}, **options); result = w{rank}.source.address"
+        address = peer.run(code, options={"rank": rank, "ranks": owners, "push": True})
+        sources.append(type(peer.source)(10 + rank, address))
+    names = ["worker", *(f"w{it}" for it in range(1, owners))]
+    wanted = reference(sources, 0, 11, 13, transfer=NAME)
+    consumers = [make_worker(100 + it, rank=it, ranks=readers, push=True) for it in range(readers)]
+    for it in consumers:
+        it.exchange.fetch("mine", wanted, Target([7, 1]))
+    for it in names:
+        peer.run(f"{it}.wait_asked({NAME!r}, {max(1, readers // owners)})")
+        peer.run(f"{it}.step(11, [4, 9], 0, 13, 13, {NAME!r})")
+        peer.run(f"{it}.enter(0, 11, [4, 9], 13, {NAME!r})")
+    for it in consumers:
+        assert result(it).error is None
+        assert it.has(11, [7, 1], 0, 13)
+    for it in names:
+        assert peer.run(f"result = {it}.freed()") == {"request-11"}
