@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from kvplan.engine.gather import GatherGroup
+from kvplan.engine.groups import Group
 from kvplan.lease import BlockLease
 from kvplan.serving.messages import Number
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -35,6 +36,12 @@ class CacheGroup:
         """Tokens of a block."""
         desc = self.cache.cache_desc
         return desc.shape[desc.seq_len_dim_index] * self.token_unit
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of `token_unit` tokens, in all layers."""
+        desc = self.cache.cache_desc
+        return desc.nbytes // (desc.batch_size * desc.shape[desc.seq_len_dim_index])
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,58 @@ def tables_of(blocks: Blocks, groups: int) -> tuple[Table, ...]:
     Raises:
         LLMException: LLM_PARAM_INVALID: tables of another number of groups.
     """
+    if groups == 1 and not (len(blocks) and isinstance(blocks[0], Table)):
+        return (Table(cast("Sequence[int]", blocks)),)
     tables = tuple(it for it in blocks if isinstance(it, Table))
-    if not tables and groups == 1:
-        return (Table([it for it in blocks if not isinstance(it, Table)]),)
     if len(tables) != len(blocks) or len(tables) != groups:
         raise invalid(f"blocks={shown(blocks)} must have a Table for each of {groups} groups")
     return tables
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a consumer pulls of one group, from each source; tokens are counted in units.
+
+    Attributes:
+        leases: of the sources, in their order.
+        nbytes: that are moved.
+        others: as of `Group` and `GatherGroup`.
+    """
+
+    name: str
+    leases: Sequence[BlockLease]
+    dst: Cache
+    dst_blocks: Sequence[int]
+    num_tokens: int
+    src_token: int
+    dst_token: int
+    nbytes: int
+
+    @property
+    def pulled(self) -> Group:
+        """From the only source."""
+        return Group(
+            self.leases[0],
+            self.dst,
+            None,
+            self.dst_blocks,
+            self.num_tokens,
+            self.src_token,
+            self.dst_token,
+        )
+
+    @property
+    def gathered(self) -> GatherGroup:
+        """From all of them."""
+        return GatherGroup(
+            self.leases,
+            self.dst,
+            [None] * len(self.leases),
+            self.dst_blocks,
+            self.num_tokens,
+            self.src_token,
+            self.dst_token,
+        )
 
 
 def missing_of(
@@ -100,49 +153,56 @@ def missing_of(
     blocks: Blocks,
     first_token: int,
     num_tokens: int,
-) -> dict[str, GatherGroup]:
-    """What is to be pulled of each group that lacks something, by its name.
+) -> list[Missing]:
+    """What is to be pulled of each group that lacks something.
+
+    A group whose table skips blocks lacks nothing before the first that it has: a block moves
+    whole, as others may use it later.
 
     Args:
         groups: of the consumer.
         leases: of each source, in the order of the groups.
         blocks: of the consumer.
-        first_token: that it lacks in each group; in one whose first blocks are skipped the
-            first after them.
+        first_token: that it lacks.
         num_tokens: of the request.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: another number of groups, or a first token inside of what
             is moved whole; LLM_KV_CACHE_NOT_EXIST: a source has left behind what is missing.
     """
-    found: dict[str, GatherGroup] = {}
-    tables = tables_of(blocks, len(groups))
-    for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
-        if wrong := next((len(it) for it in leases if len(it) != len(groups)), None):
-            raise invalid(f"leases of {wrong} groups came; here are {len(groups)}")
-        unit, held = group.token_unit, table.skipped and table.skipped * group.block_tokens
-        missing = max(first_token, held)
-        if missing % unit:
-            raise invalid(f"first_token={missing} must be a multiple of {unit}")
+    if odd := [len(it) for it in leases if len(it) != len(groups)]:
+        raise invalid(f"leases of {odd[0]} groups came, and here are {len(groups)}")
+    found = []
+    for number, (group, table) in enumerate(
+        zip(groups, tables_of(blocks, len(groups)), strict=True)
+    ):
+        unit, begin = group.token_unit, table.skipped and table.skipped * group.block_tokens
+        missing = max(first_token, begin)
         if missing >= num_tokens:
             continue
+        if missing % unit:
+            raise invalid(f"first_token={missing} must be a multiple of {unit}")
         theirs = [it[number] for it in leases]
-        late = max(it.first_token for it in theirs)
-        if late > missing or any(it.first_token != late for it in theirs):
+        first = theirs[0].first_token
+        if first > missing or any(it.first_token != first for it in theirs):
+            starts = ", ".join(str(it.first_token) for it in theirs)
             raise LLMException(
-                f"{group.name or 'cache'}: token {missing} is missing; the producer has those from "
-                f"{late} on",
+                f"token {missing} is missing{group.name and ' of '}{group.name}, and the producer "
+                f"has only those from {starts} on",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
-        first, end = missing // unit, -(-num_tokens // unit)
-        found[group.name] = GatherGroup(
-            [it.lease for it in theirs],
-            group.cache,
-            [None] * len(theirs),
-            table.blocks,
-            num_tokens=end - first,
-            src_token=(missing - late) // unit,
-            dst_token=(missing - held) // unit,
+        units = -(-num_tokens // unit) - missing // unit
+        found.append(
+            Missing(
+                group.name,
+                [it.lease for it in theirs],
+                group.cache,
+                table.blocks,
+                units,
+                (missing - first) // unit,
+                (missing - begin) // unit,
+                units * group.unit_nbytes,
+            )
         )
     return found
 
