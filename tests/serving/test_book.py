@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, LLMStatusCode
-from kvplan.serving import LeaseBook
+from kvplan.serving import CacheGroup, LeaseBook, Table
 from kvplan.serving.book import NotYetError
 from tests.support.refusals import refused
 
@@ -21,25 +21,27 @@ class Engine:
         self.live: list[BlockLease] = []
         self.renewed: list[BlockLease] = []
         self.refusal: LLMStatusCode | None = None
+        self.refused: frozenset[int] | None = None  # only of leases of these blocks
 
     def lease_blocks(
         self, cache: Cache, blocks: Sequence[int], *, tag: str = "", ttl_ms: float | None = None
     ) -> BlockLease:
-        self._refuse()
+        self._refuse(blocks)
         lease = BlockLease(1, bytes(16), 1, len(self.live), tuple(blocks), True, tag, ())
         self.live.append(lease)
         return lease
 
     def renew(self, lease: BlockLease, ttl_ms: float) -> None:
-        self._refuse()
+        self._refuse(lease.blocks)
         self.renewed.append(lease)
 
     def release(self, lease: BlockLease) -> None:
-        self._refuse()
-        self.live.remove(lease)
+        self._refuse(lease.blocks)
+        if lease in self.live:  # it may have ended
+            self.live.remove(lease)
 
-    def _refuse(self) -> None:
-        if self.refusal is not None:
+    def _refuse(self, blocks: Sequence[int]) -> None:
+        if self.refusal is not None and (self.refused is None or self.refused & {*blocks}):
             raise LLMException("as the test says", status_code=self.refusal)
 
 
@@ -157,3 +159,52 @@ def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
 def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:
     book.enter(1, "x\n" * 100, [4], b"digest")
     assert book.leases_of(1, b"digest")[1][0].lease.tag == "x?" * 32
+
+
+PAGED = CacheDesc(
+    num_tensors=1, shape=(8, 4, 2), data_type=DataType.DT_FLOAT, kv_tensor_format="block token dim"
+)
+GROUPS = [CacheGroup("window", Cache(PAGED, 1)), CacheGroup("full", Cache(PAGED, 2))]
+TABLES = [Table([3], 2), Table([1, 4, 5])]
+
+
+@pytest.fixture
+def of_groups(engine: Engine, clock: Callable[[float], float]) -> LeaseBook:
+    """Of two groups with blocks of 4 tokens."""
+    return LeaseBook(engine, GROUPS, 5_000, clock=lambda: clock(0))
+
+
+def test_a_request_has_a_lease_in_each_group(of_groups: LeaseBook, engine: Engine) -> None:
+    of_groups.enter(0, "a", TABLES, b"digest")
+    _, leases = of_groups.leases_of(0, b"digest")
+    assert [(it.lease.blocks, it.first_token) for it in leases] == [((3,), 8), ((1, 4, 5), 0)]
+    of_groups.renew([0])
+    assert [it.blocks for it in engine.renewed] == [(3,), (1, 4, 5)]
+    of_groups.finish(0, b"digest", reader=7, readers=1)
+    assert (of_groups.take_freed(), engine.live) == ({"a"}, [])
+
+
+def test_what_cannot_be_leased_in_all_groups_is_leased_in_none(
+    of_groups: LeaseBook, engine: Engine
+) -> None:
+    engine.refusal, engine.refused = LLMStatusCode.LLM_OUT_OF_MEMORY, frozenset({4})
+    of_groups.enter(0, "a", TABLES, b"digest")
+    assert (of_groups.take_freed(), engine.live) == ({"a"}, [])
+
+
+def test_a_request_is_free_when_no_group_is_written_to(
+    of_groups: LeaseBook, engine: Engine
+) -> None:
+    of_groups.enter(0, "a", TABLES, b"digest")
+    engine.refusal, engine.refused = LLMStatusCode.LLM_TIMEOUT, frozenset({3})
+    of_groups.abort("a")
+    assert (of_groups.take_freed(), len(of_groups), len(engine.live)) == (set(), 1, 1)
+    engine.refusal = None
+    of_groups.expire()
+    assert (of_groups.take_freed(), engine.live) == ({"a"}, [])
+
+
+def test_groups_have_unlike_names(engine: Engine) -> None:
+    for groups in ([], [GROUPS[0], GROUPS[0]]):
+        with refused("LLM_PARAM_INVALID", "must be one or more groups of unlike names"):
+            LeaseBook(engine, groups, 5_000)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplan.serving import Chunk, Reference, Target, token_digest
+from kvplan.serving import Chunk, Reference, Table, Target, token_digest
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.step import Step, WorkerAddress
 
@@ -19,7 +19,10 @@ def request(name: str = "r1", status: str = "FINISHED_LENGTH_CAPPED", **values: 
         "request_id": name,
         "kv_transfer_params": None,
         "prompt_token_ids": PROMPT,
+        "_all_token_ids": [*PROMPT],
+        "num_prompt_tokens": len(PROMPT),
         "num_computed_tokens": len(PROMPT),
+        "max_tokens": 16,
         "status": SimpleNamespace(name=status),
         "lora_request": None,
         "cache_salt": None,
@@ -240,3 +243,59 @@ def test_a_transfer_that_has_no_name_is_none(producer: ConnectorScheduler, trans
     producer.arrived(it)
     producer.computing({"p1": 70}, {"p1": [5, 6, 7]}.get)
     assert producer.take_step() == Step()
+
+
+def windowed_offer(**values: Any) -> tuple[Any, dict[str, Any] | None, Step]:
+    """A prompt of 70 tokens has finished, in blocks of 32, and one layer sees the last 32."""
+    producer = ConnectorScheduler("an engine's id", windowed=True)
+    producer.set_workers({0: WorkerAddress(11, "a:1")})
+    given = {"kv_transfer_params": {"do_remote_decode": True}, "prompt_token_ids": [*PROMPT]}
+    it = request("p1", **(given | values))
+    producer.arrived(it)
+    it.num_computed_tokens = it.num_prompt_tokens
+    _, params = producer.finished(it, ([0, 4, 9], [5, 6, 7]))
+    return it, params, producer.take_step()
+
+
+def test_blocks_that_a_window_has_left_are_not_offered() -> None:
+    _, _, step = windowed_offer()
+    assert step.offers[0].blocks == (Table((4, 9), 1), Table((5, 6, 7)))
+
+
+def test_the_last_token_is_left_to_the_consumer_of_a_window() -> None:
+    it, params, step = windowed_offer()
+    assert (it.prompt_token_ids, it._all_token_ids) == (PROMPT[:-1], PROMPT[:-1])
+    assert (it.num_prompt_tokens, it.max_tokens) == (69, 1)
+    assert params
+    theirs = Reference.from_dict(params["kvplan"])
+    assert (theirs.num_tokens, theirs.digest) == (69, token_digest(PROMPT[:-1], "", ""))
+    assert step.offers[0].digest == theirs.digest
+
+
+def test_of_a_single_token_none_is_left() -> None:
+    it, params, _ = windowed_offer(prompt_token_ids=[7], _all_token_ids=[7], num_prompt_tokens=1)
+    assert (it.prompt_token_ids, it.max_tokens) == ([7], 16)
+    assert params
+    assert Reference.from_dict(params["kvplan"]).num_tokens == 1
+
+
+@pytest.mark.parametrize("transfer", ["", "cmpl-3"])
+def test_a_window_is_fetched_but_for_the_last_token(transfer: str) -> None:
+    _, params, _ = windowed_offer()
+    assert params
+    params["kvplan"] |= {"transfer": transfer}
+    consumer = ConnectorScheduler("another's", windowed=True)
+    arriving = request(kv_transfer_params=params)
+    consumer.arrived(arriving)
+    (reference,) = consumer.take_step().expected.values()
+    assert reference.digest == token_digest(PROMPT[:-1], "", "")
+    assert consumer.missing_tokens(arriving, 32) == 37
+    consumer.allocated(arriving, ([0, 2, 3], [1, 8, 6]), 37)
+    target = Target((Table((2, 3), 1), Table((1, 8, 6))), 32)
+    assert consumer.take_step().fetched == {"r1": (reference, target)}
+
+
+def test_a_group_without_blocks_is_not_kept() -> None:
+    producer = ConnectorScheduler("an engine's id", windowed=True)
+    it = request(kv_transfer_params={"do_remote_decode": True})
+    assert producer.finished(it, ([4], [])) == (False, None)

@@ -196,3 +196,84 @@ def test_push_needs_host_memory() -> None:
     with refused("LLM_PARAM_INVALID", "needs a cache in host memory.*on cuda"):
         it.worker.register(dict.fromkeys(it.layers, layer))
     it.worker.close()
+
+
+def test_of_a_window_what_it_still_sees_is_fetched(prefill: Peer) -> None:
+    """The first 32 of 70 tokens have left the window: vLLM has given back their block."""
+    decode = VllmWorker("decode", produces=False, windows=(32, 0))
+    params = prefill.run(
+        """
+        worker = VllmWorker("prefill", windows=(32, 0))
+        for layer in (9, 10):
+            for block in range(8):
+                worker.packed(layer)[block] = 10 * block + layer
+        result = worker.finish("p1", prompt, [0, 4, 2], [6, 1, 3])
+        """,
+        prompt=PROMPT,
+    )
+    for layer in (9, 10):
+        decode.packed(layer)[7] = 5  # of the prefix cache, in the second group
+    decode.fetch(decode.request("d1", PROMPT, params), [0, 3, 1], [7, 4, 2], computed=32)
+    assert decode.results() == (set(), {"d1"}, set())
+    for layer in (9, 10):
+        packed = decode.packed(layer)
+        for mine, theirs in {3: 4, 1: 2, 4: 1, 2: 3}.items():
+            assert np.all(packed[mine] == 10 * theirs + layer)
+        assert np.all(packed[7] == 5)
+        assert not packed[[0, 5, 6]].any()
+    assert prefill.run("result = worker.results()") == ({"p1"}, set(), set())
+    decode.fetch(decode.request("d2", PROMPT, params), [0, 3, 1], [5, 4, 2])
+    assert decode.results() == (set(), {"d2"}, {"d2"})  # vLLM finds no request by its blocks here
+    decode.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"), [((32, 0), (64, 0)), ((32, 0), (0,)), ((0,), (32,)), ((0, 32), (32, 0))]
+)
+def test_other_windows_do_not_fit(
+    prefill: Peer, theirs: tuple[int, ...], mine: tuple[int, ...]
+) -> None:
+    decode = VllmWorker("decode", produces=False, windows=mine)
+    params = prefill.run(
+        """
+        worker = VllmWorker("prefill", windows=windows)
+        result = worker.finish("p1", prompt, *tables)
+        """,
+        prompt=PROMPT,
+        windows=theirs,
+        tables=[[4, 2, 5], [6, 1, 3]][: len(theirs)],
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), *[[3, 1, 5], [7, 4, 2]][: len(mine)])
+    _, received, failed = decode.results()
+    assert received == {"d1"}
+    assert failed
+    assert not decode.packed(9).any()
+    decode.worker.close()
+
+
+@pytest.mark.parametrize("windows", [(32,), (32, 0)])
+def test_windows_are_not_pushed_to(windows: tuple[int, ...]) -> None:
+    with refused("LLM_PARAM_INVALID", 'mode="push" needs layers that all see all tokens'):
+        VllmWorker("prefill", mode="push", windows=windows)
+
+
+def test_one_vector_for_all_heads_moves_by_tokens(prefill: Peer) -> None:
+    """MLA: no token is packed with others, so that only those of the prompt move."""
+    decode = VllmWorker("decode", produces=False, latent=True)
+    params = prefill.run(
+        """
+        worker = VllmWorker("prefill", latent=True)
+        for layer in worker.layers.values():
+            layer[:] = np.arange(8 * 32).reshape(8, 1, 32, 1)
+        result = worker.finish("p1", prompt, [6, 1, 3])
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    assert decode.results() == (set(), {"d1"}, set())
+    for layer in decode.layers.values():
+        tokens = layer[[2, 4, 0], 0, :, 0].reshape(-1)
+        right = np.concatenate([np.arange(32) + 32 * it for it in (6, 1, 3)])
+        assert np.array_equal(tokens[:70], right[:70])
+        assert not tokens[70:].any()
+    decode.worker.close()
