@@ -14,7 +14,7 @@ from typing import Any
 
 from examples.vllm import tiny
 from examples.vllm.engine import Engine
-from examples.vllm.live_engines import Pair
+from examples.vllm.live_engines import BLOCK, Pair
 from examples.vllm.report import FOLDER, Report, connector, prompts
 
 # Of a model: whether its prompts can begin as others, in the prefix cache; MLA has none on CPUs.
@@ -32,11 +32,16 @@ class TinyPair(Pair):
         super().__init__(report, held)
 
     def make_prompts(self) -> list[list[int]]:
-        """As of the others, of lengths of its own."""
-        return prompts(LENGTHS)
+        """As of the others, of lengths of its own; and the last begins with all of another one.
+
+        A window knows no more of a prompt than its end, so that it has no shorter prefix of it.
+        """
+        made = prompts(LENGTHS)
+        made[-1][: len(made[-2])] = made[-2]
+        return made
 
     def start(
-        self, name: str, core: int, role: str, block_size: int = 32, **options: Any
+        self, name: str, core: int, role: str, block_size: int = BLOCK, **options: Any
     ) -> Engine:
         engine = Engine(
             f"{self.kind}-{name}",
