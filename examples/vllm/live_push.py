@@ -31,7 +31,8 @@ class Pushed:
         limits = LIMITS | {"prefill_timeout_ms": 60_000, "mode": "push"}
         few = [
             *("--num-gpu-blocks-override", str(FEW), "--max-num-batched-tokens", str(CHUNK)),
-            "--no-scheduler-reserve-full-isl",  # prompts begin before there is room for all of them
+            # Prompts take turns, and begin before there is room for all of them.
+            *("--long-prefill-token-threshold", "64", "--no-scheduler-reserve-full-isl"),
         ]
         self.prefill = Server("push-prefill", 0, connector("kv_producer", **limits), *few)
         self.decode = Server("push-decode", 1, connector("kv_consumer", **limits))
