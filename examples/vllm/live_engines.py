@@ -42,7 +42,7 @@ class Pair:
 
     def __init__(self, report: Report, held: ExitStack) -> None:
         self.report, self.held = report, held
-        self.prompts = prompts()
+        self.prompts = self.make_prompts()
         self.listen = f"127.0.0.1:{free_port()}"
         self.prefill = self.start(
             "prefill", 0, "kv_producer", listen=self.listen, lease_ttl_ms=10_000
@@ -54,6 +54,9 @@ class Pair:
         self.alone = self.prefill.generate(self.prompts, TOKENS)
         self.prefill.forget()
         report.say(f"one engine alone has answered {len(self.prompts)} prompts")
+
+    def make_prompts(self) -> list[list[int]]:
+        return prompts()
 
     def start(
         self, name: str, core: int, role: str, block_size: int = 32, **options: Any

@@ -5,8 +5,10 @@ from kvplan.serving.exchange import Exchange, ExchangeOptions
 from kvplan.serving.puller import PullResult, PullState, Target
 from kvplan.serving.pusher import Chunk
 from kvplan.serving.reference import Compatibility, Reference, Source, token_digest
+from kvplan.serving.tables import CacheGroup, Table
 
 __all__ = [
+    "CacheGroup",
     "Chunk",
     "Compatibility",
     "Exchange",
@@ -16,6 +18,7 @@ __all__ = [
     "PullState",
     "Reference",
     "Source",
+    "Table",
     "Target",
     "token_digest",
 ]

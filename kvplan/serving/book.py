@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from kvplan.lease import MAX_TAG, BlockLease
 from kvplan.logs import Log
+from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import Cache
 
@@ -39,7 +40,7 @@ class _Held:
     """A finished request whose blocks are kept."""
 
     request: str
-    lease: BlockLease
+    leases: tuple[GroupLease, ...]
     digest: bytes
     deadline: float
     transfer: str = ""
@@ -51,14 +52,14 @@ class NotYetError(Exception):
 
 
 class LeaseBook:
-    """Requests that have finished, each with a lease of its blocks; for several threads.
+    """Requests that have finished, with a lease of their blocks in each cache; of any thread.
 
-    A request's blocks are free when all its readers are done, when nobody has renewed its lease for
-    `ttl_ms`, or on `abort`: once its lease has ended then, `take_freed` returns it, one time.
+    A request's blocks are free when all its readers are done, when nobody has renewed its leases
+    for `ttl_ms`, or on `abort`: once they have ended then, `take_freed` returns it, one time.
 
     Args:
         engine: gives the leases.
-        cache: what they are of.
+        cache: what they are of; of several, their groups.
         ttl_ms: milliseconds that a lease lasts if nobody renews it.
         clock: seconds that never go back.
         on_freed: called when `take_freed` has something to return.
@@ -70,13 +71,13 @@ class LeaseBook:
     def __init__(
         self,
         engine: Leasing,
-        cache: Cache,
+        cache: Cache | Sequence[CacheGroup],
         ttl_ms: float,
         clock: Callable[[], float] = time.monotonic,
         on_freed: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
-        self._cache = cache
+        self._groups = groups_of(cache)
         self._ttl_ms = ttl_ms
         self._clock = clock
         self._on_freed = on_freed
@@ -98,7 +99,7 @@ class LeaseBook:
         self,
         sequence: int,
         request: str,
-        blocks: Sequence[int],
+        blocks: Blocks,
         digest: bytes,
         transfer: str = "",
     ) -> None:
@@ -107,13 +108,13 @@ class LeaseBook:
         Args:
             sequence: of the reference; greater than all before.
             request: what `take_freed` calls it.
-            blocks: in the order of its tokens.
+            blocks: in the order of its tokens; of several groups, a table for each.
             digest: of what was computed.
             transfer: what consumers may have asked for already; empty: nothing.
         """
         tag = "".join(it if it.isprintable() else "?" for it in request[:MAX_TAG])
         try:
-            lease = self._engine.lease_blocks(self._cache, blocks, tag=tag, ttl_ms=self._ttl_ms)
+            leases = self._lease(blocks, tag)
         except LLMException as error:
             logger.warning("request %s cannot be leased, and is not kept: %s", request, error)
             with self._mutex:
@@ -124,7 +125,7 @@ class LeaseBook:
             return
         with self._mutex:
             deadline = self._clock() + self._ttl_ms / 1000
-            self._held[sequence] = _Held(request, lease, digest, deadline, transfer)
+            self._held[sequence] = _Held(request, leases, digest, deadline, transfer)
             self._last = max(self._last, sequence)
             if transfer:
                 self._transfers[transfer] = sequence
@@ -132,8 +133,10 @@ class LeaseBook:
         for it in early:
             self.finish(sequence, *it)
 
-    def lease_of(self, sequence: int, digest: bytes, transfer: str = "") -> tuple[int, BlockLease]:
-        """Return sequence and lease of a request, for a consumer that means the same tokens.
+    def leases_of(
+        self, sequence: int, digest: bytes, transfer: str = ""
+    ) -> tuple[int, tuple[GroupLease, ...]]:
+        """Return sequence and leases of a request, for a consumer that means the same tokens.
 
         Args:
             sequence, digest: of the reference.
@@ -157,7 +160,7 @@ class LeaseBook:
             raise _gone(f"{name} {how}")
         if held.digest != digest:
             raise _gone(f"{name} is {held.request}, which was of other tokens")
-        return sequence, held.lease
+        return sequence, held.leases
 
     def end_transfer(self, transfer: str, how: str) -> None:
         """Remember that a transfer has ended, and how, for consumers that ask later."""
@@ -175,8 +178,9 @@ class LeaseBook:
                 if (held := self._held.get(sequence)) is None:
                     continue
                 try:
-                    self._engine.renew(held.lease, self._ttl_ms)
-                except LLMException:  # it has expired: `expire` frees it
+                    for it in held.leases:
+                        self._engine.renew(it.lease, self._ttl_ms)
+                except LLMException:  # one has expired: `expire` frees them
                     continue
                 held.deadline = self._clock() + self._ttl_ms / 1000
 
@@ -238,19 +242,43 @@ class LeaseBook:
             held = self._held.pop(sequence, None) or self._stuck.pop(sequence, None)
         if held is None:
             return
-        try:
-            self._engine.release(held.lease)
-        except LLMException as error:
-            if error.status_code is LLMStatusCode.LLM_TIMEOUT:
-                logger.warning("blocks of request %s stay in use: %s", held.request, error)
-                with self._mutex:
-                    self._stuck[sequence] = held
-                return
-            if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
-                logger.warning("request %s: %s", held.request, error)
+        ended = [self._release(held.request, it.lease) for it in held.leases]
+        if not all(ended):
+            with self._mutex:
+                self._stuck[sequence] = held
+            return
         if held.transfer:
             self.end_transfer(held.transfer, _ENDED)
         self._report(held.request)
+
+    def _lease(self, blocks: Blocks, tag: str) -> tuple[GroupLease, ...]:
+        """Lease the blocks of a request in all caches, or in none."""
+        tables = tables_of(blocks, len(self._groups))
+        leases: list[GroupLease] = []
+        try:
+            for group, table in zip(self._groups, tables, strict=True):
+                lease = self._engine.lease_blocks(
+                    group.cache, table.blocks, tag=tag, ttl_ms=self._ttl_ms
+                )
+                first = table.skipped and table.skipped * group.block_tokens
+                leases.append(GroupLease(lease, first))
+        except LLMException:
+            for it in leases:  # nobody was given them: nothing is in flight
+                self._release(tag, it.lease)
+            raise
+        return tuple(leases)
+
+    def _release(self, request: str, lease: BlockLease) -> bool:
+        """End a lease, which may have ended; returns whether nobody writes to its blocks."""
+        try:
+            self._engine.release(lease)
+        except LLMException as error:
+            if error.status_code is LLMStatusCode.LLM_TIMEOUT:
+                logger.warning("blocks of request %s stay in use: %s", request, error)
+                return False
+            if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
+                logger.warning("request %s: %s", request, error)
+        return True
 
     def _report(self, request: str) -> None:
         with self._mutex:

@@ -28,12 +28,12 @@ from kvplan.serving.puller import Pull, Puller, PullResult, Target
 from kvplan.serving.pusher import Chunk, Goal, Pusher
 from kvplan.serving.ranks import read_from, readers_of
 from kvplan.serving.reference import Compatibility, Reference
+from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, encode_leases, groups_of
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.lease import BlockLease
     from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
@@ -86,7 +86,8 @@ class Exchange:
 
     Args:
         engine: initialized; a producer's listens.
-        cache: paged, and with a layout (`kv_tensor_format`).
+        cache: paged, and with a layout (`kv_tensor_format`); of a model with several, their groups,
+            which cannot be pushed to.
         compatibility: what both sides have to agree on.
         instance: 16 bytes or less that name the serving engine's process: all its workers have the
             same, and a restarted one has others.
@@ -95,14 +96,18 @@ class Exchange:
         push: as a producer, push requests while they are computed, where consumers ask for that;
             as a consumer, ask for that.
         token_unit: how many tokens the engine packs together, such that no part of them can be
-            moved: the axis `token` of the cache's layout counts these units. 1: tokens.
+            moved: the axis `token` of the cache's layout counts these units. 1: tokens. Groups say
+            it themselves.
         options: time limits.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: groups that cannot be.
     """
 
     def __init__(
         self,
         engine: LlmDataDist,
-        cache: Cache,
+        cache: Cache | Sequence[CacheGroup],
         compatibility: Compatibility,
         instance: bytes,
         *,
@@ -114,6 +119,9 @@ class Exchange:
         options: ExchangeOptions | None = None,
     ) -> None:
         self._options = options = options or ExchangeOptions()
+        groups = groups_of(cache, token_unit)
+        if push and len(groups) > 1:
+            raise invalid(f"push=True needs one cache; here are {len(groups)} groups")
         self._engine = engine
         self._compatibility = compatibility
         self._instance = check_type("instance", instance, bytes)
@@ -127,23 +135,19 @@ class Exchange:
         self._news = Condition()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
-        self.book = LeaseBook(engine, cache, options.lease_ttl_ms, on_freed=self._wake)
-        desc = cache.cache_desc
-        block_tokens = desc.shape[desc.seq_len_dim_index] * token_unit
+        self.book = LeaseBook(engine, groups, options.lease_ttl_ms, on_freed=self._wake)
         self._pusher = Pusher(
             engine,
-            cache,
-            block_tokens=block_tokens,
-            token_unit=token_unit,
+            groups[0].cache,
+            block_tokens=groups[0].block_tokens,
+            token_unit=groups[0].token_unit,
             timeout_ms=options.pull_timeout_ms,
         )
         self._pushes = push
         self._puller = Puller(
             engine,
-            cache,
+            groups,
             compatibility,
-            block_tokens=block_tokens,
-            token_unit=token_unit,
             rank=rank,
             push=push,
             link_timeout_ms=options.link_timeout_ms,
@@ -162,7 +166,7 @@ class Exchange:
         self,
         sequence: int,
         request: str,
-        blocks: Sequence[int],
+        blocks: Blocks,
         digest: bytes,
         transfer: str = "",
     ) -> None:
@@ -341,7 +345,7 @@ class Exchange:
             self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
             return
         try:
-            sequence, lease = self.book.lease_of(ask.sequence, ask.digest, ask.transfer)
+            sequence, leases = self.book.leases_of(ask.sequence, ask.digest, ask.transfer)
         except NotYetError:
             if ask.transfer:  # for as long as the consumer waits
                 self._waiting.setdefault(ask.transfer, []).append((cluster_id, ask))
@@ -353,11 +357,13 @@ class Exchange:
         except LLMException as error:
             self._refuse(cluster_id, ask, str(error.args[0]))
         else:
-            self._spawn(self._grant(cluster_id, ask, sequence, lease))
+            self._spawn(self._grant(cluster_id, ask, sequence, leases))
 
-    async def _grant(self, cluster_id: int, ask: Ask, sequence: int, lease: BlockLease) -> None:
+    async def _grant(
+        self, cluster_id: int, ask: Ask, sequence: int, leases: Sequence[GroupLease]
+    ) -> None:
         pushed = await self._pusher.settle(cluster_id, ask.transfer, self._workers)
-        self._say(cluster_id, *grants(ask.number, sequence, pushed, lease.to_bytes()))
+        self._say(cluster_id, *grants(ask.number, sequence, pushed, encode_leases(leases)))
 
     def _take_goal(self, cluster_id: int, ask: Ask) -> bool:
         """Take a part of where a consumer wants a transfer; returns whether it was the last."""
@@ -440,7 +446,7 @@ class Exchange:
         except LLMException as error:  # numbers of workers that do not fit
             logger.warning("%s: not fetched: %s", request, error)
             if target is not None:
-                self._report(PullResult(request, error, tuple(target.blocks), target.first_token))
+                self._report(PullResult(request, error, target.blocks, target.first_token))
             return
         if pull.target.done():
             logger.error("request %s is fetched twice: %s", request, shown(target))

@@ -35,7 +35,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Asks for the lease of a request, which is answered when it has finished.
+    """Asks for the leases of a request, which is answered when it has finished.
 
     Attributes:
         number: of the asker, for the answer.
@@ -55,14 +55,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A part of a lease, in the order of the parts.
+    """A part of the leases of all groups, in the order of the parts.
 
     Attributes:
         number: of the ask.
         sequence: of the request there.
         pushed: tokens before this one are where the asker wanted them; 0: none was pushed.
         part, parts: which of how many.
-        data: a piece of `BlockLease.to_bytes`.
+        data: a piece of `encode_leases`.
     """
 
     number: Number
@@ -139,7 +139,7 @@ def pieces(data: bytes) -> list[bytes]:
     return [data[at : at + MAX_PART] for at in range(0, len(data), MAX_PART)] or [b""]
 
 
-def grants(number: int, sequence: int, pushed: int, lease: bytes) -> list[Grant]:
-    """The parts in which a lease is sent."""
-    parts = pieces(lease)
+def grants(number: int, sequence: int, pushed: int, leases: bytes) -> list[Grant]:
+    """The parts in which leases are sent."""
+    parts = pieces(leases)
     return [Grant(number, sequence, pushed, part, len(parts), it) for part, it in enumerate(parts)]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from kvplan.inspection.units import nbytes_text, plural
-from kvplan.lease import MAX_TAG, BlockLease
+from kvplan.lease import MAX_TAG
 from kvplan.links import ClusterInfo, LinkState
 from kvplan.logs import Log
 from kvplan.serving.messages import (
@@ -29,11 +29,18 @@ from kvplan.serving.messages import (
 )
 from kvplan.serving.pusher import Goal
 from kvplan.serving.reference import Compatibility, Reference, Source
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.serving.tables import (
+    Blocks,
+    CacheGroup,
+    GroupLease,
+    decode_leases,
+    missing_of,
+    tables_of,
+)
+from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
 
@@ -61,11 +68,12 @@ class Target:
     """Where a request's blocks go.
 
     Args:
-        blocks: of the local cache, of all the request's tokens in their order.
+        blocks: of the local cache, of all the request's tokens in their order; of several groups,
+            a table for each.
         first_token: the first that is missing here; those before it are not touched.
     """
 
-    blocks: Sequence[int]
+    blocks: Blocks
     first_token: int = 0
 
 
@@ -86,7 +94,7 @@ class PullResult:
 
     request: str
     error: Exception | None
-    blocks: tuple[int, ...]
+    blocks: Blocks
     first_token: int
     tokens: int = 0
     nbytes: int = 0
@@ -141,9 +149,9 @@ class Pull:
 
 @dataclass(frozen=True)
 class _Granted:
-    """A source's answer: its lease of the request, what it calls it, and what it has pushed."""
+    """A source's answer: its leases of the request, what it calls it, and what it has pushed."""
 
-    lease: BlockLease
+    leases: tuple[GroupLease, ...]
     sequence: int
     pushed: int
 
@@ -170,10 +178,8 @@ class Puller:
 
     Args:
         engine: moves the bytes.
-        cache: where to.
+        groups: the caches where to.
         compatibility: what a producer must agree to.
-        block_tokens: tokens of a block.
-        token_unit: tokens that the cache's layout counts as one.
         rank: of this worker among those that read the same.
         push: let producers push what they still compute.
         link_timeout_ms, pull_timeout_ms: milliseconds for a link, and for an answer or a transfer.
@@ -185,11 +191,9 @@ class Puller:
     def __init__(
         self,
         engine: LlmDataDist,
-        cache: Cache,
+        groups: Sequence[CacheGroup],
         compatibility: Compatibility,
         *,
-        block_tokens: int,
-        token_unit: int,
         rank: int,
         push: bool,
         link_timeout_ms: int,
@@ -199,18 +203,13 @@ class Puller:
         report: Callable[[PullResult], None],
     ) -> None:
         self._engine = engine
-        self._cache = cache
+        self._groups = tuple(groups)
         self._compatibility = compatibility
-        self._block_tokens = block_tokens
-        self._unit = token_unit
         self._rank = rank
         self._push = push
         self._link_timeout_ms = link_timeout_ms
         self._pull_timeout_ms = pull_timeout_ms
         self._prefill_timeout_ms = prefill_timeout_ms
-        desc = cache.cache_desc
-        units = desc.batch_size * desc.shape[desc.seq_len_dim_index]
-        self._unit_nbytes = desc.nbytes // units
         self._workers = workers
         self._report = report
         self._numbers = itertools.count()
@@ -258,7 +257,7 @@ class Puller:
                 PullResult(
                     pull.request,
                     error,
-                    tuple(target.blocks),
+                    target.blocks,
                     target.first_token,
                     pull.reference.num_tokens - target.first_token,
                     pull.nbytes,
@@ -288,8 +287,8 @@ class Puller:
         if len(answer.parts) < message.parts:
             return
         try:
-            lease = BlockLease.from_bytes(b"".join(answer.parts))
-            answer.granted.set_result(_Granted(lease, message.sequence, message.pushed))
+            leases = decode_leases(b"".join(answer.parts))
+            answer.granted.set_result(_Granted(leases, message.sequence, message.pushed))
         except LLMException as error:
             answer.granted.set_exception(error)
 
@@ -367,12 +366,15 @@ class Puller:
 
     def _goal(self, pull: Pull, target: Target) -> Goal | None:
         """Lease the blocks that lack tokens, for producers to push to."""
-        block = target.first_token // self._block_tokens
-        if not self._push or block >= len(target.blocks):
+        if not self._push:
+            return None
+        (group,), (table,) = self._groups, tables_of(target.blocks, 1)
+        block = target.first_token // group.block_tokens
+        if block >= len(table.blocks):
             return None
         tag = "".join(it if it.isprintable() else "?" for it in pull.request[:MAX_TAG])
-        lease = self._engine.lease_blocks(self._cache, target.blocks[block:], tag=tag)
-        return Goal(lease, block * self._block_tokens, target.first_token)
+        lease = self._engine.lease_blocks(group.cache, table.blocks[block:], tag=tag)
+        return Goal(lease, block * group.block_tokens, target.first_token)
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
         """On return no producer writes to the target any more; one that is stopped holds it up."""
@@ -462,45 +464,57 @@ class Puller:
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         """Pull what is missing; on return, or error, no byte is touched any more."""
         total, missing = pull.reference.num_tokens, target.first_token
-        if missing % self._unit:
-            raise invalid(f"first_token={missing} must be a multiple of {self._unit}")
+        leases = [it.leases for it in granted]
+        parts = missing_of(self._groups, leases, target.blocks, missing, total)
+        pull.nbytes = sum(it.nbytes for it in parts)
         pushed = min(total, max(missing, min(it.pushed for it in granted)))
         pull.pushed = pushed - missing
-        leases = [it.lease for it in granted]
-        first, end = pushed // self._unit, -(-total // self._unit)
-        pull.nbytes = (end - missing // self._unit) * self._unit_nbytes
         pull.note = (
             f"{total - missing} of {total} tokens ({nbytes_text(pull.nbytes)}) from "
             f"{plural(len(leases), 'worker')}"
         )
         if pull.pushed:
             pull.note += f", {pull.pushed} of them pushed"
-        if pushed == total:
+            parts = missing_of(self._groups, leases, target.blocks, pushed, total)
+        if not parts:
             return
+        timeout_ms = self._pull_timeout_ms
         if len(leases) > 1:
+            if len(parts) > 1:
+                groups = {it.name: it.gathered for it in parts}
+                self._engine.gather_groups(groups, rank=self._rank, timeout_ms=timeout_ms)
+                return
             self._engine.gather_blocks(
-                leases,
-                self._cache,
+                parts[0].leases,
+                parts[0].dst,
                 [None] * len(leases),
-                target.blocks,
-                num_tokens=end - first,
-                src_token=first,
-                dst_token=first,
+                parts[0].dst_blocks,
+                num_tokens=parts[0].num_tokens,
+                src_token=parts[0].src_token,
+                dst_token=parts[0].dst_token,
                 rank=self._rank,
-                timeout_ms=self._pull_timeout_ms,
+                timeout_ms=timeout_ms,
             )
             return
         done = encode(pull.done(pull.sources[0]))
         pull.said_done = True  # whatever comes of it
+        if len(parts) > 1:
+            self._engine.pull_groups(
+                {it.name: it.pulled for it in parts},
+                timeout_ms=timeout_ms,
+                notify=done,
+                notify_failure=done,
+            )
+            return
         self._engine.pull_blocks(
-            leases[0],
-            self._cache,
+            parts[0].leases[0],
+            parts[0].dst,
             None,
-            target.blocks,
-            num_tokens=end - first,
-            src_token=first,
-            dst_token=first,
-            timeout_ms=self._pull_timeout_ms,
+            parts[0].dst_blocks,
+            num_tokens=parts[0].num_tokens,
+            src_token=parts[0].src_token,
+            dst_token=parts[0].dst_token,
+            timeout_ms=timeout_ms,
             notify=done,
             notify_failure=done,
         )

@@ -24,7 +24,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -32,7 +38,9 @@ from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
 from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
-from kvplan.vllm.worker import ConnectorWorker, Model
+from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
+
+_SUPPORTED = {FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec}  # and none made of them
 
 
 @dataclass
@@ -58,8 +66,8 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: of the paged cache.
 
     Raises:
-        NotImplementedError: a model whose cache is of several kinds, or of another one than full
-            attention; pipeline or context parallelism.
+        NotImplementedError: a model with layers of another kind than full attention, attention with
+            a sliding window, or MLA; pipeline or context parallelism.
         TypeError, LLMException: options that cannot be.
     """
 
@@ -71,21 +79,23 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         options = ConnectorOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         _log_like_vllm(options.explain)
         engine_id = self._kv_transfer_config.engine_id or ""
+        groups = tuple(_layer_group(it) for it in kv_cache_config.kv_cache_groups)
         self._failed_blocks: set[int] = set()
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = ConnectorScheduler(engine_id)
+            self._scheduler = ConnectorScheduler(
+                engine_id, windowed=any(it.window for it in groups)
+            )
         else:
             config = vllm_config.model_config
             model = Model(
                 name=options.model or config.model,
-                num_heads=config.get_total_num_kv_heads(),
+                num_heads=1 if groups[0].latent else config.get_total_num_kv_heads(),
                 rank=get_tensor_model_parallel_rank(),
                 ranks=get_tensor_model_parallel_world_size(),
-                block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 num_blocks=kv_cache_config.num_blocks,
-                packing=_packing(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
+                groups=groups,
                 produces=self._kv_transfer_config.is_kv_producer,
                 consumes=self._kv_transfer_config.is_kv_consumer,
             )
@@ -116,7 +126,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """A request has blocks for what is fetched."""
-        self._in_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._in_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do with this step."""
@@ -138,13 +148,13 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks are kept for a consumer, and what it has to be given."""
-        return self._in_scheduler.finished(request, block_ids)
+        return self._in_scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`, which vLLM does not call where it has groups of caches."""
-        return self._in_scheduler.finished(request, block_ids[0])
+        return self._in_scheduler.finished(request, block_ids)
 
     # In a worker.
 
@@ -187,7 +197,9 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._in_worker.results()
         self._failed_blocks |= results.failed_blocks
         return KVConnectorTransferResults(
-            finished_sending=results.sent, finished_recving=results.received
+            finished_sending=results.sent,
+            finished_recving=results.received,
+            failed_recving=results.failed,
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -235,10 +247,21 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
+def _layer_group(group: KVCacheGroupSpec) -> LayerGroup:
+    spec = group.kv_cache_spec
+    return LayerGroup(
+        layers=tuple(group.layer_names),
+        block_tokens=spec.block_size,
+        packing=_packing(spec),
+        window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
+        latent=isinstance(spec, MLAAttentionSpec),
+    )
+
+
 def _packing(spec: Any) -> str:
     """How attention orders what is inside of a block, where that is its own matter."""
-    if current_platform.device_type != "cpu":
-        return "plain"
+    if current_platform.device_type != "cpu" or isinstance(spec, MLAAttentionSpec):
+        return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
@@ -257,13 +280,13 @@ def _log_like_vllm(explain: bool) -> None:
 
 def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Refuse what this connector has not."""
-    groups = caches.kv_cache_groups
-    kinds = {type(it.kv_cache_spec) for it in groups}
-    if len(groups) != 1 or not all(issubclass(it, FullAttentionSpec) for it in kinds):
-        names = ", ".join(sorted(it.__name__ for it in kinds))
+    specs = [it.kv_cache_spec for it in caches.kv_cache_groups]
+    kinds = {type(it) for it in specs}
+    if not kinds or kinds - _SUPPORTED or (MLAAttentionSpec in kinds and len(specs) > 1):
+        names = ", ".join(type(it).__name__ for it in specs)
         raise NotImplementedError(
-            f"KvplanConnector: a cache of {len(groups)} groups ({names}); one group of full "
-            "attention is supported"
+            f"KvplanConnector: a cache of {len(specs)} groups ({names}); groups of full attention "
+            "and of sliding windows are supported, and one group of MLA"
         )
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):

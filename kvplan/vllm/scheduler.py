@@ -8,8 +8,9 @@ from hashlib import blake2b
 from typing import Any, Final, Protocol
 
 from kvplan.logs import Log
-from kvplan.serving import Chunk, Reference, Source, Target, token_digest
+from kvplan.serving import Chunk, Reference, Source, Table, Target, token_digest
 from kvplan.serving.reference import check_transfer
+from kvplan.serving.tables import Blocks
 from kvplan.status import LLMException
 from kvplan.vllm.step import Offer, Step, WorkerAddress
 
@@ -19,6 +20,7 @@ REFERENCE: Final = "kvplan"
 """The key of `kv_transfer_params` under which the reference is."""
 
 _KEPT: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+_NULL_BLOCK: Final = 0  # vLLM's, for tokens that a window has left behind
 
 
 class Request(Protocol):
@@ -27,7 +29,10 @@ class Request(Protocol):
     request_id: str
     kv_transfer_params: dict[str, Any] | None
     prompt_token_ids: list[int] | None
+    num_prompt_tokens: int
     num_computed_tokens: int
+    max_tokens: int
+    _all_token_ids: list[int]
     status: Any
     lora_request: Any
     cache_salt: str | None
@@ -54,9 +59,12 @@ class ConnectorScheduler:
 
     Args:
         engine_id: of vLLM's engine; another after a restart.
+        windowed: whether some layers attend to the last tokens alone, and vLLM frees their blocks
+            before.
     """
 
-    def __init__(self, engine_id: str) -> None:
+    def __init__(self, engine_id: str, *, windowed: bool = False) -> None:
+        self._windowed = windowed
         self.instance = instance_of(engine_id)
         self._sources: tuple[Source, ...] = ()
         self._next = 0
@@ -77,6 +85,8 @@ class ConnectorScheduler:
         tokens = request.prompt_token_ids
         if not tokens:
             return
+        if self._windowed and params.get("do_remote_decode"):
+            _leave_last(request)
         if params.get("do_remote_decode") and (transfer := _transfer(request)):
             digest = token_digest(tokens, *_extra(request))
             self._computing[request.request_id] = _Computed(request, transfer, digest, len(tokens))
@@ -88,7 +98,9 @@ class ConnectorScheduler:
             logger.warning("%s: its prompt is computed here: %s", request.request_id, error)
             return
         # What is asked for is what this side means: other tokens are refused by the producer.
-        num_tokens = len(tokens) if theirs.transfer else min(theirs.num_tokens, len(tokens))
+        num_tokens = self._num_fetched(len(tokens))
+        if not theirs.transfer:
+            num_tokens = min(theirs.num_tokens, num_tokens)
         mine = Reference(
             theirs.instance,
             theirs.sequence,
@@ -104,19 +116,21 @@ class ConnectorScheduler:
         reference = self._pending.get(request.request_id)
         return max(0, reference.num_tokens - num_computed) if reference else 0
 
-    def allocated(self, request: Request, blocks: Sequence[int], num_external: int) -> None:
-        """A request has blocks: fetch the last `num_external` tokens of what is to be fetched."""
+    def allocated(
+        self, request: Request, blocks: Sequence[Sequence[int]], num_external: int
+    ) -> None:
+        """A request has blocks in each group: fetch the last `num_external` of its tokens."""
         if (reference := self._pending.pop(request.request_id, None)) is None:
             return
         if num_external > 0:
-            target = Target(tuple(blocks), reference.num_tokens - num_external)
+            target = Target(self._held(blocks), reference.num_tokens - num_external)
             self._fetching.add(request.request_id)
             self._step.fetched[request.request_id] = reference, target
         else:  # all of it is here already
             self._step.dropped[request.request_id] = reference
 
     def finished(
-        self, request: Request, blocks: Sequence[int]
+        self, request: Request, blocks: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; returns whether its blocks are kept, and what goes with it."""
         if (reference := self._pending.pop(request.request_id, None)) is not None:
@@ -127,7 +141,7 @@ class ConnectorScheduler:
         params, tokens = request.kv_transfer_params or {}, request.prompt_token_ids
         num_tokens = min(request.num_computed_tokens, len(tokens or ()))
         kept = params.get("do_remote_decode") and request.status.name in _KEPT
-        if not kept or not tokens or not num_tokens or not blocks:
+        if not kept or not tokens or not num_tokens or not all(blocks):
             if computed is not None:
                 self._step.moved.append(computed.transfer)
                 self._step.refused.append(computed.transfer)
@@ -136,7 +150,7 @@ class ConnectorScheduler:
         digest = token_digest(tokens[:num_tokens], *_extra(request))
         sequence, self._next = self._next, self._next + 1
         self._step.offers.append(
-            Offer(sequence, request.request_id, tuple(blocks), digest, transfer)
+            Offer(sequence, request.request_id, self._held(blocks), digest, transfer)
         )
         reference = Reference(self.instance, sequence, digest, num_tokens, self._sources)
         return True, {
@@ -180,10 +194,42 @@ class ConnectorScheduler:
         step, self._step = self._step, Step()
         return step
 
+    def _num_fetched(self, num_tokens: int) -> int:
+        """How many tokens of a prompt are fetched."""
+        return num_tokens - 1 if self._windowed and num_tokens > 1 else num_tokens
+
+    def _held(self, blocks: Sequence[Sequence[int]]) -> Blocks:
+        """What a request holds in each group: tokens that a window has left have the null block."""
+        if len(blocks) == 1 and not self._windowed:
+            return tuple(blocks[0])
+        tables = []
+        for of_group in blocks:
+            skipped = next(
+                (at for at, it in enumerate(of_group) if it != _NULL_BLOCK), len(of_group)
+            )
+            tables.append(Table(tuple(of_group[skipped:]), skipped))
+        return tuple(tables)
+
 
 def instance_of(engine_id: str) -> bytes:
     """What names an engine in references."""
     return blake2b(engine_id.encode(), digest_size=16, person=b"kvplan.vllm").digest()
+
+
+def _leave_last(request: Request) -> None:
+    """Let the last token of a prompt be computed by its consumer alone, which does so anyway.
+
+    After it vLLM would free what only its window sees: if that ends with a block the consumer would
+    lack the first token of the window. vLLM's own connectors leave it where they need to, likewise.
+    """
+    tokens = request.prompt_token_ids
+    if not tokens or len(tokens) < 2:
+        return
+    del tokens[-1]
+    if len(request._all_token_ids) > len(tokens):  # it may be the same list
+        del request._all_token_ids[-1]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1  # what would come next is not what the prompt asks for
 
 
 def _transfer(request: Request) -> str:

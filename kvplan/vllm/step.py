@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvplan.serving import Chunk, Reference, Target
+from kvplan.serving.tables import Blocks
 
 
 @dataclass(frozen=True)
@@ -14,13 +15,13 @@ class Offer:
     Attributes:
         sequence, digest: of its reference.
         request: its id.
-        blocks: of the worker's cache.
+        blocks: of the worker's cache; of several groups, or with a window, a table for each.
         transfer: what its consumer was told to call it before; empty: nothing.
     """
 
     sequence: int
     request: str
-    blocks: tuple[int, ...]
+    blocks: Blocks
     digest: bytes
     transfer: str = ""
 

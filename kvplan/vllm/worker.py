@@ -11,8 +11,10 @@ from typing import Any
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.layout import Shard
 from kvplan.logs import Log
-from kvplan.serving import Compatibility, Exchange
+from kvplan.planning.groups import MAX_GROUP_NAME
+from kvplan.serving import CacheGroup, Compatibility, Exchange
 from kvplan.serving.ranks import heads_of
+from kvplan.serving.tables import tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, LlmRole
 from kvplan.vllm.figures import Figures
@@ -25,6 +27,26 @@ _NDIM = 4
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        layers: their names.
+        block_tokens: tokens of a block, as the scheduler counts them.
+        packing: how the processor's attention orders what is inside of a block; empty: as the shape
+            of the tensors says.
+        window: the last tokens that attention sees; 0: all.
+        latent: whether a token has one vector for all heads (MLA), and not keys and values.
+    """
+
+    layers: tuple[str, ...]
+    block_tokens: int
+    packing: str = ""
+    window: int = 0
+    latent: bool = False
+
+
+@dataclass(frozen=True)
 class Model:
     """What a worker has to know of the model and of itself.
 
@@ -32,9 +54,8 @@ class Model:
         name: that both sides agree on.
         num_heads: KV heads of the model.
         rank, ranks: under tensor parallelism.
-        block_tokens: tokens of a block, as the scheduler counts them.
         num_blocks: of the cache.
-        packing: how the processor's attention orders what is inside of a block.
+        groups: its layers.
         produces, consumes: which of both this engine is.
     """
 
@@ -42,19 +63,66 @@ class Model:
     num_heads: int
     rank: int
     ranks: int
-    block_tokens: int
     num_blocks: int
-    packing: str
+    groups: tuple[LayerGroup, ...]
     produces: bool
     consumes: bool
+
+    @property
+    def simple(self) -> bool:
+        """Whether a request has all its blocks in one table."""
+        return len(self.groups) == 1 and not self.groups[0].window
+
+
+@dataclass(frozen=True)
+class _View:
+    """The cache of a group, as kvplan has it.
+
+    Attributes:
+        names, tensors: of its layers, in the order of the model.
+        unit: how many tokens are one.
+    """
+
+    group: LayerGroup
+    names: list[str]
+    tensors: list[Any]
+    desc: CacheDesc
+    unit: int
+
+    def __str__(self) -> str:
+        numbers = "+".join(str(it) for name in self.names for it in _position(name)[0][:1])
+        return f"layers {numbers}"[:MAX_GROUP_NAME]
+
+    def fields(self, model: Model) -> dict[str, str]:
+        """What the producer's group has to be like."""
+        group, desc = self.group, self.desc
+        fields = {
+            "dtype": desc.data_type.name,
+            "layers": str(len(self.names)),
+            "kv_heads": str(model.num_heads),
+            "head_bytes": str(desc.shape[-1] * desc.data_type.bits // 8 // self.unit),
+            "packing": f"{group.packing or 'plain'}, {self.unit} tokens",
+        }
+        if group.latent:
+            fields["attention"] = "latent"
+        if group.window:  # whose blocks are left is said in blocks
+            fields["attention"] = f"window of {group.window} tokens, blocks of {group.block_tokens}"
+        return fields
 
 
 @dataclass(frozen=True)
 class Results:
-    """What has ended since the last step; requests by their ids."""
+    """What has ended since the last step; requests by their ids.
+
+    Attributes:
+        received: whether or not that failed.
+        failed: that have to be computed from their first token on.
+        failed_blocks: of others, the blocks that have to be computed.
+    """
 
     sent: set[str]
     received: set[str]
+    failed: set[str]
     failed_blocks: set[int]
 
 
@@ -84,28 +152,13 @@ class ConnectorWorker:
                 gaps; what the engine's options cannot be.
         """
         model, options = self._model, self._options
-        names = sorted(layers, key=_position)
+        views = [self._view(it, layers) for it in model.groups]
+        names = [name for it in views for name in it.names]
         self._layers = {name: index for index, name in enumerate(names)}
-        tensors, layout, unit = readable([layers[name] for name in names])
-        self._on_host = tensors[0].device.type == "cpu"
-        if options.mode == "push" and not self._on_host:
-            raise invalid(
-                'mode="push" needs a cache in host memory; elsewhere a layer is not computed when '
-                f'vLLM says so, and this one is on {tensors[0].device.type}: use mode="pull"'
-            )
-        shard = Shard(
-            layers=range(len(names)),
-            heads=heads_of(model.rank, model.ranks, model.num_heads),
-            num_layers=len(names),
-            num_heads=model.num_heads,
-        )
-        desc = CacheDesc.from_tensors(tensors, layout, shard=shard)
-        tokens = desc.shape[desc.seq_len_dim_index] * unit
-        if (desc.batch_size, tokens) != (model.num_blocks, model.block_tokens):
-            raise invalid(
-                f"the cache has {desc.batch_size} blocks of {tokens} tokens; the scheduler has "
-                f"{model.num_blocks} of {model.block_tokens}"
-            )
+        device = layers[names[0]].device.type
+        self._on_host = device == "cpu"
+        if options.mode == "push":
+            self._check_push(device)
         roles = LlmRole.MIX if model.consumes else LlmRole.PROMPT
         # As many bits as each JSON library keeps: it travels with requests.
         engine = LlmDataDist(
@@ -116,17 +169,20 @@ class ConnectorWorker:
             given.setdefault("llm.ListenIpInfo", options.listen_of(model.rank))
         engine.initialize(given)
         try:
-            cache = engine.register_blocks_cache(desc, tensors)
+            groups = [
+                CacheGroup(str(it), engine.register_blocks_cache(it.desc, it.tensors), it.unit)
+                for it in views
+            ]
             self._exchange = Exchange(
                 engine,
-                cache,
-                compatibility(model, desc, len(names), unit),
+                groups if len(groups) > 1 else groups[0].cache,
+                compatibility(model, views),
                 self._instance,
                 rank=model.rank,
                 ranks=model.ranks,
                 num_heads=model.num_heads,
                 push=options.mode == "push",
-                token_unit=unit,
+                token_unit=views[0].unit,
                 options=options.exchange,
             )
         except BaseException:
@@ -134,14 +190,46 @@ class ConnectorWorker:
             raise
         self._engine = engine
         logger.info(
-            "worker %d of %d: %d layers of %s %s, %s",
+            "worker %d of %d: %d layers, %s, %s",
             model.rank,
             model.ranks,
             len(names),
-            desc.data_type.name,
-            desc.shape,
+            "; ".join(map(str, views)),
             f"at {engine.listen_address}" if model.produces else "not listening",
         )
+
+    def _view(self, group: LayerGroup, layers: Mapping[str, Any]) -> _View:
+        model = self._model
+        if absent := [it for it in group.layers if it not in layers]:
+            raise invalid(f"layer {absent[0]} has no tensor")
+        names = sorted(group.layers, key=_position)
+        tensors, layout, unit = readable([layers[it] for it in names], packed=bool(group.packing))
+        shard = Shard(
+            layers=range(len(names)),
+            heads=heads_of(model.rank, model.ranks, model.num_heads),
+            num_layers=len(names),
+            num_heads=model.num_heads,
+        )
+        desc = CacheDesc.from_tensors(tensors, layout, shard=shard)
+        tokens = desc.shape[desc.seq_len_dim_index] * unit
+        if (desc.batch_size, tokens) != (model.num_blocks, group.block_tokens):
+            raise invalid(
+                f"the cache has {desc.batch_size} blocks of {tokens} tokens; the scheduler has "
+                f"{model.num_blocks} of {group.block_tokens}"
+            )
+        return _View(group, names, tensors, desc, unit)
+
+    def _check_push(self, device: str) -> None:
+        if not self._on_host:
+            raise invalid(
+                'mode="push" needs a cache in host memory; elsewhere a layer is not computed when '
+                f'vLLM says so, and this one is on {device}: use mode="pull"'
+            )
+        if not self._model.simple:
+            raise invalid(
+                'mode="push" needs layers that all see all tokens, and some of these have a '
+                'sliding window: use mode="pull"'
+            )
 
     @property
     def exchange(self) -> Exchange:
@@ -207,17 +295,24 @@ class ConnectorWorker:
         """What has ended since the last call."""
         exchange = self.exchange
         received: set[str] = set()
-        failed: set[int] = set()
+        failed: set[str] = set()
+        failed_blocks: set[int] = set()
         for it in exchange.take_results():
             received.add(it.request)
             self._figures.ended(it)
-            if it.error is not None:
-                failed.update(it.blocks[it.first_token // self._model.block_tokens :])
+            if it.error is None:
+                continue
+            if self._model.simple:
+                block_tokens = self._model.groups[0].block_tokens
+                blocks = tables_of(it.blocks, 1)[0].blocks
+                failed_blocks.update(blocks[it.first_token // block_tokens :])
+            else:  # vLLM finds no request by blocks of several groups, and what is skipped is gone
+                failed.add(it.request)
         freed, expired = exchange.take_freed(), exchange.book.expired
         self._figures.count("freed", len(freed))
         self._figures.count("expired", expired - self._expired)
         self._expired = expired
-        return Results(freed, received, failed)
+        return Results(freed, received, failed, failed_blocks)
 
     def take_figures(self) -> Figures:
         """What has happened since the last call."""
@@ -234,35 +329,31 @@ class ConnectorWorker:
             self._engine = None
 
 
-def readable(tensors: Sequence[Any]) -> tuple[list[Any], str, int]:
+def readable(tensors: Sequence[Any], *, packed: bool) -> tuple[list[Any], str, int]:
     """Show each layer's tensor as it is used, with its axes, and how many tokens are one.
 
     vLLM shows a layer as (block, head, token, keys and values), and its strides say how that lies.
-    On CPUs the keys of a block's head come before its values, and in an order of the processor's
-    own, in which no token is in one place: a block moves whole.
+    Where it is packed, on CPUs, the keys of a block's head come before its values, and in an order
+    of the processor's own, in which no token is in one place: a block moves whole.
     """
     if any(getattr(it, "ndim", 0) != _NDIM for it in tensors) or not tensors:
         raise invalid(f"a cache of {len(tensors)} layers must have tensors of {_NDIM} dimensions")
-    if tensors[0].device.type != "cpu":
+    if not packed:
         return list(tensors), "block head token dim", 1
     blocks, heads, tokens, both = tensors[0].shape
     shape = (blocks, heads, 2, 1, tokens * both // 2)
     return [it.view(shape) for it in tensors], "block head kv token dim", tokens
 
 
-def compatibility(model: Model, desc: CacheDesc, layers: int, unit: int) -> Compatibility:
+def compatibility(model: Model, views: Sequence[_View]) -> Compatibility:
     """What has to be the same at the producer; numbers of workers and block sizes need not."""
-    return Compatibility(
-        {
-            "connector": "kvplan.vllm 1",
-            "model": model.name,
-            "dtype": desc.data_type.name,
-            "layers": str(layers),
-            "kv_heads": str(model.num_heads),
-            "head_bytes": str(desc.shape[-1] * desc.data_type.bits // 8 // unit),
-            "packing": f"{model.packing}, {unit} tokens",
-        }
-    )
+    fields = {"connector": "kvplan.vllm 1", "model": model.name}
+    if len(views) == 1:
+        return Compatibility(fields | views[0].fields(model))
+    for number, it in enumerate(views):
+        of_one = ", ".join(f"{name} {value}" for name, value in it.fields(model).items())
+        fields[f"group {number}"] = f"{it}, {of_one}"
+    return Compatibility(fields)
 
 
 def _position(name: str) -> tuple[list[int], str]:

@@ -3,8 +3,9 @@
 from typing import Any
 
 from kvplan.serving import Source
+from tests.serving.group_worker import GroupWorker
 from tests.serving.worker import Worker
 
 
 def names() -> dict[str, Any]:
-    return {"Worker": Worker, "Source": Source}
+    return {"Worker": Worker, "GroupWorker": GroupWorker, "Source": Source}

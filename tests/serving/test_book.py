@@ -70,19 +70,19 @@ def book(engine: Engine, clock: Callable[[float], float]) -> Iterator[LeaseBook]
 
 
 def test_a_lease_names_the_blocks_and_the_request(book: LeaseBook) -> None:
-    sequence, lease = book.lease_of(0, b"digest")
-    assert sequence == 0
+    sequence, ((lease, first_token),) = book.leases_of(0, b"digest")
+    assert (sequence, first_token) == (0, 0)
     assert (lease.blocks, lease.tag) == ((3, 1), "a")
 
 
 def test_it_is_given_for_the_same_tokens_alone(book: LeaseBook) -> None:
     with refused("LLM_KV_CACHE_NOT_EXIST", "request 0 is a, which was of other tokens"):
-        book.lease_of(0, b"another")
+        book.leases_of(0, b"another")
 
 
 def test_what_comes_later_may_come_yet(book: LeaseBook) -> None:
     with pytest.raises(NotYetError):
-        book.lease_of(1, b"digest")
+        book.leases_of(1, b"digest")
 
 
 def test_the_last_reader_frees(book: LeaseBook, engine: Engine) -> None:
@@ -93,7 +93,7 @@ def test_the_last_reader_frees(book: LeaseBook, engine: Engine) -> None:
     assert (book.take_freed(), engine.live) == ({"a"}, [])
     assert book.take_freed() == set()
     with refused("LLM_KV_CACHE_NOT_EXIST", "request 0 has ended"):
-        book.lease_of(0, b"digest")
+        book.leases_of(0, b"digest")
 
 
 def test_a_reader_of_other_tokens_frees_nothing(book: LeaseBook) -> None:
@@ -139,7 +139,7 @@ def test_what_a_peer_still_writes_to_is_not_free_yet(book: LeaseBook, engine: En
     book.abort("a")
     assert (book.take_freed(), len(book)) == (set(), 1)
     with refused("LLM_KV_CACHE_NOT_EXIST", "has ended"):
-        book.lease_of(0, b"digest")
+        book.leases_of(0, b"digest")
     engine.refusal = None
     book.expire()
     assert book.take_freed() == {"a"}
@@ -150,10 +150,10 @@ def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
     book.enter(1, "b", [4], b"digest")
     assert book.take_freed() == {"b"}
     with refused("LLM_KV_CACHE_NOT_EXIST", "request 1 has ended"):
-        book.lease_of(1, b"digest")
+        book.leases_of(1, b"digest")
     engine.refusal = None
 
 
 def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:
     book.enter(1, "x\n" * 100, [4], b"digest")
-    assert book.lease_of(1, b"digest")[1].tag == "x?" * 32
+    assert book.leases_of(1, b"digest")[1][0].lease.tag == "x?" * 32

@@ -151,7 +151,7 @@ class Worker:
         self.exchange.fetch(name, reference, Target(blocks, first))
         assert self.exchange.wait(DEADLINE_MS)
         (result,) = self.exchange.take_results()
-        assert (result.request, result.blocks) == (name, tuple(blocks))
+        assert (result.request, result.blocks) == (name, blocks)
         return result
 
     def freed(self) -> set[str]:

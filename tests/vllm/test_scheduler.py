@@ -43,7 +43,7 @@ def consumer() -> ConnectorScheduler:
 def finished(producer: ConnectorScheduler, name: str = "p1", **values: Any) -> dict[str, Any]:
     """What travels with a request that has finished."""
     given = {"kv_transfer_params": {"do_remote_decode": True}} | values
-    held, params = producer.finished(request(name, **given), [5, 6, 7])
+    held, params = producer.finished(request(name, **given), ([5, 6, 7],))
     assert held
     assert params
     return params
@@ -82,7 +82,7 @@ def test_each_request_is_offered_once_under_a_number_of_its_own(
 )
 def test_others_are_not_kept(producer: ConnectorScheduler, values: dict[str, Any]) -> None:
     given = {"kv_transfer_params": {"do_remote_decode": True}} | values
-    assert producer.finished(request(**given), [5]) == (False, None)
+    assert producer.finished(request(**given), ([5],)) == (False, None)
     assert producer.take_step() == Step()
 
 
@@ -101,12 +101,12 @@ def test_a_request_is_expected_and_then_fetched(
     assert reference == Reference.from_dict(arriving.kv_transfer_params["kvplan"])
     assert consumer.missing_tokens(arriving, 32) == 38
     assert consumer.missing_tokens(arriving, 32) == 38  # it may be asked often
-    consumer.allocated(arriving, [1, 2, 3], 38)
+    consumer.allocated(arriving, ([1, 2, 3],), 38)
     assert consumer.take_step().fetched == {"r1": (reference, Target((1, 2, 3), 32))}
     consumer.fetched(["r1"])
     assert consumer.missing_tokens(arriving, 0) == 0  # after a failure it is computed here
-    consumer.allocated(arriving, [1, 2, 3], 0)
-    assert consumer.finished(arriving, [1, 2, 3]) == (False, None)
+    consumer.allocated(arriving, ([1, 2, 3],), 0)
+    assert consumer.finished(arriving, ([1, 2, 3],)) == (False, None)
     assert consumer.take_step() == Step()
 
 
@@ -116,7 +116,7 @@ def test_what_is_here_already_is_dropped(
     arriving = request(kv_transfer_params=finished(producer))
     consumer.arrived(arriving)
     assert consumer.missing_tokens(arriving, 70) == 0
-    consumer.allocated(arriving, [1, 2, 3], 0)
+    consumer.allocated(arriving, ([1, 2, 3],), 0)
     step = consumer.take_step()
     assert (set(step.dropped), step.fetched) == ({"r1"}, {})
 
@@ -126,7 +126,7 @@ def test_what_is_aborted_before_it_has_blocks_is_dropped(
 ) -> None:
     arriving = request(kv_transfer_params=finished(producer), status="FINISHED_ABORTED")
     consumer.arrived(arriving)
-    assert consumer.finished(arriving, []) == (False, None)
+    assert consumer.finished(arriving, ([],)) == (False, None)
     assert set(consumer.take_step().dropped) == {"r1"}
 
 
@@ -189,7 +189,7 @@ def test_of_a_request_with_a_transfer_each_step_says_what_it_computes(
     it.num_computed_tokens = 70
     producer.computing({"p1": 1}, blocks.get)  # what it generates is nobody's
     assert producer.take_step() == Step()
-    held, params = producer.finished(it, [5, 6, 7])
+    held, params = producer.finished(it, ([5, 6, 7],))
     assert held
     assert params
     (offer,) = producer.take_step().offers
@@ -211,7 +211,7 @@ def test_a_request_that_is_preempted_is_computed_again(producer: ConnectorSchedu
 def test_consumers_of_a_request_that_is_aborted_are_told(producer: ConnectorScheduler) -> None:
     it = computing(status=SimpleNamespace(name="FINISHED_ABORTED"))
     producer.arrived(it)
-    assert producer.finished(it, [5]) == (False, None)
+    assert producer.finished(it, ([5],)) == (False, None)
     assert producer.take_step() == Step(moved=["cmpl-1"], refused=["cmpl-1"])
 
 
@@ -227,9 +227,9 @@ def test_a_request_that_has_not_finished_is_expected_by_its_name(
     assert (reference.transfer, reference.num_tokens) == ("cmpl-1", len(PROMPT))
     assert reference.digest == token_digest(PROMPT, "", "")
     assert consumer.missing_tokens(arriving, 32) == 38
-    consumer.allocated(arriving, [1, 2, 3], 38)
+    consumer.allocated(arriving, ([1, 2, 3],), 38)
     consumer.take_step()
-    assert consumer.finished(arriving, [1, 2, 3]) == (False, None)
+    assert consumer.finished(arriving, ([1, 2, 3],)) == (False, None)
     assert consumer.take_step().cancelled == ["r1"]  # nobody waits for it any more
 
 

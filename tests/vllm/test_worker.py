@@ -114,7 +114,7 @@ def test_an_offer_does_not_wait_for_the_computation_of_its_step(
         """
         worker = VllmWorker("prefill")
         request = worker.request("p1", prompt, {"do_remote_decode": True})
-        _, result = worker.scheduler.finished(request, [6, 1, 3])
+        _, result = worker.scheduler.finished(request, ([6, 1, 3],))
         worker.worker.prepare(worker.scheduler.take_step())
         """,
         prompt=PROMPT,
@@ -139,7 +139,7 @@ def test_blocks_of_another_size_are_in_another_order(prefill: Peer, decode: Vllm
 
 def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
     it = VllmWorker("decode", produces=False)
-    layers = {"layers.0": CpuTensor(np.zeros((BLOCKS + 1, 2, 32, 8), np.float32))}
+    layers = {name: CpuTensor(np.zeros((BLOCKS + 1, 2, 32, 8), np.float32)) for name in it.layers}
     with refused("LLM_PARAM_INVALID", "9 blocks of 32 tokens; the scheduler has 8 of 32"):
         it.worker.register(layers)
     it.worker.close()
@@ -147,7 +147,9 @@ def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
 
 def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
     with refused("LLM_PARAM_INVALID", "must have tensors of 4 dimensions"):
-        decode.worker.register({"layers.0": CpuTensor(np.zeros((8, 64), np.float32))})
+        decode.worker.register(
+            {name: CpuTensor(np.zeros((8, 64), np.float32)) for name in decode.layers}
+        )
 
 
 def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
@@ -173,7 +175,7 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
             worker.worker.layer_ready("model.layers.11.attn")  # it shares those of another
         worker.worker.computed()
         request.num_computed_tokens = 70
-        worker.scheduler.finished(request, [5, 0, 7])
+        worker.scheduler.finished(request, ([5, 0, 7],))
         worker.worker.prepare(worker.scheduler.take_step())
         """,
         prompt=PROMPT,
@@ -192,5 +194,5 @@ def test_push_needs_host_memory() -> None:
     layer = CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32))
     layer.device = SimpleNamespace(type="cuda")
     with refused("LLM_PARAM_INVALID", "needs a cache in host memory.*on cuda"):
-        it.worker.register({"layers.0": layer})
+        it.worker.register(dict.fromkeys(it.layers, layer))
     it.worker.close()

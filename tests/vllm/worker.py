@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler
-from kvplan.vllm.worker import ConnectorWorker, Model
+from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 
 LAYERS, BLOCKS, HEADS, DIM = 2, 8, 2, 4
 
@@ -33,26 +34,49 @@ class VllmWorker:
     """Both halves of a connector, and the cache of its worker.
 
     Attributes:
-        layers: an array for each, as vLLM shows them; layer 10 comes after layer 9.
+        layers: an array for each, as vLLM shows them; layer 10 comes after layer 9. Groups share
+            the arrays, as vLLM has it: a block is of one group at a time.
+
+    Args:
+        windows: of each group of two layers; 0: none.
     """
 
     def __init__(
-        self, engine_id: str, *, produces: bool = True, block_tokens: int = 32, **options: Any
+        self,
+        engine_id: str,
+        *,
+        produces: bool = True,
+        block_tokens: int = 32,
+        windows: Sequence[int] = (0,),
+        **options: Any,
     ) -> None:
         shape = (BLOCKS, HEADS, block_tokens, 2 * DIM)
-        self.layers = {f"model.layers.{9 + it}.attn": np.zeros(shape, np.float32) for it in (1, 0)}
+        arrays = [np.zeros(shape, np.float32) for _ in range(LAYERS)]
+        groups = [
+            LayerGroup(
+                tuple(f"model.layers.{9 + LAYERS * number + it}.attn" for it in (1, 0)),
+                block_tokens,
+                "vec",
+                window,
+            )
+            for number, window in enumerate(windows)
+        ]
+        self.layers = {
+            name: array
+            for group in groups
+            for name, array in zip(group.layers, arrays, strict=True)
+        }
         model = Model(
             name="tiny",
             num_heads=HEADS,
             rank=0,
             ranks=1,
-            block_tokens=block_tokens,
             num_blocks=BLOCKS,
-            packing="vec",
+            groups=tuple(groups),
             produces=produces,
             consumes=not produces,
         )
-        self.scheduler = ConnectorScheduler(engine_id)
+        self.scheduler = ConnectorScheduler(engine_id, windowed=any(windows))
         self.worker = ConnectorWorker(self.scheduler.instance, model, ConnectorOptions.of(options))
         self.worker.register({name: CpuTensor(it) for name, it in self.layers.items()})
         if (address := self.worker.address) is not None:
@@ -63,15 +87,16 @@ class VllmWorker:
         array = self.layers[f"model.layers.{layer}.attn"]
         return array.reshape(BLOCKS, HEADS, 2, -1)
 
-    def finish(self, name: str, prompt: list[int], blocks: list[int]) -> dict[str, Any]:
-        """Let a request finish; returns what travels with it."""
+    def finish(self, name: str, prompt: list[int], *blocks: list[int]) -> dict[str, Any]:
+        """Let a request finish, with blocks in each group; returns what travels with it."""
         request = self.request(name, prompt, {"do_remote_decode": True})
+        self.scheduler.arrived(request)
         _, params = self.scheduler.finished(request, blocks)
         assert params is not None
         self.step()
         return params
 
-    def fetch(self, request: Any, blocks: list[int], computed: int = 0) -> None:
+    def fetch(self, request: Any, *blocks: list[int], computed: int = 0) -> None:
         """Let a request arrive and have blocks."""
         self.scheduler.arrived(request)
         missing = self.scheduler.missing_tokens(request, computed)
@@ -88,16 +113,19 @@ class VllmWorker:
         return SimpleNamespace(
             request_id=name,
             kv_transfer_params=params,
-            prompt_token_ids=prompt,
+            prompt_token_ids=[*prompt],
+            _all_token_ids=[*prompt],
+            num_prompt_tokens=len(prompt),
             num_computed_tokens=len(prompt),
+            max_tokens=16,
             status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
             lora_request=None,
             cache_salt=None,
             mm_features=[],
         )
 
-    def results(self) -> tuple[set[str], set[str], set[int]]:
-        """What vLLM is told after a step, once there is something."""
+    def results(self) -> tuple[set[str], set[str], set[int | str]]:
+        """What vLLM is told after a step, once there is something: what failed at last."""
         assert self.worker.exchange.wait(60_000)
         found = self.worker.results()
-        return found.sent, found.received, found.failed_blocks
+        return found.sent, found.received, found.failed_blocks | found.failed

@@ -1,0 +1,93 @@
+"""`python -m examples.vllm.hybrid`: pairs of engines with models of other attention than full one.
+
+Of each tiny model (`tiny.py`) what `live_engines` checks of the small one: the same tokens as one
+engine alone, fetched, and no other tokens when something is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from examples.vllm import tiny
+from examples.vllm.engine import Engine
+from examples.vllm.live_engines import Pair
+from examples.vllm.report import FOLDER, Report, connector, prompts
+
+# Of a model: whether its prompts can begin as others, in the prefix cache; MLA has none on CPUs.
+KINDS = {"gemma3": True, "mistral": True, "deepseek": False}
+
+# Beside the small ones and the long ones: as the window ends with a block, or a token beside that.
+LENGTHS = (5, 17, 31, 33, 63, 64, 65, 94, 95, 96, 97, 100, 127, 128, 150, 256, 319, 500)
+
+
+class TinyPair(Pair):
+    """Both engines have this model."""
+
+    def __init__(self, report: Report, held: ExitStack, kind: str) -> None:
+        self.kind = kind
+        super().__init__(report, held)
+
+    def make_prompts(self) -> list[list[int]]:
+        """As of the others, of lengths of its own."""
+        return prompts(LENGTHS)
+
+    def start(
+        self, name: str, core: int, role: str, block_size: int = 32, **options: Any
+    ) -> Engine:
+        engine = Engine(
+            f"{self.kind}-{name}",
+            FOLDER,
+            core,
+            connector(role, **options),
+            model=str(FOLDER / self.kind),
+            block_size=block_size,
+        )
+        self.held.callback(engine.close)
+        return engine
+
+    def checks(self) -> Iterator[Callable[[], None]]:
+        yield self.same_tokens
+        yield self.nothing_failed
+        if KINDS[self.kind]:
+            yield self.prefix_hits
+            yield self.nothing_failed
+        yield self.stale
+        yield self.mixed_up
+        yield self.nothing_leaks
+
+    def nothing_failed(self) -> None:
+        """What vLLM counts as fetched may have been computed after all."""
+        metrics = self.decode.metrics()
+        fetched = metrics.get("vllm:kvplan_requests_fetched", 0.0)
+        failed = metrics.get("vllm:kvplan_requests_failed", 0.0)
+        problems = [f"{failed:.0f} could not be fetched"] if failed or not fetched else []
+        self.report.check("each request was fetched", problems, f"{fetched:.0f} so far")
+
+
+def run(report: Report, *kinds: str) -> None:
+    """Make the checks of each model."""
+    for kind in kinds or KINDS:
+        if not (FOLDER / kind / "config.json").exists():
+            tiny.make(FOLDER / kind, kind, FOLDER / "model")
+        report.say(f"{kind}:")
+        with ExitStack() as held:
+            for check in TinyPair(report, held, kind).checks():
+                check()
+
+
+def main() -> int:
+    """Make them alone."""
+    parser = argparse.ArgumentParser(prog="python -m examples.vllm.hybrid", description=__doc__)
+    parser.add_argument("kind", nargs="*", help=f"of {', '.join(KINDS)}; all, if none is given")
+    report = Report()
+    run(report, *parser.parse_args().kind)
+    report.say(f"{report.failed} failed" if report.failed else "all is well")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Requests that lie in the caches of several groups, one of which has a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvplan import LLMException
+from kvplan.serving import Source, Table
+from kvplan.serving.tables import decode_leases, tables_of
+from tests.serving.group_worker import GroupWorker, Tables
+from tests.serving.peer import Peer
+from tests.serving.worker import reference
+from tests.support.refusals import refused
+
+# 21 tokens in blocks of 8. The window has left the first block behind: its id may be another's.
+THEIRS: Tables = (([9, 2], 1), ([4, 11, 7], 0))
+MINE: Tables = (([1, 30], 1), ([8, 3, 6], 0))
+
+MakeGroupPeer = Callable[..., Source]
+
+
+@pytest.fixture
+def consumer() -> Iterator[GroupWorker]:
+    worker = GroupWorker(2)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def make_consumer() -> Iterator[Callable[..., GroupWorker]]:
+    with ExitStack() as held:
+
+        def make(cluster_id: int, **options: int) -> GroupWorker:
+            worker = GroupWorker(cluster_id, **options)
+            held.callback(worker.close)
+            return worker
+
+        yield make
+
+
+def start(peer: Peer, cluster_id: int = 10, name: str = "w", **options: int) -> Source:
+    """Let a worker with groups be in the peer's process."""
+    code = f"{name} = GroupWorker(cluster_id, **options); result = {name}.source.address"
+    return Source(cluster_id, str(peer.run(code, cluster_id=cluster_id, options=options)))
+
+
+def finish(peer: Peer, sequence: int, request: int, tables: Tables, name: str = "w") -> None:
+    code = f"{name}.finish(sequence, request, tables, 21)"
+    peer.run(code, sequence=sequence, request=request, tables=tables)
+
+
+def text(error: Exception | None) -> str:
+    assert isinstance(error, LLMException)
+    return str(error)
+
+
+def test_all_groups_are_fetched_and_then_free(
+    make_peer: Callable[..., Peer], consumer: GroupWorker
+) -> None:
+    peer = make_peer()
+    source = start(peer)
+    finish(peer, 0, 11, THEIRS)
+    assert peer.run("result = len(w.engine.leases())") == 2
+    assert consumer.fetch(reference([source], 0, 11, 21), MINE).error is None
+    assert consumer.has(11, MINE, 0, 21)
+    assert consumer.written() == {1, 30, 8, 3, 6}
+    assert peer.run("result = w.freed()") == {"request-11"}
+    assert peer.run("result = w.engine.leases()") == []
+
+
+def test_what_moves_is_one_transfer(make_peer: Callable[..., Peer], consumer: GroupWorker) -> None:
+    peer = make_peer()
+    source = start(peer)
+    finish(peer, 0, 11, THEIRS)
+    plans: list[str] = []
+    consumer.engine.on_plan(lambda plan: plans.append(plan.operation))
+    assert consumer.fetch(reference([source], 0, 11, 21), MINE).error is None
+    assert plans == ["pull_groups"]
+
+
+def test_blocks_of_the_prefix_cache_are_not_touched(
+    make_peer: Callable[..., Peer], consumer: GroupWorker
+) -> None:
+    peer = make_peer()
+    source = start(peer)
+    finish(peer, 0, 11, THEIRS)
+    for array in consumer.arrays:
+        array[[1, 8, 3]] = 5  # tokens 0 to 15 are here, as far as each group still sees them
+    result = consumer.fetch(reference([source], 0, 11, 21), MINE, first=16)
+    assert (result.error, result.nbytes) == (None, 2 * 2 * 5 * 4 * 8 * 4)  # 5 tokens of each group
+    assert consumer.has(11, MINE, 16, 21)
+    for array in consumer.arrays:
+        assert (array[[1, 8, 3]] == 5).all()
+    assert consumer.written() == {1, 30, 8, 3, 6}
+
+
+def test_of_a_window_only_what_the_consumer_keeps_is_fetched(
+    make_peer: Callable[..., Peer], consumer: GroupWorker
+) -> None:
+    peer = make_peer()
+    source = start(peer)
+    finish(peer, 0, 11, (([5, 9, 2], 0), ([4, 11, 7], 0)))
+    mine: Tables = (([30], 2), ([8, 3, 6], 0))
+    assert consumer.fetch(reference([source], 0, 11, 21), mine).error is None
+    assert consumer.has(11, mine, 0, 21)
+    assert consumer.written() == {30, 8, 3, 6}
+
+
+def test_a_window_that_has_gone_on_is_an_error(
+    make_peer: Callable[..., Peer], consumer: GroupWorker
+) -> None:
+    peer = make_peer()
+    source = start(peer)
+    finish(peer, 0, 11, (([2], 2), ([4, 11, 7], 0)))
+    result = consumer.fetch(reference([source], 0, 11, 21), MINE)
+    assert "token 8 is missing of window, and the producer has only those from 16 on" in text(
+        result.error
+    )
+    assert consumer.written() == set()
+    assert peer.run("result = w.freed()") == {"request-11"}
+
+
+def test_a_stale_reference_is_refused(
+    make_peer: Callable[..., Peer], consumer: GroupWorker
+) -> None:
+    peer = make_peer()
+    source = start(peer)
+    finish(peer, 0, 11, THEIRS)
+    stale = reference([source], 0, 11, 21)
+    assert consumer.fetch(stale, MINE).error is None
+    assert peer.run("result = w.freed()") == {"request-11"}
+    finish(peer, 1, 12, (([4, 11], 1), ([9, 2, 7], 0)))  # blocks change their group
+    assert "request 0 has ended" in text(consumer.fetch(stale, MINE).error)
+    assert consumer.has(11, MINE, 0, 21)
+
+
+@pytest.mark.parametrize(("owners", "readers"), [(2, 1), (1, 2), (2, 2)])
+def test_numbers_of_workers_may_differ(
+    make_peer: Callable[..., Peer],
+    make_consumer: Callable[..., GroupWorker],
+    owners: int,
+    readers: int,
+) -> None:
+    peer = make_peer()
+    names = [f"w{it}" for it in range(owners)]
+    sources = [start(peer, 10 + it, name, rank=it, ranks=owners) for it, name in enumerate(names)]
+    for it in names:
+        finish(peer, 0, 11, THEIRS, it)
+    for rank in range(readers):
+        consumer = make_consumer(100 + rank, rank=rank, ranks=readers)
+        assert consumer.fetch(reference(sources, 0, 11, 21), MINE).error is None
+        assert consumer.has(11, MINE, 0, 21)
+    for it in names:
+        assert peer.run(f"result = {it}.freed()") == {"request-11"}
+
+
+def test_one_group_with_a_window(
+    make_peer: Callable[..., Peer], make_consumer: Callable[..., GroupWorker]
+) -> None:
+    peer, consumer = make_peer(), make_consumer(2, groups=1)
+    source = start(peer, groups=1)
+    finish(peer, 0, 11, THEIRS[:1])
+    plans: list[str] = []
+    consumer.engine.on_plan(lambda plan: plans.append(plan.operation))
+    assert consumer.fetch(reference([source], 0, 11, 21), MINE[:1]).error is None
+    assert consumer.has(11, MINE[:1], 0, 21)
+    assert plans == ["pull_blocks"]
+
+
+def test_leases_of_other_groups_are_refused(
+    make_peer: Callable[..., Peer], consumer: GroupWorker
+) -> None:
+    peer = make_peer()
+    source = start(peer, groups=1)
+    finish(peer, 0, 11, THEIRS[:1])
+    result = consumer.fetch(reference([source], 0, 11, 21), MINE)
+    assert "leases of 1 groups came, and here are 2" in text(result.error)
+
+
+def test_tables_are_as_many_as_groups(consumer: GroupWorker) -> None:
+    assert tables_of([3, 1], 1) == (Table([3, 1]),)
+    assert tables_of([Table([3], 1)], 1) == (Table([3], 1),)
+    for blocks in ([3, 1], [Table([3])], [Table([3]), Table([1]), Table([2])]):
+        with refused("LLM_PARAM_INVALID", "must have a Table for each of 2 groups"):
+            tables_of(blocks, 2)  # type: ignore[arg-type]
+    result = consumer.fetch(reference([Source(7, "127.0.0.1:1")], 0, 11, 21), MINE[:1])
+    assert result.error is not None
+
+
+def test_what_is_no_grant_is_refused() -> None:
+    with refused("LLM_PARAM_INVALID", "is no grant of leases"):
+        decode_leases(b"lease")
