@@ -414,7 +414,9 @@ class Exchange:
 
     def _expect(self, request: str, reference: Reference) -> Pull:
         if (pull := self._puller.pulls.get(request)) is not None:
-            return pull
+            if pull.target.done() or pull.reference == reference:
+                return pull
+            self._drop(pull)  # the name is another request's
         owners = len(reference.sources)
         mine = read_from(self._rank, self._ranks, owners, self._num_heads)
         counts = readers_of(self._ranks, owners, self._num_heads)
@@ -445,7 +447,15 @@ class Exchange:
         if pull.target.done():
             logger.error("request %s is fetched twice: %s", request, shown(target))
             return
-        pull.target.set_result(target)
+        if target is None:
+            self._drop(pull)
+        else:
+            pull.target.set_result(target)
+
+    def _drop(self, pull: Pull) -> None:
+        """Fetch nothing of a request; its name can be used at once, as no result follows."""
+        del self._puller.pulls[pull.request]
+        pull.target.set_result(None)
 
     async def _renew(self) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -152,6 +153,7 @@ class _Granted:
 class _Answer:
     """What a source is asked for, and the parts of its answer."""
 
+    cluster_id: int
     granted: asyncio.Future[_Granted]
     parts: list[bytes] = field(default_factory=list)
 
@@ -213,7 +215,8 @@ class Puller:
         self._unit_nbytes = desc.nbytes // units
         self._workers = workers
         self._report = report
-        self._numbers = itertools.count()
+        # A producer may still answer what this cluster asked in another life: never the same.
+        self._numbers = itertools.count(secrets.randbits(62))
         self._asks: dict[int, _Answer] = {}
         self._peers: dict[int, _Peer] = {}
         self.pulls: dict[str, Pull] = {}
@@ -244,7 +247,8 @@ class Puller:
                 self._end_asks(pull, LLMException("another worker has failed"))
             if goal is not None:
                 await self._release(pull, goal)
-        self.pulls.pop(pull.request, None)
+        if self.pulls.get(pull.request) is pull:
+            del self.pulls[pull.request]
         pull.state = PullState.DONE if error is None else PullState.FAILED
         if target is not None:
             took_ms = (time.perf_counter() - started) * 1000
@@ -276,10 +280,10 @@ class Puller:
             if peer and peer.greeted and not peer.greeted.done():
                 peer.greeted.set_result(self._compatibility.difference(message.fields))
             return
-        if not isinstance(message, Grant | Refusal) or message.number not in self._asks:
+        if not isinstance(message, Grant | Refusal):
             return
-        answer = self._asks[message.number]
-        if answer.granted.done():
+        answer = self._asks.get(message.number)
+        if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
         if isinstance(message, Refusal):
             answer.granted.set_exception(_gone(f"cluster {cluster_id} refuses: {message.reason}"))
@@ -338,7 +342,7 @@ class Puller:
         if pull.cancelled is not None:
             raise pull.cancelled
         number = next(self._numbers)
-        answer = _Answer(asyncio.get_running_loop().create_future())
+        answer = _Answer(source.cluster_id, asyncio.get_running_loop().create_future())
         self._asks[number] = answer
         pull.asks.add(number)
         it, parts = pull.reference, pieces(data)
