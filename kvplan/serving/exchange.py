@@ -127,7 +127,6 @@ class Exchange:
         self._news = Condition()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
-        self.book = LeaseBook(engine, cache, options.lease_ttl_ms, on_freed=self._wake)
         desc = cache.cache_desc
         block_tokens = desc.shape[desc.seq_len_dim_index] * token_unit
         self._pusher = Pusher(
@@ -138,6 +137,13 @@ class Exchange:
             timeout_ms=options.pull_timeout_ms,
         )
         self._pushes = push
+        self.book = LeaseBook(
+            engine,
+            cache,
+            options.lease_ttl_ms,
+            on_freed=self._wake,
+            on_ending=self._pusher.end,
+        )
         self._puller = Puller(
             engine,
             cache,
@@ -356,7 +362,7 @@ class Exchange:
             self._spawn(self._grant(cluster_id, ask, sequence, lease))
 
     async def _grant(self, cluster_id: int, ask: Ask, sequence: int, lease: BlockLease) -> None:
-        pushed = await self._pusher.settle(cluster_id, ask.transfer, self._workers)
+        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer, self._workers)
         self._say(cluster_id, *grants(ask.number, sequence, pushed, lease.to_bytes()))
 
     def _take_goal(self, cluster_id: int, ask: Ask) -> bool:
@@ -374,20 +380,27 @@ class Exchange:
             except LLMException as error:
                 logger.warning("cluster %d: %s", cluster_id, error)
             else:
-                self._pusher.add(cluster_id, ask.transfer, ask.digest, goal)
+                self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
         return True
 
     def _finish(self, cluster_id: int, done: Done) -> None:
         """A reader needs a request no more: it waits for nothing, and nothing moves to it."""
         if done.transfer:
             self._pusher.remove(cluster_id, done.transfer)
-            self._call(self._forget_waiting, cluster_id, done.transfer)
+            self._call(self._end_waiting, cluster_id, done.transfer)
         self.book.finish(done.sequence, done.digest, cluster_id, done.readers, done.transfer)
 
-    def _forget_waiting(self, cluster_id: int, transfer: str) -> None:
-        rest = [it for it in self._waiting.pop(transfer, ()) if it[0] != cluster_id]
-        if rest:
+    def _forget_waiting(self, cluster_id: int, transfer: str) -> list[Ask]:
+        """Let a consumer wait for a transfer no more; returns what it has asked."""
+        asks = self._waiting.pop(transfer, [])
+        if rest := [it for it in asks if it[0] != cluster_id]:
             self._waiting[transfer] = rest
+        return [ask for it, ask in asks if it == cluster_id]
+
+    def _end_waiting(self, cluster_id: int, transfer: str) -> None:
+        """Answer what a consumer has asked before it said that it needs a transfer no more."""
+        for ask in self._forget_waiting(cluster_id, transfer):
+            self._refuse(cluster_id, ask, f"cluster {cluster_id} has said it needs it no more")
 
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
         self._say(cluster_id, Refusal(ask.number, reason[:1000]))

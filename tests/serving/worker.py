@@ -107,12 +107,16 @@ class Worker:
         self, request: int, blocks: Sequence[int], first: int, end: int, tokens: int, name: str
     ) -> None:
         """Compute the tokens from `first` to `end` of a request of `tokens`, layer by layer."""
-        digest = token_digest(prompt(request, tokens))
-        self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)])
+        self.begin(request, blocks, end, tokens, name)
         for layer in range(LAYERS):
             self.compute(request, blocks, end, first, [layer])
             self.exchange.layer_ready(layer)
         self.exchange.end_step()
+
+    def begin(self, request: int, blocks: Sequence[int], end: int, tokens: int, name: str) -> None:
+        """Begin a step that computes the tokens before `end` of a request of `tokens`."""
+        digest = token_digest(prompt(request, tokens))
+        self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)])
 
     def has(self, request: int, blocks: Sequence[int], first: int, tokens: int) -> bool:
         """Whether blocks hold these tokens of a request."""
