@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = Log("kvplan.serving")
 
+_MOST_HELPERS = 32  # threads, of which one peer's messages keep some at most
+
 
 @dataclass(frozen=True)
 class ExchangeOptions:
@@ -119,6 +121,8 @@ class Exchange:
         self._instance = check_type("instance", instance, bytes)
         self._rank, self._ranks, self._num_heads = rank, ranks, num_heads
         self._workers = ThreadPoolExecutor(options.max_pulls, "kvplan-serving")
+        # Messages, renewals and releases: when all transfers wait, leases would expire without.
+        self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
         self._results: deque[PullResult] = deque()
         # For `enter`, by sequence or transfer.
         self._waiting: dict[int | str, list[tuple[int, Ask]]] = {}
@@ -156,6 +160,7 @@ class Exchange:
             pull_timeout_ms=options.pull_timeout_ms,
             prefill_timeout_ms=options.prefill_timeout_ms,
             workers=self._workers,
+            helpers=self._helpers,
             report=self._report,
         )
         self._loop = asyncio.new_event_loop()
@@ -261,6 +266,7 @@ class Exchange:
             self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
         self._workers.shutdown()
+        self._helpers.shutdown()
 
     # In the thread.
 
@@ -313,10 +319,10 @@ class Exchange:
             logger.error("the exchange goes on after an error", exc_info=error)
 
     def _in_thread(self, function: Callable[..., object], *args: object) -> None:
-        """Let a worker do what may block; what it raises is logged."""
+        """Let a helper do what may block for a moment; what it raises is logged."""
 
         async def done() -> None:
-            await self._loop.run_in_executor(self._workers, function, *args)
+            await self._loop.run_in_executor(self._helpers, function, *args)
 
         self._spawn(done())
 
@@ -362,7 +368,7 @@ class Exchange:
             self._spawn(self._grant(cluster_id, ask, sequence, lease))
 
     async def _grant(self, cluster_id: int, ask: Ask, sequence: int, lease: BlockLease) -> None:
-        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer, self._workers)
+        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer)
         self._say(cluster_id, *grants(ask.number, sequence, pushed, lease.to_bytes()))
 
     def _take_goal(self, cluster_id: int, ask: Ask) -> bool:
@@ -479,7 +485,7 @@ class Exchange:
         while True:
             await asyncio.sleep(min(1.0, self._options.lease_ttl_ms / 4000))
             if len(self.book):
-                await self._loop.run_in_executor(self._workers, self.book.expire)
+                await self._loop.run_in_executor(self._helpers, self.book.expire)
             self._forget_unlinked()
 
     def _forget_unlinked(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.lease import MAX_TAG, BlockLease
@@ -44,6 +45,7 @@ _P = ParamSpec("_P")
 _LOOK_S = 0.25  # whether a peer that has to answer is still linked
 _RELEASE_S = 1.0  # whether a peer that is stopped still writes
 _MOST_RENEWED = 256  # in one message
+_MOST_SENT = 4  # messages to one peer at once
 
 
 class PullState(Enum):
@@ -181,6 +183,7 @@ class Puller:
         link_timeout_ms, pull_timeout_ms: milliseconds for a link, and for an answer or a transfer.
         prefill_timeout_ms: for the answer of a producer that still computes the request.
         workers: threads in which transfers are waited for.
+        helpers: threads for what is short, and must go on while all of those wait.
         report: called with each result.
     """
 
@@ -198,6 +201,7 @@ class Puller:
         pull_timeout_ms: float,
         prefill_timeout_ms: float,
         workers: Executor,
+        helpers: Executor,
         report: Callable[[PullResult], None],
     ) -> None:
         self._engine = engine
@@ -214,6 +218,8 @@ class Puller:
         units = desc.batch_size * desc.shape[desc.seq_len_dim_index]
         self._unit_nbytes = desc.nbytes // units
         self._workers = workers
+        self._helpers = helpers
+        self._sending: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
         self._report = report
         # A producer may still answer what this cluster asked in another life: never the same.
         self._numbers = itertools.count(secrets.randbits(62))
@@ -241,7 +247,7 @@ class Puller:
                     goal = self._goal(pull, target)
                     granted = await self._ask_all(pull, goal)
                 pull.state = PullState.MOVING
-                await self._in_thread(self._timed_move, pull, granted, target)
+                await self._in_thread(self._workers, self._timed_move, pull, granted, target)
             except Exception as raised:
                 error = raised
                 self._end_asks(pull, LLMException("another worker has failed"))
@@ -314,17 +320,21 @@ class Puller:
             for it in pull.sources:
                 key = it.cluster_id, pull.reference.instance
                 waited.setdefault(key, []).append(pull.sequence)
-        for (cluster_id, instance), sequences in waited.items():
-            for at in range(0, len(sequences), _MOST_RENEWED):
-                message = Renew(instance, tuple(sequences[at : at + _MOST_RENEWED]))
-                try:
-                    await self.notify(cluster_id, message)
-                except LLMException as error:  # the request itself finds out
-                    logger.debug("cluster %d: %s", cluster_id, error)
+        await asyncio.gather(*(self._renew_at(*key, it) for key, it in waited.items()))
+
+    async def _renew_at(self, cluster_id: int, instance: bytes, sequences: Sequence[int]) -> None:
+        for at in range(0, len(sequences), _MOST_RENEWED):
+            message = Renew(instance, tuple(sequences[at : at + _MOST_RENEWED]))
+            try:
+                await self.notify(cluster_id, message)
+            except LLMException as error:  # the request itself finds out
+                logger.debug("cluster %d: %s", cluster_id, error)
 
     async def notify(self, cluster_id: int, message: Message) -> None:
-        """Send a message."""
-        await self._in_thread(self._engine.notify, cluster_id, encode(message))
+        """Send a message; a peer that is stopped holds up what is for itself, and no other's."""
+        sending = self._sending.setdefault(cluster_id, asyncio.Semaphore(_MOST_SENT))
+        async with sending:
+            await self._in_thread(self._helpers, self._engine.notify, cluster_id, encode(message))
 
     def _end_asks(self, pull: Pull, reason: LLMException) -> None:
         """Wait for no more answers."""
@@ -382,7 +392,7 @@ class Puller:
         """On return no producer writes to the target any more; one that is stopped holds it up."""
         while True:
             try:
-                await self._in_thread(self._engine.release, goal.lease)
+                await self._in_thread(self._helpers, self._engine.release, goal.lease)
             except LLMException as error:
                 logger.warning("%s: its blocks are not released: %s", pull.request, error)
                 if error.status_code is LLMStatusCode.LLM_TIMEOUT:
@@ -520,10 +530,10 @@ class Puller:
                 logger.debug("%s: cluster %d: %s", pull.request, it.cluster_id, error)
 
     async def _in_thread(
-        self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+        self, threads: Executor, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, partial(function, *args, **kwargs))
+        return await loop.run_in_executor(threads, partial(function, *args, **kwargs))
 
 
 def _gone(message: str) -> LLMException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import RLock
@@ -199,7 +198,7 @@ class Pusher:
                 it.ready(layer)
         self._step = []
 
-    async def settle(self, cluster_id: int, number: int, transfer: str, threads: Executor) -> int:
+    async def settle(self, cluster_id: int, number: int, transfer: str) -> int:
         """Wait for what is on its way to a consumer; the tokens before the result are there.
 
         Returns:
@@ -209,10 +208,10 @@ class Pusher:
             push = self._pushes.get(transfer, {}).get((cluster_id, number))
         if push is None:
             return 0
-        loop = asyncio.get_running_loop()
         while (task := self._first_task(push)) is not None:
-            with suppress(LLMException):  # `_take_ended` says it
-                await loop.run_in_executor(threads, task.wait, self._timeout_ms)
+            with suppress(LLMException, TimeoutError):  # `_take_ended` says it
+                async with asyncio.timeout(self._timeout_ms / 1000):  # then it is cancelled
+                    await task
             self._take_ended(push, transfer, cluster_id)
         return push.arrived if push.arrived > push.goal.first_token else 0
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard, Transfers
 from kvplan.serving import (
     Chunk,
     Compatibility,
@@ -53,11 +53,12 @@ class Worker:
         instance: bytes = INSTANCE,
         push: bool = False,
         engine_options: dict[str, str] | None = None,
+        transfers: Transfers | None = None,
         **options: Any,
     ) -> None:
         heads = heads_of(rank, ranks, HEADS)
         self.block_tokens, self.heads = block_tokens, heads
-        self.engine = LlmDataDist(cluster_id, LlmRole.MIX)
+        self.engine = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.engine.initialize({"ListenIpInfo": "127.0.0.1:0"} | (engine_options or {}))
         self.cache = self.engine.allocate_blocks_cache(
             CacheDesc(
