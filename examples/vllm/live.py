@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from examples.vllm import beside_nixl, live_engines, live_parallel, live_servers
+from examples.vllm import beside_nixl, live_engines, live_parallel, live_push, live_servers
 from examples.vllm.report import FOLDER, Report
 
 PARTS = {
     "engines": live_engines.run,
     "servers": live_servers.run,
+    "push": live_push.run,
     "parallel": live_parallel.run,
     "nixl": beside_nixl.run,
 }

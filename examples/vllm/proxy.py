@@ -3,7 +3,8 @@
 It speaks OpenAI's protocol (/v1/completions, /v1/chat/completions, streaming or not). Each request
 goes to a prefilling server for one token, and then, with what that says of the prompt's KV cache,
 to a decoding server, whose answer is passed on as it comes. What cannot be prefilled elsewhere is
-computed by the decoding server. It needs aiohttp, which vLLM brings.
+computed by the decoding server. With --push, for servers with mode "push", both are asked at the
+same time, by a name that the proxy makes up. It needs aiohttp, which vLLM brings.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +31,7 @@ BODY_MAX = 256 << 20  # bytes: images are in it
 REST_S = 5.0  # how long a server that failed is asked last
 KEPT_S = 2.0  # connections that are idle: vLLM's servers close them after 5 s
 REQUEST_ID = "X-Request-Id"
+PRODUCER = ("protocol", "instance", "sources")  # of a reference: what it says of its server
 OWN_HEADERS = {  # of one connection, or made anew
     *("connection", "content-encoding", "content-length", "host", "keep-alive"),
     *("transfer-encoding", "upgrade", REQUEST_ID.lower()),
@@ -138,12 +141,20 @@ class Proxy:
     Args:
         prefill, decode: URLs of the servers.
         prefill_timeout_s: how long the first may take for a prompt, its queue included.
+        push: whether both are asked at the same time.
     """
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], prefill_timeout_s: float
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        prefill_timeout_s: float,
+        *,
+        push: bool = False,
     ) -> None:
         self.prefill, self.decode = Servers(prefill), Servers(decode)
+        self._push = push
+        self._producers: dict[str, dict[str, Any]] = {}  # what prefill servers last said they are
         self._prefill_timeout = aiohttp.ClientTimeout(total=prefill_timeout_s, sock_connect=5)
         self._session: aiohttp.ClientSession | None = None
 
@@ -164,7 +175,11 @@ class Proxy:
         except Refused as refused:
             return refused.response()
         try:
-            return await self.pull(call)
+            if reason := call.stays():
+                logger.info("%s: the decode server computes the prompt: %s", call.name, reason)
+                return await self.decoded(call, None)
+            urls = list(self.prefill.turn())
+            return await (self.push(call, urls) if self._push else self.pull(call, urls))
         except Refused as refused:
             logger.warning("%s: %s", call.name, refused)
             return refused.response({REQUEST_ID: call.name})
@@ -175,21 +190,43 @@ class Proxy:
             logger.info("%s: the client has gone", call.name)
             raise
 
-    async def pull(self, call: Call) -> web.StreamResponse:
+    async def pull(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
         """First the prompt, then the rest: the decoding server fetches what was computed."""
-        if reason := call.stays():
-            logger.info("%s: the decode server computes the prompt: %s", call.name, reason)
-            return await self.decoded(call, None)
-        return await self.decoded(call, await self.prefilled(call, {"do_remote_decode": True}))
+        return await self.decoded(
+            call, await self.prefilled(call, {"do_remote_decode": True}, urls)
+        )
 
-    async def prefilled(self, call: Call, params: dict[str, Any]) -> dict[str, Any] | None:
-        """Let a prefilling server compute the prompt.
+    async def push(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
+        """Both at once: the prefilling server sends each layer when it has computed it.
+
+        A server that has not said yet what it is computes as for `pull`, and so does another one
+        if this one fails.
+        """
+        if (producer := self._producers.get(urls[0])) is None:
+            return await self.pull(call, urls)
+        transfer = f"{call.name}-{uuid.uuid4().hex}"[-128:]
+        theirs = {"do_remote_decode": True, "kvplan": {"transfer": transfer}}
+        mine = {"do_remote_prefill": True, "kvplan": producer | {"transfer": transfer}}
+        decoding = asyncio.ensure_future(self._opened(call, mine))
+        try:
+            if await self.prefilled(call, theirs, urls[:1]) is not None:
+                url, response = await decoding
+                async with response:
+                    return await self._pass_on(call, url, response)
+        finally:
+            await _ended(decoding)
+        return await self.pull(call, [*urls[1:], urls[0]])
+
+    async def prefilled(
+        self, call: Call, params: dict[str, Any], urls: Iterable[str]
+    ) -> dict[str, Any] | None:
+        """Let the first of prefilling servers that can compute the prompt.
 
         Returns:
             What it says of it for the decoding server; None if none has computed it.
         """
         reasons = []
-        for url in self.prefill.turn():
+        for url in urls:
             try:
                 async with self._http.post(
                     url + call.request.path,
@@ -201,6 +238,7 @@ class Proxy:
                         answer = await response.json()
                         found: dict[str, Any] | None = answer.get("kv_transfer_params")
                         if found:
+                            self._remember(url, found)
                             return found
                         reasons.append(f"{url} keeps no KV cache: is it a kv_producer?")
                         break
@@ -222,18 +260,23 @@ class Proxy:
         Raises:
             Refused: none answers.
         """
+        url, response = await self._opened(call, params)
+        async with response:
+            return await self._pass_on(call, url, response)
+
+    async def _opened(
+        self, call: Call, params: dict[str, Any] | None
+    ) -> tuple[str, aiohttp.ClientResponse]:
+        """The answer of a decoding server as it begins, and which one that is."""
         reasons = []
         for url in self.decode.turn():
             try:
-                response = await self._http.post(
+                return url, await self._http.post(
                     url + call.request.path, json=call.decode(params), headers=call.headers
                 )
             except aiohttp.ClientError as error:
                 reasons.append(f"{url}: {_said(error)}")
                 self.decode.failed(url)
-                continue
-            async with response:
-                return await self._pass_on(call, url, response)
         raise Refused(502, f"no decode server answers: {'; '.join(reasons)}")
 
     async def models(self, request: web.Request) -> web.Response:
@@ -292,10 +335,22 @@ class Proxy:
         async with self._session:
             yield
 
+    def _remember(self, url: str, params: Mapping[str, Any]) -> None:
+        """What a prefilling server has said that it is, without the request that it said it of."""
+        reference = params.get("kvplan") or {}
+        self._producers[url] = {it: reference.get(it) for it in PRODUCER}
+
     @property
     def _http(self) -> aiohttp.ClientSession:
         assert self._session is not None, "the application does not run"
         return self._session
+
+
+async def _ended(opening: asyncio.Future[tuple[str, aiohttp.ClientResponse]]) -> None:
+    """Close an answer that nobody reads any more; one that was read is closed already."""
+    opening.cancel()
+    with suppress(asyncio.CancelledError, aiohttp.ClientError, Refused):
+        (await opening)[1].close()
 
 
 def _said(error: BaseException) -> str:
@@ -348,6 +403,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         default=120.0,
         help="seconds that a prompt may take, its queue included (%(default)s)",
     )
+    add(
+        "--push",
+        action="store_true",
+        help='ask both servers at the same time, for servers with "mode": "push"',
+    )
     parsed = parser.parse_args(given)
     if not parsed.prefill_timeout > 0:
         parser.error(f"--prefill-timeout {parsed.prefill_timeout}: must be > 0")
@@ -359,7 +419,7 @@ def main() -> int:
     asked = arguments()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-    proxy = Proxy(asked.prefill, asked.decode, asked.prefill_timeout)
+    proxy = Proxy(asked.prefill, asked.decode, asked.prefill_timeout, push=asked.push)
     web.run_app(
         proxy.application(),
         host=asked.host,

@@ -122,12 +122,17 @@ class Proxy(Service):
     """`python -m examples.vllm.proxy` over servers."""
 
     def __init__(
-        self, name: str, prefill: Sequence[Server], decode: Sequence[Server], timeout_s: float = 60
+        self,
+        name: str,
+        prefill: Sequence[Server],
+        decode: Sequence[Server],
+        *arguments: str,
+        timeout_s: float = 60,
     ) -> None:
         port = free_port()
         command = [sys.executable, "-m", "examples.vllm.proxy", "--port", str(port)]
         for role, servers in (("--prefill", prefill), ("--decode", decode)):
             for it in servers:
                 command += [role, it.url]
-        command += ["--prefill-timeout", str(timeout_s)]
+        command += ["--prefill-timeout", str(timeout_s), *arguments]
         super().__init__(name, command, port, {})

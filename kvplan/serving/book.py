@@ -63,6 +63,7 @@ class LeaseBook:
         ttl_ms: milliseconds that a lease lasts if nobody renews it.
         clock: seconds that never go back.
         on_freed: called when `take_freed` has something to return.
+        on_ending: called with a transfer before its blocks are free; on return they are not read.
 
     Attributes:
         expired: how many requests nobody fetched, and nobody renewed, in time.
@@ -75,12 +76,14 @@ class LeaseBook:
         ttl_ms: float,
         clock: Callable[[], float] = time.monotonic,
         on_freed: Callable[[], None] = lambda: None,
+        on_ending: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._groups = groups_of(cache)
         self._ttl_ms = ttl_ms
         self._clock = clock
         self._on_freed = on_freed
+        self._on_ending = on_ending
         self._mutex = RLock()
         self._held: dict[int, _Held] = {}
         self._stuck: dict[int, _Held] = {}  # a peer may still be writing to them
@@ -120,6 +123,7 @@ class LeaseBook:
             with self._mutex:
                 self._last = max(self._last, sequence)
             if transfer:
+                self._on_ending(transfer)
                 self.end_transfer(transfer, f"could not be leased: {error}")
             self._report(request)
             return
@@ -242,6 +246,9 @@ class LeaseBook:
             held = self._held.pop(sequence, None) or self._stuck.pop(sequence, None)
         if held is None:
             return
+        if held.transfer:
+            # No lease of this side is looked at by a push: what it read later would have arrived.
+            self._on_ending(held.transfer)
         ended = [self._release(held.request, it.lease) for it in held.leases]
         if not all(ended):
             with self._mutex:

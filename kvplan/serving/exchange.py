@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = Log("kvplan.serving")
 
+_MOST_HELPERS = 32  # threads, of which one peer's messages keep some at most
+
 
 @dataclass(frozen=True)
 class ExchangeOptions:
@@ -127,6 +129,8 @@ class Exchange:
         self._instance = check_type("instance", instance, bytes)
         self._rank, self._ranks, self._num_heads = rank, ranks, num_heads
         self._workers = ThreadPoolExecutor(options.max_pulls, "kvplan-serving")
+        # Messages, renewals and releases: when all transfers wait, leases would expire without.
+        self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
         self._results: deque[PullResult] = deque()
         # For `enter`, by sequence or transfer.
         self._waiting: dict[int | str, list[tuple[int, Ask]]] = {}
@@ -135,7 +139,6 @@ class Exchange:
         self._news = Condition()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
-        self.book = LeaseBook(engine, groups, options.lease_ttl_ms, on_freed=self._wake)
         self._pusher = Pusher(
             engine,
             groups[0].cache,
@@ -144,6 +147,13 @@ class Exchange:
             timeout_ms=options.pull_timeout_ms,
         )
         self._pushes = push
+        self.book = LeaseBook(
+            engine,
+            groups,
+            options.lease_ttl_ms,
+            on_freed=self._wake,
+            on_ending=self._pusher.end,
+        )
         self._puller = Puller(
             engine,
             groups,
@@ -154,6 +164,7 @@ class Exchange:
             pull_timeout_ms=options.pull_timeout_ms,
             prefill_timeout_ms=options.prefill_timeout_ms,
             workers=self._workers,
+            helpers=self._helpers,
             report=self._report,
         )
         self._loop = asyncio.new_event_loop()
@@ -259,6 +270,7 @@ class Exchange:
             self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
         self._workers.shutdown()
+        self._helpers.shutdown()
 
     # In the thread.
 
@@ -311,10 +323,10 @@ class Exchange:
             logger.error("the exchange goes on after an error", exc_info=error)
 
     def _in_thread(self, function: Callable[..., object], *args: object) -> None:
-        """Let a worker do what may block; what it raises is logged."""
+        """Let a helper do what may block for a moment; what it raises is logged."""
 
         async def done() -> None:
-            await self._loop.run_in_executor(self._workers, function, *args)
+            await self._loop.run_in_executor(self._helpers, function, *args)
 
         self._spawn(done())
 
@@ -362,7 +374,7 @@ class Exchange:
     async def _grant(
         self, cluster_id: int, ask: Ask, sequence: int, leases: Sequence[GroupLease]
     ) -> None:
-        pushed = await self._pusher.settle(cluster_id, ask.transfer, self._workers)
+        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer)
         self._say(cluster_id, *grants(ask.number, sequence, pushed, encode_leases(leases)))
 
     def _take_goal(self, cluster_id: int, ask: Ask) -> bool:
@@ -380,20 +392,27 @@ class Exchange:
             except LLMException as error:
                 logger.warning("cluster %d: %s", cluster_id, error)
             else:
-                self._pusher.add(cluster_id, ask.transfer, ask.digest, goal)
+                self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
         return True
 
     def _finish(self, cluster_id: int, done: Done) -> None:
         """A reader needs a request no more: it waits for nothing, and nothing moves to it."""
         if done.transfer:
             self._pusher.remove(cluster_id, done.transfer)
-            self._call(self._forget_waiting, cluster_id, done.transfer)
+            self._call(self._end_waiting, cluster_id, done.transfer)
         self.book.finish(done.sequence, done.digest, cluster_id, done.readers, done.transfer)
 
-    def _forget_waiting(self, cluster_id: int, transfer: str) -> None:
-        rest = [it for it in self._waiting.pop(transfer, ()) if it[0] != cluster_id]
-        if rest:
+    def _forget_waiting(self, cluster_id: int, transfer: str) -> list[Ask]:
+        """Let a consumer wait for a transfer no more; returns what it has asked."""
+        asks = self._waiting.pop(transfer, [])
+        if rest := [it for it in asks if it[0] != cluster_id]:
             self._waiting[transfer] = rest
+        return [ask for it, ask in asks if it == cluster_id]
+
+    def _end_waiting(self, cluster_id: int, transfer: str) -> None:
+        """Answer what a consumer has asked before it said that it needs a transfer no more."""
+        for ask in self._forget_waiting(cluster_id, transfer):
+            self._refuse(cluster_id, ask, f"cluster {cluster_id} has said it needs it no more")
 
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
         self._say(cluster_id, Refusal(ask.number, reason[:1000]))
@@ -420,7 +439,9 @@ class Exchange:
 
     def _expect(self, request: str, reference: Reference) -> Pull:
         if (pull := self._puller.pulls.get(request)) is not None:
-            return pull
+            if pull.target.done() or pull.reference == reference:
+                return pull
+            self._drop(pull)  # the name is another request's
         owners = len(reference.sources)
         mine = read_from(self._rank, self._ranks, owners, self._num_heads)
         counts = readers_of(self._ranks, owners, self._num_heads)
@@ -451,7 +472,15 @@ class Exchange:
         if pull.target.done():
             logger.error("request %s is fetched twice: %s", request, shown(target))
             return
-        pull.target.set_result(target)
+        if target is None:
+            self._drop(pull)
+        else:
+            pull.target.set_result(target)
+
+    def _drop(self, pull: Pull) -> None:
+        """Fetch nothing of a request; its name can be used at once, as no result follows."""
+        del self._puller.pulls[pull.request]
+        pull.target.set_result(None)
 
     async def _renew(self) -> None:
         while True:
@@ -462,7 +491,7 @@ class Exchange:
         while True:
             await asyncio.sleep(min(1.0, self._options.lease_ttl_ms / 4000))
             if len(self.book):
-                await self._loop.run_in_executor(self._workers, self.book.expire)
+                await self._loop.run_in_executor(self._helpers, self.book.expire)
             self._forget_unlinked()
 
     def _forget_unlinked(self) -> None:

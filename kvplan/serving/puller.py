@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.lease import MAX_TAG
@@ -50,6 +52,7 @@ _P = ParamSpec("_P")
 _LOOK_S = 0.25  # whether a peer that has to answer is still linked
 _RELEASE_S = 1.0  # whether a peer that is stopped still writes
 _MOST_RENEWED = 256  # in one message
+_MOST_SENT = 4  # messages to one peer at once
 
 
 class PullState(Enum):
@@ -160,6 +163,7 @@ class _Granted:
 class _Answer:
     """What a source is asked for, and the parts of its answer."""
 
+    cluster_id: int
     granted: asyncio.Future[_Granted]
     parts: list[bytes] = field(default_factory=list)
 
@@ -185,6 +189,7 @@ class Puller:
         link_timeout_ms, pull_timeout_ms: milliseconds for a link, and for an answer or a transfer.
         prefill_timeout_ms: for the answer of a producer that still computes the request.
         workers: threads in which transfers are waited for.
+        helpers: threads for what is short, and must go on while all of those wait.
         report: called with each result.
     """
 
@@ -200,6 +205,7 @@ class Puller:
         pull_timeout_ms: float,
         prefill_timeout_ms: float,
         workers: Executor,
+        helpers: Executor,
         report: Callable[[PullResult], None],
     ) -> None:
         self._engine = engine
@@ -211,8 +217,11 @@ class Puller:
         self._pull_timeout_ms = pull_timeout_ms
         self._prefill_timeout_ms = prefill_timeout_ms
         self._workers = workers
+        self._helpers = helpers
+        self._sending: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
         self._report = report
-        self._numbers = itertools.count()
+        # A producer may still answer what this cluster asked in another life: never the same.
+        self._numbers = itertools.count(secrets.randbits(62))
         self._asks: dict[int, _Answer] = {}
         self._peers: dict[int, _Peer] = {}
         self.pulls: dict[str, Pull] = {}
@@ -237,13 +246,14 @@ class Puller:
                     goal = self._goal(pull, target)
                     granted = await self._ask_all(pull, goal)
                 pull.state = PullState.MOVING
-                await self._in_thread(self._timed_move, pull, granted, target)
+                await self._in_thread(self._workers, self._timed_move, pull, granted, target)
             except Exception as raised:
                 error = raised
                 self._end_asks(pull, LLMException("another worker has failed"))
             if goal is not None:
                 await self._release(pull, goal)
-        self.pulls.pop(pull.request, None)
+        if self.pulls.get(pull.request) is pull:
+            del self.pulls[pull.request]
         pull.state = PullState.DONE if error is None else PullState.FAILED
         if target is not None:
             took_ms = (time.perf_counter() - started) * 1000
@@ -275,10 +285,10 @@ class Puller:
             if peer and peer.greeted and not peer.greeted.done():
                 peer.greeted.set_result(self._compatibility.difference(message.fields))
             return
-        if not isinstance(message, Grant | Refusal) or message.number not in self._asks:
+        if not isinstance(message, Grant | Refusal):
             return
-        answer = self._asks[message.number]
-        if answer.granted.done():
+        answer = self._asks.get(message.number)
+        if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
         if isinstance(message, Refusal):
             answer.granted.set_exception(_gone(f"cluster {cluster_id} refuses: {message.reason}"))
@@ -309,17 +319,21 @@ class Puller:
             for it in pull.sources:
                 key = it.cluster_id, pull.reference.instance
                 waited.setdefault(key, []).append(pull.sequence)
-        for (cluster_id, instance), sequences in waited.items():
-            for at in range(0, len(sequences), _MOST_RENEWED):
-                message = Renew(instance, tuple(sequences[at : at + _MOST_RENEWED]))
-                try:
-                    await self.notify(cluster_id, message)
-                except LLMException as error:  # the request itself finds out
-                    logger.debug("cluster %d: %s", cluster_id, error)
+        await asyncio.gather(*(self._renew_at(*key, it) for key, it in waited.items()))
+
+    async def _renew_at(self, cluster_id: int, instance: bytes, sequences: Sequence[int]) -> None:
+        for at in range(0, len(sequences), _MOST_RENEWED):
+            message = Renew(instance, tuple(sequences[at : at + _MOST_RENEWED]))
+            try:
+                await self.notify(cluster_id, message)
+            except LLMException as error:  # the request itself finds out
+                logger.debug("cluster %d: %s", cluster_id, error)
 
     async def notify(self, cluster_id: int, message: Message) -> None:
-        """Send a message."""
-        await self._in_thread(self._engine.notify, cluster_id, encode(message))
+        """Send a message; a peer that is stopped holds up what is for itself, and no other's."""
+        sending = self._sending.setdefault(cluster_id, asyncio.Semaphore(_MOST_SENT))
+        async with sending:
+            await self._in_thread(self._helpers, self._engine.notify, cluster_id, encode(message))
 
     def _end_asks(self, pull: Pull, reason: LLMException) -> None:
         """Wait for no more answers."""
@@ -337,7 +351,7 @@ class Puller:
         if pull.cancelled is not None:
             raise pull.cancelled
         number = next(self._numbers)
-        answer = _Answer(asyncio.get_running_loop().create_future())
+        answer = _Answer(source.cluster_id, asyncio.get_running_loop().create_future())
         self._asks[number] = answer
         pull.asks.add(number)
         it, parts = pull.reference, pieces(data)
@@ -380,7 +394,7 @@ class Puller:
         """On return no producer writes to the target any more; one that is stopped holds it up."""
         while True:
             try:
-                await self._in_thread(self._engine.release, goal.lease)
+                await self._in_thread(self._helpers, self._engine.release, goal.lease)
             except LLMException as error:
                 logger.warning("%s: its blocks are not released: %s", pull.request, error)
                 if error.status_code is LLMStatusCode.LLM_TIMEOUT:
@@ -530,10 +544,10 @@ class Puller:
                 logger.debug("%s: cluster %d: %s", pull.request, it.cluster_id, error)
 
     async def _in_thread(
-        self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+        self, threads: Executor, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, partial(function, *args, **kwargs))
+        return await loop.run_in_executor(threads, partial(function, *args, **kwargs))
 
 
 def _gone(message: str) -> LLMException:

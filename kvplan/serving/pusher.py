@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import RLock
@@ -128,24 +127,31 @@ class Pusher:
         self._unit = token_unit
         self._timeout_ms = timeout_ms
         self._mutex = RLock()
-        self._pushes: dict[str, dict[int, _Push]] = {}  # by transfer and cluster id
+        # By transfer, then by cluster id and number of the ask: a consumer may want it twice.
+        self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}
         self._step: list[LayerTask] = []  # of the step that the model is in
 
-    def add(self, cluster_id: int, transfer: str, digest: bytes, goal: Goal) -> None:
-        """A consumer waits for a transfer: push to it from the next step on."""
+    def add(self, cluster_id: int, number: int, transfer: str, digest: bytes, goal: Goal) -> None:
+        """A consumer has asked for a transfer: push to it from the next step on."""
         with self._mutex:
             push = _Push(digest, goal, goal.first_token, goal.first_token)
-            self._pushes.setdefault(transfer, {})[cluster_id] = push
+            self._pushes.setdefault(transfer, {})[cluster_id, number] = push
 
     def remove(self, cluster_id: int, transfer: str) -> None:
         """A consumer does not wait any more; on return nothing moves to it."""
         with self._mutex:
             found = self._pushes.get(transfer, {})
-            push = found.pop(cluster_id, None)
+            ended = [found.pop(it) for it in list(found) if it[0] == cluster_id]
             if not found:
                 self._pushes.pop(transfer, None)
-        if push is not None:
+        for push in ended:
             _cancel(push)
+
+    def end(self, transfer: str) -> None:
+        """The blocks of a request are about to be free: on return none of them is read."""
+        with self._mutex:
+            self.cancel(transfer)
+            self._pushes.pop(transfer, None)
 
     def cancel(self, transfer: str) -> None:
         """The blocks of a request are not its own any more; on return none of them is read.
@@ -162,14 +168,14 @@ class Pusher:
     def transfers(self) -> list[tuple[int, str]]:
         """Cluster id and name of all that consumers wait for."""
         with self._mutex:
-            return [(it, name) for name, pushes in self._pushes.items() for it in pushes]
+            return list({(it, name) for name, pushes in self._pushes.items() for it, _ in pushes})
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Prepare what the next step computes: layers move as they become ready."""
         with self._mutex:
             self._step = []
             for chunk in chunks:
-                for cluster_id, push in self._pushes.get(chunk.transfer, {}).items():
+                for (cluster_id, _), push in self._pushes.get(chunk.transfer, {}).items():
                     if push.broken or push.digest != chunk.digest:
                         continue
                     try:
@@ -192,21 +198,20 @@ class Pusher:
                 it.ready(layer)
         self._step = []
 
-    async def settle(self, cluster_id: int, transfer: str, threads: Executor) -> int:
+    async def settle(self, cluster_id: int, number: int, transfer: str) -> int:
         """Wait for what is on its way to a consumer; the tokens before the result are there.
 
         Returns:
             0: nothing was pushed.
         """
         with self._mutex:
-            push = self._pushes.get(transfer, {}).get(cluster_id)
+            push = self._pushes.get(transfer, {}).get((cluster_id, number))
         if push is None:
             return 0
-        loop = asyncio.get_running_loop()
-        while push.tasks:
-            task, _ = push.tasks[0]
-            with suppress(LLMException):  # `_arrived` says it
-                await loop.run_in_executor(threads, task.wait, self._timeout_ms)
+        while (task := self._first_task(push)) is not None:
+            with suppress(LLMException, TimeoutError):  # `_take_ended` says it
+                async with asyncio.timeout(self._timeout_ms / 1000):  # then it is cancelled
+                    await task
             self._take_ended(push, transfer, cluster_id)
         return push.arrived if push.arrived > push.goal.first_token else 0
 
@@ -233,6 +238,14 @@ class Pusher:
         push.begun = end
         push.tasks.append((task, end))
         self._step.append(task)
+
+    def _first_task(self, push: _Push) -> LayerTask | None:
+        """What a push waits for; None: nothing, as all of it has ended or was cancelled."""
+        with self._mutex:
+            if push.broken:  # the rest is worth nothing, and would be waited for as long again
+                _cancel(push)
+                push.tasks.clear()
+            return push.tasks[0][0] if push.tasks else None
 
     def _take_ended(self, push: _Push, transfer: str, cluster_id: int) -> None:
         with self._mutex:

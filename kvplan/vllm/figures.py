@@ -10,7 +10,7 @@ from kvplan.serving import PullResult
 from kvplan.status import LLMException
 
 _LISTS = ("tokens", "nbytes", "wait_s", "transfer_s")  # of requests that were fetched, in order
-_COUNTS = ("offered", "freed", "expired")
+_COUNTS = ("offered", "freed", "expired", "pushed")  # requests, and the last of them tokens
 
 
 class Figures:
@@ -33,12 +33,13 @@ class Figures:
             of_one = (result.tokens, result.nbytes, result.wait_ms / 1000, result.move_ms / 1000)
             for name, value in zip(_LISTS, of_one, strict=True):
                 self.data[name].append(value)
+            self.count("pushed", result.pushed)
         else:
             failed, reason = self.data["failed"], reason_of(result.error)
             failed[reason] = failed.get(reason, 0) + 1
 
     def count(self, name: str, number: int) -> None:
-        """So many more requests were offered, freed or expired."""
+        """So many more requests were offered, freed or expired, or tokens pushed."""
         self.data[name] += number
 
     def add(self, data: Mapping[str, Any]) -> None:
@@ -63,13 +64,14 @@ class Figures:
         if moved := data["transfer_s"]:
             line |= {
                 "Fetched tokens": sum(data["tokens"]),
+                "Pushed tokens": data["pushed"],
                 "Fetched MB": round(sum(data["nbytes"]) / 2**20, 1),
                 "Median transfer time (ms)": round(statistics.median(moved) * 1000, 3),
                 "Longest transfer time (ms)": round(max(moved) * 1000, 3),
                 "Median wait (ms)": round(statistics.median(data["wait_s"]) * 1000, 3),
             }
         line["Failed requests"] = sum(data["failed"].values())
-        line |= {f"{name.capitalize()} requests": data[name] for name in _COUNTS}
+        line |= {f"{name.capitalize()} requests": data[name] for name in _COUNTS[:-1]}
         return line
 
 

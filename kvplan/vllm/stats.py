@@ -58,6 +58,7 @@ class KvplanMetrics(KVConnectorPromMetrics):
             "offered": add("requests_offered", "Finished requests whose blocks were kept."),
             "freed": add("requests_freed", "Requests whose kept blocks are free again."),
             "expired": add("requests_expired", "Requests that nobody fetched in time."),
+            "pushed": add("tokens_pushed", "Of the fetched tokens, those that were pushed."),
         }
         self._transfer = self._histogram("transfer_seconds", "Time that a transfer took.")
         self._wait = self._histogram("wait_seconds", "Time from a request's arrival to that.")

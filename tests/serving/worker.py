@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard
+from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard, Transfers
 from kvplan.serving import (
     Chunk,
     Compatibility,
@@ -53,11 +53,12 @@ class Worker:
         instance: bytes = INSTANCE,
         push: bool = False,
         engine_options: dict[str, str] | None = None,
+        transfers: Transfers | None = None,
         **options: Any,
     ) -> None:
         heads = heads_of(rank, ranks, HEADS)
         self.block_tokens, self.heads = block_tokens, heads
-        self.engine = LlmDataDist(cluster_id, LlmRole.MIX)
+        self.engine = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.engine.initialize({"ListenIpInfo": "127.0.0.1:0"} | (engine_options or {}))
         self.cache = self.engine.allocate_blocks_cache(
             CacheDesc(
@@ -107,12 +108,16 @@ class Worker:
         self, request: int, blocks: Sequence[int], first: int, end: int, tokens: int, name: str
     ) -> None:
         """Compute the tokens from `first` to `end` of a request of `tokens`, layer by layer."""
-        digest = token_digest(prompt(request, tokens))
-        self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)])
+        self.begin(request, blocks, end, tokens, name)
         for layer in range(LAYERS):
             self.compute(request, blocks, end, first, [layer])
             self.exchange.layer_ready(layer)
         self.exchange.end_step()
+
+    def begin(self, request: int, blocks: Sequence[int], end: int, tokens: int, name: str) -> None:
+        """Begin a step that computes the tokens before `end` of a request of `tokens`."""
+        digest = token_digest(prompt(request, tokens))
+        self.exchange.begin_step([Chunk(name, digest, blocks, end, end == tokens)])
 
     def has(self, request: int, blocks: Sequence[int], first: int, tokens: int) -> bool:
         """Whether blocks hold these tokens of a request."""

@@ -1,0 +1,53 @@
+"""What one peer holds up does not hold up the rest."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from kvplan import Transfers
+from kvplan.serving import Target
+from tests.faults.gate import Gate
+from tests.serving.test_exchange import MakeWorker
+from tests.serving.worker import Worker, reference
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def gated(make_worker: MakeWorker, gate: Gate) -> Iterator[Worker]:
+    """Transfers of cluster 2 stand still after the first descriptor; it has one thread for them."""
+    transfers = Transfers(1, gate.wrap)
+    yield make_worker(2, transfers=transfers, max_pulls=1, renew_interval_ms=20, push=True)
+    gate.open()
+
+
+def test_messages_go_out_while_all_transfers_wait(
+    gate: Gate, gated: Worker, make_worker: MakeWorker
+) -> None:
+    one, other = make_worker(1), make_worker(3, lease_ttl_ms=2_000)
+    one.finish(0, 11, [4, 9, 2], 21)
+    other.finish(0, 12, [4, 9, 2], 21)
+    gated.exchange.fetch("held", reference([one.source], 0, 11, 21), Target([7, 1, 30]))
+    gate.wait()
+    gated.exchange.expect("waits", reference([other.source], 0, 12, 21))
+    later = reference([other.source], 0, 13, 21, transfer="later")
+    gated.exchange.fetch("later", later, Target([8, 2, 29]))
+    other.wait_asked("later")
+    deadline = other.exchange.book._held[0].deadline
+    while other.exchange.book._held[0].deadline == deadline:  # nobody has renewed it
+        select.select([], [], [], 0.001)
+    gated.exchange.cancel("later")
+    assert gated.exchange.wait(60_000)  # its lease was released
+    assert [it.request for it in gated.exchange.take_results()] == ["later"]
+    gate.open()
+    assert gated.exchange.wait(60_000)
+    assert [it.error for it in gated.exchange.take_results()] == [None]
+    assert gated.has(11, [7, 1, 30], 0, 21)

@@ -1,0 +1,141 @@
+"""Requests of one name, and blocks that are free while others still use them: never wrong bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplan.serving import PullResult, Target
+from kvplan.serving.messages import Done, Grant, encode
+from kvplan.serving.tables import encode_leases
+from tests.serving.test_exchange import MakeWorker, failed
+from tests.serving.worker import INSTANCE, Worker, reference
+
+NAME = "cmpl-11"
+
+
+def results(consumer: Worker, number: int) -> dict[str, PullResult]:
+    found: list[PullResult] = []
+    while len(found) < number:
+        assert consumer.exchange.wait(60_000)
+        found += consumer.exchange.take_results()
+    return {it.request: it for it in found}
+
+
+def honest(consumer: Worker, blocks: list[int], it: PullResult) -> bool:
+    """Whether a result without an error has the bytes of its own request."""
+    return it.error is not None or consumer.has(11, blocks, 0, 21)
+
+
+def test_two_requests_of_a_consumer_that_wait_for_one_transfer(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    wanted = reference([producer.source], 0, 11, 21, transfer=NAME)
+    for name, blocks in (("first", [7, 1, 30]), ("second", [8, 2, 29])):
+        consumer.exchange.fetch(name, wanted, Target(blocks))
+    producer.wait_asked(NAME, 2)
+    producer.step(11, [4, 9, 2], 0, 21, 21, NAME)
+    producer.enter(0, 11, [4, 9, 2], 21, NAME)
+    ended = results(consumer, 2)
+    assert honest(consumer, [7, 1, 30], ended["first"])
+    assert honest(consumer, [8, 2, 29], ended["second"])
+    assert None in {it.error for it in ended.values()}
+    assert producer.freed() == {"request-11"}
+    assert producer.exchange._pusher.transfers() == []
+
+
+def test_one_that_is_cancelled_does_not_leave_the_other_waiting(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    wanted = reference([producer.source], 0, 11, 21, transfer=NAME)
+    for name, blocks in (("first", [7, 1, 30]), ("second", [8, 2, 29])):
+        consumer.exchange.fetch(name, wanted, Target(blocks))
+    producer.wait_asked(NAME, 2)
+    consumer.exchange.cancel("first")
+    ended = results(consumer, 2)
+    assert failed(ended["first"], "not needed any more")
+    assert failed(ended["second"], "needs it no more")
+
+
+@pytest.mark.parametrize("end", ["abort", "done"])
+def test_blocks_that_are_free_are_not_pushed(make_worker: MakeWorker, end: str) -> None:
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    consumer.exchange.fetch(
+        "mine", reference([producer.source], 0, 11, 21, transfer=NAME), Target([7, 1, 30])
+    )
+    producer.wait_asked(NAME)
+    producer.compute(11, [4, 9, 2], 21)
+    digest = reference([producer.source], 0, 11, 21).digest
+    producer.begin(11, [4, 9, 2], 21, 21, NAME)
+    producer.exchange.layer_ready(0)  # the other layer is on its way for as long as the test wants
+    producer.enter(0, 11, [4, 9, 2], 21, NAME)
+    if end == "abort":
+        producer.exchange.abort("request-11")
+    else:  # another reader, of the same tokens
+        producer.exchange._receive(3, encode(Done(INSTANCE, 0, digest, 1, NAME)))
+    assert producer.freed() == {"request-11"}
+    producer.compute(12, [4, 9, 2], 21)
+    producer.exchange.end_step()
+    (it,) = results(consumer, 1).values()
+    assert honest(consumer, [7, 1, 30], it)
+
+
+def test_a_request_that_cannot_be_leased_is_not_pushed_any_more(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    consumer.exchange.fetch(
+        "mine", reference([producer.source], 0, 11, 21, transfer=NAME), Target([7, 1, 30])
+    )
+    producer.wait_asked(NAME)
+    producer.compute(11, [4, 9, 2], 21)
+    producer.begin(11, [4, 9, 2], 21, 21, NAME)
+    producer.enter(0, 11, [4, 9, 2000], 21, NAME)  # no such block
+    assert producer.freed() == {"request-11"}
+    producer.compute(12, [4, 9, 2], 21)
+    producer.exchange.end_step()
+    (it,) = results(consumer, 1).values()
+    assert failed(it, "could not be leased")
+    assert not any(array[[7, 1, 30]].any() for array in consumer.engine.arrays(consumer.cache))
+
+
+def test_a_name_can_be_used_as_soon_as_it_was_dropped(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    producer.finish(1, 12, [5, 6, 8], 21)
+    consumer.exchange.expect("mine", reference([producer.source], 0, 11, 21))
+    consumer.exchange.drop("mine", reference([producer.source], 0, 11, 21))
+    consumer.exchange.expect("mine", reference([producer.source], 1, 12, 21))
+    consumer.exchange.fetch("mine", reference([producer.source], 1, 12, 21), Target([7, 1, 30]))
+    assert results(consumer, 1)["mine"].error is None
+    assert consumer.has(12, [7, 1, 30], 0, 21)
+
+
+def test_what_is_fetched_is_what_fetch_says(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    producer.finish(1, 12, [5, 6, 8], 21)
+    consumer.exchange.expect("mine", reference([producer.source], 0, 11, 21))
+    consumer.exchange.fetch("mine", reference([producer.source], 1, 12, 21), Target([7, 1, 30]))
+    assert results(consumer, 1)["mine"].error is None
+    assert consumer.has(12, [7, 1, 30], 0, 21)
+    assert producer.freed() <= {"request-11", "request-12"}
+
+
+def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 12, [5, 6, 8], 21)
+    consumer.exchange.fetch(
+        "mine", reference([producer.source], 0, 11, 21, transfer=NAME), Target([7, 1, 30])
+    )
+    producer.wait_asked(NAME)
+    ((_, ask),) = producer.exchange._waiting[NAME]
+    _, leases = producer.exchange.book.leases_of(0, reference([], 0, 12, 21).digest)
+    consumer.exchange._call(
+        consumer.exchange._receive, 9, encode(Grant(ask.number, 0, 21, 0, 1, encode_leases(leases)))
+    )
+    producer.finish(1, 11, [4, 9, 2], 21)
+    producer.enter(2, 11, [4, 9, 2], 21, NAME)
+    (it,) = results(consumer, 1).values()
+    assert it.error is None
+    assert consumer.has(11, [7, 1, 30], 0, 21)
+
+
+def test_numbers_of_asks_are_not_those_of_another_life(make_worker: MakeWorker) -> None:
+    numbers = {next(make_worker(it).exchange._puller._numbers) for it in (2, 3)}
+    assert len(numbers) == 2
