@@ -124,8 +124,8 @@ class Exchange:
         # Messages, renewals and releases: when all transfers wait, leases would expire without.
         self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
         self._results: deque[PullResult] = deque()
-        # For `enter`, by sequence or transfer.
-        self._waiting: dict[int | str, list[tuple[int, Ask]]] = {}
+        # For `enter`, by sequence or transfer; then by cluster id and number of the ask.
+        self._waiting: dict[int | str, dict[tuple[int, int], Ask]] = {}
         self._parts: dict[tuple[int, int], list[bytes]] = {}  # of goals that are not whole
         self._running: set[asyncio.Task[None]] = set()
         self._news = Condition()
@@ -182,7 +182,7 @@ class Exchange:
         They are the consumers' until `take_freed` returns the request.
         """
         self.book.enter(sequence, request, blocks, digest, transfer)
-        self._call(self._answer_waiting)
+        self._call(self._answer_waiting, sequence, transfer)
 
     def begin_step(self, chunks: Sequence[Chunk], moved: Iterable[str] = ()) -> None:
         """Say what the model computes next, so that it is pushed where consumers wait for it.
@@ -207,7 +207,7 @@ class Exchange:
     def refuse(self, transfer: str, reason: str) -> None:
         """Say to consumers of a transfer that it will not be computed; see `begin_step`, too."""
         self.book.end_transfer(transfer, reason)
-        self._call(self._answer_waiting)
+        self._call(self._answer_waiting, -1, transfer)
 
     def abort(self, request: str) -> None:
         """Offer a request no more, whoever reads it."""
@@ -339,7 +339,10 @@ class Exchange:
                 self._say(cluster_id, Hello(dict(self._compatibility.fields), answer=True))
             case Ask():
                 if self._take_goal(cluster_id, message):
-                    self._answer(cluster_id, message, may_wait=True)
+                    self._answer(cluster_id, message)
+                    if not message.transfer and message.sequence in self._waiting:
+                        timeout_s = self._options.enter_timeout_ms / 1000
+                        self._loop.call_later(timeout_s, self._give_up, cluster_id, message)
             case Done() if message.instance == self._instance:
                 self._in_thread(self._finish, cluster_id, message)
             case Renew() if message.instance == self._instance:
@@ -347,21 +350,16 @@ class Exchange:
             case _:
                 self._puller.receive(cluster_id, message)
 
-    def _answer(self, cluster_id: int, ask: Ask, *, may_wait: bool) -> None:
+    def _answer(self, cluster_id: int, ask: Ask) -> None:
         """Give a consumer the lease that it asks for, say why not, or let it wait for it."""
         if ask.instance != self._instance:
             self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
             return
         try:
             sequence, lease = self.book.lease_of(ask.sequence, ask.digest, ask.transfer)
-        except NotYetError:
-            if ask.transfer:  # for as long as the consumer waits
-                self._waiting.setdefault(ask.transfer, []).append((cluster_id, ask))
-            elif may_wait:
-                self._waiting.setdefault(ask.sequence, []).append((cluster_id, ask))
-                self._loop.call_later(self._options.enter_timeout_ms / 1000, self._give_up, ask)
-            else:
-                self._refuse(cluster_id, ask, f"request {ask.sequence} has not finished here")
+        except NotYetError:  # a transfer may wait for as long as its consumer does
+            waiting = self._waiting.setdefault(ask.transfer or ask.sequence, {})
+            waiting[cluster_id, ask.number] = ask
         except LLMException as error:
             self._refuse(cluster_id, ask, str(error.args[0]))
         else:
@@ -398,10 +396,11 @@ class Exchange:
 
     def _forget_waiting(self, cluster_id: int, transfer: str) -> list[Ask]:
         """Let a consumer wait for a transfer no more; returns what it has asked."""
-        asks = self._waiting.pop(transfer, [])
-        if rest := [it for it in asks if it[0] != cluster_id]:
-            self._waiting[transfer] = rest
-        return [ask for it, ask in asks if it == cluster_id]
+        asks = self._waiting.get(transfer, {})
+        ended = [asks.pop(it) for it in list(asks) if it[0] == cluster_id]
+        if not asks:
+            self._waiting.pop(transfer, None)
+        return ended
 
     def _end_waiting(self, cluster_id: int, transfer: str) -> None:
         """Answer what a consumer has asked before it said that it needs a transfer no more."""
@@ -411,15 +410,21 @@ class Exchange:
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
         self._say(cluster_id, Refusal(ask.number, reason[:1000]))
 
-    def _answer_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for asks in waiting.values():
-            for cluster_id, ask in asks:
-                self._answer(cluster_id, ask, may_wait=True)
+    def _answer_waiting(self, sequence: int, transfer: str) -> None:
+        """Answer who waits for what has just been entered, or will not be."""
+        names: list[int | str] = [transfer] if transfer in self._waiting else []
+        names += [it for it in self._waiting if isinstance(it, int) and it <= sequence]
+        for name in names:
+            for (cluster_id, _), ask in self._waiting.pop(name).items():
+                self._answer(cluster_id, ask)
 
-    def _give_up(self, ask: Ask) -> None:
-        for cluster_id, it in self._waiting.pop(ask.sequence, ()):
-            self._answer(cluster_id, it, may_wait=it is not ask)
+    def _give_up(self, cluster_id: int, ask: Ask) -> None:
+        asks = self._waiting.get(ask.sequence, {})
+        if asks.pop((cluster_id, ask.number), None) is None:
+            return
+        if not asks:
+            del self._waiting[ask.sequence]
+        self._refuse(cluster_id, ask, f"request {ask.sequence} has not finished here")
 
     def _say(self, cluster_id: int, *messages: Message) -> None:
         async def say() -> None:
@@ -490,7 +495,7 @@ class Exchange:
 
     def _forget_unlinked(self) -> None:
         """Forget what consumers wait for that are not there any more."""
-        waiting = [(it, name) for name, asks in self._waiting.items() for it, _ in asks]
+        waiting = {(it, name) for name, asks in self._waiting.items() for it, _ in asks}
         transfers = self._pusher.transfers()
         if not (waiting or transfers or self._parts):
             return

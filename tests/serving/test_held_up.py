@@ -51,3 +51,15 @@ def test_messages_go_out_while_all_transfers_wait(
     assert gated.exchange.wait(60_000)
     assert [it.error for it in gated.exchange.take_results()] == [None]
     assert gated.has(11, [7, 1, 30], 0, 21)
+
+
+def test_who_waits_for_another_request_is_left_alone(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    late = reference([producer.source], 9, 13, 21, transfer="late")
+    consumer.exchange.fetch("late", late, Target([8, 2, 29]))
+    producer.wait_asked("late")
+    waiting = producer.exchange._waiting["late"]
+    producer.finish(0, 11, [4, 9, 2], 21)
+    wanted = reference([producer.source], 0, 11, 21)
+    assert consumer.fetch(wanted, [7, 1, 30]).error is None
+    assert producer.exchange._waiting["late"] is waiting
