@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Condition, RLock, Thread
 from typing import TYPE_CHECKING, Any
 
 from kvplan.links import LinkState
@@ -24,7 +24,7 @@ from kvplan.serving.messages import (
     decode,
     grants,
 )
-from kvplan.serving.puller import Pull, Puller, PullResult, Target
+from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Goal, Pusher
 from kvplan.serving.ranks import read_from, readers_of
 from kvplan.serving.reference import Compatibility, Reference
@@ -129,6 +129,7 @@ class Exchange:
         self._parts: dict[tuple[int, int], list[bytes]] = {}  # of goals that are not whole
         self._running: set[asyncio.Task[None]] = set()
         self._news = Condition()
+        self._calling = RLock()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
         desc = cache.cache_desc
@@ -231,7 +232,9 @@ class Exchange:
 
         It fails, at the latest when its time is over, rather than to bring other tokens' content.
         """
-        self._call(self._fetch, request, reference, target)
+        if not self._call(self._fetch, request, reference, target):
+            blocks, first = tuple(target.blocks), target.first_token
+            self._report(PullResult(request, closed(), blocks, first))
 
     def cancel(self, request: str) -> None:
         """End a fetch whose request is not needed any more; its result follows, mostly an error."""
@@ -257,37 +260,42 @@ class Exchange:
     def close(self) -> None:
         """End the thread; the engine is still to be finalized. Idempotent.
 
-        Transfers in flight are waited for, up to `pull_timeout_ms`.
+        Transfers in flight are waited for, up to `pull_timeout_ms`. What was fetched and has not
+        ended fails, and nobody writes to its blocks any more.
         """
-        if self._closed:
-            return
-        self._closed = True
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._stop)
+        self._call(self._stop)
         self._thread.join()
-        self._workers.shutdown()
-        self._helpers.shutdown()
 
     # In the thread.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        with suppress(asyncio.CancelledError):
-            self._main_task = self._loop.create_task(self._main())
+        self._main_task = self._loop.create_task(self._main())
+        try:
             self._loop.run_until_complete(self._main_task)
+        except asyncio.CancelledError:
+            pass
+        except Exception:
+            logger.exception("the exchange has ended")
+        with self._calling:
+            self._closed = True
+        self._loop.run_until_complete(self._end())  # after what was called before
+        self._workers.shutdown()
+        self._helpers.shutdown()
+        self._puller.close()
         self._loop.close()
 
     async def _main(self) -> None:
         self._spawn(self._renew())
         self._spawn(self._expire())
-        try:
-            async for it in self._engine.notifications():
-                self._receive(it.cluster_id, it.data)
-        finally:
-            self._pusher.close()
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+        async for it in self._engine.notifications():  # until it is finalized
+            self._receive(it.cluster_id, it.data)
+
+    async def _end(self) -> None:
+        self._pusher.close()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     def _stop(self) -> None:
         if self._main_task is not None:
@@ -304,9 +312,12 @@ class Exchange:
     def _has_news(self) -> bool:
         return bool(self._results) or self.book.has_freed
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        if not self._closed:
-            self._loop.call_soon_threadsafe(function, *args)
+    def _call(self, function: Callable[..., object], *args: object) -> bool:
+        """Call a function in the thread; returns whether it will be."""
+        with self._calling:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(function, *args)
+            return not self._closed
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)

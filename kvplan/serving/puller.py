@@ -114,6 +114,7 @@ class Pull:
         cancelled: why it is not needed any more.
         asks: the numbers of what its sources have not answered.
         sequence: what its sources call it, as soon as that is known.
+        goal: where they push it to.
     """
 
     request: str
@@ -131,6 +132,7 @@ class Pull:
     cancelled: LLMException | None = None
     asks: set[int] = field(default_factory=set)
     sequence: int | None = None
+    goal: Goal | None = None
 
     def __post_init__(self) -> None:
         if not self.reference.transfer:
@@ -241,18 +243,17 @@ class Puller:
             error = raised
         target = await pull.target
         if target is not None and error is None:
-            goal = None
             try:
                 if not early:
-                    goal = self._goal(pull, target)
-                    granted = await self._ask_all(pull, goal)
+                    pull.goal = self._goal(pull, target)
+                    granted = await self._ask_all(pull, pull.goal)
                 pull.state = PullState.MOVING
                 await self._in_thread(self._workers, self._timed_move, pull, granted, target)
             except Exception as raised:
                 error = raised
                 self._end_asks(pull, LLMException("another worker has failed"))
-            if goal is not None:
-                await self._release(pull, goal)
+            if pull.goal is not None:
+                await self._release(pull, pull.goal)
         if self.pulls.get(pull.request) is pull:
             del self.pulls[pull.request]
         pull.state = PullState.DONE if error is None else PullState.FAILED
@@ -310,6 +311,22 @@ class Puller:
             return
         pull.cancelled = LLMException("it is not needed any more")
         self._end_asks(pull, pull.cancelled)
+
+    def close(self) -> None:
+        """Let what has not ended fail; nothing of it runs any more, in the loop or in threads."""
+        for pull in self.pulls.values():
+            if pull.goal is not None:
+                try:
+                    self._engine.release(pull.goal.lease)
+                except LLMException as error:
+                    if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
+                        logger.warning("%s: its blocks are not released: %s", pull.request, error)
+            if pull.target.cancel() or pull.target.cancelled():  # it has not been fetched
+                continue
+            if (target := pull.target.result()) is not None:
+                blocks, first = tuple(target.blocks), target.first_token
+                self._report(PullResult(pull.request, closed(), blocks, first))
+        self.pulls.clear()
 
     async def renew(self) -> None:
         """Say to all producers which requests are still waited for."""
@@ -534,6 +551,11 @@ class Puller:
     ) -> _T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, partial(function, *args, **kwargs))
+
+
+def closed() -> LLMException:
+    """Why what is fetched fails when the exchange, or its engine, has ended."""
+    return LLMException("the exchange has been closed")
 
 
 def _gone(message: str) -> LLMException:
