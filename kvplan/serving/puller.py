@@ -168,6 +168,7 @@ class _Peer:
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
     greeted: asyncio.Future[str] | None = None  # how it differs; empty: not at all
+    instance: str = ""  # which process of the cluster that was
     failure: tuple[float, Source | None, LLMException | None] = 0.0, None, None  # the last one
 
 
@@ -422,7 +423,7 @@ class Puller:
         peer = self._peers.setdefault(source.cluster_id, _Peer())
         asked = time.monotonic()
         async with peer.mutex:
-            if peer.greeted is not None and self._is_linked(source):
+            if peer.greeted is not None and peer.instance == self._linked(source):
                 self._check(source, peer.greeted.result())
                 return
             when, what, error = peer.failure
@@ -444,6 +445,7 @@ class Puller:
             results.raise_for_status()
         greeted = asyncio.get_running_loop().create_future()
         peer.greeted = greeted
+        peer.instance = self._linked(source)
         try:
             fields = dict(self._compatibility.fields)
             await self.notify(source.cluster_id, Hello(fields, answer=False))
@@ -463,7 +465,7 @@ class Puller:
         """Wait for a peer, as long as it is linked."""
         end = time.monotonic() + timeout_ms / 1000
         while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
-            if not self._is_linked(source):
+            if not self._linked(source):
                 raise LLMException(
                     f"the link with cluster {source.cluster_id} at {source.address} broke before "
                     "it answered",
@@ -477,11 +479,12 @@ class Puller:
                 )
         return answer.result()
 
-    def _is_linked(self, source: Source) -> bool:
-        return any(
-            it.cluster_id == source.cluster_id and it.state is LinkState.LINKED
-            for it in self._engine.links()
-        )
+    def _linked(self, source: Source) -> str:
+        """Which process of a cluster is linked; empty: none."""
+        for it in self._engine.links():
+            if it.cluster_id == source.cluster_id and it.state is LinkState.LINKED:
+                return it.instance
+        return ""
 
     def _timed_move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         started = time.perf_counter()

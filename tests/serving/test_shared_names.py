@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvplan import ClusterInfo
 from kvplan.serving import PullResult, Target
 from kvplan.serving.messages import Done, Grant, encode
 from tests.serving.test_exchange import MakeWorker, failed
@@ -138,3 +139,16 @@ def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
 def test_numbers_of_asks_are_not_those_of_another_life(make_worker: MakeWorker) -> None:
     numbers = {next(make_worker(it).exchange._puller._numbers) for it in (2, 3)}
     assert len(numbers) == 2
+
+
+def test_a_producer_that_comes_again_by_itself_is_compared_again(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    assert consumer.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
+    producer.close()
+    again = make_worker(1, model="large", instance=b"another life")
+    again.finish(0, 11, [4, 9, 2], 21)
+    here = ClusterInfo(2, consumer.source.address)
+    again.engine.link_clusters([here]).raise_for_status()
+    wanted = reference([again.source], 0, 11, 21, instance=b"another life")
+    assert failed(consumer.fetch(wanted, [8, 2, 29]), "model is 'tiny' here and 'large' there")
