@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = Log("kvplan.serving")
 
+_MOST_GOALS = 4096  # of which parts have come
 _MOST_HELPERS = 32  # threads, of which one peer's messages keep some at most
 
 
@@ -386,6 +387,8 @@ class Exchange:
         parts = self._parts.setdefault(key, [])
         parts.append(ask.data)
         if len(parts) < ask.parts:
+            if len(self._parts) > _MOST_GOALS:  # the rest of the oldest was lost
+                del self._parts[next(iter(self._parts))]
             return False
         del self._parts[key]
         data = b"".join(parts)

@@ -157,3 +157,30 @@ def test_what_cannot_be_leased_is_free(book: LeaseBook, engine: Engine) -> None:
 def test_a_long_name_is_cut_for_the_lease(book: LeaseBook) -> None:
     book.enter(1, "x\n" * 100, [4], b"digest")
     assert book.lease_of(1, b"digest")[1].tag == "x?" * 32
+
+
+def test_who_says_it_again_before_it_was_entered_is_one_reader(book: LeaseBook) -> None:
+    for _ in range(3):
+        book.finish(0, b"digest", reader=7, readers=2, transfer="early")
+    assert len(book._early["early"]) == 1
+    book.enter(1, "b", [4], b"digest", "early")
+    assert book.take_freed() == set()
+    book.finish(0, b"digest", reader=8, readers=2, transfer="early")
+    assert book.take_freed() == {"b"}
+
+
+def test_what_is_pushed_ends_before_blocks_are_free(
+    engine: Engine, clock: Callable[[float], float]
+) -> None:
+    ended: list[tuple[str, int]] = []
+    book = LeaseBook(
+        engine,
+        CACHE,
+        5_000,
+        clock=lambda: clock(0),
+        on_ending=lambda it: ended.append((it, len(engine.live))),
+    )
+    book.enter(0, "a", [3, 1], b"digest", "one")
+    clock(6)
+    book.expire()
+    assert (ended, engine.live, book.take_freed()) == ([("one", 1)], [], {"a"})

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvplan import Transfers
+from kvplan import ClusterInfo, Transfers
 from kvplan.serving import Target
+from kvplan.serving.messages import Ask, encode
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakeWorker
-from tests.serving.worker import Worker, reference
+from tests.serving.worker import INSTANCE, Worker, reference
 
 
 @pytest.fixture
@@ -63,3 +64,15 @@ def test_who_waits_for_another_request_is_left_alone(make_worker: MakeWorker) ->
     wanted = reference([producer.source], 0, 11, 21)
     assert consumer.fetch(wanted, [7, 1, 30]).error is None
     assert producer.exchange._waiting["late"] is waiting
+
+
+def test_parts_that_never_come_do_not_pile_up(make_worker: MakeWorker) -> None:
+    producer = make_worker(1, push=True)
+    other = make_worker(2)
+    other.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
+    for number in range(6000):
+        data = encode(Ask(number, INSTANCE, 0, bytes(16), "never", 0, 2, b"a part"))
+        producer.exchange._call(producer.exchange._receive, 2, data)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    assert other.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
+    assert len(producer.exchange._parts) <= 4097
