@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 logger = Log("kvplan.serving")
 
 _MOST_GOALS = 4096  # of which parts have come
-_MOST_HELPERS = 32  # threads, of which one peer's messages keep some at most
+_MOST_HELPERS = 32  # threads, of which each of the following keeps some at most
+_MOST_FREED = 8  # requests at once, whose release waits for peers that are stopped
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Exchange:
         self._workers = ThreadPoolExecutor(options.max_pulls, "kvplan-serving")
         # Messages, renewals and releases: when all transfers wait, leases would expire without.
         self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
+        self._freeing = asyncio.Semaphore(_MOST_FREED)
         self._results: deque[PullResult] = deque()
         # For `enter`, by sequence or transfer; then by cluster id and number of the ask.
         self._waiting: dict[int | str, dict[tuple[int, int], Ask]] = {}
@@ -334,7 +336,8 @@ class Exchange:
         """Let a helper do what may block for a moment; what it raises is logged."""
 
         async def done() -> None:
-            await self._loop.run_in_executor(self._helpers, function, *args)
+            async with self._freeing:
+                await self._loop.run_in_executor(self._helpers, function, *args)
 
         self._spawn(done())
 

@@ -46,6 +46,7 @@ _LOOK_S = 0.25  # whether a peer that has to answer is still linked
 _RELEASE_S = 1.0  # whether a peer that is stopped still writes
 _MOST_RENEWED = 256  # in one message
 _MOST_SENT = 4  # messages to one peer at once
+_MOST_RELEASED = 8  # leases at once, as each waits for a peer that is stopped
 
 
 class PullState(Enum):
@@ -222,6 +223,7 @@ class Puller:
         self._unit_nbytes = desc.nbytes // units
         self._workers = workers
         self._helpers = helpers
+        self._releasing = asyncio.Semaphore(_MOST_RELEASED)
         self._sending: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
         self._report = report
         # A producer may still answer what this cluster asked in another life: never the same.
@@ -410,7 +412,8 @@ class Puller:
         """On return no producer writes to the target any more; one that is stopped holds it up."""
         while True:
             try:
-                await self._in_thread(self._helpers, self._engine.release, goal.lease)
+                async with self._releasing:
+                    await self._in_thread(self._helpers, self._engine.release, goal.lease)
             except LLMException as error:
                 logger.warning("%s: its blocks are not released: %s", pull.request, error)
                 if error.status_code is LLMStatusCode.LLM_TIMEOUT:
