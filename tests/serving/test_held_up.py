@@ -76,3 +76,21 @@ def test_parts_that_never_come_do_not_pile_up(make_worker: MakeWorker) -> None:
     producer.finish(0, 11, [4, 9, 2], 21)
     assert other.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
     assert len(producer.exchange._parts) <= 4097
+
+
+def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    tokens, blocks = 160, list(range(20))
+    wanted = reference([producer.source], 0, 11, tokens, transfer="t")
+    consumer.exchange.fetch("mine", wanted, Target(blocks))
+    producer.wait_asked("t")
+    for end in range(8, tokens + 1, 8):
+        (push,) = producer.exchange._pusher._pushes["t"].values()
+        for task, _ in push.tasks:
+            assert task.wait_done(60_000)
+        producer.step(11, blocks, end - 8, end, tokens, "t")
+        assert len(push.tasks) == 1
+    producer.enter(0, 11, blocks, tokens, "t")
+    assert consumer.exchange.wait(60_000)
+    assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, tokens)]
+    assert consumer.has(11, blocks, 0, tokens)
