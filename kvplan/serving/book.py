@@ -91,7 +91,8 @@ class LeaseBook:
         self._last = -1
         self._transfers: dict[str, int] = {}  # sequences of those that are held
         self._ended: dict[str, str] = {}  # transfers, and how, the oldest first
-        self._early: dict[str, list[tuple[bytes, int, int]]] = {}  # `finish` before `enter`
+        # `finish` before `enter`: digest and number of readers, by reader.
+        self._early: dict[str, dict[int, tuple[bytes, int]]] = {}
         self.expired = 0
 
     def __len__(self) -> int:
@@ -133,9 +134,9 @@ class LeaseBook:
             self._last = max(self._last, sequence)
             if transfer:
                 self._transfers[transfer] = sequence
-            early = self._early.pop(transfer, ())
-        for it in early:
-            self.finish(sequence, *it)
+            early = self._early.pop(transfer, {})
+        for reader, (said, readers) in early.items():
+            self.finish(sequence, said, reader, readers)
 
     def leases_of(
         self, sequence: int, digest: bytes, transfer: str = ""
@@ -196,7 +197,7 @@ class LeaseBook:
             if transfer:
                 sequence = self._transfers.get(transfer, -1)
                 if sequence < 0 and transfer not in self._ended:  # it is still being computed
-                    self._early.setdefault(transfer, []).append((digest, reader, readers))
+                    self._early.setdefault(transfer, {})[reader] = digest, readers
                     if len(self._early) > _MOST_REMEMBERED:
                         del self._early[next(iter(self._early))]
             held = self._held.get(sequence)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Condition, RLock, Thread
 from typing import TYPE_CHECKING, Any
 
 from kvplan.links import LinkState
@@ -24,7 +24,7 @@ from kvplan.serving.messages import (
     decode,
     grants,
 )
-from kvplan.serving.puller import Pull, Puller, PullResult, Target
+from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Goal, Pusher
 from kvplan.serving.ranks import read_from, readers_of
 from kvplan.serving.reference import Compatibility, Reference
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 logger = Log("kvplan.serving")
 
-_MOST_HELPERS = 32  # threads, of which one peer's messages keep some at most
+_MOST_GOALS = 4096  # of which parts have come
+_MOST_HELPERS = 32  # threads, of which each of the following keeps some at most
+_MOST_FREED = 8  # requests at once, whose release waits for peers that are stopped
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,14 @@ class Exchange:
         self._workers = ThreadPoolExecutor(options.max_pulls, "kvplan-serving")
         # Messages, renewals and releases: when all transfers wait, leases would expire without.
         self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
+        self._freeing = asyncio.Semaphore(_MOST_FREED)
         self._results: deque[PullResult] = deque()
-        # For `enter`, by sequence or transfer.
-        self._waiting: dict[int | str, list[tuple[int, Ask]]] = {}
+        # For `enter`, by sequence or transfer; then by cluster id and number of the ask.
+        self._waiting: dict[int | str, dict[tuple[int, int], Ask]] = {}
         self._parts: dict[tuple[int, int], list[bytes]] = {}  # of goals that are not whole
         self._running: set[asyncio.Task[None]] = set()
         self._news = Condition()
+        self._calling = RLock()
         self._closed = False
         self._main_task: asyncio.Task[None] | None = None
         self._pusher = Pusher(
@@ -186,7 +190,7 @@ class Exchange:
         They are the consumers' until `take_freed` returns the request.
         """
         self.book.enter(sequence, request, blocks, digest, transfer)
-        self._call(self._answer_waiting)
+        self._call(self._answer_waiting, sequence, transfer)
 
     def begin_step(self, chunks: Sequence[Chunk], moved: Iterable[str] = ()) -> None:
         """Say what the model computes next, so that it is pushed where consumers wait for it.
@@ -211,7 +215,7 @@ class Exchange:
     def refuse(self, transfer: str, reason: str) -> None:
         """Say to consumers of a transfer that it will not be computed; see `begin_step`, too."""
         self.book.end_transfer(transfer, reason)
-        self._call(self._answer_waiting)
+        self._call(self._answer_waiting, -1, transfer)
 
     def abort(self, request: str) -> None:
         """Offer a request no more, whoever reads it."""
@@ -235,7 +239,8 @@ class Exchange:
 
         It fails, at the latest when its time is over, rather than to bring other tokens' content.
         """
-        self._call(self._fetch, request, reference, target)
+        if not self._call(self._fetch, request, reference, target):
+            self._report(PullResult(request, closed(), target.blocks, target.first_token))
 
     def cancel(self, request: str) -> None:
         """End a fetch whose request is not needed any more; its result follows, mostly an error."""
@@ -261,37 +266,42 @@ class Exchange:
     def close(self) -> None:
         """End the thread; the engine is still to be finalized. Idempotent.
 
-        Transfers in flight are waited for, up to `pull_timeout_ms`.
+        Transfers in flight are waited for, up to `pull_timeout_ms`. What was fetched and has not
+        ended fails, and nobody writes to its blocks any more.
         """
-        if self._closed:
-            return
-        self._closed = True
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._stop)
+        self._call(self._stop)
         self._thread.join()
-        self._workers.shutdown()
-        self._helpers.shutdown()
 
     # In the thread.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        with suppress(asyncio.CancelledError):
-            self._main_task = self._loop.create_task(self._main())
+        self._main_task = self._loop.create_task(self._main())
+        try:
             self._loop.run_until_complete(self._main_task)
+        except asyncio.CancelledError:
+            pass
+        except Exception:
+            logger.exception("the exchange has ended")
+        with self._calling:
+            self._closed = True
+        self._loop.run_until_complete(self._end())  # after what was called before
+        self._workers.shutdown()
+        self._helpers.shutdown()
+        self._puller.close()
         self._loop.close()
 
     async def _main(self) -> None:
         self._spawn(self._renew())
         self._spawn(self._expire())
-        try:
-            async for it in self._engine.notifications():
-                self._receive(it.cluster_id, it.data)
-        finally:
-            self._pusher.close()
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+        async for it in self._engine.notifications():  # until it is finalized
+            self._receive(it.cluster_id, it.data)
+
+    async def _end(self) -> None:
+        self._pusher.close()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     def _stop(self) -> None:
         if self._main_task is not None:
@@ -308,9 +318,12 @@ class Exchange:
     def _has_news(self) -> bool:
         return bool(self._results) or self.book.has_freed
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        if not self._closed:
-            self._loop.call_soon_threadsafe(function, *args)
+    def _call(self, function: Callable[..., object], *args: object) -> bool:
+        """Call a function in the thread; returns whether it will be."""
+        with self._calling:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(function, *args)
+            return not self._closed
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
@@ -326,7 +339,8 @@ class Exchange:
         """Let a helper do what may block for a moment; what it raises is logged."""
 
         async def done() -> None:
-            await self._loop.run_in_executor(self._helpers, function, *args)
+            async with self._freeing:
+                await self._loop.run_in_executor(self._helpers, function, *args)
 
         self._spawn(done())
 
@@ -343,7 +357,10 @@ class Exchange:
                 self._say(cluster_id, Hello(dict(self._compatibility.fields), answer=True))
             case Ask():
                 if self._take_goal(cluster_id, message):
-                    self._answer(cluster_id, message, may_wait=True)
+                    self._answer(cluster_id, message)
+                    if not message.transfer and message.sequence in self._waiting:
+                        timeout_s = self._options.enter_timeout_ms / 1000
+                        self._loop.call_later(timeout_s, self._give_up, cluster_id, message)
             case Done() if message.instance == self._instance:
                 self._in_thread(self._finish, cluster_id, message)
             case Renew() if message.instance == self._instance:
@@ -351,21 +368,16 @@ class Exchange:
             case _:
                 self._puller.receive(cluster_id, message)
 
-    def _answer(self, cluster_id: int, ask: Ask, *, may_wait: bool) -> None:
+    def _answer(self, cluster_id: int, ask: Ask) -> None:
         """Give a consumer the lease that it asks for, say why not, or let it wait for it."""
         if ask.instance != self._instance:
             self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
             return
         try:
             sequence, leases = self.book.leases_of(ask.sequence, ask.digest, ask.transfer)
-        except NotYetError:
-            if ask.transfer:  # for as long as the consumer waits
-                self._waiting.setdefault(ask.transfer, []).append((cluster_id, ask))
-            elif may_wait:
-                self._waiting.setdefault(ask.sequence, []).append((cluster_id, ask))
-                self._loop.call_later(self._options.enter_timeout_ms / 1000, self._give_up, ask)
-            else:
-                self._refuse(cluster_id, ask, f"request {ask.sequence} has not finished here")
+        except NotYetError:  # a transfer may wait for as long as its consumer does
+            waiting = self._waiting.setdefault(ask.transfer or ask.sequence, {})
+            waiting[cluster_id, ask.number] = ask
         except LLMException as error:
             self._refuse(cluster_id, ask, str(error.args[0]))
         else:
@@ -383,6 +395,8 @@ class Exchange:
         parts = self._parts.setdefault(key, [])
         parts.append(ask.data)
         if len(parts) < ask.parts:
+            if len(self._parts) > _MOST_GOALS:  # the rest of the oldest was lost
+                del self._parts[next(iter(self._parts))]
             return False
         del self._parts[key]
         data = b"".join(parts)
@@ -404,10 +418,11 @@ class Exchange:
 
     def _forget_waiting(self, cluster_id: int, transfer: str) -> list[Ask]:
         """Let a consumer wait for a transfer no more; returns what it has asked."""
-        asks = self._waiting.pop(transfer, [])
-        if rest := [it for it in asks if it[0] != cluster_id]:
-            self._waiting[transfer] = rest
-        return [ask for it, ask in asks if it == cluster_id]
+        asks = self._waiting.get(transfer, {})
+        ended = [asks.pop(it) for it in list(asks) if it[0] == cluster_id]
+        if not asks:
+            self._waiting.pop(transfer, None)
+        return ended
 
     def _end_waiting(self, cluster_id: int, transfer: str) -> None:
         """Answer what a consumer has asked before it said that it needs a transfer no more."""
@@ -417,15 +432,21 @@ class Exchange:
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
         self._say(cluster_id, Refusal(ask.number, reason[:1000]))
 
-    def _answer_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for asks in waiting.values():
-            for cluster_id, ask in asks:
-                self._answer(cluster_id, ask, may_wait=True)
+    def _answer_waiting(self, sequence: int, transfer: str) -> None:
+        """Answer who waits for what has just been entered, or will not be."""
+        names: list[int | str] = [transfer] if transfer in self._waiting else []
+        names += [it for it in self._waiting if isinstance(it, int) and it <= sequence]
+        for name in names:
+            for (cluster_id, _), ask in self._waiting.pop(name).items():
+                self._answer(cluster_id, ask)
 
-    def _give_up(self, ask: Ask) -> None:
-        for cluster_id, it in self._waiting.pop(ask.sequence, ()):
-            self._answer(cluster_id, it, may_wait=it is not ask)
+    def _give_up(self, cluster_id: int, ask: Ask) -> None:
+        asks = self._waiting.get(ask.sequence, {})
+        if asks.pop((cluster_id, ask.number), None) is None:
+            return
+        if not asks:
+            del self._waiting[ask.sequence]
+        self._refuse(cluster_id, ask, f"request {ask.sequence} has not finished here")
 
     def _say(self, cluster_id: int, *messages: Message) -> None:
         async def say() -> None:
@@ -496,7 +517,7 @@ class Exchange:
 
     def _forget_unlinked(self) -> None:
         """Forget what consumers wait for that are not there any more."""
-        waiting = [(it, name) for name, asks in self._waiting.items() for it, _ in asks]
+        waiting = {(it, name) for name, asks in self._waiting.items() for it, _ in asks}
         transfers = self._pusher.transfers()
         if not (waiting or transfers or self._parts):
             return

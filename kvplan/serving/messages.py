@@ -69,7 +69,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
     sequence: Number
     pushed: Number
     part: Number
-    parts: Number
+    parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
     data: bytes
 
 

@@ -53,6 +53,7 @@ _LOOK_S = 0.25  # whether a peer that has to answer is still linked
 _RELEASE_S = 1.0  # whether a peer that is stopped still writes
 _MOST_RENEWED = 256  # in one message
 _MOST_SENT = 4  # messages to one peer at once
+_MOST_RELEASED = 8  # leases at once, as each waits for a peer that is stopped
 
 
 class PullState(Enum):
@@ -122,6 +123,7 @@ class Pull:
         cancelled: why it is not needed any more.
         asks: the numbers of what its sources have not answered.
         sequence: what its sources call it, as soon as that is known.
+        goal: where they push it to.
     """
 
     request: str
@@ -139,6 +141,7 @@ class Pull:
     cancelled: LLMException | None = None
     asks: set[int] = field(default_factory=set)
     sequence: int | None = None
+    goal: Goal | None = None
 
     def __post_init__(self) -> None:
         if not self.reference.transfer:
@@ -174,6 +177,7 @@ class _Peer:
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
     greeted: asyncio.Future[str] | None = None  # how it differs; empty: not at all
+    instance: str = ""  # which process of the cluster that was
     failure: tuple[float, Source | None, LLMException | None] = 0.0, None, None  # the last one
 
 
@@ -218,6 +222,7 @@ class Puller:
         self._prefill_timeout_ms = prefill_timeout_ms
         self._workers = workers
         self._helpers = helpers
+        self._releasing = asyncio.Semaphore(_MOST_RELEASED)
         self._sending: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
         self._report = report
         # A producer may still answer what this cluster asked in another life: never the same.
@@ -240,18 +245,17 @@ class Puller:
             error = raised
         target = await pull.target
         if target is not None and error is None:
-            goal = None
             try:
                 if not early:
-                    goal = self._goal(pull, target)
-                    granted = await self._ask_all(pull, goal)
+                    pull.goal = self._goal(pull, target)
+                    granted = await self._ask_all(pull, pull.goal)
                 pull.state = PullState.MOVING
                 await self._in_thread(self._workers, self._timed_move, pull, granted, target)
             except Exception as raised:
                 error = raised
                 self._end_asks(pull, LLMException("another worker has failed"))
-            if goal is not None:
-                await self._release(pull, goal)
+            if pull.goal is not None:
+                await self._release(pull, pull.goal)
         if self.pulls.get(pull.request) is pull:
             del self.pulls[pull.request]
         pull.state = PullState.DONE if error is None else PullState.FAILED
@@ -309,6 +313,21 @@ class Puller:
             return
         pull.cancelled = LLMException("it is not needed any more")
         self._end_asks(pull, pull.cancelled)
+
+    def close(self) -> None:
+        """Let what has not ended fail; nothing of it runs any more, in the loop or in threads."""
+        for pull in self.pulls.values():
+            if pull.goal is not None:
+                try:
+                    self._engine.release(pull.goal.lease)
+                except LLMException as error:
+                    if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
+                        logger.warning("%s: its blocks are not released: %s", pull.request, error)
+            if pull.target.cancel() or pull.target.cancelled():  # it has not been fetched
+                continue
+            if (target := pull.target.result()) is not None:
+                self._report(PullResult(pull.request, closed(), target.blocks, target.first_token))
+        self.pulls.clear()
 
     async def renew(self) -> None:
         """Say to all producers which requests are still waited for."""
@@ -394,7 +413,8 @@ class Puller:
         """On return no producer writes to the target any more; one that is stopped holds it up."""
         while True:
             try:
-                await self._in_thread(self._helpers, self._engine.release, goal.lease)
+                async with self._releasing:
+                    await self._in_thread(self._helpers, self._engine.release, goal.lease)
             except LLMException as error:
                 logger.warning("%s: its blocks are not released: %s", pull.request, error)
                 if error.status_code is LLMStatusCode.LLM_TIMEOUT:
@@ -407,7 +427,7 @@ class Puller:
         peer = self._peers.setdefault(source.cluster_id, _Peer())
         asked = time.monotonic()
         async with peer.mutex:
-            if peer.greeted is not None and self._is_linked(source):
+            if peer.greeted is not None and peer.instance == self._linked(source):
                 self._check(source, peer.greeted.result())
                 return
             when, what, error = peer.failure
@@ -429,6 +449,7 @@ class Puller:
             results.raise_for_status()
         greeted = asyncio.get_running_loop().create_future()
         peer.greeted = greeted
+        peer.instance = self._linked(source)
         try:
             fields = dict(self._compatibility.fields)
             await self.notify(source.cluster_id, Hello(fields, answer=False))
@@ -448,7 +469,7 @@ class Puller:
         """Wait for a peer, as long as it is linked."""
         end = time.monotonic() + timeout_ms / 1000
         while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
-            if not self._is_linked(source):
+            if not self._linked(source):
                 raise LLMException(
                     f"the link with cluster {source.cluster_id} at {source.address} broke before "
                     "it answered",
@@ -462,11 +483,12 @@ class Puller:
                 )
         return answer.result()
 
-    def _is_linked(self, source: Source) -> bool:
-        return any(
-            it.cluster_id == source.cluster_id and it.state is LinkState.LINKED
-            for it in self._engine.links()
-        )
+    def _linked(self, source: Source) -> str:
+        """Which process of a cluster is linked; empty: none."""
+        for it in self._engine.links():
+            if it.cluster_id == source.cluster_id and it.state is LinkState.LINKED:
+                return it.instance
+        return ""
 
     def _timed_move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         started = time.perf_counter()
@@ -548,6 +570,11 @@ class Puller:
     ) -> _T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, partial(function, *args, **kwargs))
+
+
+def closed() -> LLMException:
+    """Why what is fetched fails when the exchange, or its engine, has ended."""
+    return LLMException("the exchange has been closed")
 
 
 def _gone(message: str) -> LLMException:

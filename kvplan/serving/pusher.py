@@ -176,6 +176,7 @@ class Pusher:
             self._step = []
             for chunk in chunks:
                 for (cluster_id, _), push in self._pushes.get(chunk.transfer, {}).items():
+                    self._take_ended(push, chunk.transfer, cluster_id)  # each keeps its plan
                     if push.broken or push.digest != chunk.digest:
                         continue
                     try:

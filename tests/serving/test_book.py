@@ -208,3 +208,30 @@ def test_groups_have_unlike_names(engine: Engine) -> None:
     for groups in ([], [GROUPS[0], GROUPS[0]]):
         with refused("LLM_PARAM_INVALID", "must be one or more groups of unlike names"):
             LeaseBook(engine, groups, 5_000)
+
+
+def test_who_says_it_again_before_it_was_entered_is_one_reader(book: LeaseBook) -> None:
+    for _ in range(3):
+        book.finish(0, b"digest", reader=7, readers=2, transfer="early")
+    assert len(book._early["early"]) == 1
+    book.enter(1, "b", [4], b"digest", "early")
+    assert book.take_freed() == set()
+    book.finish(0, b"digest", reader=8, readers=2, transfer="early")
+    assert book.take_freed() == {"b"}
+
+
+def test_what_is_pushed_ends_before_blocks_are_free(
+    engine: Engine, clock: Callable[[float], float]
+) -> None:
+    ended: list[tuple[str, int]] = []
+    book = LeaseBook(
+        engine,
+        CACHE,
+        5_000,
+        clock=lambda: clock(0),
+        on_ending=lambda it: ended.append((it, len(engine.live))),
+    )
+    book.enter(0, "a", [3, 1], b"digest", "one")
+    clock(6)
+    book.expire()
+    assert (ended, engine.live, book.take_freed()) == ([("one", 1)], [], {"a"})

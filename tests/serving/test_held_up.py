@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvplan import Transfers
+from kvplan import ClusterInfo, Transfers
 from kvplan.serving import Target
+from kvplan.serving.messages import Ask, encode
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakeWorker
-from tests.serving.worker import Worker, reference
+from tests.serving.worker import INSTANCE, Worker, reference
 
 
 @pytest.fixture
@@ -51,3 +52,45 @@ def test_messages_go_out_while_all_transfers_wait(
     assert gated.exchange.wait(60_000)
     assert [it.error for it in gated.exchange.take_results()] == [None]
     assert gated.has(11, [7, 1, 30], 0, 21)
+
+
+def test_who_waits_for_another_request_is_left_alone(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    late = reference([producer.source], 9, 13, 21, transfer="late")
+    consumer.exchange.fetch("late", late, Target([8, 2, 29]))
+    producer.wait_asked("late")
+    waiting = producer.exchange._waiting["late"]
+    producer.finish(0, 11, [4, 9, 2], 21)
+    wanted = reference([producer.source], 0, 11, 21)
+    assert consumer.fetch(wanted, [7, 1, 30]).error is None
+    assert producer.exchange._waiting["late"] is waiting
+
+
+def test_parts_that_never_come_do_not_pile_up(make_worker: MakeWorker) -> None:
+    producer = make_worker(1, push=True)
+    other = make_worker(2)
+    other.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
+    for number in range(6000):
+        data = encode(Ask(number, INSTANCE, 0, bytes(16), "never", 0, 2, b"a part"))
+        producer.exchange._call(producer.exchange._receive, 2, data)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    assert other.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
+    assert len(producer.exchange._parts) <= 4097
+
+
+def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    tokens, blocks = 160, list(range(20))
+    wanted = reference([producer.source], 0, 11, tokens, transfer="t")
+    consumer.exchange.fetch("mine", wanted, Target(blocks))
+    producer.wait_asked("t")
+    for end in range(8, tokens + 1, 8):
+        (push,) = producer.exchange._pusher._pushes["t"].values()
+        for task, _ in push.tasks:
+            assert task.wait_done(60_000)
+        producer.step(11, blocks, end - 8, end, tokens, "t")
+        assert len(push.tasks) == 1
+    producer.enter(0, 11, blocks, tokens, "t")
+    assert consumer.exchange.wait(60_000)
+    assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, tokens)]
+    assert consumer.has(11, blocks, 0, tokens)

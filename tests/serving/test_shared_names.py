@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvplan import ClusterInfo
 from kvplan.serving import PullResult, Target
 from kvplan.serving.messages import Done, Grant, encode
 from kvplan.serving.tables import encode_leases
@@ -124,7 +125,7 @@ def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
         "mine", reference([producer.source], 0, 11, 21, transfer=NAME), Target([7, 1, 30])
     )
     producer.wait_asked(NAME)
-    ((_, ask),) = producer.exchange._waiting[NAME]
+    (ask,) = producer.exchange._waiting[NAME].values()
     _, leases = producer.exchange.book.leases_of(0, reference([], 0, 12, 21).digest)
     consumer.exchange._call(
         consumer.exchange._receive, 9, encode(Grant(ask.number, 0, 21, 0, 1, encode_leases(leases)))
@@ -139,3 +140,16 @@ def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
 def test_numbers_of_asks_are_not_those_of_another_life(make_worker: MakeWorker) -> None:
     numbers = {next(make_worker(it).exchange._puller._numbers) for it in (2, 3)}
     assert len(numbers) == 2
+
+
+def test_a_producer_that_comes_again_by_itself_is_compared_again(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    assert consumer.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
+    producer.close()
+    again = make_worker(1, model="large", instance=b"another life")
+    again.finish(0, 11, [4, 9, 2], 21)
+    here = ClusterInfo(2, consumer.source.address)
+    again.engine.link_clusters([here]).raise_for_status()
+    wanted = reference([again.source], 0, 11, 21, instance=b"another life")
+    assert failed(consumer.fetch(wanted, [8, 2, 29]), "model is 'tiny' here and 'large' there")

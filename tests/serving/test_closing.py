@@ -1,0 +1,65 @@
+"""An exchange, or its engine, that ends while requests are on their way."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplan.serving import Target
+from tests.serving.test_exchange import MakeWorker, failed
+from tests.serving.worker import Worker, reference
+
+NAME = "cmpl-11"
+
+
+@pytest.fixture
+def pair(make_worker: MakeWorker) -> tuple[Worker, Worker]:
+    """A producer, and a consumer that waits for a transfer."""
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    consumer.exchange.fetch(
+        "mine", reference([producer.source], 0, 11, 21, transfer=NAME), Target([7, 1, 30])
+    )
+    producer.wait_asked(NAME)
+    consumer.exchange.expect("later", reference([producer.source], 0, 12, 21, transfer="later"))
+    return producer, consumer
+
+
+def test_what_has_not_ended_fails_and_is_not_written_to(pair: tuple[Worker, Worker]) -> None:
+    producer, consumer = pair
+    producer.step(11, [4, 9, 2], 0, 8, 21, NAME)
+    consumer.exchange.close()
+    (it,) = consumer.exchange.take_results()
+    assert failed(it, "the exchange has been closed")
+    assert it.blocks == (7, 1, 30)
+    assert consumer.engine.leases() == []
+    consumer.compute(13, [7, 1, 30], 21)
+    producer.step(11, [4, 9, 2], 8, 21, 21, NAME)
+    producer.exchange.close()
+    assert consumer.has(13, [7, 1, 30], 0, 21)
+
+
+def test_what_is_fetched_afterwards_fails(pair: tuple[Worker, Worker]) -> None:
+    producer, consumer = pair
+    consumer.exchange.close()
+    consumer.exchange.take_results()
+    wanted = reference([producer.source], 0, 12, 21)
+    assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange has been closed")
+
+
+def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None:
+    producer, consumer = pair
+    consumer.engine.finalize()
+    assert consumer.exchange.wait(60_000)
+    (it,) = consumer.exchange.take_results()
+    assert it.error is not None
+    wanted = reference([producer.source], 0, 12, 21)
+    assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange has been closed")
+    consumer.exchange.close()
+    producer.engine.finalize()
+    producer.exchange.enter(0, "request-11", [4, 9, 2], bytes(16), NAME)
+    assert producer.exchange.take_freed() == {"request-11"}
+    producer.exchange.close()
+
+
+def test_close_right_after_it_was_made(make_worker: MakeWorker) -> None:
+    for number in range(20):
+        make_worker(2 + number).close()
