@@ -29,7 +29,7 @@ def test_what_has_not_ended_fails_and_is_not_written_to(pair: tuple[Worker, Work
     consumer.exchange.close()
     (it,) = consumer.exchange.take_results()
     assert failed(it, "the exchange has been closed")
-    assert it.blocks == (7, 1, 30)
+    assert it.blocks == [7, 1, 30]
     assert consumer.engine.leases() == []
     consumer.compute(13, [7, 1, 30], 21)
     producer.step(11, [4, 9, 2], 8, 21, 21, NAME)
