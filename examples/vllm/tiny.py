@@ -52,21 +52,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # One group, with a window.
     "mistral": ("mistral", {**SHARED, "num_hidden_layers": 2, "sliding_window": WINDOW}),
-    # MLA: one latent vector for each token. The sizes are those that CPUs have a kernel for.
-    "deepseek": (
-        "deepseek_v2",
-        {
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 2,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 32,
-            "tie_word_embeddings": False,  # vLLM's has a head of its own
-        },
-    ),
 }
 
 

@@ -28,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
@@ -40,7 +39,7 @@ from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 
-_SUPPORTED = {FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec}  # and none made of them
+_SUPPORTED = {FullAttentionSpec, SlidingWindowSpec}  # and not what is derived of them, as MLA is
 
 
 @dataclass
@@ -66,8 +65,8 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: of the paged cache.
 
     Raises:
-        NotImplementedError: a model with layers of another kind than full attention, attention with
-            a sliding window, or MLA; pipeline or context parallelism.
+        NotImplementedError: a model with layers of another kind than full attention and sliding
+            windows; pipeline or context parallelism.
         TypeError, LLMException: options that cannot be.
     """
 
@@ -91,7 +90,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
             config = vllm_config.model_config
             model = Model(
                 name=options.model or config.model,
-                num_heads=1 if groups[0].latent else config.get_total_num_kv_heads(),
+                num_heads=config.get_total_num_kv_heads(),
                 rank=get_tensor_model_parallel_rank(),
                 ranks=get_tensor_model_parallel_world_size(),
                 num_blocks=kv_cache_config.num_blocks,
@@ -254,13 +253,12 @@ def _layer_group(group: KVCacheGroupSpec) -> LayerGroup:
         block_tokens=spec.block_size,
         packing=_packing(spec),
         window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
-        latent=isinstance(spec, MLAAttentionSpec),
     )
 
 
 def _packing(spec: Any) -> str:
     """How attention orders what is inside of a block, where that is its own matter."""
-    if current_platform.device_type != "cpu" or isinstance(spec, MLAAttentionSpec):
+    if current_platform.device_type != "cpu":
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -282,11 +280,11 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Refuse what this connector has not."""
     specs = [it.kv_cache_spec for it in caches.kv_cache_groups]
     kinds = {type(it) for it in specs}
-    if not kinds or kinds - _SUPPORTED or (MLAAttentionSpec in kinds and len(specs) > 1):
+    if not kinds or kinds - _SUPPORTED:
         names = ", ".join(type(it).__name__ for it in specs)
         raise NotImplementedError(
             f"KvplanConnector: a cache of {len(specs)} groups ({names}); groups of full attention "
-            "and of sliding windows are supported, and one group of MLA"
+            "and of sliding windows are supported"
         )
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):

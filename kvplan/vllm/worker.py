@@ -36,14 +36,12 @@ class LayerGroup:
         packing: how the processor's attention orders what is inside of a block; empty: as the shape
             of the tensors says.
         window: the last tokens that attention sees; 0: all.
-        latent: whether a token has one vector for all heads (MLA), and not keys and values.
     """
 
     layers: tuple[str, ...]
     block_tokens: int
     packing: str = ""
     window: int = 0
-    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,6 @@ class _View:
             "head_bytes": str(desc.shape[-1] * desc.data_type.bits // 8 // self.unit),
             "packing": f"{group.packing or 'plain'}, {self.unit} tokens",
         }
-        if group.latent:
-            fields["attention"] = "latent"
         if group.window:  # whose blocks are left is said in blocks
             fields["attention"] = f"window of {group.window} tokens, blocks of {group.block_tokens}"
         return fields

@@ -255,25 +255,3 @@ def test_other_windows_do_not_fit(
 def test_windows_are_not_pushed_to(windows: tuple[int, ...]) -> None:
     with refused("LLM_PARAM_INVALID", 'mode="push" needs layers that all see all tokens'):
         VllmWorker("prefill", mode="push", windows=windows)
-
-
-def test_one_vector_for_all_heads_moves_by_tokens(prefill: Peer) -> None:
-    """MLA: no token is packed with others, so that only those of the prompt move."""
-    decode = VllmWorker("decode", produces=False, latent=True)
-    params = prefill.run(
-        """
-        worker = VllmWorker("prefill", latent=True)
-        for layer in worker.layers.values():
-            layer[:] = np.arange(8 * 32).reshape(8, 1, 32, 1)
-        result = worker.finish("p1", prompt, [6, 1, 3])
-        """,
-        prompt=PROMPT,
-    )
-    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
-    assert decode.results() == (set(), {"d1"}, set())
-    for layer in decode.layers.values():
-        tokens = layer[[2, 4, 0], 0, :, 0].reshape(-1)
-        right = np.concatenate([np.arange(32) + 32 * it for it in (6, 1, 3)])
-        assert np.array_equal(tokens[:70], right[:70])
-        assert not tokens[70:].any()
-    decode.worker.close()

@@ -39,7 +39,6 @@ class VllmWorker:
 
     Args:
         windows: of each group of two layers; 0: none.
-        latent: whether a token has one vector for all heads.
     """
 
     def __init__(
@@ -49,19 +48,16 @@ class VllmWorker:
         produces: bool = True,
         block_tokens: int = 32,
         windows: Sequence[int] = (0,),
-        latent: bool = False,
         **options: Any,
     ) -> None:
-        heads = 1 if latent else HEADS
-        shape = (BLOCKS, heads, block_tokens, 2 * DIM)
+        shape = (BLOCKS, HEADS, block_tokens, 2 * DIM)
         arrays = [np.zeros(shape, np.float32) for _ in range(LAYERS)]
         groups = [
             LayerGroup(
                 tuple(f"model.layers.{9 + LAYERS * number + it}.attn" for it in (1, 0)),
                 block_tokens,
-                "" if latent else "vec",
+                "vec",
                 window,
-                latent,
             )
             for number, window in enumerate(windows)
         ]
@@ -72,7 +68,7 @@ class VllmWorker:
         }
         model = Model(
             name="tiny",
-            num_heads=heads,
+            num_heads=HEADS,
             rank=0,
             ranks=1,
             num_blocks=BLOCKS,
