@@ -9,6 +9,7 @@ engine alone generates: it has to be the same, or an error, never something else
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from examples.vllm import beside_nixl, live_engines, live_parallel, live_servers
@@ -31,6 +32,7 @@ def main() -> int:
         parser.error(f"{unknown[0]} is none of {', '.join(PARTS)}")
     for it in FOLDER.glob("*.log"):
         it.unlink()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends as well
     report = Report()
     for name in asked:
         report.say(f"{name}:")
