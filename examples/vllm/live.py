@@ -12,10 +12,11 @@ import argparse
 import signal
 import sys
 
-from examples.vllm import beside_nixl, live_engines, live_parallel, live_servers
+from examples.vllm import beside_nixl, live_engines, live_parallel, live_proxy, live_servers
 from examples.vllm.report import FOLDER, Report
 
 PARTS = {
+    "proxy": live_proxy.run,
     "engines": live_engines.run,
     "servers": live_servers.run,
     "parallel": live_parallel.run,
