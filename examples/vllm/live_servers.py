@@ -226,8 +226,8 @@ class Served:
         return sum(it.metrics().get(f"vllm:{name}", 0.0) for it in servers)
 
     def fetched(self) -> float:
-        """Tokens that vLLM itself counts as fetched, so far."""
-        return self.counted("external_prefix_cache_hits_total", self.decode, self.small)
+        """Tokens that were fetched so far; vLLM's own count has failures, too."""
+        return self.counted("kvplan_tokens_fetched_total", self.decode, self.small)
 
     async def same_tokens(self) -> None:
         numbers = range(len(self.prompts))

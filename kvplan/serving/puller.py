@@ -247,7 +247,10 @@ class Puller:
 
     async def notify(self, cluster_id: int, message: Message) -> None:
         """Send a message."""
-        await self._in_thread(self._engine.notify, cluster_id, encode(message))
+        data = encode(message)
+        await self._in_thread(
+            self._engine.notify, cluster_id, data, timeout_ms=self._link_timeout_ms
+        )
 
     async def _lease(self, pull: Pull, source: Source) -> BlockLease:
         await self._greet(source)
