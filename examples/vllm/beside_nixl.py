@@ -31,12 +31,12 @@ from examples.vllm.report import (
 )
 
 JSON_LINES = ROOT / "build" / "vllm.jsonl"
-BLOCKS = 600  # enough for 10 requests
+BLOCKS = 480  # enough for 8 requests
 ARGUMENTS = {"dtype": "bfloat16", "num_gpu_blocks_override": BLOCKS}
 LENGTH = 1899  # tokens of the prompt, in 60 blocks
-ROUNDS, EACH = 4, 2  # turns of a pair, and requests in each
+ROUNDS, EACH = 3, 2  # turns of a pair, and requests in each
 WARM_UP = 2  # link, and touch pages
-REST = 10 - WARM_UP - ROUNDS * EACH  # until all blocks have been used
+REST = 8 - WARM_UP - ROUNDS * EACH  # until all blocks have been used
 IDLE_S = 10.0
 FINISH = {"do_remote_decode": True}
 
