@@ -105,8 +105,9 @@ build/peers/ready: .venv/ready requirements/peers.txt
 	  echo 'Mooncake will not start: apt install libibverbs1' >&2; fi
 	touch $@
 
-vllm: vllm-setup ## two real vLLM engines with kvplan between them, and faults; 10 minutes
-	$(VLLM)/python -m examples.vllm.live
+PARTS ?=
+vllm: vllm-setup ## real vLLM engines and servers with kvplan between them, their faults, and NIXL beside it; 15 minutes; PARTS=servers: some
+	$(VLLM)/python -m examples.vllm.live $(PARTS)
 
 # In an environment of its own, as vLLM and torch are 3.5 GB. PyPI's torchvision, torchaudio and
 # torchcodec do not fit torch for CPUs; what needs them is not used.

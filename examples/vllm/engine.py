@@ -53,6 +53,7 @@ class Engine:
         arguments: of vllm.LLM, besides those of SMALL.
 
     Attributes:
+        workers: how many it has.
         took_s: seconds that the engine itself needed for the last prompts.
     """
 
@@ -66,6 +67,7 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self.name = name
+        self.workers = int(arguments.get("tensor_parallel_size", 1))
         self.took_s = 0.0
         self.log = folder / f"{name}.log"
         self._connection, theirs = Pipe()

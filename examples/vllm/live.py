@@ -9,15 +9,26 @@ engine alone generates: it has to be the same, or an error, never something else
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
-from examples.vllm import beside_nixl, live_engines, live_parallel, live_push, live_servers
+from examples.vllm import (
+    beside_nixl,
+    hybrid,
+    live_engines,
+    live_parallel,
+    live_proxy,
+    live_push,
+    live_servers,
+)
 from examples.vllm.report import FOLDER, Report
 
 PARTS = {
+    "proxy": live_proxy.run,
     "engines": live_engines.run,
     "servers": live_servers.run,
     "push": live_push.run,
+    "hybrid": hybrid.run,
     "parallel": live_parallel.run,
     "nixl": beside_nixl.run,
 }
@@ -32,6 +43,7 @@ def main() -> int:
         parser.error(f"{unknown[0]} is none of {', '.join(PARTS)}")
     for it in FOLDER.glob("*.log"):
         it.unlink()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends as well
     report = Report()
     for name in asked:
         report.say(f"{name}:")

@@ -90,8 +90,8 @@ class Pair:
         return differences([self.alone[it] for it in numbers], found)
 
     def fetched(self) -> float:
-        """Tokens that vLLM itself counts as fetched, so far."""
-        return self.decode.metrics()["vllm:external_prefix_cache_hits"]
+        """Tokens that were fetched so far; vLLM's own count has failures, too."""
+        return self.decode.metrics()["vllm:kvplan_tokens_fetched"]
 
     def same_tokens(self) -> None:
         numbers = range(len(self.prompts))

@@ -255,6 +255,11 @@ class Exchange:
         with self._news:
             return self._news.wait_for(self._has_news, timeout_ms / 1000)
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether there are requests of which no result is known yet."""
+        return bool(self._puller.pulls)
+
     def take_results(self) -> list[PullResult]:
         """Return how requests ended since the last call."""
         found = []

@@ -350,9 +350,12 @@ class Puller:
 
     async def notify(self, cluster_id: int, message: Message) -> None:
         """Send a message; a peer that is stopped holds up what is for itself, and no other's."""
+        data, timeout_ms = encode(message), self._link_timeout_ms
         sending = self._sending.setdefault(cluster_id, asyncio.Semaphore(_MOST_SENT))
         async with sending:
-            await self._in_thread(self._helpers, self._engine.notify, cluster_id, encode(message))
+            await self._in_thread(
+                self._helpers, self._engine.notify, cluster_id, data, timeout_ms=timeout_ms
+            )
 
     def _end_asks(self, pull: Pull, reason: LLMException) -> None:
         """Wait for no more answers."""

@@ -80,6 +80,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         engine_id = self._kv_transfer_config.engine_id or ""
         groups = tuple(_layer_group(it) for it in kv_cache_config.kv_cache_groups)
         self._failed_blocks: set[int] = set()
+        self._is_idle = False
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -174,6 +175,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin what must not come before that."""
+        self._is_idle = getattr(forward_context, "attn_metadata", None) is None
         metadata = self._get_connector_metadata()
         if isinstance(metadata, KvplanMetadata):
             self._in_worker.begin(metadata.step)
@@ -193,7 +195,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Which requests have been fetched, whether or not that failed, and which are free."""
-        results = self._in_worker.results()
+        results = self._in_worker.results(idle=self._is_idle)
         self._failed_blocks |= results.failed_blocks
         return KVConnectorTransferResults(
             finished_sending=results.sent,

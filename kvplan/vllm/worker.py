@@ -24,6 +24,7 @@ from kvplan.vllm.step import Step, WorkerAddress
 logger = Log("kvplan.vllm")
 
 _NDIM = 4
+_MOMENT_MS = 2.0  # that a new request may be late
 
 
 @dataclass(frozen=True)
@@ -287,9 +288,15 @@ class ConnectorWorker:
         for request, (reference, target) in step.fetched.items():
             self.exchange.fetch(request, reference, target)
 
-    def results(self) -> Results:
-        """What has ended since the last call."""
+    def results(self, *, idle: bool = False) -> Results:
+        """What has ended since the last call.
+
+        In an idle step, which computes nothing, it waits a moment for what is under way: vLLM goes
+        on with such steps at once, and would keep the interpreter from those who fetch.
+        """
         exchange = self.exchange
+        if idle and exchange.is_fetching:
+            exchange.wait(_MOMENT_MS)
         received: set[str] = set()
         failed: set[str] = set()
         failed_blocks: set[int] = set()

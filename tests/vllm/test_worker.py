@@ -107,6 +107,16 @@ def test_both_sides_count(prefill: Peer, decode: VllmWorker) -> None:
     assert (data["offered"], data["freed"], data["expired"]) == (1, 1, 0)
 
 
+def test_an_idle_step_waits_for_what_is_fetched(prefill: Peer, decode: VllmWorker) -> None:
+    params = start(prefill, [6, 1, 3])
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    while not (results := decode.worker.results(idle=True)).received:
+        pass
+    assert (results.received, results.failed_blocks) == ({"d1"}, set())
+    assert not decode.worker.exchange.is_fetching
+    assert not decode.worker.results(idle=True).received
+
+
 def test_an_offer_does_not_wait_for_the_computation_of_its_step(
     prefill: Peer, decode: VllmWorker
 ) -> None:
