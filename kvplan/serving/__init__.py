@@ -2,7 +2,7 @@
 
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.exchange import Exchange, ExchangeOptions
-from kvplan.serving.puller import PullResult, PullState, Target
+from kvplan.serving.puller import PullResult, Target
 from kvplan.serving.pusher import Chunk
 from kvplan.serving.reference import Compatibility, Reference, Source, token_digest
 from kvplan.serving.tables import CacheGroup, Table
@@ -15,7 +15,6 @@ __all__ = [
     "ExchangeOptions",
     "LeaseBook",
     "PullResult",
-    "PullState",
     "Reference",
     "Source",
     "Table",

@@ -13,22 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.links import LinkState
 from kvplan.logs import Log
-from kvplan.serving.book import LeaseBook, NotYetError
-from kvplan.serving.messages import (
-    Ask,
-    Done,
-    Hello,
-    Message,
-    Refusal,
-    Renew,
-    decode,
-    grants,
-)
+from kvplan.serving.asks import Asks
+from kvplan.serving.book import LeaseBook
+from kvplan.serving.messages import Ask, Done, Hello, Message, Renew, decode
+from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
-from kvplan.serving.pusher import Chunk, Goal, Pusher
+from kvplan.serving.pusher import Chunk, Pusher
 from kvplan.serving.ranks import read_from, readers_of
 from kvplan.serving.reference import Compatibility, Reference
-from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, encode_leases, groups_of
+from kvplan.serving.tables import Blocks, CacheGroup, groups_of
 from kvplan.status import LLMException, invalid
 from kvplan.validation import check_type, shown
 
@@ -38,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = Log("kvplan.serving")
 
-_MOST_GOALS = 4096  # of which parts have come
 _MOST_HELPERS = 32  # threads, of which each of the following keeps some at most
 _MOST_FREED = 8  # requests at once, whose release waits for peers that are stopped
 
@@ -135,9 +127,6 @@ class Exchange:
         self._helpers = ThreadPoolExecutor(_MOST_HELPERS, "kvplan-serving-helper")
         self._freeing = asyncio.Semaphore(_MOST_FREED)
         self._results: deque[PullResult] = deque()
-        # For `enter`, by sequence or transfer; then by cluster id and number of the ask.
-        self._waiting: dict[int | str, dict[tuple[int, int], Ask]] = {}
-        self._parts: dict[tuple[int, int], list[bytes]] = {}  # of goals that are not whole
         self._running: set[asyncio.Task[None]] = set()
         self._news = Condition()
         self._calling = RLock()
@@ -150,7 +139,6 @@ class Exchange:
             token_unit=groups[0].token_unit,
             timeout_ms=options.pull_timeout_ms,
         )
-        self._pushes = push
         self.book = LeaseBook(
             engine,
             groups,
@@ -158,20 +146,36 @@ class Exchange:
             on_freed=self._wake,
             on_ending=self._pusher.end,
         )
+        self._loop = asyncio.new_event_loop()
+        self._asks = Asks(
+            self._instance,
+            self.book,
+            self._pusher,
+            push=push,
+            enter_timeout_ms=options.enter_timeout_ms,
+            loop=self._loop,
+            spawn=self._spawn,
+            say=self._say,
+        )
+        self._producers = Producers(
+            engine,
+            compatibility,
+            link_timeout_ms=options.link_timeout_ms,
+            answer_timeout_ms=options.pull_timeout_ms,
+            threads=self._helpers,
+        )
         self._puller = Puller(
             engine,
             groups,
-            compatibility,
+            self._producers,
             rank=rank,
             push=push,
-            link_timeout_ms=options.link_timeout_ms,
             pull_timeout_ms=options.pull_timeout_ms,
             prefill_timeout_ms=options.prefill_timeout_ms,
             workers=self._workers,
             helpers=self._helpers,
             report=self._report,
         )
-        self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name="kvplan-serving", daemon=True)
         self._thread.start()
 
@@ -190,7 +194,7 @@ class Exchange:
         They are the consumers' until `take_freed` returns the request.
         """
         self.book.enter(sequence, request, blocks, digest, transfer)
-        self._call(self._answer_waiting, sequence, transfer)
+        self._call(self._asks.answer_waiting, sequence, transfer)
 
     def begin_step(self, chunks: Sequence[Chunk], moved: Iterable[str] = ()) -> None:
         """Say what the model computes next, so that it is pushed where consumers wait for it.
@@ -215,7 +219,7 @@ class Exchange:
     def refuse(self, transfer: str, reason: str) -> None:
         """Say to consumers of a transfer that it will not be computed; see `begin_step`, too."""
         self.book.end_transfer(transfer, reason)
-        self._call(self._answer_waiting, -1, transfer)
+        self._call(self._asks.answer_waiting, -1, transfer)
 
     def abort(self, request: str) -> None:
         """Offer a request no more, whoever reads it."""
@@ -359,13 +363,9 @@ class Exchange:
             case Hello(answer=False):
                 if difference := self._compatibility.difference(message.fields):
                     logger.warning("cluster %d does not fit: %s", cluster_id, difference)
-                self._say(cluster_id, Hello(dict(self._compatibility.fields), answer=True))
+                self._say(cluster_id, [Hello(dict(self._compatibility.fields), answer=True)])
             case Ask():
-                if self._take_goal(cluster_id, message):
-                    self._answer(cluster_id, message)
-                    if not message.transfer and message.sequence in self._waiting:
-                        timeout_s = self._options.enter_timeout_ms / 1000
-                        self._loop.call_later(timeout_s, self._give_up, cluster_id, message)
+                self._asks.take(cluster_id, message)
             case Done() if message.instance == self._instance:
                 self._in_thread(self._finish, cluster_id, message)
             case Renew() if message.instance == self._instance:
@@ -373,91 +373,18 @@ class Exchange:
             case _:
                 self._puller.receive(cluster_id, message)
 
-    def _answer(self, cluster_id: int, ask: Ask) -> None:
-        """Give a consumer the lease that it asks for, say why not, or let it wait for it."""
-        if ask.instance != self._instance:
-            self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
-            return
-        try:
-            sequence, leases = self.book.leases_of(ask.sequence, ask.digest, ask.transfer)
-        except NotYetError:  # a transfer may wait for as long as its consumer does
-            waiting = self._waiting.setdefault(ask.transfer or ask.sequence, {})
-            waiting[cluster_id, ask.number] = ask
-        except LLMException as error:
-            self._refuse(cluster_id, ask, str(error.args[0]))
-        else:
-            self._spawn(self._grant(cluster_id, ask, sequence, leases))
-
-    async def _grant(
-        self, cluster_id: int, ask: Ask, sequence: int, leases: Sequence[GroupLease]
-    ) -> None:
-        pushed = await self._pusher.settle(cluster_id, ask.number, ask.transfer)
-        self._say(cluster_id, *grants(ask.number, sequence, pushed, encode_leases(leases)))
-
-    def _take_goal(self, cluster_id: int, ask: Ask) -> bool:
-        """Take a part of where a consumer wants a transfer; returns whether it was the last."""
-        key = cluster_id, ask.number
-        parts = self._parts.setdefault(key, [])
-        parts.append(ask.data)
-        if len(parts) < ask.parts:
-            if len(self._parts) > _MOST_GOALS:  # the rest of the oldest was lost
-                del self._parts[next(iter(self._parts))]
-            return False
-        del self._parts[key]
-        data = b"".join(parts)
-        if data and self._pushes and ask.instance == self._instance:
-            try:
-                goal = Goal.from_bytes(data)
-            except LLMException as error:
-                logger.warning("cluster %d: %s", cluster_id, error)
-            else:
-                self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
-        return True
-
     def _finish(self, cluster_id: int, done: Done) -> None:
         """A reader needs a request no more: it waits for nothing, and nothing moves to it."""
         if done.transfer:
             self._pusher.remove(cluster_id, done.transfer)
-            self._call(self._end_waiting, cluster_id, done.transfer)
+            self._call(self._asks.end_waiting, cluster_id, done.transfer)
         self.book.finish(done.sequence, done.digest, cluster_id, done.readers, done.transfer)
 
-    def _forget_waiting(self, cluster_id: int, transfer: str) -> list[Ask]:
-        """Let a consumer wait for a transfer no more; returns what it has asked."""
-        asks = self._waiting.get(transfer, {})
-        ended = [asks.pop(it) for it in list(asks) if it[0] == cluster_id]
-        if not asks:
-            self._waiting.pop(transfer, None)
-        return ended
-
-    def _end_waiting(self, cluster_id: int, transfer: str) -> None:
-        """Answer what a consumer has asked before it said that it needs a transfer no more."""
-        for ask in self._forget_waiting(cluster_id, transfer):
-            self._refuse(cluster_id, ask, f"cluster {cluster_id} has said it needs it no more")
-
-    def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:
-        self._say(cluster_id, Refusal(ask.number, reason[:1000]))
-
-    def _answer_waiting(self, sequence: int, transfer: str) -> None:
-        """Answer who waits for what has just been entered, or will not be."""
-        names: list[int | str] = [transfer] if transfer in self._waiting else []
-        names += [it for it in self._waiting if isinstance(it, int) and it <= sequence]
-        for name in names:
-            for (cluster_id, _), ask in self._waiting.pop(name).items():
-                self._answer(cluster_id, ask)
-
-    def _give_up(self, cluster_id: int, ask: Ask) -> None:
-        asks = self._waiting.get(ask.sequence, {})
-        if asks.pop((cluster_id, ask.number), None) is None:
-            return
-        if not asks:
-            del self._waiting[ask.sequence]
-        self._refuse(cluster_id, ask, f"request {ask.sequence} has not finished here")
-
-    def _say(self, cluster_id: int, *messages: Message) -> None:
+    def _say(self, cluster_id: int, messages: Sequence[Message]) -> None:
         async def say() -> None:
             try:
                 for it in messages:  # in this order
-                    await self._puller.notify(cluster_id, it)
+                    await self._producers.notify(cluster_id, it)
             except LLMException as error:  # it finds out by itself
                 logger.debug("cluster %d: %s", cluster_id, error)
 
@@ -522,16 +449,12 @@ class Exchange:
 
     def _forget_unlinked(self) -> None:
         """Forget what consumers wait for that are not there any more."""
-        waiting = {(it, name) for name, asks in self._waiting.items() for it, _ in asks}
         transfers = self._pusher.transfers()
-        if not (waiting or transfers or self._parts):
+        if not (transfers or self._asks.clusters()):
             return
         links = self._engine.links()
         linked = {it.cluster_id for it in links if it.state is LinkState.LINKED}
-        for cluster_id, name in waiting:
-            if cluster_id not in linked and isinstance(name, str):
-                self._forget_waiting(cluster_id, name)
+        self._asks.keep(linked)
         for cluster_id, name in transfers:
             if cluster_id not in linked:
                 self._in_thread(self._pusher.remove, cluster_id, name)
-        self._parts = {key: it for key, it in self._parts.items() if key[0] in linked}

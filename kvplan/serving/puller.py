@@ -9,14 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
 
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.lease import MAX_TAG
-from kvplan.links import ClusterInfo, LinkState
 from kvplan.logs import Log
 from kvplan.serving.messages import (
     Ask,
@@ -29,8 +26,9 @@ from kvplan.serving.messages import (
     encode,
     pieces,
 )
+from kvplan.serving.producers import Producers
 from kvplan.serving.pusher import Goal
-from kvplan.serving.reference import Compatibility, Reference, Source
+from kvplan.serving.reference import Reference, Source
 from kvplan.serving.tables import (
     Blocks,
     CacheGroup,
@@ -49,22 +47,9 @@ logger = Log("kvplan.serving")
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-_LOOK_S = 0.25  # whether a peer that has to answer is still linked
 _RELEASE_S = 1.0  # whether a peer that is stopped still writes
 _MOST_RENEWED = 256  # in one message
-_MOST_SENT = 4  # messages to one peer at once
 _MOST_RELEASED = 8  # leases at once, as each waits for a peer that is stopped
-
-
-class PullState(Enum):
-    """How far a request is."""
-
-    LINKING = "LINKING"
-    ASKED = "ASKED"
-    """Its producer was asked for the lease, or has given it; it may compute and push it still."""
-    MOVING = "MOVING"
-    DONE = "DONE"
-    FAILED = "FAILED"
 
 
 @dataclass(frozen=True)
@@ -131,7 +116,6 @@ class Pull:
     sources: tuple[Source, ...]
     readers: Mapping[int, int]
     target: asyncio.Future[Target | None]
-    state: PullState = PullState.LINKING
     note: str = ""
     pushed: int = 0
     nbytes: int = 0
@@ -171,26 +155,16 @@ class _Answer:
     parts: list[bytes] = field(default_factory=list)
 
 
-@dataclass
-class _Peer:
-    """A producer's worker, as far as it is known."""
-
-    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
-    greeted: asyncio.Future[str] | None = None  # how it differs; empty: not at all
-    instance: str = ""  # which process of the cluster that was
-    failure: tuple[float, Source | None, LLMException | None] = 0.0, None, None  # the last one
-
-
 class Puller:
     """Fetches requests; all methods run in the loop of the exchange.
 
     Args:
         engine: moves the bytes.
         groups: the caches where to.
-        compatibility: what a producer must agree to.
+        producers: whom it fetches from.
         rank: of this worker among those that read the same.
         push: let producers push what they still compute.
-        link_timeout_ms, pull_timeout_ms: milliseconds for a link, and for an answer or a transfer.
+        pull_timeout_ms: milliseconds for an answer, and for a transfer.
         prefill_timeout_ms: for the answer of a producer that still computes the request.
         workers: threads in which transfers are waited for.
         helpers: threads for what is short, and must go on while all of those wait.
@@ -201,11 +175,10 @@ class Puller:
         self,
         engine: LlmDataDist,
         groups: Sequence[CacheGroup],
-        compatibility: Compatibility,
+        producers: Producers,
         *,
         rank: int,
         push: bool,
-        link_timeout_ms: int,
         pull_timeout_ms: float,
         prefill_timeout_ms: float,
         workers: Executor,
@@ -214,21 +187,18 @@ class Puller:
     ) -> None:
         self._engine = engine
         self._groups = tuple(groups)
-        self._compatibility = compatibility
+        self._producers = producers
         self._rank = rank
         self._push = push
-        self._link_timeout_ms = link_timeout_ms
         self._pull_timeout_ms = pull_timeout_ms
         self._prefill_timeout_ms = prefill_timeout_ms
         self._workers = workers
         self._helpers = helpers
         self._releasing = asyncio.Semaphore(_MOST_RELEASED)
-        self._sending: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
         self._report = report
         # A producer may still answer what this cluster asked in another life: never the same.
         self._numbers = itertools.count(secrets.randbits(62))
         self._asks: dict[int, _Answer] = {}
-        self._peers: dict[int, _Peer] = {}
         self.pulls: dict[str, Pull] = {}
 
     async def run(self, pull: Pull) -> None:
@@ -238,7 +208,7 @@ class Puller:
         granted: Sequence[_Granted] = ()
         early = not pull.reference.transfer  # what has finished is asked for at once
         try:
-            await asyncio.gather(*(self._greet(it) for it in pull.sources))
+            await asyncio.gather(*(self._producers.greet(it) for it in pull.sources))
             if early:
                 granted = await self._ask_all(pull)
         except Exception as raised:  # of whatever kind: each request has a result
@@ -249,7 +219,6 @@ class Puller:
                 if not early:
                     pull.goal = self._goal(pull, target)
                     granted = await self._ask_all(pull, pull.goal)
-                pull.state = PullState.MOVING
                 await self._in_thread(self._workers, self._timed_move, pull, granted, target)
             except Exception as raised:
                 error = raised
@@ -258,7 +227,6 @@ class Puller:
                 await self._release(pull, pull.goal)
         if self.pulls.get(pull.request) is pull:
             del self.pulls[pull.request]
-        pull.state = PullState.DONE if error is None else PullState.FAILED
         if target is not None:
             took_ms = (time.perf_counter() - started) * 1000
             wait_ms = took_ms - pull.move_ms
@@ -285,10 +253,7 @@ class Puller:
     def receive(self, cluster_id: int, message: Message) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""
         if isinstance(message, Hello):
-            peer = self._peers.get(cluster_id)
-            if peer and peer.greeted and not peer.greeted.done():
-                peer.greeted.set_result(self._compatibility.difference(message.fields))
-            return
+            self._producers.answered(cluster_id, message)
         if not isinstance(message, Grant | Refusal):
             return
         answer = self._asks.get(message.number)
@@ -344,18 +309,9 @@ class Puller:
         for at in range(0, len(sequences), _MOST_RENEWED):
             message = Renew(instance, tuple(sequences[at : at + _MOST_RENEWED]))
             try:
-                await self.notify(cluster_id, message)
+                await self._producers.notify(cluster_id, message)
             except LLMException as error:  # the request itself finds out
                 logger.debug("cluster %d: %s", cluster_id, error)
-
-    async def notify(self, cluster_id: int, message: Message) -> None:
-        """Send a message; a peer that is stopped holds up what is for itself, and no other's."""
-        data, timeout_ms = encode(message), self._link_timeout_ms
-        sending = self._sending.setdefault(cluster_id, asyncio.Semaphore(_MOST_SENT))
-        async with sending:
-            await self._in_thread(
-                self._helpers, self._engine.notify, cluster_id, data, timeout_ms=timeout_ms
-            )
 
     def _end_asks(self, pull: Pull, reason: LLMException) -> None:
         """Wait for no more answers."""
@@ -364,7 +320,6 @@ class Puller:
                 self._asks[number].granted.set_exception(reason)
 
     async def _ask_all(self, pull: Pull, goal: Goal | None = None) -> Sequence[_Granted]:
-        pull.state = PullState.ASKED
         data = b"" if goal is None else goal.to_bytes()
         return await asyncio.gather(*(self._ask(pull, it, data) for it in pull.sources))
 
@@ -379,7 +334,7 @@ class Puller:
         it, parts = pull.reference, pieces(data)
         try:
             for part, piece in enumerate(parts):
-                await self.notify(
+                await self._producers.notify(
                     source.cluster_id,
                     Ask(
                         number,
@@ -393,7 +348,7 @@ class Puller:
                     ),
                 )
             timeout_ms = self._prefill_timeout_ms if it.transfer else self._pull_timeout_ms
-            granted = await self._answer(source, answer.granted, timeout_ms)
+            granted = await self._producers.wait_for(source, answer.granted, timeout_ms)
             pull.sequence = granted.sequence
             return granted
         finally:
@@ -424,74 +379,6 @@ class Puller:
                     await asyncio.sleep(_RELEASE_S)
                     continue
             return
-
-    async def _greet(self, source: Source) -> None:
-        """Link with a producer, and compare what both are, once."""
-        peer = self._peers.setdefault(source.cluster_id, _Peer())
-        asked = time.monotonic()
-        async with peer.mutex:
-            if peer.greeted is not None and peer.instance == self._linked(source):
-                self._check(source, peer.greeted.result())
-                return
-            when, what, error = peer.failure
-            if error is not None and what == source and when >= asked:
-                # It was tried meanwhile. Otherwise all that wait would, one after another.
-                raise LLMException(str(error.args[0]), status_code=error.status_code)
-            try:
-                difference = await self._meet(peer, source)
-            except LLMException as error:
-                peer.failure = time.monotonic(), source, error
-                raise
-            self._check(source, difference)
-
-    async def _meet(self, peer: _Peer, source: Source) -> str:
-        peer.greeted = None
-        cluster = ClusterInfo(source.cluster_id, source.address)
-        results = await self._engine.link_clusters_async([cluster], self._link_timeout_ms)
-        if results[0].status is not LLMStatusCode.LLM_ALREADY_LINK:
-            results.raise_for_status()
-        greeted = asyncio.get_running_loop().create_future()
-        peer.greeted = greeted
-        peer.instance = self._linked(source)
-        try:
-            fields = dict(self._compatibility.fields)
-            await self.notify(source.cluster_id, Hello(fields, answer=False))
-            return await self._answer(source, greeted, self._pull_timeout_ms)
-        except BaseException:
-            peer.greeted = None
-            raise
-
-    def _check(self, source: Source, difference: str) -> None:
-        if difference:
-            raise LLMException(
-                f"cluster {source.cluster_id} at {source.address} does not fit: {difference}",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
-
-    async def _answer(self, source: Source, answer: asyncio.Future[_T], timeout_ms: float) -> _T:
-        """Wait for a peer, as long as it is linked."""
-        end = time.monotonic() + timeout_ms / 1000
-        while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
-            if not self._linked(source):
-                raise LLMException(
-                    f"the link with cluster {source.cluster_id} at {source.address} broke before "
-                    "it answered",
-                    status_code=LLMStatusCode.LLM_LINK_FAILED,
-                )
-            if time.monotonic() > end:
-                raise LLMException(
-                    f"cluster {source.cluster_id} at {source.address} did not answer in "
-                    f"{timeout_ms:g} ms",
-                    status_code=LLMStatusCode.LLM_TIMEOUT,
-                )
-        return answer.result()
-
-    def _linked(self, source: Source) -> str:
-        """Which process of a cluster is linked; empty: none."""
-        for it in self._engine.links():
-            if it.cluster_id == source.cluster_id and it.state is LinkState.LINKED:
-                return it.instance
-        return ""
 
     def _timed_move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
         started = time.perf_counter()
@@ -563,8 +450,8 @@ class Puller:
         for it in (*(() if pull.said_done else pull.sources), *pull.spare):
             try:
                 if it in pull.spare:
-                    await self._greet(it)
-                await self.notify(it.cluster_id, pull.done(it))
+                    await self._producers.greet(it)
+                await self._producers.notify(it.cluster_id, pull.done(it))
             except LLMException as error:  # its lease expires
                 logger.debug("%s: cluster %d: %s", pull.request, it.cluster_id, error)
 

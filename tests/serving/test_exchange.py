@@ -126,7 +126,7 @@ def test_a_consumer_may_ask_before_the_producer_knows(
     peer.run(  # it waits for the question
         """
         import select
-        while not worker.exchange._waiting:
+        while not worker.exchange._asks.waiting:
             select.select([], [], [], 0.001)
         worker.finish(0, 11, [4, 9, 2], 21)
         """

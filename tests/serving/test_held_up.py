@@ -59,11 +59,11 @@ def test_who_waits_for_another_request_is_left_alone(make_worker: MakeWorker) ->
     late = reference([producer.source], 9, 13, 21, transfer="late")
     consumer.exchange.fetch("late", late, Target([8, 2, 29]))
     producer.wait_asked("late")
-    waiting = producer.exchange._waiting["late"]
+    waiting = producer.exchange._asks.waiting["late"]
     producer.finish(0, 11, [4, 9, 2], 21)
     wanted = reference([producer.source], 0, 11, 21)
     assert consumer.fetch(wanted, [7, 1, 30]).error is None
-    assert producer.exchange._waiting["late"] is waiting
+    assert producer.exchange._asks.waiting["late"] is waiting
 
 
 def test_parts_that_never_come_do_not_pile_up(make_worker: MakeWorker) -> None:
@@ -75,7 +75,7 @@ def test_parts_that_never_come_do_not_pile_up(make_worker: MakeWorker) -> None:
         producer.exchange._call(producer.exchange._receive, 2, data)
     producer.finish(0, 11, [4, 9, 2], 21)
     assert other.fetch(reference([producer.source], 0, 11, 21), [7, 1, 30]).error is None
-    assert len(producer.exchange._parts) <= 4097
+    assert len(producer.exchange._asks.parts) <= 4097
 
 
 def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:

@@ -125,7 +125,7 @@ def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
         "mine", reference([producer.source], 0, 11, 21, transfer=NAME), Target([7, 1, 30])
     )
     producer.wait_asked(NAME)
-    (ask,) = producer.exchange._waiting[NAME].values()
+    (ask,) = producer.exchange._asks.waiting[NAME].values()
     _, leases = producer.exchange.book.leases_of(0, reference([], 0, 12, 21).digest)
     consumer.exchange._call(
         consumer.exchange._receive, 9, encode(Grant(ask.number, 0, 21, 0, 1, encode_leases(leases)))

@@ -146,7 +146,7 @@ class Worker:
 
     def wait_asked(self, name: str, readers: int = 1) -> None:
         """Wait until consumers have asked for a transfer."""
-        while len(self.exchange._waiting.get(name, ())) < readers:
+        while len(self.exchange._asks.waiting.get(name, ())) < readers:
             select.select([], [], [], 0.001)
 
     def fetch(

@@ -171,7 +171,7 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
     prefill.run(
         """
         import select
-        while not worker.worker.exchange._waiting:
+        while not worker.worker.exchange._asks.waiting:
             select.select([], [], [], 0.001)
         params = {"do_remote_decode": True, "kvplan": {"transfer": "cmpl-2"}}
         request = worker.request("p2", prompt, params)
