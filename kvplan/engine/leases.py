@@ -96,7 +96,7 @@ class Leases:
                 if deadline_ns:
                     self._deadlines[lease_id] = deadline_ns
         except BaseException:
-            self._end_words(words)
+            self._end_words((it.transport, (it.slot, it.generation)) for it in words)
             raise
         if self._registry.offered_entry(cache_id) is not entry:  # freed meanwhile
             self.end_cache(cache_id)
@@ -105,16 +105,17 @@ class Leases:
 
     def end(self, lease: BlockLease) -> None:
         """See `LeaseOperations.release`."""
+        lease_id, live = lease.lease_id, self._live
         with self._mutex:
-            if self._held(lease) is None:
+            if live.get(lease_id) is not lease and self._held(lease) is None:
                 return
-            if lease.lease_id in self._live:
-                self._ending[lease.lease_id] = lease
-                del self._live[lease.lease_id]
-                self._deadlines.pop(lease.lease_id, None)
+            if lease_id in live:
+                self._ending[lease_id] = lease
+                del live[lease_id]
+                self._deadlines.pop(lease_id, None)
         self._end_words(lease.places())
         # Once, of several threads that release it.
-        if self._ending.pop(lease.lease_id, None) is None or not self._callbacks:
+        if self._ending.pop(lease_id, None) is None or not self._callbacks:
             return
         for it in tuple(self._callbacks.values()):
             try:
@@ -199,7 +200,7 @@ class Leases:
                         raise
                     refusal = error
         except BaseException:
-            self._end_words(words)
+            self._end_words((it.transport, (it.slot, it.generation)) for it in words)
             raise
         if not words:
             raise refusal

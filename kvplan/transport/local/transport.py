@@ -153,7 +153,8 @@ class LocalTransport(BaseTransport):
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""
-        self._check_open()
+        if self._closed or os.getpid() != self._pid:
+            self._check_open()
         try:
             late = self._writers.end_leases(self._generations, leases, PATIENCE_S)
         except ValueError:  # closed just now

@@ -143,23 +143,23 @@ class Registrations:
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""
-        with self._ending:  # until nothing moves with them any more, whoever began to end them
-            for slot, generation in leases:
-                number = slot - self.num_slots
-                with self._table.mutex:
-                    if self._lease_generations[number] != generation:
-                        continue  # it has ended before
-                    if (service := self._service) is None:
-                        self._forget_lease(number)
-                        continue
-                with suppress(ValueError, NativeError):
-                    service.remove_range(slot)  # waits
-                with self._table.mutex:
-                    self._forget_lease(number)
+        for slot, generation in leases:
+            number = slot - self.num_slots
+            with self._table.mutex:
+                if (service := self._service) is None:  # nothing moves
+                    self._forget_lease(number, generation)
+                    continue
+            with self._ending:  # until nothing moves with it any more, whoever began to end it
+                if self._lease_generations[number] == generation:
+                    with suppress(ValueError, NativeError):
+                        service.remove_range(slot)  # waits
+                    with self._table.mutex:
+                        self._forget_lease(number, generation)
 
-    def _forget_lease(self, number: int) -> None:
-        self._lease_generations[number] = 0
-        self._lease_slots.release(number)
+    def _forget_lease(self, number: int, generation: int) -> None:
+        if self._lease_generations[number] == generation:  # else it has ended before
+            self._lease_generations[number] = 0
+            self._lease_slots.release(number)
 
     def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
         """What peers must know of `registrations`; None: all."""
