@@ -256,8 +256,6 @@ class BlockLease(_Packed):
         return wanted
 
 
-
-
 @lru_cache(64)
 def _places_of(transports: tuple[str, ...]) -> dict[str, slice]:
     """Where the word of each is; the same object for all leases of an engine."""
