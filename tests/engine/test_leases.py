@@ -93,8 +93,8 @@ def test_words_by_transport() -> None:
 
 def test_the_blocks_that_are_named() -> None:
     assert LEASE.named("src_blocks", None) == (5, 2, 900)
-    for given in ([2], (900, 5), np.array([2, 5]), []):
-        assert LEASE.named("src_blocks", given) is given
+    for table in ([2], (900, 5), np.array([2, 5]), []):
+        assert LEASE.named("src_blocks", table) is table
     for wrong in ([5, 3], np.array([5, 3])):
         with refused("LLM_PARAM_INVALID", r"src_blocks\[1\]=.*3.* is no block of lease 17"):
             LEASE.named("src_blocks", wrong)

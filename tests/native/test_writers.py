@@ -220,6 +220,71 @@ class TestWait:
         assert here.table.drain(0) == []
 
 
+class TestEndOfLeases:
+    """Their words, and then the wait for those who write, in one call."""
+
+    @pytest.fixture
+    def generations(self) -> GenerationTable:
+        return GenerationTable(1, 4)
+
+    def test_those_that_have_not_ended_do(self, here: Here, generations: GenerationTable) -> None:
+        leases = [generations.take(is_lease=True) for _ in range(3)]
+        assert here.table.end_leases(generations, leases[:2], 0) == []
+        again = generations.take(is_lease=True), generations.take(is_lease=True)
+        assert here.table.end_leases(generations, [*leases, (99, 1), (1, 2**64 - 1)], 0) == []
+        for it in leases:
+            with pytest.raises(ValueError, match="is not registered"):
+                generations.release(*it)
+        for it in again:  # what has their slots since is not ended
+            generations.release(*it)
+        assert here.table.end_leases(generations, [], 0) == []
+
+    def test_what_cannot_be_ended(self, here: Here, generations: GenerationTable) -> None:
+        lease = generations.take(is_lease=True)
+        for wrong in ([(1, 2, 3)], [5], [(2**64, 1)], [(1, -1)]):
+            with pytest.raises((TypeError, ValueError, OverflowError)):
+                here.table.end_leases(generations, wrong, 0)  # type: ignore[arg-type]
+        generations.close()
+        with pytest.raises(ValueError, match="closed"):
+            here.table.end_leases(generations, [lease], 0)
+
+    @pytest.mark.parametrize("entries", [8, 64])
+    def test_who_writes_is_waited_for(self, entries: int) -> None:
+        """Whether a glance shows that nobody does, or there are too many entries for one."""
+        here = Here(entries)
+        writers = [here.writer() for _ in range(entries)]
+        ended = here.generations.take()
+        here.registered += column(*ended).tobytes()
+        executor = Executor(writers[-1].around(delay(host_backend(here.pool), 5), here.registered))
+        descriptors = lower(*map(column, (0, 0, NBYTES)), *here.sides)
+        task = executor.submit(descriptors)  # its ticket stands until somebody asks
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(here.table.end_leases, here.generations, [ended], 60)
+            assert task.wait(30_000).status == KVN_OK, "it was begun before"
+            assert call.result() == []
+        assert executor.run(descriptors, 30_000).status == KVN_UNMAPPED
+        assert here.table.end_leases(here.generations, [ended], 0) == []
+
+    def test_a_glance_forgives_who_was_late(self, here: Here) -> None:
+        """Who did not move on is not waited for again, until nothing of it stands."""
+        ended = here.generations.take()
+        slow = here.writer().around(delay(host_backend(here.pool), 5), here.registered)
+        executor = Executor(slow)
+        descriptors = lower(*map(column, (0, 0, NBYTES)), *here.sides)
+        task = executor.submit(descriptors)
+        for seconds in (0, 60):
+            assert len(here.table.end_leases(here.generations, [ended], seconds)) == 1
+        assert task.wait(30_000).status == KVN_OK
+        assert here.table.end_leases(here.generations, [ended], 0) == []
+        task = executor.submit(descriptors)
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(here.table.end_leases, here.generations, [ended], 60)
+            while not call.running():
+                assert not call.done(), call.result()
+            assert task.wait(30_000).status == KVN_OK
+            assert call.result() == []
+
+
 class TestLies:
     """What another peer writes into the table, which all of them have."""
 

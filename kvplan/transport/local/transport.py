@@ -28,7 +28,6 @@ from kvplan.transport.registrations import (
     Registration,
     RegistrationTable,
     leases_taken,
-    transport_closed,
 )
 
 if TYPE_CHECKING:
@@ -157,8 +156,9 @@ class LocalTransport(BaseTransport):
             self._check_open()
         try:
             late = self._writers.end_leases(self._generations, leases, PATIENCE_S)
-        except ValueError:  # closed just now
-            raise transport_closed() from None
+        except ValueError:
+            self._check_open()  # closed just now?
+            raise
         if late:
             raise LLMException(
                 f"{_processes(late)} was writing to this one's memory and has not moved for "
