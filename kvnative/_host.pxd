@@ -76,7 +76,7 @@ cdef class GenerationTable:
 
 # Raises what `failure` says: ValueError, MemoryError, or the OSError of its errno.
 cdef int check(int status, const kvn_failure *failure) except -1
-# Words as they cross from Python, 16 bytes each: slot and generation. ValueError: there is half a one.
+# Words as they cross from Python, 16 bytes each: slot and generation. ValueError: half a one.
 cdef const kvn_word *words_in(bytes words, uint64_t *count) except NULL
 # `value` as 64 bits; the error names the argument.
 cdef uint64_t unsigned(str name, value) except? 0xBAD

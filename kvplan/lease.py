@@ -25,6 +25,7 @@ _SCHEMA: Final = b"kvplan.lease.2"
 _DIGEST_NBYTES: Final = 8
 _INSTANCE_NBYTES: Final = 16
 _MOST_SLOTS: Final = 2**32
+_MAX_NAME: Final = 32  # characters, of a transport
 _WORD: Final = Struct("=QQ")
 _unpack: Final = _WORD.unpack
 _LETTERS: Final = {"H": 2**16, "I": 2**32, "Q": 2**64}  # of struct, and what it is too large for
@@ -132,7 +133,10 @@ class BlockLease(_Packed):
         if tokens is not None:
             check_width("tokens", tokens, 1, INT64_MAX)
         for it in check_type("words", words, tuple):
-            check_width("slot", check_type("words", it, LeaseWord).slot, 0, _MOST_SLOTS - 1)
+            name = check_type("transport", check_type("words", it, LeaseWord).transport, str)
+            if len(name) > _MAX_NAME:  # it is kept longer than the lease
+                raise invalid(f"transport={shown(name)} must have at most {_MAX_NAME} characters")
+            check_width("slot", it.slot, 0, _MOST_SLOTS - 1)
             check_width("generation", it.generation, 0, UINT64_MAX)
         places = _places_of(tuple(it.transport for it in words))
         if len(places) < len(words):
@@ -270,7 +274,6 @@ def _reader(num_words: int, num_blocks: int, letter: str) -> Struct:
 
 
 _Block = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Name = Annotated[str, Meta(max_length=32)]
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -150,6 +150,8 @@ def test_forged(body: bytes) -> None:
         ("blocks", (1, -1), LLMException),
         ("blocks", (2**63,), LLMException),
         ("words", (LeaseWord("local", 1, 1), LeaseWord("local", 2, 1)), LLMException),
+        ("words", (LeaseWord("x" * 33, 1, 1),), LLMException),
+        ("words", (LeaseWord(5, 1, 1),), TypeError),  # type: ignore[arg-type]
         ("words", (LeaseWord("local", -1, 1),), ValueError),
         ("words", (LeaseWord("local", 1, 2**64),), ValueError),
     ],

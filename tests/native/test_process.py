@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
@@ -282,6 +283,22 @@ class TestPeer:
         peer.close()
         with pytest.raises(ValueError, match="closed"):
             look(words)
+
+    def test_generations_begin_again_behind_the_last(self) -> None:
+        """After 2**63 leases of one slot: what is odd is taken, and the last is not the first."""
+        table, peer = GenerationTable(1), Peer(os.getpid())
+        peer.attach(table.fd, table.inode, 1)
+        ctypes.c_uint64.from_address(table.address).value = 2**64 - 2
+        last = table.take()
+        assert last == (0, 2**64 - 1)
+        assert peer.stale(words_of(last)) == -1
+        table.release(*last)
+        assert peer.stale(words_of(last)) == 0
+        assert peer.stale(words_of((0, 0))) == 0, "nobody has been given it"
+        again = table.take()
+        assert again == (0, 1)
+        assert peer.stale(words_of(last)) == 0
+        assert peer.stale(words_of(again)) == -1
 
     def test_it_holds_a_pid_that_exists(self) -> None:
         with pytest.raises(ProcessLookupError, match="has exited"):
