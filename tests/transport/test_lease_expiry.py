@@ -51,12 +51,12 @@ def expiry(ended: Ended) -> Iterator[LeaseExpiry]:
 
 def test_in_the_order_of_their_deadlines_and_not_before(ended: Ended) -> None:
     now = time.monotonic_ns()
-    clocks = [lambda: now]  # it stands until all are there, however long that takes
-    expiry = LeaseExpiry(ended.end, NAME, lambda: clocks[-1]())
+    stands = True  # until all are there, however long that takes
+    expiry = LeaseExpiry(ended.end, NAME, lambda: now if stands else time.monotonic_ns())
     deadlines = {(slot, 7): now + slot * MS_NS for slot in (30, 10, 20, 40)}
     for lease, deadline_ns in deadlines.items():
         expiry.add(*lease, deadline_ns)
-    clocks.append(time.monotonic_ns)
+    stands = False
     for slot in (10, 20, 30, 40):
         lease, when = ended.next()
         assert lease == (slot, 7)
