@@ -125,12 +125,15 @@ cdef class WriterTable:
             The tickets that stand of peers that have mapped what they write to. What they write to
             must not be used again while `stands` says so.
         """
+        return self.tickets_after(timeout_s)
+
+    cdef list tickets_after(self, double timeout_s):
         cdef kvn_ticket left[KVN_WRITER_TICKETS]
         if kvn_writers_are_idle(&self.writers):
             return []
         cdef int64_t deadline_ns = kvn_now_ns() + <int64_t>(timeout_s * 1e9)
         cdef uint64_t following = 0, count, i
-        late = []
+        cdef list late = []
         while True:
             with nogil:
                 count = kvn_writers_drain(&self.writers, deadline_ns, &following, left)
@@ -150,7 +153,7 @@ cdef class WriterTable:
             generations.check_open()
             # Of one that has ended before it says so, which is of no use here.
             kvn_generations_release(&generations.table, slot, generation, &failure)
-        return self.drain(timeout_s)
+        return self.tickets_after(timeout_s)
 
     def stands(self, ticket):
         """Whether its peer lives, as the same program, and has not finished the piece."""
