@@ -6,17 +6,14 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
-from itertools import cycle
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from benchmarks.engine_peer import (
     BLOCKS,
-    LEASED,
     PAGED,
     SMALL,
-    leased_key,
     paged_key,
     small_key,
 )
@@ -118,25 +115,6 @@ def facade_pull_small(run: Run, name: str) -> Row:
     (ours,) = run.medians(timed(pull, repeats=200), rounds=101)
     datadist.deallocate_cache(cache)
     return Row(name, 1e6 * ours, "us", 25, note="a slot of 4 KiB by id; limit: the budget")
-
-
-@TOPIC.row("lease_overhead_us")
-def lease_overhead(run: Run, name: str) -> Row:
-    """What a pull with a lease takes longer than one by the key; each has another lease."""
-    datadist = linked_engine(run)
-    leases = cycle(run.shared["leases"])
-    cache = datadist.allocate_blocks_cache(LEASED)
-    by_key = partial(datadist.pull_blocks, leased_key(1), cache, [5], [2])
-
-    def leased() -> None:
-        datadist.pull_blocks(next(leases), cache, [5], [2])
-
-    leased()
-    np.testing.assert_array_equal(datadist.arrays(cache)[0][2], 5)
-    ours, bare = run.medians(timed(leased, repeats=200), timed(by_key, repeats=200), rounds=101)
-    datadist.deallocate_cache(cache)
-    note = f"a block of 4 KiB by key {1e6 * bare:.1f} us; limit: the budget"
-    return Row(name, 1e6 * (ours - bare), "us", 1, note=note)
 
 
 @TOPIC.row("verify_pull_ratio")

@@ -44,6 +44,10 @@ cdef extern from "host/arena.h" nogil:
 
 
 cdef extern from "host/generations.h" nogil:
+    ctypedef struct kvn_word:
+        uint64_t slot
+        uint64_t generation
+
     ctypedef struct kvn_generations:
         kvn_arena memory
         uint64_t num_slots
@@ -65,7 +69,14 @@ cdef extern from "host/generations.h" nogil:
     )
 
 
+cdef class GenerationTable:
+    cdef kvn_generations table
+    cdef int check_open(self) except -1
+
+
 # Raises what `failure` says: ValueError, MemoryError, or the OSError of its errno.
 cdef int check(int status, const kvn_failure *failure) except -1
+# Words as they cross from Python, 16 bytes each: slot and generation. ValueError: half a one.
+cdef const kvn_word *words_in(bytes words, uint64_t *count) except NULL
 # `value` as 64 bits; the error names the argument.
 cdef uint64_t unsigned(str name, value) except? 0xBAD

@@ -41,6 +41,14 @@ cdef kvn_maps_source source_named(str via) except *:
     return MAPS_SOURCES[via]
 
 
+cdef const kvn_word *words_in(bytes words, uint64_t *count) except NULL:
+    cdef uint64_t nbytes = len(words)
+    if nbytes % sizeof(kvn_word) != 0:
+        raise ValueError(f"words have {nbytes} bytes; each has {sizeof(kvn_word)}")
+    count[0] = nbytes // sizeof(kvn_word)
+    return <const kvn_word *><const char *>words
+
+
 cdef uint64_t unsigned(str name, value) except? 0xBAD:
     if not 0 <= value < 1 << 64:
         raise ValueError(f"{name} is {value}; it must be in [0, 2**64)")
@@ -270,8 +278,6 @@ cdef class GenerationTable:
     `take` before a range is published to a peer, `release` before the memory is freed: from then on
     no peer reports a success for it. One thread at a time takes or releases.
     """
-
-    cdef kvn_generations table
 
     def __cinit__(self):
         self.table.memory.fd = -1

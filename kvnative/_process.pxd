@@ -1,13 +1,12 @@
 from libc.stdint cimport uint64_t
 
-from kvnative._host cimport kvn_generations, kvn_failure
+from kvnative._host cimport kvn_generations, kvn_failure, kvn_word
 from kvnative._native cimport kvn_backend, kvn_pool
 
 
 cdef extern from "host/generations.h" nogil:
     uint64_t kvn_generations_first_stale(
-        const kvn_generations *table, const uint64_t *slots, const uint64_t *generations,
-        uint64_t count
+        const kvn_generations *table, const kvn_word *words, uint64_t count
     )
 
 

@@ -1,12 +1,10 @@
 """Another process on this host: held so that it cannot be mistaken, and its memory reached."""
 
 cimport cython
-from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._backend cimport Backend, ThreadPool
-from kvnative._crossing cimport acquire_uint64
-from kvnative._host cimport check, kvn_failure, unsigned
+from kvnative._host cimport check, kvn_failure, kvn_word, unsigned, words_in
 from kvnative._native cimport kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
 
 __all__ = ["Peer", "process_backend"]
@@ -70,49 +68,35 @@ cdef class Peer:
         check(kvn_peer_attach(&self.peer, generations_fd, number, slots, &failure), &failure)
 
     @cython.critical_section
-    def check(self, slots, generations):
-        """Index of the first slot that no longer has its generation, or -1 when all have.
+    def check(self, bytes words not None):
+        """Index of the first word whose slot no longer has its generation, or -1 when all have.
 
         ProcessLookupError or PermissionError as `attach`; TypeError or ValueError for what are no
-        uint64 columns of one length. Everything that was read from the peer before the call was
-        read while it lived and had those generations.
+        words: bytes, of each its slot and its generation in 8. Everything that was read from the
+        peer before the call was read while it lived and had those generations.
         """
         cdef kvn_failure failure
         self.check_open()
-        cdef int64_t stale = self.first_stale(slots, generations)
+        cdef int64_t stale = self.first_stale(words)
         check(kvn_peer_check(&self.peer, &failure), &failure)
         return stale
 
-    cdef int64_t first_stale(self, slots, generations) except -2:
-        cdef uint64_t count, stale = 0
-        cdef Py_buffer numbers, expected
+    cdef int64_t first_stale(self, bytes words) except -2:
+        cdef uint64_t count = 0, stale
         if self.peer.generations.memory.address is NULL:
             raise ValueError("the peer's generation table is not attached")
-        acquire_uint64(&numbers, slots, "slots")
-        try:
-            acquire_uint64(&expected, generations, "generations")
-            try:
-                count = numbers.shape[0]
-                if numbers.shape[0] != expected.shape[0]:
-                    raise ValueError(f"{count} slots, but {expected.shape[0]} generations")
-                stale = kvn_generations_first_stale(
-                    &self.peer.generations, <const uint64_t *>numbers.buf,
-                    <const uint64_t *>expected.buf, count
-                )
-            finally:
-                PyBuffer_Release(&expected)
-        finally:
-            PyBuffer_Release(&numbers)
+        cdef const kvn_word *each = words_in(words, &count)
+        stale = kvn_generations_first_stale(&self.peer.generations, each, count)
         return <int64_t>stale if stale < count else -1
 
     @cython.critical_section
-    def stale(self, slots, generations):
+    def stale(self, bytes words not None):
         """As `check`, but looks at the generation table alone: mapped memory, no system call.
 
         It does not show whether the peer lives: a dead one's table stays as it was.
         """
         self.check_open()
-        return self.first_stale(slots, generations)
+        return self.first_stale(words)
 
     @cython.critical_section
     def probe(self, address):

@@ -1,12 +1,13 @@
 """Who writes to memory of another process: announced by the writer, awaited by the owner."""
 
 cimport cython
-from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from kvnative._backend cimport Backend, ThreadPool
-from kvnative._crossing cimport acquire_uint64
-from kvnative._host cimport check, kvn_arena, kvn_failure, unsigned
+from kvnative._host cimport (
+    GenerationTable, check, kvn_arena, kvn_failure, kvn_generations_release, kvn_word, unsigned,
+    words_in
+)
 from kvnative._native cimport kvn_backend, kvn_now_ns, kvn_pool
 
 from typing import NamedTuple
@@ -51,6 +52,7 @@ cdef extern from "host/writers.h" nogil:
     void kvn_writers_close(kvn_writers *writers)
     enum:
         KVN_WRITER_TICKETS
+    bint kvn_writers_are_idle(kvn_writers *writers)
     uint64_t kvn_writers_drain(kvn_writers *writers, int64_t deadline_ns, uint64_t *next,
                                kvn_ticket *left)
     bint kvn_writers_has(const kvn_writers *writers, const kvn_ticket *ticket)
@@ -58,8 +60,7 @@ cdef extern from "host/writers.h" nogil:
                         int table_fd, uint64_t table_inode, uint64_t num_entries, uint64_t gates,
                         kvn_writer *out, kvn_failure *failure)
     void kvn_writer_close(kvn_writer *writer)
-    kvn_guard *kvn_guard_create(kvn_writer *writer, const uint64_t *slots,
-                                const uint64_t *generations, uint64_t count)
+    kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count)
 
 
 class Ticket(NamedTuple):
@@ -124,10 +125,15 @@ cdef class WriterTable:
             The tickets that stand of peers that have mapped what they write to. What they write to
             must not be used again while `stands` says so.
         """
+        return self.tickets_after(timeout_s)
+
+    cdef list tickets_after(self, double timeout_s):
         cdef kvn_ticket left[KVN_WRITER_TICKETS]
+        if kvn_writers_are_idle(&self.writers):
+            return []
         cdef int64_t deadline_ns = kvn_now_ns() + <int64_t>(timeout_s * 1e9)
         cdef uint64_t following = 0, count, i
-        late = []
+        cdef list late = []
         while True:
             with nogil:
                 count = kvn_writers_drain(&self.writers, deadline_ns, &following, left)
@@ -135,6 +141,19 @@ cdef class WriterTable:
                 return late
             for i in range(count):
                 late.append(Ticket(left[i].pid, left[i].entry, left[i].place, left[i].number))
+
+    def end_leases(self, GenerationTable generations not None, leases, double timeout_s):
+        """Releases what of `leases` has not ended, slots and generations; then drains as `drain`.
+
+        ValueError: that table is closed.
+        """
+        cdef uint64_t slot, generation
+        cdef kvn_failure failure
+        for slot, generation in leases:
+            generations.check_open()
+            # Of one that has ended before it says so, which is of no use here.
+            kvn_generations_release(&generations.table, slot, generation, &failure)
+        return self.tickets_after(timeout_s)
 
     def stands(self, ticket):
         """Whether its peer lives, as the same program, and has not finished the piece."""
@@ -180,47 +199,35 @@ cdef class Writer:
         check(kvn_writer_open(pid, generations_fd, inode, slots, table_fd, table, entries, gates,
                               &self.writer, &failure), &failure)
 
-    cdef kvn_guard *guard(self, slots, generations) except NULL:
-        cdef Py_buffer numbers, expected
-        cdef kvn_guard *made
-        acquire_uint64(&numbers, slots, "slots")
-        try:
-            acquire_uint64(&expected, generations, "generations")
-            try:
-                if numbers.shape[0] != expected.shape[0]:
-                    raise ValueError(f"{numbers.shape[0]} slots, but {expected.shape[0]}"
-                                     " generations")
-                made = kvn_guard_create(&self.writer, <const uint64_t *>numbers.buf,
-                                        <const uint64_t *>expected.buf, numbers.shape[0])
-            finally:
-                PyBuffer_Release(&expected)
-        finally:
-            PyBuffer_Release(&numbers)
+    cdef kvn_guard *guard(self, bytes words) except NULL:
+        cdef uint64_t count = 0
+        cdef const kvn_word *each = words_in(words, &count)
+        cdef kvn_guard *made = kvn_guard_create(&self.writer, each, count)
         if made is NULL:
             raise MemoryError()
         return made
 
-    def mapped(self, ThreadPool pool not None, slots, generations):
+    def mapped(self, ThreadPool pool not None, bytes words not None):
         """Plain copies to memory of the peer that is mapped here: these of its registrations."""
         cdef Backend backend = Backend.adopt(kvn_host_create(pool.usable(), KVN_COPY_AUTO),
                                              (pool, self), "host backend")
-        kvn_pooled_set_guard(backend.handle, self.guard(slots, generations))
+        kvn_pooled_set_guard(backend.handle, self.guard(words))
         return backend
 
-    def by_address(self, ThreadPool pool not None, slots, generations):
+    def by_address(self, ThreadPool pool not None, bytes words not None):
         """process_vm_writev to the peer's own addresses in these of its registrations."""
         cdef Backend backend = Backend.adopt(
             kvn_process_create(pool.usable(), self.writer.pid, KVN_PEER_PUT), (pool, self),
             "process backend")
-        kvn_pooled_set_guard(backend.handle, self.guard(slots, generations))
+        kvn_pooled_set_guard(backend.handle, self.guard(words))
         return backend
 
-    def around(self, Backend inner not None, slots, generations):
+    def around(self, Backend inner not None, bytes words not None):
         """What `inner` writes to memory of the peer that is mapped here, batch by batch."""
         inner.calls()
         inner.check_process()
         return Backend.adopt(
-            kvn_guarded_create(inner.handle, self.guard(slots, generations)), (inner, self),
+            kvn_guarded_create(inner.handle, self.guard(words)), (inner, self),
             "guarded backend")
 
     def __dealloc__(self):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from hashlib import blake2b
+from struct import Struct
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -22,6 +25,10 @@ _SCHEMA: Final = b"kvplan.lease.2"
 _DIGEST_NBYTES: Final = 8
 _INSTANCE_NBYTES: Final = 16
 _MOST_SLOTS: Final = 2**32
+_MAX_NAME: Final = 32  # characters, of a transport
+_WORD: Final = Struct("=QQ")
+_unpack: Final = _WORD.unpack
+_LETTERS: Final = {"H": 2**16, "I": 2**32, "Q": 2**64}  # of struct, and what it is too large for
 
 
 class LeaseWord(NamedTuple):
@@ -37,8 +44,39 @@ class LeaseWord(NamedTuple):
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLease:
+class _Packed:
+    """What of a lease would take most of its memory, were it tuples: an owner may have 100,000."""
+
+    __slots__ = ("_blocks", "_packed", "_places")
+    _packed: bytes  # words, of each the slot and the generation in 8 bytes; then blocks
+    _places: dict[str, slice]  # where in that the word is for links of a transport, by its name
+    _blocks: Struct  # reads the blocks
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """In the order of the request; of a contiguous cache the slot alone."""
+        return self._blocks.unpack(self._packed)
+
+    @property
+    def words(self) -> tuple[LeaseWord, ...]:
+        """What the owner's transports check it by."""
+        return tuple(LeaseWord(name, *it) for name, it in self.places())
+
+    def places(self) -> list[tuple[str, tuple[int, int]]]:
+        """The same: the name of each transport, with the slot and the generation."""
+        found, packed = [], self._packed
+        for name, it in self._places.items():
+            found.append((name, _unpack(packed[it])))  # a comprehension takes a fifth more
+        return found
+
+    def packed_word(self, transport: str) -> bytes | None:
+        """The word that links of this transport check, as 16 bytes; None: it is not offered."""
+        place = self._places.get(transport)
+        return None if place is None else self._packed[place]
+
+
+@dataclass(frozen=True, init=False)
+class BlockLease(_Packed):
     """Blocks of a paged cache, or a slot of another one, as long as they are one request's.
 
     Made by `LlmDataDist.lease_blocks` and `lease_slot`; peers use it in place of a key and a block
@@ -56,6 +94,7 @@ class BlockLease:
         tokens: of the request, from the first of its blocks on; None: nobody said how many.
     """
 
+    __slots__ = ("cache_id", "cluster_id", "instance", "lease_id", "paged", "tag", "tokens")
     cluster_id: int
     instance: bytes
     cache_id: int
@@ -64,27 +103,60 @@ class BlockLease:
     paged: bool
     tag: str
     words: tuple[LeaseWord, ...]
-    tokens: int | None = None
+    tokens: int | None
 
-    def __post_init__(self) -> None:
-        check_width("cluster_id", self.cluster_id, 0, UINT64_MAX)
-        check_width("cache_id", self.cache_id, 0, 2**63 - 1)
-        check_width("lease_id", self.lease_id, 0, UINT64_MAX)
-        if len(check_type("instance", self.instance, bytes)) != _INSTANCE_NBYTES:
-            raise invalid(f"instance={shown(self.instance)} must have {_INSTANCE_NBYTES} bytes")
-        if len(check_type("tag", self.tag, str)) > MAX_TAG or not self.tag.isprintable():
-            raise invalid(
-                f"tag={shown(self.tag)} must be of at most {MAX_TAG} printable characters"
-            )
-        if not all(type(it) is int for it in check_type("blocks", self.blocks, tuple)):
-            raise TypeError(f"blocks={shown(self.blocks)} must hold int")
-        if not check_type("paged", self.paged, bool) and len(self.blocks) != 1:
-            raise invalid(f"blocks={shown(self.blocks)} must be one slot, as paged is False")
-        if self.tokens is not None:
-            check_width("tokens", self.tokens, 1, INT64_MAX)
-        for it in check_type("words", self.words, tuple):
-            check_width("slot", check_type("words", it, LeaseWord).slot, 0, _MOST_SLOTS - 1)
+    def __init__(
+        self,
+        cluster_id: int,
+        instance: bytes,
+        cache_id: int,
+        lease_id: int,
+        blocks: tuple[int, ...],
+        paged: bool,
+        tag: str,
+        words: tuple[LeaseWord, ...],
+        tokens: int | None = None,
+    ) -> None:
+        check_width("cluster_id", cluster_id, 0, UINT64_MAX)
+        check_width("cache_id", cache_id, 0, 2**63 - 1)
+        check_width("lease_id", lease_id, 0, UINT64_MAX)
+        if len(check_type("instance", instance, bytes)) != _INSTANCE_NBYTES:
+            raise invalid(f"instance={shown(instance)} must have {_INSTANCE_NBYTES} bytes")
+        if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
+            raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+        if not all(type(it) is int for it in check_type("blocks", blocks, tuple)):
+            raise TypeError(f"blocks={shown(blocks)} must hold int")
+        if blocks and not 0 <= min(blocks) <= max(blocks) <= INT64_MAX:
+            raise invalid(f"blocks={shown(blocks)} must be in [0, 2**63)")
+        if not check_type("paged", paged, bool) and len(blocks) != 1:
+            raise invalid(f"blocks={shown(blocks)} must be one slot, as paged is False")
+        if tokens is not None:
+            check_width("tokens", tokens, 1, INT64_MAX)
+        for it in check_type("words", words, tuple):
+            name = check_type("transport", check_type("words", it, LeaseWord).transport, str)
+            if len(name) > _MAX_NAME:  # it is kept longer than the lease
+                raise invalid(f"transport={shown(name)} must have at most {_MAX_NAME} characters")
+            check_width("slot", it.slot, 0, _MOST_SLOTS - 1)
             check_width("generation", it.generation, 0, UINT64_MAX)
+        places = _places_of(tuple(it.transport for it in words))
+        if len(places) < len(words):
+            raise invalid(f"words={shown(words)} must be of different transports")
+        packed = b"".join(_WORD.pack(*it[1:]) for it in words)
+        letter = next(it for it, end in _LETTERS.items() if max(blocks, default=0) < end)
+        set_field = object.__setattr__
+        set_field(self, "cluster_id", cluster_id)
+        set_field(self, "instance", instance)
+        set_field(self, "cache_id", cache_id)
+        set_field(self, "lease_id", lease_id)
+        set_field(self, "paged", paged)
+        set_field(self, "tag", tag)
+        set_field(self, "tokens", tokens)
+        set_field(self, "_packed", packed + array(letter, blocks).tobytes())
+        set_field(self, "_places", places)
+        set_field(self, "_blocks", _reader(len(words), len(blocks), letter))
+
+    def __reduce__(self) -> tuple[type[BlockLease], tuple[object, ...]]:
+        return BlockLease, tuple(getattr(self, it.name) for it in fields(self))
 
     def __str__(self) -> str:
         return f"lease {self.lease_id}{f' of {self.tag}' if self.tag else ''}"
@@ -136,10 +208,8 @@ class BlockLease:
 
     def word(self, transport: str) -> LeaseWord | None:
         """What links of this transport check; None: the owner does not offer it there."""
-        for it in self.words:
-            if it.transport == transport:
-                return it
-        return None
+        word = self.packed_word(transport)
+        return None if word is None else LeaseWord(transport, *_WORD.unpack(word))
 
     def slot(self, argument: str) -> int:
         """The slot of a contiguous cache.
@@ -162,11 +232,12 @@ class BlockLease:
             return self.blocks
         if not hasattr(blocks, "__iter__"):
             raise TypeError(f"{argument} must be a sequence of int, not {type(blocks).__name__}")
-        mine = set(self.blocks)
-        for position, it in enumerate(blocks):
-            if it not in mine:
-                raise invalid(f"{argument}[{position}]={shown(it)} is no block of {self}")
-        return blocks
+        mine = {*self.blocks}
+        if not mine.issuperset(blocks):
+            for position, it in enumerate(blocks):
+                if it not in mine:
+                    raise invalid(f"{argument}[{position}]={shown(it)} is no block of {self}")
+        return blocks  # what is no sequence the planner refuses
 
     def num_tokens(self, argument: str, given: int | None, skipped: int) -> int | None:
         """How many tokens a transfer of all its blocks moves: `given`, or what it has.
@@ -189,8 +260,20 @@ class BlockLease:
         return wanted
 
 
+@lru_cache(64)
+def _places_of(transports: tuple[str, ...]) -> dict[str, slice]:
+    """Where the word of each is; the same object for all leases of an engine."""
+    size = _WORD.size
+    return {it: slice(size * i, size * (i + 1)) for i, it in enumerate(transports)}
+
+
+@lru_cache(1024)
+def _reader(num_words: int, num_blocks: int, letter: str) -> Struct:
+    """What reads so many blocks behind so many words."""
+    return Struct(f"={_WORD.size * num_words}x{num_blocks}{letter}")
+
+
 _Block = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Name = Annotated[str, Meta(max_length=32)]
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from kvplan.engine.claims import not_exist
@@ -96,7 +96,7 @@ class Leases:
                 if deadline_ns:
                     self._deadlines[lease_id] = deadline_ns
         except BaseException:
-            self._end_words(words)
+            self._end_words((it.transport, (it.slot, it.generation)) for it in words)
             raise
         if self._registry.offered_entry(cache_id) is not entry:  # freed meanwhile
             self.end_cache(cache_id)
@@ -105,17 +105,19 @@ class Leases:
 
     def end(self, lease: BlockLease) -> None:
         """See `LeaseOperations.release`."""
+        lease_id, live = lease.lease_id, self._live
         with self._mutex:
-            if self._held(lease) is None:
+            if live.get(lease_id) is not lease and self._held(lease) is None:
                 return
-            self._live.pop(lease.lease_id, None)
-            self._deadlines.pop(lease.lease_id, None)
-            self._ending[lease.lease_id] = lease
-        self._end_words(lease.words)
-        with self._mutex:
-            ended = self._ending.pop(lease.lease_id, None) is not None  # once, of several threads
-            callbacks = tuple(self._callbacks.values()) if ended else ()
-        for it in callbacks:
+            if lease_id in live:
+                self._ending[lease_id] = lease
+                del live[lease_id]
+                self._deadlines.pop(lease_id, None)
+        self._end_words(lease.places())
+        # Once, of several threads that release it.
+        if self._ending.pop(lease_id, None) is None or not self._callbacks:
+            return
+        for it in tuple(self._callbacks.values()):
             try:
                 it(lease)
             except Exception:
@@ -181,7 +183,7 @@ class Leases:
         held = self._live.get(lease.lease_id) or self._ending.get(lease.lease_id)
         if held is None and lease.lease_id <= self._last_id:
             return None
-        if held != lease:
+        if held is not lease and held != lease:
             raise invalid(f"{lease} is not as this engine has made it")
         return held
 
@@ -198,21 +200,24 @@ class Leases:
                         raise
                     refusal = error
         except BaseException:
-            self._end_words(words)
+            self._end_words((it.transport, (it.slot, it.generation)) for it in words)
             raise
         if not words:
             raise refusal
         return tuple(words)
 
     def _renew_words(self, lease: BlockLease, deadline_ns: int) -> None:
-        for it in lease.words:
-            self._transports[it.transport].renew_lease(it.slot, it.generation, deadline_ns)
+        for transport, (slot, generation) in lease.places():
+            self._transports[transport].renew_lease(slot, generation, deadline_ns)
 
-    def _end_words(self, words: Iterable[LeaseWord]) -> None:
-        with ExitStack() as all_of_them:  # whichever of them a peer holds up
-            for it in words:
-                ended = [(it.slot, it.generation)]
-                all_of_them.callback(self._transports[it.transport].end_leases, ended)
+    def _end_words(self, words: Iterable[tuple[str, tuple[int, int]]]) -> None:
+        left = iter(words)
+        for transport, word in left:
+            try:
+                self._transports[transport].end_leases((word,))
+            except BaseException:  # a peer holds this one up: the others end all the same
+                self._end_words(left)
+                raise
 
 
 def _deadline_ns(ttl_ms: object) -> int:
@@ -309,7 +314,9 @@ class LeaseOperations(OperationRunner):
                 was writing does not get on (it is stopped, say): it may still write to the blocks.
                 The lease has ended; a later call returns when that peer has gone on or died.
         """
-        self._running().leases.end(check_type("lease", lease, BlockLease))
+        if type(lease) is not BlockLease:
+            check_type("lease", lease, BlockLease)
+        self._running().leases.end(lease)
 
     def renew(self, lease: BlockLease, ttl_ms: float) -> None:
         """Let a lease that has not expired do so in `ttl_ms` milliseconds from now; peers keep it.

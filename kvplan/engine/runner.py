@@ -228,7 +228,7 @@ class Operation:
                 self._refuse_kind(argument, str(key), paged, table)
             if not paged and (slot := key.slot(argument)) >= theirs.count:
                 _refuse_slot(argument, key, theirs)
-            return theirs, slot, link.leased_memory([found], [key], writable=writable)
+            return theirs, slot, link.memory(found, writable=writable).leased([key])
         if isinstance(key, CacheKeyByIdAndIndex):
             found, slot = link.cache(key, writable=writable), key.batch_index
         elif isinstance(key, BlocksCacheKey):

@@ -87,6 +87,8 @@ def verify(
             )
         found = first_different(here, local[index] + at, nbytes)
         if found >= 0:
+            for memory in (src, dst):  # mapped memory of a peer: another's since that look?
+                memory.check()
             raise LLMException(
                 f"verify: {plan.origin(int(index[found]))} is not the same on both sides: it was "
                 "moved wrongly, or written again meanwhile; do not use dst",

@@ -161,7 +161,8 @@ class PeerLink(LinkLifecycle):
                 f"{lease} has ended: cluster {self.cluster_id} was restarted since",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
-        return self.cache(lease, writable=writable)
+        found = None if writable else self._table.by_id.get(lease.cache_id)
+        return self.cache(lease, writable=writable) if found is None else found
 
     def leased_memory(
         self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool

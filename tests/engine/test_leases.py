@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from copy import copy, deepcopy
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
+from pickle import dumps, loads
 
 import numpy as np
 import pytest
@@ -56,11 +58,48 @@ def cache(engine: LlmDataDist) -> Cache:
                 st.integers(0, 2**64 - 1),
             ),
             max_size=4,
+            unique_by=lambda it: it.transport,
         ).map(tuple),
     )
 )
 def test_what_is_written_is_read(lease: BlockLease) -> None:
     assert BlockLease.from_bytes(lease.to_bytes()) == lease
+
+
+@pytest.mark.parametrize("largest", [0, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**63 - 1])
+def test_it_is_a_value(largest: int) -> None:
+    words = LeaseWord("tcp", 2**32 - 1, 2**64 - 1), LeaseWord("local", 0, 0)
+    lease = replace(LEASE, blocks=(3, largest), words=words, tokens=5)
+    assert (lease.blocks, lease.words) == ((3, largest), words)
+    for copied in (copy(lease), deepcopy(lease), loads(dumps(lease)), replace(lease)):
+        assert copied == lease
+        assert hash(copied) == hash(lease)
+        assert repr(copied) == repr(lease)
+    assert {lease, replace(lease, tokens=None), replace(lease, blocks=(largest, 3))} - {lease}
+    with pytest.raises(FrozenInstanceError):
+        lease.tag = "other"  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        lease.other = 1  # type: ignore[attr-defined]
+
+
+def test_words_by_transport() -> None:
+    words = LeaseWord("tcp", 5, 7), LeaseWord("local", 70_000, 9)
+    lease = replace(LEASE, words=words)
+    assert [lease.word(it) for it in ("local", "tcp", "ucx")] == [*words[::-1], None]
+    assert lease.packed_word("local") == np.array([70_000, 9], np.uint64).tobytes()
+    assert lease.packed_word("ucx") is None
+    assert lease.places() == [("tcp", (5, 7)), ("local", (70_000, 9))]
+
+
+def test_the_blocks_that_are_named() -> None:
+    assert LEASE.named("src_blocks", None) == (5, 2, 900)
+    for table in ([2], (900, 5), np.array([2, 5]), []):
+        assert LEASE.named("src_blocks", table) is table
+    for wrong in ([5, 3], np.array([5, 3])):
+        with refused("LLM_PARAM_INVALID", r"src_blocks\[1\]=.*3.* is no block of lease 17"):
+            LEASE.named("src_blocks", wrong)
+    with pytest.raises(TypeError, match="src_blocks must be a sequence of int, not int"):
+        LEASE.named("src_blocks", 5)  # type: ignore[arg-type]
 
 
 def test_it_is_small() -> None:
@@ -108,6 +147,11 @@ def test_forged(body: bytes) -> None:
         ("blocks", [1], TypeError),
         ("cluster_id", -1, ValueError),
         ("words", (("local", 1, 1),), TypeError),
+        ("blocks", (1, -1), LLMException),
+        ("blocks", (2**63,), LLMException),
+        ("words", (LeaseWord("local", 1, 1), LeaseWord("local", 2, 1)), LLMException),
+        ("words", (LeaseWord("x" * 33, 1, 1),), LLMException),
+        ("words", (LeaseWord(5, 1, 1),), TypeError),  # type: ignore[arg-type]
         ("words", (LeaseWord("local", -1, 1),), ValueError),
         ("words", (LeaseWord("local", 1, 2**64),), ValueError),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
@@ -241,46 +242,63 @@ def test_arguments(pid: int, direction: str, message: str) -> None:
         process_backend(ThreadPool(1), pid, direction)  # type: ignore[arg-type]
 
 
+def words_of(*words: tuple[int, int]) -> bytes:
+    return np.array(words, np.uint64).tobytes()
+
+
 class TestPeer:
     @pytest.mark.parametrize("name", ["check", "stale"])
     def test_it_names_the_first_stale_slot(self, name: str) -> None:
         table = GenerationTable(8)
         held = [table.take() for _ in range(4)]
-        slots, generations = (np.array(it, dtype=np.uint64) for it in zip(*held, strict=True))
+        words = words_of(*held)
         peer = Peer(os.getpid())
         peer.attach(table.fd, table.inode, 8)
         look = getattr(peer, name)
-        assert look(slots, generations) == -1
+        assert look(words) == -1
         table.release(*held[2])
-        assert look(slots, generations) == 2
+        assert look(words) == 2
         table.take()
-        assert look(slots, generations) == 2, "taken again, but by another registration"
-        assert look(slots[:2], generations[:2]) == -1
-        free = np.array([7], dtype=np.uint64), np.array([0], dtype=np.uint64)
-        assert look(*free) == 0, "nobody has been given the generation of a free slot"
+        assert look(words) == 2, "taken again, but by another registration"
+        assert look(words[:32]) == -1
+        assert look(words_of((7, 0))) == 0, "nobody has been given the generation of a free slot"
         deadline = time.monotonic_ns() + 10**12
         lasting = table.take(deadline_ns=deadline)
-        column = [np.array([it], dtype=np.uint64) for it in lasting]
-        assert look(*column) == -1
+        assert look(words_of(lasting)) == -1
         table.renew(*lasting, 1)
-        assert look(*column) == 0, "its deadline has passed"
+        assert look(words_of(lasting)) == 0, "its deadline has passed"
         table.renew(*lasting, deadline)
-        assert look(*column) == -1
+        assert look(words_of(lasting)) == -1
         with pytest.raises(ValueError, match="not registered"):
             table.renew(lasting[0], lasting[1] + 2, deadline)
-        beyond = np.array([0, 8], dtype=np.uint64)
-        assert look(beyond, np.array([1, 0], dtype=np.uint64)) == 1
-        with pytest.raises(ValueError, match="4 slots, but 3 generations"):
-            look(slots, generations[:3])
-        for wrong in (slots.astype(np.int64), slots[::2], slots.tolist()):
-            with pytest.raises((TypeError, ValueError), match="slots: expected"):
-                look(wrong, generations)
-            with pytest.raises((TypeError, ValueError), match="generations: expected"):
-                look(slots, wrong)
+        for slot in (8, 2**32, 2**64 - 1):
+            assert look(words_of((0, 1), (slot, 0))) == 1
+            assert look(words_of((0, 1), (slot, 1))) == 1
+        with pytest.raises(ValueError, match="words have 63 bytes; each has 16"):
+            look(words[:-1])
+        for wrong in (bytearray(words), memoryview(words), np.frombuffer(words, np.uint64), None):
+            with pytest.raises(TypeError, match="words"):
+                look(wrong)
         peer.close()
         peer.close()
         with pytest.raises(ValueError, match="closed"):
-            look(slots, generations)
+            look(words)
+
+    def test_generations_begin_again_behind_the_last(self) -> None:
+        """After 2**63 leases of one slot: what is odd is taken, and the last is not the first."""
+        table, peer = GenerationTable(1), Peer(os.getpid())
+        peer.attach(table.fd, table.inode, 1)
+        ctypes.c_uint64.from_address(table.address).value = 2**64 - 2
+        last = table.take()
+        assert last == (0, 2**64 - 1)
+        assert peer.stale(words_of(last)) == -1
+        table.release(*last)
+        assert peer.stale(words_of(last)) == 0
+        assert peer.stale(words_of((0, 0))) == 0, "nobody has been given it"
+        again = table.take()
+        assert again == (0, 1)
+        assert peer.stale(words_of(last)) == 0
+        assert peer.stale(words_of(again)) == -1
 
     def test_it_holds_a_pid_that_exists(self) -> None:
         with pytest.raises(ProcessLookupError, match="has exited"):
@@ -290,11 +308,10 @@ class TestPeer:
 
     def test_only_one_generation_table(self) -> None:
         peer, table = Peer(os.getpid()), GenerationTable(8)
-        none = np.empty(0, np.uint64)
         with pytest.raises(ValueError, match="not attached"):
-            peer.check(none, none)
+            peer.check(b"")
         peer.attach(table.fd, table.inode, 8)
-        assert peer.check(none, none) == -1
+        assert peer.check(b"") == -1
         with pytest.raises(ValueError, match="attached already"):
             peer.attach(table.fd, table.inode, 8)
 
@@ -303,10 +320,9 @@ def test_a_signal_to_this_process_is_no_death_of_the_peer() -> None:
     table, peer = GenerationTable(1), Peer(os.getpid())
     with signals_every(50e-6):
         peer.attach(table.fd, table.inode, table.num_slots)
-        none = np.empty(0, np.uint64)
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
-            assert peer.check(none, none) == -1
+            assert peer.check(b"") == -1
     peer.close()
 
 

@@ -63,7 +63,7 @@ class Here:
         self.slot, self.generation = self.generations.take()
         self.src = np.full(NBYTES, 7, np.uint8)
         self.dst = np.zeros(NBYTES, np.uint8)
-        self.registered = column(self.slot), column(self.generation)
+        self.registered = column(self.slot, self.generation).tobytes()
 
     @property
     def facts(self) -> dict[str, int]:
@@ -84,9 +84,9 @@ class Here:
     def backend(self, kind: str) -> Backend:
         writer = self.writer()
         if kind == "around":
-            return writer.around(host_backend(self.pool), *self.registered)
+            return writer.around(host_backend(self.pool), self.registered)
         make = {"mapped": writer.mapped, "by_address": writer.by_address}[kind]
-        return make(self.pool, *self.registered)
+        return make(self.pool, self.registered)
 
     @property
     def sides(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
@@ -126,7 +126,7 @@ class TestGuard:
 
     def test_of_several_registrations_each_counts(self, here: Here, kind: str) -> None:
         slot, generation = here.generations.take()
-        here.registered = column(here.slot, slot), column(here.generation, generation)
+        here.registered += column(slot, generation).tobytes()
         backend = here.backend(kind)
         assert here.move(backend).status == KVN_OK
         here.generations.release(slot, generation)
@@ -137,7 +137,7 @@ class TestGuard:
 
 def test_what_the_backend_refuses_is_not_announced_any_more(here: Here) -> None:
     refusing = fail_at(host_backend(here.pool), 0, at_submit=True)
-    backend = here.writer().around(refusing, *here.registered)
+    backend = here.writer().around(refusing, here.registered)
     assert here.move(backend).status == KVN_FAILED
     assert here.table.drain(0) == []
 
@@ -146,9 +146,9 @@ def test_what_the_parent_of_a_forked_child_made_is_refused_there(here: Here) -> 
     """Its pool has no threads there: nothing would move."""
     writer, inner = here.writer(), host_backend(here.pool)
     for call in (
-        lambda: writer.around(inner, *here.registered),
-        lambda: writer.mapped(here.pool, *here.registered),
-        lambda: writer.by_address(here.pool, *here.registered),
+        lambda: writer.around(inner, here.registered),
+        lambda: writer.mapped(here.pool, here.registered),
+        lambda: writer.by_address(here.pool, here.registered),
     ):
         child = os.fork()
         if child == 0:
@@ -163,7 +163,7 @@ def test_what_the_parent_of_a_forked_child_made_is_refused_there(here: Here) -> 
 class TestWait:
     def test_for_a_batch_that_is_being_written(self, here: Here) -> None:
         """Half a second of it: shorter waits time out, longer ones see it end."""
-        slow = here.writer().around(limit_bandwidth(host_backend(here.pool), 2e6), *here.registered)
+        slow = here.writer().around(limit_bandwidth(host_backend(here.pool), 2e6), here.registered)
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(here.move, slow)
             while not here.dst.any():
@@ -182,7 +182,7 @@ class TestWait:
         """Another registration is being written all the time, in pieces that overlap."""
         slot, generation = here.generations.take()
         writer = here.writer()
-        other = writer.mapped(here.pool, column(slot), column(generation))
+        other = writer.mapped(here.pool, column(slot, generation).tobytes())
         ended = False
 
         def write(dst: NDArray[np.uint8]) -> None:
@@ -202,7 +202,7 @@ class TestWait:
 
     def test_more_at_once_than_an_entry_has_tickets(self, here: Here) -> None:
         backend = here.backend("around")
-        slow = here.writer().around(delay(host_backend(here.pool), 5), *here.registered)
+        slow = here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         with ThreadPoolExecutor(40) as threads:
             calls = [threads.submit(here.move, it) for it in (slow, backend) * 20]
             assert {it.result().status for it in calls} == {KVN_OK}
@@ -212,12 +212,77 @@ class TestWait:
     def test_batches_that_nobody_waits_for_meanwhile(self, here: Here) -> None:
         """As of a device: their tickets stand until somebody asks, however long they are over."""
         executor = Executor(
-            here.writer().around(delay(host_backend(here.pool), 5), *here.registered)
+            here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         )
         made = [lower(*map(column, (0, 0, NBYTES)), *here.sides) for _ in range(40)]
         tasks = [executor.submit(it) for it in made]
         assert {it.wait(30_000).status for it in tasks} == {KVN_OK}
         assert here.table.drain(0) == []
+
+
+class TestEndOfLeases:
+    """Their words, and then the wait for those who write, in one call."""
+
+    @pytest.fixture
+    def generations(self) -> GenerationTable:
+        return GenerationTable(1, 4)
+
+    def test_those_that_have_not_ended_do(self, here: Here, generations: GenerationTable) -> None:
+        leases = [generations.take(is_lease=True) for _ in range(3)]
+        assert here.table.end_leases(generations, leases[:2], 0) == []
+        again = generations.take(is_lease=True), generations.take(is_lease=True)
+        assert here.table.end_leases(generations, [*leases, (99, 1), (1, 2**64 - 1)], 0) == []
+        for it in leases:
+            with pytest.raises(ValueError, match="is not registered"):
+                generations.release(*it)
+        for it in again:  # what has their slots since is not ended
+            generations.release(*it)
+        assert here.table.end_leases(generations, [], 0) == []
+
+    def test_what_cannot_be_ended(self, here: Here, generations: GenerationTable) -> None:
+        lease = generations.take(is_lease=True)
+        for wrong in ([(1, 2, 3)], [5], [(2**64, 1)], [(1, -1)]):
+            with pytest.raises((TypeError, ValueError, OverflowError)):
+                here.table.end_leases(generations, wrong, 0)  # type: ignore[arg-type]
+        generations.close()
+        with pytest.raises(ValueError, match="closed"):
+            here.table.end_leases(generations, [lease], 0)
+
+    @pytest.mark.parametrize("entries", [8, 64])
+    def test_who_writes_is_waited_for(self, entries: int) -> None:
+        """Whether a glance shows that nobody does, or there are too many entries for one."""
+        here = Here(entries)
+        writers = [here.writer() for _ in range(entries)]
+        ended = here.generations.take()
+        here.registered += column(*ended).tobytes()
+        executor = Executor(writers[-1].around(delay(host_backend(here.pool), 5), here.registered))
+        descriptors = lower(*map(column, (0, 0, NBYTES)), *here.sides)
+        task = executor.submit(descriptors)  # its ticket stands until somebody asks
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(here.table.end_leases, here.generations, [ended], 60)
+            assert task.wait(30_000).status == KVN_OK, "it was begun before"
+            assert call.result() == []
+        assert executor.run(descriptors, 30_000).status == KVN_UNMAPPED
+        assert here.table.end_leases(here.generations, [ended], 0) == []
+
+    def test_a_glance_forgives_who_was_late(self, here: Here) -> None:
+        """Who did not move on is not waited for again, until nothing of it stands."""
+        ended = here.generations.take()
+        slow = here.writer().around(delay(host_backend(here.pool), 5), here.registered)
+        executor = Executor(slow)
+        descriptors = lower(*map(column, (0, 0, NBYTES)), *here.sides)
+        task = executor.submit(descriptors)
+        for seconds in (0, 60):
+            assert len(here.table.end_leases(here.generations, [ended], seconds)) == 1
+        assert task.wait(30_000).status == KVN_OK
+        assert here.table.end_leases(here.generations, [ended], 0) == []
+        task = executor.submit(descriptors)
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(here.table.end_leases, here.generations, [ended], 60)
+            while not call.running():
+                assert not call.done(), call.result()
+            assert task.wait(30_000).status == KVN_OK
+            assert call.result() == []
 
 
 class TestLies:
@@ -269,7 +334,7 @@ class TestEntries:
         one, two = here.writer(), here.writer()
         with pytest.raises(MemoryError, match="all 2 entries of the writer table"):
             here.writer()
-        backend = one.mapped(here.pool, *here.registered)
+        backend = one.mapped(here.pool, here.registered)
         del one
         with pytest.raises(MemoryError):
             here.writer()
@@ -379,9 +444,9 @@ class There:
     def __post_init__(self) -> None:
         self.facts, slot, generation, self.target = self.owner.run(OFFER)
         self.pool = ThreadPool(1)
-        self.registered = column(slot), column(generation)
+        self.registered = column(slot, generation).tobytes()
         self.src = np.full(NBYTES, 7, np.uint8)
-        self.backend = self.writer().by_address(self.pool, *self.registered)
+        self.backend = self.writer().by_address(self.pool, self.registered)
 
     def writer(self) -> Writer:
         return Writer(self.owner.pid, **self.facts)
@@ -453,7 +518,7 @@ LEFT = """
 
 def test_whoever_is_late_by_address_is_cut_off(there: There) -> None:
     """Its gate is closed: other writers go on, and its error says to link again."""
-    other = there.writer().by_address(there.pool, *there.registered)
+    other = there.writer().by_address(there.pool, there.registered)
     there.owner.run(LEFT, "result = announce(0, 3)")
     began = time.monotonic()
     assert there.owner.run("result = table.drain(0.2)") == []
@@ -462,7 +527,7 @@ def test_whoever_is_late_by_address_is_cut_off(there: There) -> None:
     assert report.status == KVN_PEER_GONE
     assert "link again" in report.message
     assert move(other, address_of(there.src), there.target).status == KVN_OK
-    there.backend = there.writer().by_address(there.pool, *there.registered)
+    there.backend = there.writer().by_address(there.pool, there.registered)
     assert there.write().status == KVN_OK
 
 
@@ -470,7 +535,7 @@ def test_a_forked_writer_that_died_is_not_waited_for(there: There) -> None:
     child = os.fork()
     if child == 0:
         there.pool = ThreadPool(1)
-        backend = there.writer().by_address(there.pool, *there.registered)
+        backend = there.writer().by_address(there.pool, there.registered)
         move(backend, address_of(there.src), there.target, 4096)
         os.kill(os.getpid(), 9)
     os.waitpid(child, 0)

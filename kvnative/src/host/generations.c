@@ -108,16 +108,17 @@ static bool has_expired(const kvn_generations *table, uint64_t slot)
     return deadline != 0 && (uint64_t)kvn_now_ns() >= deadline;
 }
 
-uint64_t kvn_generations_first_stale(const kvn_generations *table, const uint64_t *slots,
-                                     const uint64_t *generations, uint64_t count)
+uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
+                                     uint64_t count)
 {
     atomic_thread_fence(memory_order_seq_cst); /* the transfer's reads come before the look here */
     for (uint64_t i = 0; i < count; i++) {
-        if (slots[i] >= table->num_slots || has_expired(table, slots[i]))
+        const kvn_word *it = &words[i];
+        if (it->slot >= table->num_slots || has_expired(table, it->slot))
             return i;
-        if (generations[i] % 2 == 0 || /* nobody has been given it: it is of a free slot */
-            atomic_load_explicit(&slots_of(table)[slots[i]], memory_order_acquire) !=
-                generations[i])
+        if (it->generation % 2 == 0 || /* nobody has been given it: it is of a free slot */
+            atomic_load_explicit(&slots_of(table)[it->slot], memory_order_acquire) !=
+                it->generation)
             return i;
     }
     return count;

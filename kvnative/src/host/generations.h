@@ -16,6 +16,12 @@
 
 #include "host/arena.h"
 
+/* By which a peer knows a registration or a lease. */
+typedef struct kvn_word {
+    uint64_t slot;
+    uint64_t generation;
+} kvn_word;
+
 typedef struct kvn_generations {
     kvn_arena memory;
     uint64_t num_slots;
@@ -41,11 +47,10 @@ int kvn_generations_renew(kvn_generations *table, uint64_t slot, uint64_t genera
 int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t generation,
                             kvn_failure *failure);
 
-/* The peer's side: index of the first slot whose generation is another one by now, or whose deadline has
- * passed, or `count`.
- * A slot out of range counts as such. Everything read before the call was read under the
- * generations that it sees. */
-uint64_t kvn_generations_first_stale(const kvn_generations *table, const uint64_t *slots,
-                                     const uint64_t *generations, uint64_t count);
+/* The peer's side: index of the first word whose slot has another generation by now, or whose deadline
+ * has passed, or `count`. A slot out of range counts as such. Everything read before the call was read
+ * under the generations that it sees. */
+uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
+                                     uint64_t count);
 
 #endif

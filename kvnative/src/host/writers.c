@@ -21,6 +21,7 @@
 #define NAP_NS 50000
 #define SEEN_NS 200000     /* no other program has memory at the same addresses as soon as that */
 #define DEATH_LOOK_NS 2000000 /* a look takes some 20 us */
+#define GLANCE_ENTRIES 32u /* some 30 ns each */
 #define YIELDS 1000u /* for a place; then it is waited for with naps, some second */
 #define NAPS 10000u
 
@@ -240,12 +241,33 @@ static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadli
     return count;
 }
 
+/* How many entries may have been taken; peers write there too. */
+static uint64_t used_entries(const kvn_writers *writers)
+{
+    const uint64_t used = atomic_load(&header_of(&writers->memory)->used);
+    return used < writers->num_entries ? used : writers->num_entries;
+}
+
+bool kvn_writers_are_idle(kvn_writers *writers)
+{
+    const uint64_t used = used_entries(writers);
+    if (used > GLANCE_ENTRIES)
+        return false;
+    for (uint64_t index = 0; index < used; index++) {
+        entry *it = owned_entry(writers, index);
+        for (uint64_t place = 0; place < KVN_WRITER_TICKETS; place++)
+            if (atomic_load_explicit(&it->tickets[place], memory_order_acquire) != 0)
+                return false;
+        atomic_store_explicit(&writers->stopped[index], 0, memory_order_relaxed);
+    }
+    return true;
+}
+
 uint64_t kvn_writers_drain(kvn_writers *writers, int64_t deadline_ns, uint64_t *next,
                            kvn_ticket left[KVN_WRITER_TICKETS])
 {
-    uint64_t count = 0, used = atomic_load(&header_of(&writers->memory)->used);
-    if (used > writers->num_entries)
-        used = writers->num_entries; /* peers write there too */
+    uint64_t count = 0;
+    const uint64_t used = used_entries(writers);
     while (count == 0 && *next < used)
         count = drain_entry(writers, (*next)++, deadline_ns, left);
     return count;
@@ -346,17 +368,15 @@ void kvn_writer_close(kvn_writer *writer)
 
 /* ---- guards ---- */
 
-kvn_guard *kvn_guard_create(kvn_writer *writer, const uint64_t *slots, const uint64_t *generations,
-                            uint64_t count)
+kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count)
 {
-    const size_t nbytes = count * sizeof(uint64_t);
-    kvn_guard *guard = malloc(sizeof *guard + 2 * nbytes);
+    kvn_guard *guard = malloc(sizeof *guard + count * sizeof *words);
     if (!guard)
         return NULL;
-    uint64_t *columns = (uint64_t *)(guard + 1);
-    *guard = (kvn_guard){writer, count, columns, columns + count};
-    memcpy(guard->slots, slots, nbytes);
-    memcpy(guard->generations, generations, nbytes);
+    guard->writer = writer;
+    guard->count = count;
+    for (uint64_t i = 0; i < count; i++)
+        guard->words[i] = words[i];
     return guard;
 }
 
@@ -399,8 +419,8 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                       "is being written to by as many pieces of this link as can be announced, and "
                       "none of them ends: wait for transfers before more are begun");
     /* With the fence in there: the ticket is seen by whoever has not yet released. */
-    const bool stale = kvn_generations_first_stale(&writer->generations, guard->slots, guard->generations,
-                                             guard->count) < guard->count;
+    const bool stale = kvn_generations_first_stale(&writer->generations, guard->words,
+                                                   guard->count) < guard->count;
     if (!stale && !atomic_load(&it->closed))
         return KVN_OK;
     kvn_guard_leave(guard, out);

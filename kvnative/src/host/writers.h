@@ -43,6 +43,9 @@ int kvn_writers_create(uint64_t num_entries, kvn_writers *out, kvn_failure *fail
 void kvn_writers_hide(kvn_writers *writers); /* no peer finds it any more; who has it keeps it */
 void kvn_writers_close(kvn_writers *writers);
 
+/* Whether no ticket stands now in any of the entries that were ever taken. False where that is not seen at
+ * a glance: there are more than a few entries. */
+bool kvn_writers_are_idle(kvn_writers *writers);
 /* Waits until no ticket stands any more that stands now in the entries from `*next` on, or until the
  * deadline; then closes the gates of those that write by address. Stops behind an entry with tickets
  * of a peer that has mapped what it writes to: returns how many, and they are in `left`. 0: all
@@ -73,12 +76,11 @@ int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uin
                     kvn_failure *failure);
 void kvn_writer_close(kvn_writer *writer); /* no guard of it is left; idempotent */
 
-/* What a backend asks before it writes to `count` registrations, given by slot and generation. */
+/* What a backend asks before it writes to registrations, given by their words. */
 typedef struct kvn_guard {
     kvn_writer *writer;
     uint64_t count;
-    uint64_t *slots;
-    uint64_t *generations;
+    kvn_word words[];
 } kvn_guard;
 
 typedef struct kvn_announcement {
@@ -86,9 +88,8 @@ typedef struct kvn_announcement {
     uint64_t number;
 } kvn_announcement;
 
-/* A copy of the columns; NULL when there is no memory. The writer must outlive it. */
-kvn_guard *kvn_guard_create(kvn_writer *writer, const uint64_t *slots, const uint64_t *generations,
-                            uint64_t count);
+/* A copy of the words; NULL when there is no memory. The writer must outlive it. */
+kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count);
 void kvn_guard_destroy(kvn_guard *guard); /* of NULL: nothing */
 
 /* Announces a piece. A failure, with `fault` filled in: the owner has released a registration, or

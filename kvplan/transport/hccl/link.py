@@ -91,6 +91,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
                     status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
                 )
         made = self._copy()
+        made._newest, made._seen = self._newest, self._seen
         made._guards = self._link.guards(self._ranges, words)
         made._leases, made._backends = [str(it) for it in leases], {}
         return made

@@ -11,13 +11,12 @@ from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvnative._writers import Writer
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import BaseLink, check_process, columns, link_failed
+from kvplan.transport.base import BaseLink, check_process, link_failed
 from kvplan.transport.local.identity import advice, hold
-from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered
+from kvplan.transport.local.memory import LocalPeerMemory, PeerArenas, offered, words_of
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from kvplan.lease import BlockLease
 
     Column = NDArray[np.uint64]
-    Words = Column | array[int]
 
 
 class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
@@ -84,9 +82,9 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         *,
         writable: bool,
     ) -> LocalPeerMemory:
-        slots, generations = columns(ranges, "slot", "generation")
+        words = words_of(ranges)
         # That the peer lives was found just now.
-        self.check_ranges(ranges, slots, generations, alive=False)
+        self.check_ranges(ranges, words, alive=False)
         arenas, shifts = self._mapped(ranges)
         if arenas:
             starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
@@ -94,29 +92,25 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             self._probe()
         writer = self._writer_there() if writable else None
         return LocalPeerMemory(
-            self, starts, sizes, ranges, slots, generations, arenas, writer, writable=writable
+            self, starts, sizes, ranges, words, arenas, writer, writable=writable
         )
 
     def _check_peer(self) -> None:
-        self._find_stale(_NONE, _NONE, alive=True)
+        self._find_stale(b"", alive=True)
 
     def check_ranges(
-        self,
-        ranges: Sequence[Range | BlockLease],
-        slots: Words,
-        generations: Words,
-        *,
-        alive: bool = True,
+        self, ranges: Sequence[Range | BlockLease], words: bytes, *, alive: bool = True
     ) -> None:
         """As `check`, and LLM_KV_CACHE_NOT_EXIST for what is deregistered, or released, by now.
 
         Args:
+            words: of each of `ranges`, in that order.
             alive: whether to ask the system if the peer lives, and if this is no forked child:
                 5 us, or 50 where something else was computed in between. False: it is not asked.
         """
         if alive:
             check_process(self.pid, "link")
-        stale = self._find_stale(slots, generations, alive=alive)
+        stale = self._find_stale(words, alive=alive)
         if stale >= 0:
             it = ranges[stale]
             raise LLMException(
@@ -126,11 +120,11 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
-    def _find_stale(self, slots: Words, generations: Words, *, alive: bool) -> int:
+    def _find_stale(self, words: bytes, *, alive: bool) -> int:
         """The index of the first range that is deregistered by now; -1: none is."""
         look = self.process.check if alive else self.process.stale
         try:
-            return look(slots, generations)
+            return look(words)
         except ValueError:
             raise self._closed_error() from None
         except OSError as error:
@@ -190,7 +184,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
             return None if arena is None else Pin(arena, writable=it.writable)
         except (OSError, ValueError, MemoryError) as error:
             # It may have ended just now: then that is the true reason.
-            self.check_ranges([it], *columns([it], "slot", "generation"))
+            self.check_ranges([it], words_of([it]))
             raise self._refusal(error, f"has {it}, which cannot be mapped") from error
 
     def _probe(self) -> None:
@@ -231,7 +225,3 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         if isinstance(error, PermissionError):
             reason += f"; {advice(self.metadata.identity)}"
         return link_failed(f"{self.peer} {what}: {reason}")
-
-
-_NONE = np.empty(0, np.uint64)
-_NONE.flags.writeable = False

@@ -98,8 +98,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         addresses: Column,
         nbytes: Column,
         ranges: Sequence[Range],
-        slots: Column,
-        generations: Column,
+        words: bytes,
         arenas: Sequence[Arena | Pin],
         writer: Writer | None,
         *,
@@ -107,9 +106,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
     ) -> None:
         in_process = bool(arenas) or link.is_to_self
         super().__init__(link, addresses, nbytes, ranges, writable=writable, in_process=in_process)
-        # Of the ranges, as bytes that a lease is quickly put behind.
-        self._slots = array("Q", slots.tobytes())
-        self._generations = array("Q", generations.tobytes())
+        self._words = words  # of the ranges; those of leases follow
         self._leases: Sequence[BlockLease] = ()
         # What the addresses point into, held open; empty where they are the peer's own.
         self._arenas = arenas
@@ -144,23 +141,25 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
 
     def _writing(self, pool: ThreadPool, device: Backend | None) -> Backend:
         assert self._writer is not None, "memory that is not writable is refused before"
-        registered = self._slots, self._generations
         if device is not None:
-            return self._writer.around(device, *registered)
+            return self._writer.around(device, self._words)
         if self._arenas:
-            return self._writer.mapped(pool, *registered)
-        return self._writer.by_address(pool, *registered)
+            return self._writer.mapped(pool, self._words)
+        return self._writer.by_address(pool, self._words)
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: each check finds one of them ended, that was so before it."""
-        slots, generations = self._slots[:], self._generations[:]
+        words = self._words
         for lease in leases:
-            if (word := lease.word(self._link.transport)) is None:
-                raise no_leases(self._link.transport)
-            slots.append(word.slot)
-            generations.append(word.generation)
+            word = lease.packed_word("local")
+            if word is None:
+                raise no_leases("local")
+            words += word
         it = self._copy()
-        it._leases, it._slots, it._generations = leases, slots, generations
+        it._words = words
+        it._leases = leases
+        it._arenas = self._arenas
+        it._writer = self._writer
         it._backends = {}
         return it
 
@@ -174,7 +173,7 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         """
         link = self._link
         try:
-            if os.getpid() == link.pid and link.process.check(self._slots, self._generations) < 0:
+            if os.getpid() == link.pid and link.process.check(self._words) < 0:
                 return
         except (ValueError, OSError):
             pass
@@ -197,4 +196,9 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
 
     def _check_ranges(self, *, alive: bool) -> None:
         held: list[Range | BlockLease] = [*self._ranges, *self._leases]
-        self._link.check_ranges(held, self._slots, self._generations, alive=alive)
+        self._link.check_ranges(held, self._words, alive=alive)
+
+
+def words_of(ranges: Sequence[Range]) -> bytes:
+    """By which it is checked that they are registered: of each its slot and its generation."""
+    return array("Q", [number for it in ranges for number in (it.slot, it.generation)]).tobytes()

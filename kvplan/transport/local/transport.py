@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvnative._host import GenerationTable
@@ -153,13 +152,14 @@ class LocalTransport(BaseTransport):
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""
-        self._check_open()
-        with self._registrations.mutex:
+        if self._closed or os.getpid() != self._pid:
             self._check_open()
-            for slot, generation in leases:
-                with suppress(ValueError):  # it has ended before
-                    self._generations.release(slot, generation)
-        if late := self._writers.drain(PATIENCE_S):
+        try:
+            late = self._writers.end_leases(self._generations, leases, PATIENCE_S)
+        except ValueError:
+            self._check_open()  # closed just now?
+            raise
+        if late:
             raise LLMException(
                 f"{_processes(late)} was writing to this one's memory and has not moved for "
                 f"{PATIENCE_S:g} s (is it stopped?): use the blocks again when it goes on or ends",

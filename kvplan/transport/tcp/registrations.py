@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -57,8 +58,8 @@ class Registrations:
         self._slots = Slots(num_slots, MAX_SLOTS)
         self.num_slots = num_slots
         self._lease_slots = Slots(MAX_LEASES, MAX_LEASES)  # those behind the registrations'
-        # Generation and deadline of each that has not ended, by slot.
-        self._leases: dict[int, tuple[int, int]] = {}
+        # Generation and deadline of each that has not ended, by its number; no generation: of none.
+        self._lease_generations, self._lease_deadlines = array("Q"), array("Q")
         # Held while leases end, taken before the table's. Re-entrant: of a signal handler as well.
         self._ending = threading.RLock()
         self.device = device
@@ -72,8 +73,10 @@ class Registrations:
             for it in self._table.select():
                 if self._table.holds(it):
                     _serve(service, it)
-            for slot, (generation, deadline_ns) in tuple(self._leases.items()):
-                _serve_lease(service, slot, generation, deadline_ns)
+            known = zip(self._lease_generations, self._lease_deadlines, strict=True)
+            for number, (generation, deadline_ns) in enumerate(known):
+                if generation:
+                    _serve_lease(service, self.num_slots + number, generation, deadline_ns)
 
     def add(self, memory: Registrable, *, writable: bool) -> TcpRegistration:
         """See `TcpTransport.register`."""
@@ -121,7 +124,11 @@ class Registrations:
             except LLMException as error:
                 raise leases_taken(MAX_LEASES) from error
             slot = self.num_slots + number
-            self._leases[slot] = generation, deadline_ns
+            if number == len(self._lease_generations):
+                self._lease_generations.append(0)
+                self._lease_deadlines.append(0)
+            self._lease_generations[number] = generation
+            self._lease_deadlines[number] = deadline_ns
             if self._service is not None:
                 _serve_lease(self._service, slot, generation, deadline_ns)
             return slot, generation
@@ -129,25 +136,30 @@ class Registrations:
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
         """See `Transport.renew_lease`."""
         with self._table.mutex:
-            self._leases[slot] = generation, deadline_ns
+            self._lease_deadlines[slot - self.num_slots] = deadline_ns
             if self._service is not None:
                 with suppress(NativeError):
                     self._service.renew_range(slot, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""
-        with self._ending:  # until nothing moves with them any more, whoever began to end them
-            for slot, generation in leases:
-                with self._table.mutex:
-                    service = self._service
-                    if slot not in self._leases or self._leases[slot][0] != generation:
-                        continue  # it has ended before
-                if service is not None:
+        for slot, generation in leases:
+            number = slot - self.num_slots
+            with self._table.mutex:
+                if (service := self._service) is None:  # nothing moves
+                    self._forget_lease(number, generation)
+                    continue
+            with self._ending:  # until nothing moves with it any more, whoever began to end it
+                if self._lease_generations[number] == generation:
                     with suppress(ValueError, NativeError):
                         service.remove_range(slot)  # waits
-                with self._table.mutex:
-                    del self._leases[slot]
-                    self._lease_slots.release(slot - self.num_slots)
+                    with self._table.mutex:
+                        self._forget_lease(number, generation)
+
+    def _forget_lease(self, number: int, generation: int) -> None:
+        if self._lease_generations[number] == generation:  # else it has ended before
+            self._lease_generations[number] = 0
+            self._lease_slots.release(number)
 
     def ranges(self, registrations: Iterable[protocol.Registration] | None) -> tuple[Range, ...]:
         """What peers must know of `registrations`; None: all."""

@@ -170,7 +170,8 @@ class TcpTransport(BaseTransport):
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`; on return no byte is read or written with them for a peer."""
-        self._check_open()
+        if self._closed or os.getpid() != self._pid:
+            self._check_open()
         self._registrations.end_leases(leases)
 
     def close(self) -> None:

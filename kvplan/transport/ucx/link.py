@@ -84,7 +84,7 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
         if len(words) < len(leases):
             raise no_leases(self._link.transport)
         made = self._copy()
-        made._unleased, made._leases, made._backends = self, words, {}
+        made._known, made._unleased, made._leases, made._backends = self._known, self, words, {}
         return made
 
 

@@ -1,0 +1,126 @@
+"""Leases: what they add to a pull, and what their owner spends on them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.engine_peer import LEASED, LISTEN, leased_key
+from benchmarks.engines import linked_engine
+from benchmarks.table import Row, Run, Topic, timed
+from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LlmDataDist, LlmRole
+
+if TYPE_CHECKING:
+    from kvplan import BlockLease
+
+TOPIC = Topic()
+OWNER_CLUSTER = 2
+POOL = CacheDesc(1, (65_536, 64), DataType.DT_UINT8)
+BLOCKS_OF_EACH = 4
+LIVE = 100_000
+BATCH = 100  # leases that are released one after another
+
+
+@TOPIC.row("lease_overhead_us")
+def lease_overhead(run: Run, name: str) -> Row:
+    """What a pull with a lease takes longer than one by the key; each has another lease.
+
+    By the key it asks once more than with a lease, or by the cache's id, if the peer lives.
+    """
+    datadist = linked_engine(run)
+    given = run.shared["leases"]
+    leases = cycle(given)
+    cache = datadist.allocate_blocks_cache(LEASED)
+    by_key = partial(datadist.pull_blocks, leased_key(1), cache, [5], [2])
+    by_id = partial(datadist.pull_blocks, CacheIndex(1, given[0].cache_id), cache, [5], [2])
+
+    def leased() -> None:
+        datadist.pull_blocks(next(leases), cache, [5], [2])
+
+    leased()
+    np.testing.assert_array_equal(datadist.arrays(cache)[0][2], 5)
+    candidates = (timed(it, repeats=50) for it in (leased, by_key, by_id))
+    ours, key, bare = run.medians(*candidates, rounds=201)
+    datadist.deallocate_cache(cache)
+    note = (
+        f"a block of 4 KiB by key {1e6 * key:.1f} us, by the cache's id {1e6 * bare:.1f} us: than "
+        f"that {1e6 * (ours - bare):.1f} us more; limit: the budget"
+    )
+    cases = {"than by key": 1e6 * (ours - key), "than by id": 1e6 * (ours - bare)}
+    return Row(name, 1e6 * (ours - key), "us", 1, note=note, cases=cases)
+
+
+@TOPIC.row("release_us")
+def release(run: Run, name: str) -> Row:
+    """The owner's call, with one linked peer that has written and does not write now."""
+    peer = linked_engine(run)
+    values = {}
+    for transport in ("local", "auto"):
+        with LlmDataDist(OWNER_CLUSTER, LlmRole.PROMPT) as owner:
+            owner.initialize({**LISTEN, "kvplan.transport": transport})
+            peers = [ClusterInfo(OWNER_CLUSTER, owner.listen_address)]
+            peer.link_clusters(peers, timeout_ms=10_000).raise_for_status()
+            cache, theirs = (it.allocate_blocks_cache(LEASED) for it in (owner, peer))
+            with owner.leased_blocks(cache, [5]) as lease:
+                peer.push_blocks(theirs, lease, [2])
+
+            def released(owner: LlmDataDist = owner, cache: object = cache) -> float:
+                held = [owner.lease_blocks(cache, [1, 2, 3, 4]) for _ in range(BATCH)]
+                start = time.perf_counter_ns()
+                for it in held:
+                    owner.release(it)
+                return (time.perf_counter_ns() - start) / 1e9 / BATCH
+
+            (seconds,) = run.medians(released, rounds=201)
+            values[transport] = 1e6 * seconds
+            peer.unlink_clusters(peers, timeout_ms=10_000).raise_for_status()
+            peer.deallocate_cache(theirs)
+    note = f"over local alone; {values['auto']:.2f} us of an engine that offers tcp too; "
+    cases = {f"kvplan.transport={it}": us for it, us in values.items()}
+    return Row(name, values["local"], "us", 2, note=f"{note}limit: the budget", cases=cases)
+
+
+@TOPIC.row("leases_100k_MiB")
+def memory_of_leases(run: Run, name: str) -> Row:
+    """What 100,000 leases of 4 blocks take of their owner's memory: a new process, and its RSS."""
+    command = [sys.executable, "-m", "benchmarks.leases"]
+    grown = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    note = f"{LIVE:,} leases of {BLOCKS_OF_EACH} blocks, which the caller holds too: growth of RSS"
+    return Row(name, grown, "MiB", 32, note=f"{note}; limit: the budget")
+
+
+def resident_mib() -> float:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 2**20
+
+
+def main() -> None:
+    """Print by how much this process grows."""
+    rng = random.Random(LIVE)
+    with LlmDataDist(OWNER_CLUSTER, LlmRole.PROMPT) as owner:
+        owner.initialize(LISTEN)
+        cache = owner.allocate_blocks_cache(POOL)
+        held: list[BlockLease] = [owner.lease_blocks(cache, range(BLOCKS_OF_EACH))]
+        gc.collect()
+        before = resident_mib()
+        for _ in range(LIVE):
+            blocks = rng.sample(range(POOL.shape[0]), BLOCKS_OF_EACH)
+            held.append(owner.lease_blocks(cache, blocks))
+        gc.collect()
+        print(resident_mib() - before)
+        assert owner.leases() == held
+
+
+if __name__ == "__main__":
+    main()
