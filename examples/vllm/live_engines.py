@@ -29,7 +29,7 @@ def leaks(*engines: Engine) -> list[str]:
     found = []
     for it in engines:
         usage = 1.0
-        end = time.monotonic() + 30  # what a consumer has fetched is free a step later
+        end = time.monotonic() + 60  # what a consumer has fetched is free a step later
         while usage and time.monotonic() < end:
             it.generate([[1, 2, 3]], 1)
             usage = it.metrics()["vllm:kv_cache_usage_perc"]
@@ -46,7 +46,7 @@ class Pair:
         self.prompts = self.make_prompts()
         self.listen = f"127.0.0.1:{free_port()}"
         self.prefill = self.start(
-            "prefill", 0, "kv_producer", listen=self.listen, lease_ttl_ms=10_000
+            "prefill", 0, "kv_producer", listen=self.listen, lease_ttl_ms=25_000
         )
         self.decode = self.start("decode", 1, "kv_consumer", renew_interval_ms=2_000)
         self.prefill.started()
