@@ -320,7 +320,7 @@ class Served:
         asked = [text[at : at + 250] for at in range(0, 250 * AT_ONCE, 250)]
 
         async def of(to: Service) -> list[Answer]:
-            all_at_once = (self.client.complete(to, it, max_tokens=80) for it in asked)
+            all_at_once = (self.client.complete(to, it, max_tokens=200) for it in asked)
             return await asyncio.gather(*all_at_once)
 
         alone = await of(self.decode)
