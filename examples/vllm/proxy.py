@@ -176,8 +176,7 @@ class Proxy:
             return refused.response()
         try:
             if reason := call.stays():
-                logger.info("%s: the decode server computes the prompt: %s", call.name, reason)
-                return await self.decoded(call, None)
+                return await self.decoded(call, None, reason)
             urls = list(self.prefill.turn())
             return await (self.push(call, urls) if self._push else self.pull(call, urls))
         except Refused as refused:
@@ -192,15 +191,14 @@ class Proxy:
 
     async def pull(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
         """First the prompt, then the rest: the decoding server fetches what was computed."""
-        return await self.decoded(
-            call, await self.prefilled(call, {"do_remote_decode": True}, urls)
-        )
+        params = await self.prefilled(call, {"do_remote_decode": True}, urls)
+        return await self.decoded(call, params, "no prefill server has")
 
     async def push(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
         """Both at once: the prefilling server sends each layer when it has computed it.
 
-        A server that has not said yet what it is computes as for `pull`, and so does another one
-        if this one fails.
+        A server that has not said yet what it is computes as for `pull`, and so do the others if
+        this one fails.
         """
         if (producer := self._producers.get(urls[0])) is None:
             return await self.pull(call, urls)
@@ -215,7 +213,7 @@ class Proxy:
                     return await self._pass_on(call, url, response)
         finally:
             await _ended(decoding)
-        return await self.pull(call, [*urls[1:], urls[0]])
+        return await self.pull(call, urls[1:])
 
     async def prefilled(
         self, call: Call, params: dict[str, Any], urls: Iterable[str]
@@ -249,17 +247,24 @@ class Proxy:
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 reasons.append(f"{url}: {_said(error)}")
             self.prefill.failed(url)
-        logger.warning(
-            "%s: the decode server computes the prompt: %s", call.name, "; ".join(reasons)
-        )
+        if reasons:
+            logger.warning("%s: not prefilled: %s", call.name, "; ".join(reasons))
         return None
 
-    async def decoded(self, call: Call, params: dict[str, Any] | None) -> web.StreamResponse:
+    async def decoded(
+        self, call: Call, params: dict[str, Any] | None, reason: str
+    ) -> web.StreamResponse:
         """Let a decoding server generate, and pass on what it says.
+
+        Args:
+            params: what was said of the prompt's cache; None: it computes that, too.
+            reason: why it does, for the log.
 
         Raises:
             Refused: none answers.
         """
+        if params is None:
+            logger.warning("%s: the decode server computes the prompt: %s", call.name, reason)
         url, response = await self._opened(call, params)
         async with response:
             return await self._pass_on(call, url, response)
