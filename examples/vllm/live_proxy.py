@@ -15,7 +15,8 @@ from examples.vllm.proxy import Proxy
 from examples.vllm.report import Report, free_port
 
 PATH = "/v1/completions"
-PARAMS = {"do_remote_prefill": True, "where": "there"}
+SERVER = {"protocol": 1, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
+PARAMS = {"do_remote_prefill": True, "kvplan": {**SERVER, "sequence": 3}}
 FOREVER_S = 600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -26,6 +27,7 @@ class Pretended:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], str]] = []
         self.cancelled = asyncio.Event()
+        self.together = asyncio.Barrier(2)
 
     async def prefill(self, request: web.Request) -> web.StreamResponse:
         """Keeps a KV cache."""
@@ -41,6 +43,24 @@ class Pretended:
         """Never answers."""
         await self._asked("hangs", request)
         return await self._forever()
+
+    async def prefill_pushes(self, request: web.Request) -> web.StreamResponse:
+        """Keeps a KV cache; of a transfer once the other side is asked, too."""
+        body = await self._asked("prefill", request)
+        if "kvplan" in body["kv_transfer_params"]:
+            if body.get("suffix") == "fail":
+                return web.Response(status=500, text="no memory left")
+            await self.together.wait()
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def decode_pushed(self, request: web.Request) -> web.StreamResponse:
+        """Answers; to a transfer once the other side is asked, too."""
+        body = await self._asked("decode", request)
+        if "transfer" in body.get("kv_transfer_params", {}).get("kvplan", ()):
+            if body.get("suffix") == "fail":
+                return await self._forever()
+            await self.together.wait()
+        return web.Response(text="answer")
 
     async def decode(self, request: web.Request) -> web.StreamResponse:
         """Answers in pieces: to `suffix` "break" with a part, to "wait" without an end."""
@@ -90,7 +110,12 @@ class Checks:
         self.servers = Pretended()
 
     async def over(
-        self, prefill: list[Handler | None], decode: list[Handler | None], timeout_s: float = 30
+        self,
+        prefill: list[Handler | None],
+        decode: list[Handler | None],
+        timeout_s: float = 30,
+        *,
+        push: bool = False,
     ) -> str:
         """A proxy over servers; None is one that is down."""
         urls = []
@@ -101,7 +126,7 @@ class Checks:
                 continue
             app.router.add_post(PATH, handler)
             urls.append(await serve(self.held, app))
-        proxy = Proxy(urls[: len(prefill)], urls[len(prefill) :], timeout_s)
+        proxy = Proxy(urls[: len(prefill)], urls[len(prefill) :], timeout_s, push=push)
         self.servers.asked.clear()
         self.servers.cancelled.clear()
         return await serve(self.held, proxy.application())
@@ -161,6 +186,26 @@ class Checks:
         self.say(
             "without a decode server there is an error", (status, '"error"' in text), (502, True)
         )
+
+        url = await self.over([it.prefill_pushes], [it.decode_pushed], push=True)
+        await self.post(url)  # which says what the prefill server is
+        it.asked.clear()
+        status, _ = await self.post(url)
+        asked_of = {name: body["kv_transfer_params"] for name, body, _ in it.asked}
+        transfer = asked_of["prefill"]["kvplan"].get("transfer")
+        expected_of = {
+            "prefill": {"do_remote_decode": True, "kvplan": {"transfer": transfer}},
+            "decode": {"do_remote_prefill": True, "kvplan": {**SERVER, "transfer": transfer}},
+        }
+        text = "with --push both are asked at the same time, for one transfer"
+        self.say(text, (status, asked_of, bool(transfer)), (200, expected_of, True))
+        it.asked.clear()
+        status, _ = await self.post(url, suffix="fail")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(it.cancelled.wait(), 30)
+        text = "if the prefill server fails then, the decode server is asked again"
+        found_last = it.asked[-1][0], it.asked[-1][1].get("kv_transfer_params")
+        self.say(text, (status, found_last, it.cancelled.is_set()), (200, ("decode", None), True))
 
         for name, prefill, suffix in (
             ("while its prompt is computed", it.hangs, ""),
