@@ -115,7 +115,7 @@ vllm-setup: build/vllm/ready build/vllm/model/config.json ## install vLLM for CP
 
 VLLM := build/vllm/env/bin
 VLLM_PIP = TMPDIR=$(CURDIR)/build/vllm/tmp env -u PIP_CONSTRAINT $(BIN)/pip --python $(VLLM)/python
-build/vllm/ready: .venv/dev requirements/vllm.txt
+build/vllm/ready: requirements/vllm.txt | .venv/dev
 	mkdir -p build/vllm/tmp
 	$(BIN)/python -m venv --without-pip --clear build/vllm/env
 	$(VLLM_PIP) install -q -r requirements/vllm.txt

@@ -177,21 +177,27 @@ class Pair:
         self.report.check("a prefill engine that is killed brings no other tokens", problems)
 
     def restarted(self) -> None:
-        self.prefill = self.start("prefill-64", 0, "kv_producer", 64, listen=self.listen)
-        self.prefill.started()
-        numbers = range(len(self.prompts))
-        self.decode.forget()
-        before = self.fetched()
-        problems = self.right(numbers, self.decoded(numbers, self.finished(numbers)))
-        fetched = self.fetched() - before
-        if not fetched:
-            problems.append("nothing was fetched")
-        problems += leaks(self.prefill, self.decode)
-        self.report.check(
-            "another one at the same address, with blocks of 64 tokens, goes on",
-            problems,
-            f"{fetched:.0f} tokens fetched",
-        )
+        """At the same address; then one whose blocks are of another order, which is refused."""
+        numbers = range(6, 16)
+        for block, fits in ((BLOCK, True), (2 * BLOCK, False)):
+            if not fits:
+                self.prefill.kill()
+            self.prefill = self.start(
+                f"prefill-{block}", 0, "kv_producer", block, listen=self.listen
+            )
+            self.prefill.started()
+            self.decode.forget()
+            before = self.fetched()
+            problems = self.right(numbers, self.decoded(numbers, self.finished(numbers)))
+            fetched = self.fetched() - before
+            if bool(fetched) != fits:
+                problems.append(f"{fetched:.0f} tokens were fetched")
+            what = "is fetched from" if fits else "is refused, as blocks differ"
+            self.report.check(
+                f"another prefill engine at the same address, of blocks of {block} tokens, {what}",
+                problems + leaks(self.prefill, self.decode),
+                f"{fetched:.0f} tokens fetched",
+            )
 
 
 def run(report: Report) -> None:
