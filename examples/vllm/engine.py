@@ -21,6 +21,12 @@ from examples.vllm.report import ROOT, Answer
 
 START_S, ANSWER_S = 300.0, 300.0
 
+if __name__ in ("__main__", "__mp_main__"):  # the engine, and the workers that it spawns
+    # These poll, and yield the processor in between. Linux 6.18 takes a slice of time from a thread
+    # for each yield: where several workers share a core, each of their threads then stands still
+    # for seconds and minutes. What vLLM does under older Pythons does not.
+    os.sched_yield = lambda: time.sleep(0)
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -130,7 +130,7 @@ class Pair:
         problems = self.right(numbers, self.decoded(numbers, params))
         self.prefill.forget()
         others = [16, 17, 18]
-        self.finished(others)  # nobody fetches them; they are in the blocks now
+        self.prefill.generate([self.prompts[it] for it in others], 1)  # in these blocks now
         self.decode.forget()
         problems += self.right(numbers, self.decoded(numbers, params))
         self.report.check("stale parameters bring no other tokens", problems)
