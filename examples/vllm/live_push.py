@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
 
-from examples.vllm.live_servers import AT_ONCE, CHUNK, LIMITS, LONGEST_S, Client
-from examples.vllm.report import Answer, Report, connector, differences, prompts
+from examples.vllm.clients import AT_ONCE, CHUNK, LIMITS, Answers, Client
+from examples.vllm.report import Answer, Report, connector
 from examples.vllm.server import Proxy, Server
 
 FEW = 72  # blocks of the prefilling server; the longest prompt takes 60
 SECONDS = aiohttp.ClientTimeout(total=300)
 
 
-class Pushed:
+class Pushed(Answers):
     """The checks, in the order in which they are made."""
 
     def __init__(self, report: Report, held: ExitStack, client: Client) -> None:
-        self.report, self.held, self.client = report, held, client
-        self.prompts = prompts()
+        super().__init__(report, held)
+        self.client = client
         limits = LIMITS | {"prefill_timeout_ms": 60_000, "mode": "push"}
         few = [
             *("--num-gpu-blocks-override", str(FEW), "--max-num-batched-tokens", str(CHUNK)),
@@ -36,9 +35,10 @@ class Pushed:
         ]
         self.prefill = Server("push-prefill", 0, connector("kv_producer", **limits), *few)
         self.decode = Server("push-decode", 1, connector("kv_consumer", **limits))
-        for it in (self.prefill, self.decode):
+        self.servers: tuple[Server, ...] = (self.prefill, self.decode)
+        for it in self.servers:
             held.callback(it.close)
-        for it in (self.prefill, self.decode):
+        for it in self.servers:
             it.started()
         self.proxy = Proxy("push-proxy", [self.prefill], [self.decode], "--push")
         held.callback(self.proxy.close)
@@ -58,30 +58,10 @@ class Pushed:
         for check in self.checks():
             await check()
 
-    async def answers(self, to: Server | Proxy, numbers: Sequence[int]) -> list[Answer]:
-        """What is answered to prompts that are asked at once; every other one is streamed."""
-        asked = (self.client.complete(to, self.prompts[it], stream=bool(it % 2)) for it in numbers)
-        return await asyncio.gather(*asked)
-
-    def wrong(self, numbers: Sequence[int], found: Sequence[Answer]) -> list[str]:
-        """Answers that are wrong, or none."""
-        problems = differences([self.alone[it] for it in numbers], found)
-        return problems + [
-            f"prompt {n}: no answer"
-            for n, it in zip(numbers, found, strict=True)
-            if it.reason == "error"
-        ]
-
-    async def forget(self) -> None:
-        """Let both forget their prefix caches."""
-        for it in (self.prefill, self.decode):
-            async with self.client.session.post(f"{it.url}/reset_prefix_cache") as response:
-                response.raise_for_status()
-
     async def same_tokens(self) -> None:
         numbers = range(len(self.prompts))
         await self.forget()
-        problems = self.wrong(numbers, await self.answers(self.proxy, numbers))
+        problems = self.right(numbers, await self.answers(self.proxy, numbers))
         pushed = self.decode.metrics()["vllm:kvplan_tokens_pushed_total"]
         preempted = self.prefill.metrics()["vllm:num_preemptions_total"]
         total = sum(map(len, self.prompts))
@@ -107,7 +87,7 @@ class Pushed:
         answers: list[Answer] = (
             await asyncio.gather(self.answers(self.proxy, numbers[::4]), *leaving)
         )[0]
-        problems = self.wrong(numbers[::4], answers)
+        problems = self.right(numbers[::4], answers)
         self.report.check(
             "clients that leave during a push change no other's tokens, and no block leaks",
             problems + await self.leaks(),
@@ -120,24 +100,12 @@ class Pushed:
         going = asyncio.ensure_future(self.answers(self.proxy, numbers))
         await asyncio.sleep(1.0)  # anywhere in the middle
         self.prefill.kill()
-        problems = self.wrong(numbers, await going)
+        self.servers = (self.decode,)
+        problems = self.right(numbers, await going)
         self.report.check(
             "a prefill server that is killed during a push brings no other tokens",
-            problems + await self.leaks(self.decode),
+            problems + await self.leaks(),
         )
-
-    async def leaks(self, *servers: Server) -> list[str]:
-        """Servers that hold blocks though no request runs."""
-        found = []
-        for it in servers or (self.prefill, self.decode):
-            usage, end = 1.0, time.monotonic() + LONGEST_S
-            while usage and time.monotonic() < end:  # what is fetched is free a step later
-                await self.client.complete(it, [1, 2, 3], max_tokens=1)
-                await asyncio.sleep(0.2)
-                usage = it.metrics()["vllm:kv_cache_usage_perc"]
-            if usage:
-                found.append(f"{it.name} still uses {usage:.1%} of its blocks")
-        return found
 
 
 def run(report: Report) -> None:
