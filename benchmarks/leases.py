@@ -35,7 +35,7 @@ BATCH = 100  # leases that are released one after another
 def lease_overhead(run: Run, name: str) -> Row:
     """What a pull with a lease takes longer than one by the key; each has another lease.
 
-    By the key it asks once more than with a lease, or by the cache's id, if the peer lives.
+    By the key it asks one time more than with a lease, or by the id, whether the peer lives.
     """
     datadist = linked_engine(run)
     given = run.shared["leases"]

@@ -31,6 +31,11 @@ _unpack: Final = _WORD.unpack
 _LETTERS: Final = {"H": 2**16, "I": 2**32, "Q": 2**64}  # of struct, and what it is too large for
 
 
+def tag_of(name: str) -> str:
+    """A tag of any name: its beginning, with "?" for what is not printable."""
+    return "".join(it if it.isprintable() else "?" for it in name[:MAX_TAG])
+
+
 class LeaseWord(NamedTuple):
     """Where the owner keeps the generation of a lease, for peers that it is linked with in one way.
 

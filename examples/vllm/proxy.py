@@ -32,7 +32,7 @@ REST_S = 5.0  # how long a server that failed is asked last
 KEPT_S = 2.0  # connections that are idle: vLLM's servers close them after 5 s
 REQUEST_ID = "X-Request-Id"
 PRODUCER = ("protocol", "instance", "sources")  # of a reference: what it says of its server
-OWN_HEADERS = {  # of one connection, or made anew
+OWN_HEADERS = {  # of one connection, or the proxy's own
     *("connection", "content-encoding", "content-length", "host", "keep-alive"),
     *("transfer-encoding", "upgrade", REQUEST_ID.lower()),
 }

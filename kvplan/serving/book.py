@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import Final, Protocol
 
-from kvplan.lease import MAX_TAG, BlockLease
+from kvplan.lease import BlockLease, tag_of
 from kvplan.logs import Log
 from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
 from kvplan.status import LLMException, LLMStatusCode
@@ -116,9 +116,8 @@ class LeaseBook:
             digest: of what was computed.
             transfer: what consumers may have asked for already; empty: nothing.
         """
-        tag = "".join(it if it.isprintable() else "?" for it in request[:MAX_TAG])
         try:
-            leases = self._lease(blocks, tag)
+            leases = self._lease(blocks, tag_of(request))
         except LLMException as error:
             logger.warning("request %s cannot be leased, and is not kept: %s", request, error)
             with self._mutex:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from kvplan.inspection.units import nbytes_text, plural
-from kvplan.lease import MAX_TAG
+from kvplan.lease import tag_of
 from kvplan.logs import Log
 from kvplan.serving.messages import (
     Ask,
@@ -363,7 +363,7 @@ class Puller:
         block = target.first_token // group.block_tokens
         if block >= len(table.blocks):
             return None
-        tag = "".join(it if it.isprintable() else "?" for it in pull.request[:MAX_TAG])
+        tag = tag_of(pull.request)
         lease = self._engine.lease_blocks(group.cache, table.blocks[block:], tag=tag)
         return Goal(lease, block * group.block_tokens, target.first_token)
 
