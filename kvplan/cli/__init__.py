@@ -12,14 +12,10 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 import kvplan
-from kvplan.cli.common import ExitCode
+from kvplan.cli.common import COMPLETE_VARIABLE, PROGRAM, ExitCode
 from kvplan.status import LLMException
 
 __all__ = ["main"]
-
-PROGRAM: Final = "kvplan"
-COMPLETE_VARIABLE: Final = "_KVPLAN_COMPLETE"
-"""Set by the completion script of a shell: the command then prints what could come next."""
 
 
 class Command(NamedTuple):
@@ -33,8 +29,12 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
+    "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.explain"),
+    "diff": Command("Print how two plans differ.", "kvplan.cli.diff"),
+    "estimate": Command("Print how long a plan will take.", "kvplan.cli.estimate"),
     "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
     "keygen": Command("Make the key of a cluster.", "kvplan.cli.keygen"),
+    "completion": Command("Print a script for completion in a shell.", "kvplan.cli.completion"),
 }
 
 
@@ -111,10 +111,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _forget_output()
         return ExitCode.CLOSED
     except (LLMException, OSError) as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.stderr.write(f"{PROGRAM}: {_reason(error)}\n")
     else:
         return ExitCode.OK if code is None else ExitCode(code)
     return ExitCode.TROUBLE
+
+
+def _reason(error: LLMException | OSError) -> str:
+    """In one line: of the system's errors the file and its words, without the number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 def _explain_usage(misused: click.UsageError) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -13,11 +12,16 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_PIPE_WIDTH: Final = 200
-"""Columns of a table that no terminal shows: nothing of it is cut for want of room."""
+PROGRAM: Final = "kvplan"
+COMPLETE_VARIABLE: Final = "_KVPLAN_COMPLETE"
+"""Set by the completion script of a shell: the command then prints what could come next."""
+
+_WIDTH: Final = 200
+"""Columns that a table may take. A narrow terminal wraps its lines: cut numbers would be wrong."""
 
 
 class ExitCode(IntEnum):
@@ -56,7 +60,22 @@ def console(*, stderr: bool = False) -> Console:
     """
     from rich.console import Console  # not what prints plain text or JSON
 
-    made = Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = _PIPE_WIDTH
+    return Console(
+        stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, width=_WIDTH
+    )
+
+
+def table(*columns: str) -> Table:
+    """A plain table; a column whose name begins with `>` is one of numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        is_number = name.startswith(">")
+        made.add_column(
+            name.removeprefix(">"),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+        )
     return made
