@@ -10,7 +10,7 @@ from functools import partial
 from threading import Condition, RLock
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Self, TypeAlias
 from weakref import ref
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
@@ -39,6 +39,9 @@ Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory]"
 AnyPrepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory]"
 """The same, of groups too."""
 
+MAX_TAG: Final = 128
+"""Characters of the tag of a transfer."""
+
 _OTHER_KIND = {
     f"{verb}_{kind}": f"; {verb}_{other} takes a {takes} one"
     for verb in ("pull", "push", "copy")
@@ -55,12 +58,14 @@ class PlanEvent(NamedTuple):
         operation: the call, such as "pull_cache".
         cache_id: of the cache of this process that takes part; the source, where both do.
         cluster_id: of the peer; None inside one process.
+        tag: as the caller gave it.
     """
 
     plan: AnyPlan
     operation: str
     cache_id: int
     cluster_id: int | None
+    tag: str = ""
 
 
 PlanHook = Callable[[PlanEvent], object]
@@ -78,9 +83,10 @@ class Operation:
         notify: what the peer is sent when every byte has arrived; None: nothing.
         notify_failure: what it is sent if the operation fails before; None: nothing.
         verify: read all that has moved again, and compare; False: as the engine's options say.
+        tag: what logs and recordings call it.
 
     Attributes:
-        name: as given.
+        name, tag: as given.
         cache_id: of the cache of this process that takes part, the source where both do; -1: none
             was found so far.
         plan: what is executed; set when it is known.
@@ -118,6 +124,7 @@ class Operation:
         "speculated",
         "started",
         "submitted",
+        "tag",
         "verify_every",
     )
 
@@ -130,7 +137,11 @@ class Operation:
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> None:
+        if tag != "":
+            check_tag(tag)
+        self.tag = tag
         self._notify = None if notify is None else check_notification("notify", notify)
         self._notify_failure = notify_failure
         if notify_failure is not None:
@@ -379,6 +390,7 @@ class Operation:
                 cluster=engine.cluster_id,
                 peer=self.cluster_id,
                 cache=self.cache_id,
+                tag=self.tag or None,
                 kind=plan and plan.kind,
                 descriptors=plan and plan.num_descriptors,
                 bytes=nbytes,
@@ -416,6 +428,18 @@ def check_notification(name: str, data: bytes) -> bytes:
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
     return data
+
+
+def check_tag(tag: str) -> str:
+    """Return what a transfer is called.
+
+    Raises:
+        TypeError: no text.
+        LLMException: LLM_PARAM_INVALID: too long, or not printable.
+    """
+    if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
+        raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+    return tag
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
@@ -604,6 +628,8 @@ class OperationRunner:
             for it in plans:
                 if it.reinterpret:
                     operation.engine.warn_reinterpret(operation, it)
-        event = PlanEvent(plan, operation.name, operation.cache_id, operation.cluster_id)
+        event = PlanEvent(
+            plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
+        )
         for hook in tuple(self._hooks.values()):
             hook(event)
