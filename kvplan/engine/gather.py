@@ -325,6 +325,7 @@ class _Sources:
         caches = [self._found[index][name][1] for name in plans]
         keys = [self._groups[name].sources[index] for name in plans]
         leases = [it for it in keys if isinstance(it, BlockLease)]
+        self.operations[index].leases = tuple(it.lease_id for it in leases)
         with self._failing(index):
             theirs = self._links[index].leased_memory(caches, leases, writable=False)
         ours = joined([self._own[name][1] for name in plans])

@@ -249,6 +249,7 @@ class GroupOperation(Operation):
                     coalesce=coalesce,
                     reinterpret=reinterpret or self.engine.reinterpret,
                 )
+        self.leases = tuple([it.lease_id for it in leases])
         peer_memory = link.leased_memory(caches, leases, writable=not pulls)
         if pulls:
             return GroupPlan(plans), peer_memory, memory

@@ -15,7 +15,7 @@ from weakref import ref
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.registry import finalized
-from kvplan.engine.telemetry import log_operation, logger, status_of
+from kvplan.engine.telemetry import error_text, log_operation, logger, status_of
 from kvplan.execution.verification import check_verifiable
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
@@ -91,6 +91,7 @@ class Operation:
             was found so far.
         plan: what is executed; set when it is known.
         link: to the peer that takes part; None inside one process.
+        leases: ids of the peer's leases by which it moves.
         speculated: whether a key is taken to be the cache's that had it, as far as is known here:
             then the transfer says if that was freed, and before it moves a byte of another.
         notifies: whether its peer may be sent a notification at the end.
@@ -116,6 +117,7 @@ class Operation:
         "done",
         "engine",
         "follows_up",
+        "leases",
         "link",
         "name",
         "notifies",
@@ -159,6 +161,7 @@ class Operation:
         self.started = perf_counter()
         self.done = self.retried = self.speculated = False
         self.link: PeerLink | None = None
+        self.leases: tuple[int, ...] = ()
         self.plan: AnyPlan | None = None
 
     def __enter__(self) -> Self:
@@ -235,6 +238,7 @@ class Operation:
         slot = 0
         if isinstance(key, BlockLease):
             found = link.leased(key, writable=writable)
+            self.leases = (key.lease_id,)
             if (theirs := link.side(found)).paged is not paged:
                 self._refuse_kind(argument, str(key), paged, table)
             if not paged and (slot := key.slot(argument)) >= theirs.count:
@@ -372,6 +376,8 @@ class Operation:
                     status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
                     engine.metrics.record(self.name, status, nbytes, seconds)
                     self._recorded = True
+                    if engine.recorder is not None:
+                        engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
             finally:
                 engine.in_flight.remove(self)
                 # Last: whoever has unlinked finds the operation counted, and no longer in flight.
@@ -547,7 +553,10 @@ class OperationRunner:
             raise
         finally:
             seconds = perf_counter() - started
-            engine.metrics.record(operation, status_of(failure), 0, seconds)
+            status = status_of(failure)
+            engine.metrics.record(operation, status, 0, seconds)
+            if engine.recorder is not None:
+                engine.recorder.event(operation, status, seconds, error_text(failure), fields)
             log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
 
     def _execute(
