@@ -149,6 +149,11 @@ class Recorder:
         """Whether nothing is recorded any more: it was closed, or the file could not be written."""
         return self._ended
 
+    @property
+    def dropped(self) -> int:
+        """Rows that were dropped, as far as no row says so yet."""
+        return self._dropped
+
     def transfer(
         self, operation: Ended, status: LLMStatusCode, seconds: float, nbytes: int, error: str
     ) -> None:
