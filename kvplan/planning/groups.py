@@ -14,10 +14,12 @@ from kvplan.inspection.diff import verdict
 from kvplan.inspection.explain import DEFAULT_LIMIT, Format
 from kvplan.inspection.units import nbytes_text, plural
 from kvplan.planning.plan import SCHEMA_VERSION, Origin, Plan
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.validation import check_index, check_mapping, check_type, shown
 
 if TYPE_CHECKING:
+    import os
+
     from kvplan.inspection.cost import Estimate, TransportCost
 
 MAX_GROUP_NAME = 64
@@ -175,7 +177,23 @@ class GroupPlan:
             )
         if version != SCHEMA_VERSION:
             raise invalid(f"schema_version={shown(version)} must be {SCHEMA_VERSION}")
-        return GroupPlan({name: Plan.from_dict(it) for name, it in groups.items()})
+        plans = {}
+        for name, it in groups.items():
+            try:
+                plans[name] = Plan.from_dict(it)
+            except LLMException as error:
+                raise invalid(f"groups[{shown(name)}]: {error.args[0]}") from None
+        return GroupPlan(plans)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, which `kvplan.load_plan` and the command `kvplan` read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from kvplan.planning.files import save
+
+        save(self, path)
 
     @cached_property
     def fingerprint(self) -> str:

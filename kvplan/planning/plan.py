@@ -36,6 +36,8 @@ from kvplan.status import invalid
 from kvplan.validation import check_index, check_type
 
 if TYPE_CHECKING:
+    import os
+
     from kvplan.inspection.cost import Estimate, TransportCost
     from kvplan.planning.axes import BlockTables
 
@@ -345,6 +347,16 @@ class Plan:
         from kvplan.planning.schema import from_dict
 
         return from_dict(document)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, which `kvplan.load_plan` and the command `kvplan` read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from kvplan.planning.files import save
+
+        save(self, path)
 
     @cached_property
     def fingerprint(self) -> str:

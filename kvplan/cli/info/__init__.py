@@ -5,7 +5,6 @@ The accelerator and UCX are looked at in a process of its own: a broken library 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import selectors
@@ -15,6 +14,9 @@ import sys
 import time
 from typing import Any, Final
 
+import click
+
+from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.info import host, text
 
 SCHEMA_VERSION: Final = 1
@@ -25,36 +27,32 @@ _SAID: Final = 12
 """Lines of what a process that died has said, the last ones."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand."""
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument(
-        "--device-id",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the device that transports and copies are tried with (llm.DeviceId), default 0",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60,
-        metavar="SECONDS",
-        help="time limit for looking at the accelerator and UCX, default 60",
-    )
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Look, and print what was found; what cannot be looked at is a part of that."""
-    found = {
-        "schema_version": SCHEMA_VERSION,
-        **host.describe(),
-        **_look(arguments.device_id, arguments.timeout),
-    }
-    if arguments.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+@click.command("info", epilog="Example: kvplan info --json")
+@click.option(
+    "--device-id",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The device that transports and copies are tried with (llm.DeviceId).",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit for looking at the accelerator and UCX.",
+)
+@json_option
+def command(device_id: int, timeout: float, *, as_json: bool) -> ExitCode:
+    """Show what this machine has, what works on it, and why not more."""
+    found = {"schema_version": SCHEMA_VERSION, **host.describe(), **_look(device_id, timeout)}
+    if as_json:
+        write_json(found)
     else:
         sys.stdout.write(text.render(found))
+    return ExitCode.OK
 
 
 def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
