@@ -85,11 +85,12 @@ class Search:
                 if not dst.knows_tokens:
                     return f"what is expected in {places}"
                 return f"what is expected of {what}, in {places}"
-        for head in range(side.extent("head") if dst.has_heads else 0):
-            if np.ptp(cells.head) == 0 and head != cells.head[0]:
-                there = cells.offsets + (head - cells.head) * side.stride_of("head")
-                if self._is(here, self.tensor, there):
-                    return f"what is expected of head {head + dst.first_head}"
+        low, high = int(cells.head.min()), int(cells.head.max())
+        for shift in range(-low, side.extent("head") - high):  # none where there is no such axis
+            there = cells.offsets + shift * side.stride_of("head")
+            if shift and self._is(here, self.tensor, there):
+                heads = low + shift + dst.first_head, high + shift + dst.first_head
+                return f"what is expected of {spans_text('head', [heads])}"
         layer, kv = int(cells.layer[0]), int(cells.kv[0])
         _, start = dst.tensor_of(layer, kv)
         layers = side.num_tensors // dst.apart * side.extent("layer")

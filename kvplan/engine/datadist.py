@@ -18,8 +18,9 @@ from kvplan.engine.leases import LeaseOperations
 from kvplan.engine.local_transfers import LocalOperations
 from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
+from kvplan.engine.records import RecordingOperations, record_where_said
 from kvplan.engine.runner import PlanHook
-from kvplan.engine.telemetry import EngineMetrics, Metrics, log_operation
+from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
 from kvplan.engine.transfers import RemoteOperations
 from kvplan.inspection.units import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
@@ -42,6 +43,7 @@ class LlmDataDist(
     LeaseOperations,
     CacheOperations,
     NotificationOperations,
+    RecordingOperations,
 ):
     """Caches of this process, links to other clusters, and transfers between all of them.
 
@@ -123,6 +125,7 @@ class LlmDataDist(
             started = perf_counter()
             engine = Engine(self._cluster_id, self._role, options, self._transfers, self._metrics)
             released_with(self, engine)
+            record_where_said(engine)
             self._engine = engine
             log_operation(
                 "initialize",
@@ -331,6 +334,9 @@ class LlmDataDist(
     def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
         for it in results:
             self._metrics.record(operation, it.status, 0, seconds)
+            if self._engine is not None and (recorder := self._engine.recorder) is not None:
+                text = error_text(it.error)
+                recorder.event(operation, it.status, seconds, text, {"peer": it.cluster_id})
             fields = {"cluster": self._cluster_id, "peer": it.cluster_id}
             log_operation(operation, seconds, it.error, **fields)
         return results

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvplan.engine.telemetry import Metrics
     from kvplan.execution import Transfers
     from kvplan.planning import Plan
+    from kvplan.recording.writer import Recorder
     from kvplan.types import LlmRole
 
 _MOST_PAIRS = 4096  # of unlike caches that are remembered as mentioned
@@ -78,8 +79,10 @@ class Engine:
         )
         self._listen_at = ""
         self.in_flight = InFlight()
+        self.recorder: Recorder | None = None
         self._remapping = RLock()
         with ExitStack() as held:
+            held.callback(self._end_recording)  # first: it is last, and has the links' end too
             held.callback(self.notifications.close)
             self.device = open_accelerator(options.accelerator, options.device_id)
             if self.device is not None:
@@ -117,6 +120,10 @@ class Engine:
             self.links.start()
             self.listen(options.listen_ip_info, stacklevel=3)  # who initializes
             self._held = held.pop_all()
+
+    def _end_recording(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _announce(self) -> None:
         self.links.publish_soon()

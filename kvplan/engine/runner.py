@@ -10,12 +10,12 @@ from functools import partial
 from threading import Condition, RLock
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Self, TypeAlias
 from weakref import ref
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.registry import finalized
-from kvplan.engine.telemetry import log_operation, logger, status_of
+from kvplan.engine.telemetry import error_text, log_operation, logger, status_of
 from kvplan.execution.verification import check_verifiable
 from kvplan.inspection.units import plural
 from kvplan.lease import BlockLease
@@ -39,6 +39,9 @@ Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory]"
 AnyPrepared: TypeAlias = "tuple[AnyPlan, TensorMemory, TensorMemory]"
 """The same, of groups too."""
 
+MAX_TAG: Final = 128
+"""Characters of the tag of a transfer."""
+
 _OTHER_KIND = {
     f"{verb}_{kind}": f"; {verb}_{other} takes a {takes} one"
     for verb in ("pull", "push", "copy")
@@ -55,12 +58,14 @@ class PlanEvent(NamedTuple):
         operation: the call, such as "pull_cache".
         cache_id: of the cache of this process that takes part; the source, where both do.
         cluster_id: of the peer; None inside one process.
+        tag: as the caller gave it.
     """
 
     plan: AnyPlan
     operation: str
     cache_id: int
     cluster_id: int | None
+    tag: str = ""
 
 
 PlanHook = Callable[[PlanEvent], object]
@@ -78,13 +83,15 @@ class Operation:
         notify: what the peer is sent when every byte has arrived; None: nothing.
         notify_failure: what it is sent if the operation fails before; None: nothing.
         verify: read all that has moved again, and compare; False: as the engine's options say.
+        tag: what logs and recordings call it.
 
     Attributes:
-        name: as given.
+        name, tag: as given.
         cache_id: of the cache of this process that takes part, the source where both do; -1: none
             was found so far.
         plan: what is executed; set when it is known.
         link: to the peer that takes part; None inside one process.
+        leases: ids of the peer's leases by which it moves.
         speculated: whether a key is taken to be the cache's that had it, as far as is known here:
             then the transfer says if that was freed, and before it moves a byte of another.
         notifies: whether its peer may be sent a notification at the end.
@@ -110,6 +117,7 @@ class Operation:
         "done",
         "engine",
         "follows_up",
+        "leases",
         "link",
         "name",
         "notifies",
@@ -118,6 +126,7 @@ class Operation:
         "speculated",
         "started",
         "submitted",
+        "tag",
         "verify_every",
     )
 
@@ -130,7 +139,11 @@ class Operation:
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
+        tag: str = "",
     ) -> None:
+        if tag != "":
+            check_tag(tag)
+        self.tag = tag
         self._notify = None if notify is None else check_notification("notify", notify)
         self._notify_failure = notify_failure
         if notify_failure is not None:
@@ -148,6 +161,7 @@ class Operation:
         self.started = perf_counter()
         self.done = self.retried = self.speculated = False
         self.link: PeerLink | None = None
+        self.leases: tuple[int, ...] = ()
         self.plan: AnyPlan | None = None
 
     def __enter__(self) -> Self:
@@ -224,6 +238,7 @@ class Operation:
         slot = 0
         if isinstance(key, BlockLease):
             found = link.leased(key, writable=writable)
+            self.leases = (key.lease_id,)
             if (theirs := link.side(found)).paged is not paged:
                 self._refuse_kind(argument, str(key), paged, table)
             if not paged and (slot := key.slot(argument)) >= theirs.count:
@@ -361,6 +376,8 @@ class Operation:
                     status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
                     engine.metrics.record(self.name, status, nbytes, seconds)
                     self._recorded = True
+                    if engine.recorder is not None:
+                        engine.recorder.transfer(self, status, seconds, nbytes, error_text(error))
             finally:
                 engine.in_flight.remove(self)
                 # Last: whoever has unlinked finds the operation counted, and no longer in flight.
@@ -379,6 +396,7 @@ class Operation:
                 cluster=engine.cluster_id,
                 peer=self.cluster_id,
                 cache=self.cache_id,
+                tag=self.tag or None,
                 kind=plan and plan.kind,
                 descriptors=plan and plan.num_descriptors,
                 bytes=nbytes,
@@ -416,6 +434,18 @@ def check_notification(name: str, data: bytes) -> bytes:
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
     return data
+
+
+def check_tag(tag: str) -> str:
+    """Return what a transfer is called.
+
+    Raises:
+        TypeError: no text.
+        LLMException: LLM_PARAM_INVALID: too long, or not printable.
+    """
+    if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
+        raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+    return tag
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey | BlockLease, found: Side) -> NoReturn:
@@ -523,7 +553,10 @@ class OperationRunner:
             raise
         finally:
             seconds = perf_counter() - started
-            engine.metrics.record(operation, status_of(failure), 0, seconds)
+            status = status_of(failure)
+            engine.metrics.record(operation, status, 0, seconds)
+            if engine.recorder is not None:
+                engine.recorder.event(operation, status, seconds, error_text(failure), fields)
             log_operation(operation, seconds, failure, cluster=engine.cluster_id, **fields)
 
     def _execute(
@@ -604,6 +637,8 @@ class OperationRunner:
             for it in plans:
                 if it.reinterpret:
                     operation.engine.warn_reinterpret(operation, it)
-        event = PlanEvent(plan, operation.name, operation.cache_id, operation.cluster_id)
+        event = PlanEvent(
+            plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
+        )
         for hook in tuple(self._hooks.values()):
             hook(event)

@@ -105,6 +105,10 @@ class Links:
         self._closed = False
         self.peers: Mapping[int, PeerLink] = self._transitions.links
 
+    def observe(self, observer: Callable[[PeerLink], object]) -> None:
+        """Call `observer`, in the control thread, with each link whose state has changed."""
+        self._transitions.observer = observer
+
     def start(self) -> None:
         """Start the control thread; links can be made from here on."""
         self._control.start()

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -151,6 +151,8 @@ class Plan:
     split: tuple[str, ...] = ()
     reinterpret: bool = False
     tables: BlockTables | None = None
+    # Of a plan that moves whole rows its tables say all segments: recordings have those alone.
+    by_rows: ClassVar[bool] = False
 
     @property
     def local(self) -> Literal["src", "dst", "both"]:
