@@ -59,10 +59,12 @@ def explain_lines(
     format: Format,  # noqa: A002
     limit: int | None,
     cost: TransportCost | None = None,
+    same_as: str = "",
 ) -> Iterator[str]:
     """Return `plan` as lines of text; of each list at most `limit` rows (None: all).
 
-    With `cost` a line more: under the head of a tree, or as the last one of a table.
+    With `cost` a line more: under the head of a tree, or as the last one of a table. With `same_as`
+    a tree does not list the segments: that names what has the same.
 
     Raises, before the first line:
         LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
@@ -73,7 +75,7 @@ def explain_lines(
     match format:
         case "tree":
             head = [*_header(plan), *(f"  {line}" for line in moved)]
-            return chain(chain.from_iterable(map(fit, head)), _tree(plan, limit))
+            return chain(chain.from_iterable(map(fit, head)), _tree(plan, limit, same_as))
         case "table":
             return chain(table_lines(plan, limit), moved)
     raise invalid(f"format={shown(format)} must be one of {get_args(Format)}")
@@ -241,7 +243,7 @@ def _segment_lines(plan: Plan, limit: int | None, width: int) -> Iterator[str]:
                     yield from fit(f"      {line}", width)
 
 
-def _tree(plan: Plan, limit: int | None) -> Iterator[str]:
+def _tree(plan: Plan, limit: int | None, same_as: str) -> Iterator[str]:
     """The first tensor of the first layer in full; the others, which are like it, together."""
     num_layers, per_layer = len(plan.src_layers), plan.segments.num_runs
     num_tensors = min(plan.tensors_per_layer, plan.num_tensor_pairs)
@@ -254,7 +256,8 @@ def _tree(plan: Plan, limit: int | None) -> Iterator[str]:
     others = [*_other_tensors(plan, num_tensors)]
     name = f"{'|--' if others else '`--'} {_tensor_text(plan, 0, 1)}   "
     under = ("|" if others else " ").ljust(len(name))
-    for line in _segment_lines(plan, limit, WIDTH - len(trunk) - len(name)):
+    segments = [f"same {plan.dst.row}s as {same_as}"] if same_as else None
+    for line in segments or _segment_lines(plan, limit, WIDTH - len(trunk) - len(name)):
         yield f"{trunk}{name}{line}"
         name = under
     for index, text in enumerate(others, 1):

@@ -31,6 +31,15 @@ def summary(plan: Plan) -> list[str]:
     return [_lengths(plan, runs), *_shifts(plan, runs), *_densities(plan)]
 
 
+def blocks_of(plan: Plan) -> tuple[Rows, Rows] | None:
+    """The block at src of each block at dst that is written, where whole blocks are moved."""
+    if (runs := _runs_of_blocks(plan)) is None:
+        return None
+    total = int(runs.blocks.sum())
+    inside = np.arange(total) - np.repeat(np.cumsum(runs.blocks) - runs.blocks, runs.blocks)
+    return np.repeat(runs.src, runs.blocks) + inside, np.repeat(runs.dst, runs.blocks) + inside
+
+
 def _runs_of_blocks(plan: Plan) -> _Run | None:
     """The runs, where whole blocks are moved to whole blocks."""
     segments, stride = plan.segments, plan.dst.stride

@@ -314,8 +314,7 @@ class Plan:
     ) -> Iterator[str]:
         """Return the lines of `explain` one by one, by default all of them.
 
-        A table of millions of descriptors is never in memory as a whole:
-        `file.writelines(f"{line}\\n" for line in plan.explain_lines("table"))`.
+        A table of millions of descriptors is never in memory as a whole.
 
         Arguments and errors as for `explain`; what is wrong is refused before the first line.
         """

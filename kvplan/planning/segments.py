@@ -208,7 +208,8 @@ class Segments:
         inside = (indices - (before - self.runs().astype(np.int64))[segment]).astype(np.uint64)
         src, dst = self.src_offsets[segment], self.dst_offsets[segment]
         for counts, src_stride, dst_stride in reversed(self.repeats):
-            inside, step = np.divmod(inside, counts[segment])
+            step = inside % counts[segment]
+            inside = inside // counts[segment]
             src = src + step * np.uint64(src_stride)
             dst = dst + step * np.uint64(dst_stride)
         return src, dst, self.nbytes[segment]

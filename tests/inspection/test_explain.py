@@ -88,7 +88,7 @@ push_blocks  B2B   cache 7 -> BlocksCacheKey(cluster_id=1, model_id=0)   plan 23
 |   |                   9   -> 2    256 KiB  alone: not adjacent (src 5 -> 9, dst 8 -> 2)  position 2
 |   `-- tensor 9 -> 1   same blocks
 `-- layer 5 -> 1   desc [4:8)   1.5 MiB   same blocks
-""",
+""",  # noqa: E501
     )
 
 
